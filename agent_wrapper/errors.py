@@ -1,0 +1,14 @@
+"""What an agent may raise on purpose, and what the wrapper raises at its author."""
+
+from __future__ import annotations
+
+
+class AgentFailure(Exception):
+    """Raised by an agent that failed and knows it: the rollout ends as agent_error.
+
+    With a `reward` the agent has scored its own failure and the rollout may be trained; without one it never is.
+    """
+
+    def __init__(self, message: str, reward: float | None = None) -> None:
+        super().__init__(message)
+        self.reward = reward

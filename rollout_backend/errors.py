@@ -1,0 +1,85 @@
+"""What can go wrong on the training side, and where each is dealt with.
+
+    RolloutBackendError
+    ├── ConfigError            the settings: raised before anything is started or spent
+    ├── TaskFileError          a task file with a broken line, which is named
+    ├── PreflightError         credentials, bucket, queue, runtime: found out before the first rollout
+    ├── ServingError           an engine or the router
+    │   ├── StartupError           never became healthy, died on the way, or its port is taken
+    │   └── EngineUnavailable      no engine left that could answer
+    ├── RuntimeCallError       one call to the agent runtime; the dispatcher acts on its kind
+    │   ├── Throttled              429: wait and go on, the limiter slows down
+    │   ├── QuotaExceeded          402: too many sessions; wait until some have closed
+    │   ├── RuntimeConflict        409: try again
+    │   ├── RuntimeUnavailable     5xx, or no connection: try again
+    │   ├── OutcomeUnknown         the call was cut or timed out after it was sent: the session may be running
+    │   └── Rejected               4xx for good: the rollout ends as infra_error at once
+    └── LedgerError            a step that does not reconcile: a bug, the run stops with the ledger printed
+
+A failed rollout is not an exception: it is a `Rollout`, or a ledger entry, with an outcome and a reason.
+`agent_wrapper.contract.ContractError` is the one error of malformed objects on both sides.
+"""
+
+from __future__ import annotations
+
+
+class RolloutBackendError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(RolloutBackendError):
+    """Settings that cannot work. The message names the key and says what to change."""
+
+
+class TaskFileError(RolloutBackendError):
+    """A task file that cannot be read whole. The message names the line or the row."""
+
+
+class PreflightError(RolloutBackendError):
+    """Something outside this process that the run needs is missing or refuses us."""
+
+
+class ServingError(RolloutBackendError):
+    """An engine or the router."""
+
+
+class StartupError(ServingError):
+    """A server process that did not come up. The message carries the end of its log and the log's path."""
+
+
+class EngineUnavailable(ServingError):
+    """No engine could answer a model call."""
+
+
+class RuntimeCallError(RolloutBackendError):
+    """One call to the agent runtime that failed. `reason` is what the ledger counts by."""
+
+    reason = "runtime_error"
+
+
+class Throttled(RuntimeCallError):
+    reason = "throttled"
+
+
+class QuotaExceeded(RuntimeCallError):
+    reason = "quota_exceeded"
+
+
+class RuntimeConflict(RuntimeCallError):
+    reason = "runtime_conflict"
+
+
+class RuntimeUnavailable(RuntimeCallError):
+    reason = "runtime_unavailable"
+
+
+class OutcomeUnknown(RuntimeCallError):
+    reason = "invoke_outcome_unknown"
+
+
+class Rejected(RuntimeCallError):
+    reason = "invoke_rejected"
+
+
+class LedgerError(RolloutBackendError):
+    """The books do not balance. The message is the whole ledger."""
