@@ -37,6 +37,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import from_json
 
 if TYPE_CHECKING:
     IntArray = array[int]
@@ -51,6 +52,7 @@ REQUEST_FIELD = "_rollout"  # where the request block stands in an invoke's payl
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _STEP_DIGITS = 8
+MAX_STEP = 10**_STEP_DIGITS - 1
 
 
 class ContractError(ValueError):
@@ -256,7 +258,7 @@ class Rollout(ContractObject):
 
     schema_version: Literal[1] = 1
     run_id: Identifier
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, le=MAX_STEP)
     task_id: Identifier
     rollout_id: Identifier
     attempt: int = Field(ge=1)
@@ -347,7 +349,7 @@ class RolloutRequest(ContractObject):
 
     schema_version: Literal[1] = 1
     run_id: Identifier
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, le=MAX_STEP)
     task_id: Identifier
     rollout_id: Identifier
     attempt: int = Field(ge=1)
@@ -381,7 +383,7 @@ def parse_result_key(prefix: str, run_id: str, key: str) -> tuple[int, str]:
     Raises:
         ContractError: the key is not of this run, or not the key of a result.
     """
-    match = re.fullmatch(rf"{re.escape(prefix)}runs/{re.escape(run_id)}/steps/(\d{{{_STEP_DIGITS}}})/({_ID})", key)
+    match = re.fullmatch(rf"{re.escape(prefix)}runs/{re.escape(run_id)}/steps/([0-9]{{{_STEP_DIGITS}}})/({_ID})", key)
     if match is None:
         raise ContractError("object.key", f"{key!r} is not a result of run {run_id!r} under {prefix!r}")
     return int(match[1]), match[2]
@@ -412,7 +414,7 @@ class Announcement(ContractObject):
             ContractError: names the field that is missing or is not what it should be.
         """
         try:
-            message = json.loads(body)
+            message = from_json(body)
         except ValueError as error:
             raise ContractError("body", f"not JSON: {error}") from None
         if not isinstance(message, dict):
@@ -458,8 +460,8 @@ def _unpack(cls: type[_Object], data: bytes, max_bytes: int) -> _Object:
         if len(data) > max_bytes:
             raise ContractError("object", f"has {len(data)} bytes, more than the cap of {max_bytes}")
         try:
-            fields = json.loads(data)
-        except (ValueError, RecursionError) as error:
+            fields = from_json(data)
+        except ValueError as error:
             raise ContractError("object", f"is no JSON, or is cut short: {error}") from None
     else:
         raise ContractError("object", "is neither a zstd frame nor a JSON object")

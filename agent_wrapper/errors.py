@@ -12,3 +12,7 @@ class AgentFailure(Exception):
     def __init__(self, message: str, reward: float | None = None) -> None:
         super().__init__(message)
         self.reward = reward
+
+
+class EntrypointError(Exception):
+    """The author's code cannot be served: no entrypoint, two of them, or one of the wrong shape."""

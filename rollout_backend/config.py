@@ -293,11 +293,12 @@ def load_config(
     overrides: Iterable[str] = (),
     env: Mapping[str, str] | None = None,
     base: Mapping[str, Any] | None = None,
+    top: Mapping[str, Any] | None = None,
 ) -> RolloutConfig:
     """Reads the settings from a YAML file, the environment and overrides of the form `a.b=value`.
 
     Values of the environment and of overrides are read as YAML, so `3` is a number and `[a, b]` a list.
-    `base` lies below the file: what a caller such as the local cloud already knows.
+    `base` lies below the file, and `top` above all: what a caller such as the local cloud suggests, and knows.
 
     Raises:
         ConfigError: the file cannot be read, or a key is unknown, missing or wrong; each is named.
@@ -313,6 +314,7 @@ def load_config(
         if not separator:
             raise ConfigError(f"override {override!r} must look like key.key=value")
         _merge(tree, _nest(key.split("."), value, override))
+    _merge(tree, top or {})
     return RolloutConfig.parse(tree)
 
 
@@ -340,11 +342,18 @@ def _nest(keys: list[str], text: str, where: str) -> dict[str, Any]:
 
 def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
     for key, value in more.items():
-        if isinstance(value, Mapping) and isinstance(into.get(key), Mapping):
-            into[key] = dict(into[key])
+        below = into.get(key)
+        same_kind = isinstance(below, Mapping) and isinstance(value, Mapping)
+        if same_kind and not _other_kind(below, value):
+            into[key] = dict(below)
             _merge(into[key], value)
         else:
             into[key] = value
+
+
+def _other_kind(below: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    """A section of another kind replaces the one below it: their settings have nothing to do with each other."""
+    return "kind" in below and "kind" in value and below["kind"] != value["kind"]
 
 
 def _explain(error: ValidationError) -> str:

@@ -14,6 +14,8 @@
     │   ├── RuntimeUnavailable     5xx, or no connection: try again
     │   ├── OutcomeUnknown         the call was cut or timed out after it was sent: the session may be running
     │   └── Rejected               4xx for good: the rollout ends as infra_error at once
+    ├── StoreError             S3 did not answer as it should; a later look may find the result
+    │   └── ResultMissing          nothing is stored under the key
     └── LedgerError            a step that does not reconcile: a bug, the run stops with the ledger printed
 
 A failed rollout is not an exception: it is a `Rollout`, or a ledger entry, with an outcome and a reason.
@@ -79,6 +81,18 @@ class OutcomeUnknown(RuntimeCallError):
 
 class Rejected(RuntimeCallError):
     reason = "invoke_rejected"
+
+    def __init__(self, message: str, reason: str = "invoke_rejected") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class StoreError(RolloutBackendError):
+    """S3 did not answer as it should."""
+
+
+class ResultMissing(StoreError):
+    """Nothing is stored under the key: an announcement that names it is ahead of its time, or false."""
 
 
 class LedgerError(RolloutBackendError):

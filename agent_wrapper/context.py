@@ -1,0 +1,75 @@
+"""What the agent's function is given.
+
+The same fields in training and in deployment: in training they come from the backend's request, in deployment
+from the environment, so the function need not know which of the two it is in.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_wrapper.contract import RolloutRequest, Sampling
+
+_DEPLOYED_CALL_TIMEOUT_S = 600.0
+_MAX_RETRIES = 8
+
+
+@dataclass(frozen=True)
+class RolloutContext:
+    """One rollout, as its agent sees it."""
+
+    payload: dict[str, Any]  # the task: the invoke's payload without the backend's own block
+    base_url: str  # OpenAI-shaped, ends in /v1; "" where the environment names none
+    api_key: str = field(repr=False)  # in training it opens this rollout's session only
+    model: str
+    sampling: Sampling = field(default_factory=Sampling)  # the trainer's; the gateway applies it by itself
+    deadline: float = math.inf  # unix seconds by which the agent must have returned
+    rollout_id: str | None = None
+
+    @property
+    def training(self) -> bool:
+        """Whether this is a rollout of a training run. False in deployment."""
+        return self.rollout_id is not None
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, never below 0; infinite in deployment."""
+        return max(0.0, self.deadline - time.time())
+
+    def openai_kwargs(self) -> dict[str, Any]:
+        """Arguments for `openai.OpenAI` and `openai.AsyncOpenAI`: base_url, api_key, timeout, max_retries.
+
+        A call may last until the deadline, because a call that the client gives up and repeats is sampled twice.
+        Retries outlast a restart of an engine. What the environment leaves unset is left out.
+        """
+        timeout = max(1.0, self.remaining_s) if self.training else _DEPLOYED_CALL_TIMEOUT_S
+        endpoint = {"base_url": self.base_url, "api_key": self.api_key}
+        return {k: v for k, v in endpoint.items() if v} | {"timeout": timeout, "max_retries": _MAX_RETRIES}
+
+    @classmethod
+    def of_request(cls, request: RolloutRequest, payload: dict[str, Any]) -> RolloutContext:
+        return cls(
+            payload=payload,
+            base_url=request.endpoint.base_url,
+            api_key=request.endpoint.api_key,
+            model=request.endpoint.name,
+            sampling=request.sampling,
+            deadline=request.deadline,
+            rollout_id=request.rollout_id,
+        )
+
+    @classmethod
+    def of_environment(cls, payload: dict[str, Any], env: Mapping[str, str] | None = None) -> RolloutContext:
+        """In deployment: OPENAI_BASE_URL, OPENAI_API_KEY and ROLLOUT_MODEL, each "" if unset."""
+        env = os.environ if env is None else env
+        return cls(
+            payload=payload,
+            base_url=env.get("OPENAI_BASE_URL", ""),
+            api_key=env.get("OPENAI_API_KEY", ""),
+            model=env.get("ROLLOUT_MODEL", ""),
+        )

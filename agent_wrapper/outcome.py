@@ -1,0 +1,250 @@
+"""Pure: what became of a rollout, from what the agent returned or raised and what it sampled.
+
+Two rules hold throughout. A reward is a finite number that the agent gave, or there is none. And a failure of the
+model's endpoint is never the agent's: an exception counts as `model_unavailable` if, anywhere in its chain of
+causes, stands an error that
+
+- says that the endpoint failed: it has a `status_code` (its own or its `response`'s) of 408, 429 or 5xx, or it is
+  an error of the transport by its class (httpx, httpcore, aiohttp or requests: no connection, timed out, cut), or
+  it has one of the names that model SDKs give to these (`APIConnectionError`, ...; plain `APIError` is what they
+  raise for an error event inside a stream); and
+- was met on the way to the model: if it knows the URL of its request, that is one of the session's endpoint. An
+  error that knows none counts only if it is an SDK's.
+
+So a tool's own failing web call stays the agent's error, and no SDK needs to be installed to tell.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgpack
+
+from agent_wrapper.contract import Failure, Outcome, Rollout, RolloutRequest, Segment, Trajectory
+from agent_wrapper.errors import AgentFailure
+from agent_wrapper.runner import Raised, Returned
+from agent_wrapper.trajectory import TrajectoryUnavailable
+
+_MESSAGE_CHARS = 2_000
+_TRACEBACK_CHARS = 20_000
+_WANTED = "return a finite number, or a dict with one under 'reward' and JSON values beside it"
+
+_SDK_ERRORS = frozenset(
+    {
+        "APIConnectionError",
+        "APITimeoutError",
+        "InternalServerError",
+        "ModelThrottledException",
+        "OverloadedError",
+        "RateLimitError",
+        "ServiceUnavailableError",
+    }
+)
+_TRANSPORT_ERRORS = frozenset(
+    {
+        ("httpx", "TransportError"),
+        ("httpcore", "NetworkError"),
+        ("httpcore", "TimeoutException"),
+        ("httpcore", "ProtocolError"),
+        ("aiohttp", "ClientConnectionError"),
+        ("aiohttp", "ClientPayloadError"),
+        ("requests", "ConnectionError"),
+        ("requests", "Timeout"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The agent's part of a rollout, over. What it sampled is not known yet."""
+
+    outcome: Outcome
+    reward: float | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+
+
+def failed(
+    outcome: Outcome, reason: str, message: str, trace: str | None = None, reward: float | None = None
+) -> Ending:
+    failure = Failure(
+        reason=reason,
+        message=_text(message)[:_MESSAGE_CHARS],
+        traceback=_text(trace)[-_TRACEBACK_CHARS:] if trace else None,  # the end names the error
+    )
+    return Ending(outcome, reward, failure=failure)
+
+
+def judge(result: Returned | Raised, base_url: str) -> Ending:
+    """The ending of an agent that came to its end by itself."""
+    return _judge_value(result.value) if isinstance(result, Returned) else _judge_error(result.error, base_url)
+
+
+def conclude(
+    request: RolloutRequest,
+    ending: Ending,
+    trajectory: Trajectory | TrajectoryUnavailable,
+    started_at: float,
+    finished_at: float,
+) -> Rollout:
+    """The rollout to publish: the agent's ending, corrected by what it sampled."""
+    model = request.endpoint.name
+    segments: tuple[Segment, ...] = ()
+    if isinstance(trajectory, Trajectory):
+        model, segments = trajectory.model, trajectory.segments
+        if ending.outcome is Outcome.COMPLETED and not any(segment.sampled_tokens for segment in segments):
+            ending = failed(
+                Outcome.AGENT_ERROR,
+                "no_model_call",
+                "the agent returned a reward, yet nothing was sampled for it: "
+                "call the model at the context's base_url with its api_key",
+            )
+    elif ending.failure is None:
+        ending = failed(Outcome.INFRA_ERROR, "trajectory_unavailable", str(trajectory))
+    else:
+        message = f"{ending.failure.message} (besides, {trajectory})"
+        ending = replace(ending, failure=ending.failure.model_copy(update={"message": message}))
+    return Rollout(
+        run_id=request.run_id,
+        step=request.step,
+        task_id=request.task_id,
+        rollout_id=request.rollout_id,
+        attempt=request.attempt,
+        session_id=request.session_id,
+        outcome=ending.outcome,
+        reward=ending.reward,
+        extras=ending.extras,
+        failure=ending.failure,
+        model=model,
+        segments=segments,
+        started_at=started_at,
+        finished_at=max(started_at, finished_at),
+    )
+
+
+def describe(error: BaseException) -> str:
+    """`Class: message`, as the last line of a traceback has it."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+# --- what the agent returned ------------------------------------------------------------------------------
+
+
+def _judge_value(value: object) -> Ending:
+    extras: dict[str, Any] = {}
+    try:
+        if isinstance(value, Mapping):
+            if "reward" not in value:
+                raise ValueError(f"the agent returned a dict without 'reward' (it has {sorted(map(str, value))})")
+            reward = _number(value["reward"])
+            extras = {_key(k): _json(k, v) for k, v in value.items() if k != "reward"}
+        else:
+            reward = _number(value)
+    except ValueError as error:
+        return failed(Outcome.AGENT_ERROR, "bad_reward", f"{error}; {_WANTED}")
+    return Ending(Outcome.COMPLETED, reward, extras)
+
+
+def _number(value: object) -> float:
+    """Python's and numpy's numbers; True is 1 and False is 0, so that `return answer == wanted` is a reward."""
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"the reward is {_short(value)}, a {type(value).__name__}, not a number")  # noqa: TRY004
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {_short(value)}, which is not finite")
+    return number
+
+
+def _key(key: object) -> str:
+    if not isinstance(key, str):
+        raise ValueError(f"the key {_short(key)} beside the reward is not a text")  # noqa: TRY004
+    return key
+
+
+def _json(key: object, value: object) -> Any:
+    try:
+        plain = json.loads(json.dumps(value, allow_nan=False))
+        msgpack.packb([key, plain])  # the stored form: no integers over 64 bits, no broken surrogates
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{key!r} beside the reward cannot be stored as JSON: {error}") from None
+    return plain
+
+
+# --- what the agent raised --------------------------------------------------------------------------------
+
+
+def _judge_error(error: BaseException, base_url: str) -> Ending:
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, AgentFailure):
+        if error.reward is None:
+            return failed(Outcome.AGENT_ERROR, "agent_failure", str(error), trace)
+        try:
+            reward = _number(error.reward)
+        except ValueError as bad:
+            return failed(Outcome.AGENT_ERROR, "bad_reward", f"{bad}, in AgentFailure({str(error)!r})", trace)
+        return failed(Outcome.AGENT_ERROR, "agent_failure", str(error), trace, reward)
+    cause = next((link for link in _chain(error) if _is_model_unavailable(link, base_url)), None)
+    if cause is not None:
+        return failed(Outcome.INFRA_ERROR, "model_unavailable", describe(cause), trace)
+    return failed(Outcome.AGENT_ERROR, "agent_exception", describe(error), trace)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        link = todo.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        todo += [link.__context__ if not link.__suppress_context__ else None, link.__cause__]
+        if isinstance(link, BaseExceptionGroup):
+            todo += link.exceptions
+
+
+def _is_model_unavailable(error: BaseException, base_url: str) -> bool:
+    classes = type(error).__mro__
+    from_sdk = any(cls.__name__ in _SDK_ERRORS for cls in classes) or classes[0].__name__ == "APIError"
+    transport = any((cls.__module__.partition(".")[0], cls.__name__) in _TRANSPORT_ERRORS for cls in classes)
+    status = _attribute(error, "status_code") or _attribute(error, "response", "status_code")
+    refused = isinstance(status, int) and (status in (408, 429) or status >= 500)
+    if not (from_sdk or transport or refused):
+        return False
+    url = _attribute(error, "request", "url") or _attribute(error, "response", "request", "url")
+    if url is None:
+        return from_sdk
+    return _origin(str(url)) == _origin(base_url)
+
+
+def _origin(url: str) -> tuple[str, str]:
+    parts = urlsplit(url.lower())
+    return parts.scheme, parts.netloc.removesuffix(":443" if parts.scheme == "https" else ":80")
+
+
+def _attribute(value: object, *path: str) -> object:
+    for name in path:
+        try:
+            value = getattr(value, name, None)
+        except RuntimeError:  # httpx's errors raise for a request that was never set
+            return None
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _text(text: str) -> str:
+    return text.encode(errors="replace").decode()

@@ -1,0 +1,149 @@
+"""Write once to S3, then announce.
+
+- The object under a rollout's key never changes: the write is conditional on there being none.
+- An announcement is sent only for an object that stands. A result that could not be announced still counts: the
+  backend lists what was not announced. A repeated announcement is a no-op for the reader, a missing one costs time,
+  so whoever finds the object already there announces it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agent_wrapper.contract import Announcement, ResultTarget
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+    from mypy_boto3_sqs import SQSClient
+
+logger = logging.getLogger("agent_wrapper")
+
+_CONNECT_TIMEOUT_S = 5.0
+_READ_TIMEOUT_S = 20.0
+_CONNECTIONS = 32
+_PASSING_CODES = frozenset(
+    {"ConditionalRequestConflict", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
+)
+_T = TypeVar("_T")
+
+
+class PublishError(Exception):
+    """The result could not be written. The message says why, and where it should have gone."""
+
+
+class Written(StrEnum):
+    """How the object came to stand under its key."""
+
+    NOW = "now"
+    BEFORE = "before"  # by us: the answer to an earlier write was lost
+    BY_ANOTHER = "by_another"  # another attempt at this rollout was first, and its result is the one that counts
+    UNSEEN = "unseen"  # one of the two, but it could not be read to tell
+
+
+class Publisher:
+    """Holds the clients. Safe to use from several threads; each call blocks its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[str, str | None], Any] = {}
+
+    def publish(self, target: ResultTarget, key: str, body: bytes, budget_s: float) -> Written:
+        """Writes `body` under `key` unless an object is there, and announces it, each within about `budget_s`.
+
+        Raises:
+            PublishError: nothing stands under the key.
+        """
+        where = f"s3://{target.bucket}/{key}"
+        try:
+            written = self._write(target, key, body, budget_s)
+        except Exception as error:
+            raise PublishError(f"cannot write {where}: {type(error).__name__}: {error}") from error
+        match written:
+            case Written.BEFORE:
+                logger.info("%s: an earlier write of ours had arrived after all", where)
+            case Written.BY_ANOTHER:
+                logger.warning("%s: another attempt had written its result before; ours is dropped", where)
+            case Written.UNSEEN:
+                logger.warning("%s: a result had been written before; it could not be read to tell whose", where)
+        if target.queue_url is not None:
+            try:
+                self._announce(target, key, budget_s)
+            except Exception as error:
+                logger.warning("%s stands, but could not be announced on %s: %s", where, target.queue_url, error)
+        return written
+
+    def _write(self, target: ResultTarget, key: str, body: bytes, budget_s: float) -> Written:
+        from botocore.exceptions import ClientError
+
+        s3: S3Client = self._client("s3", target.region)
+        try:
+            _retry(
+                budget_s,
+                lambda: s3.put_object(
+                    Bucket=target.bucket,
+                    Key=key,
+                    Body=body,
+                    ContentType="application/octet-stream",
+                    IfNoneMatch="*",
+                ),
+            )
+        except ClientError as error:
+            if _status(error) != 412:
+                raise
+        else:
+            return Written.NOW
+        try:
+            there = _retry(budget_s, lambda: s3.get_object(Bucket=target.bucket, Key=key)["Body"].read())
+        except Exception:  # the role may lack s3:GetObject, and need not have it
+            logger.debug("cannot read %s", key, exc_info=True)
+            return Written.UNSEEN
+        return Written.BEFORE if there == body else Written.BY_ANOTHER
+
+    def _announce(self, target: ResultTarget, key: str, budget_s: float) -> None:
+        sqs: SQSClient = self._client("sqs", target.region)
+        message = Announcement(bucket=target.bucket, key=key).encode()
+        queue_url = target.queue_url or ""
+        _retry(budget_s, lambda: sqs.send_message(QueueUrl=queue_url, MessageBody=message))
+
+    def _client(self, service: str, region: str | None) -> Any:
+        import boto3  # late: see trajectory.py
+        from botocore.config import Config
+
+        with self._lock:
+            if (service, region) not in self._clients:
+                config = Config(
+                    connect_timeout=_CONNECT_TIMEOUT_S,
+                    read_timeout=_READ_TIMEOUT_S,
+                    max_pool_connections=_CONNECTIONS,
+                    retries={"total_max_attempts": 1},  # one layer of retries: ours
+                )
+                self._clients[service, region] = boto3.client(service, region_name=region, config=config)  # type: ignore[call-overload]
+            return self._clients[service, region]
+
+
+def _retry(budget_s: float, call: Callable[[], _T]) -> _T:
+    import tenacity
+
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(_is_passing),
+        stop=tenacity.stop_before_delay(budget_s),
+        wait=tenacity.wait_exponential_jitter(initial=0.2, max=8.0, jitter=0.5),
+        reraise=True,
+    )(call)
+
+
+def _is_passing(error: BaseException) -> bool:
+    from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
+
+    if isinstance(error, ClientError):
+        status = _status(error)
+        return error.response["Error"]["Code"] in _PASSING_CODES or status in (409, 429) or status >= 500
+    return isinstance(error, (ConnectionError, HTTPClientError))  # no connection, cut, timed out
+
+
+def _status(error: Any) -> int:
+    return int(error.response["ResponseMetadata"]["HTTPStatusCode"])

@@ -1,0 +1,156 @@
+"""The agent's function, and one call of it.
+
+A call never holds up the server: a sync function runs in a daemon thread of its own, async ones share an event loop
+in a daemon thread of theirs, so an agent that blocks delays neither a ping, nor its deadline, nor a shutdown. A call
+always settles as `Returned` or `Raised`, and never more than once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import Any
+
+from agent_wrapper.context import RolloutContext
+from agent_wrapper.errors import EntrypointError
+
+
+@dataclass(frozen=True)
+class Returned:
+    value: object
+
+
+@dataclass(frozen=True)
+class Raised:
+    error: BaseException
+
+
+class AgentCall:
+    """One call of the agent's function. `future` settles with what came of it."""
+
+    def __init__(self) -> None:
+        self.future: Future[Returned | Raised] = Future()
+
+    def cancel(self) -> bool:
+        """Asks the agent to stop. False: a sync function cannot be asked, and is abandoned."""
+        return False
+
+    def stack(self) -> str:
+        """Where the agent stands, or where the cancellation met it, as a traceback; "" if that cannot be told."""
+        raise NotImplementedError
+
+    def _settle(self, result: Returned | Raised) -> None:
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_result(result)
+
+
+class Agent:
+    """The function that the author marked as the entrypoint: takes one `RolloutContext`, sync or async."""
+
+    def __init__(self, function: Callable[[RolloutContext], Any]) -> None:
+        """Raises EntrypointError, with what is wrong and what is wanted."""
+        name = getattr(function, "__qualname__", repr(function))
+        if not callable(function):
+            raise EntrypointError(f"the entrypoint must be a function, not {name}: use @app.entrypoint without ()")
+        target = inspect.unwrap(function)
+        if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
+            raise EntrypointError(f"{name} yields; an entrypoint must return its reward once, at its end")
+        try:
+            signature = inspect.signature(function)
+            signature.bind(object())
+        except TypeError:
+            raise EntrypointError(
+                f"{name}{signature} must take exactly one argument, the RolloutContext: def {name}(context): ..."
+            ) from None
+        self._function = function
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  (an object whose __call__ is async)
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, context: RolloutContext) -> AgentCall:
+        if self._is_async:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
+            return _AsyncCall(self._function, context, self._loop)
+        return _SyncCall(self._function, context)
+
+
+class _SyncCall(AgentCall):
+    def __init__(self, function: Callable[[RolloutContext], Any], context: RolloutContext) -> None:
+        super().__init__()
+        variables = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=lambda: self._settle(variables.run(_outcome_of, function, context)),
+            name=f"agent-{context.rollout_id}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def stack(self) -> str:
+        return _thread_stack(self._thread.ident)
+
+
+class _AsyncCall(AgentCall):
+    def __init__(
+        self,
+        function: Callable[[RolloutContext], Any],
+        context: RolloutContext,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__()
+        self._loop = loop
+        self._stack = ""
+        self._loop_thread: int | None = None
+        self._task: asyncio.Task[None] | None = None
+        loop.call_soon_threadsafe(self._begin, function, context)
+
+    def _begin(self, function: Callable[[RolloutContext], Any], context: RolloutContext) -> None:
+        self._loop_thread = threading.get_ident()
+        self._task = self._loop.create_task(self._run(function, context))
+        # Cancelled before its first step, the task never reaches the code that settles.
+        self._task.add_done_callback(lambda _: self._settle(Raised(asyncio.CancelledError())))
+
+    async def _run(self, function: Callable[[RolloutContext], Any], context: RolloutContext) -> None:
+        try:
+            self._settle(Returned(await function(context)))
+        except BaseException as error:
+            self._stack = "".join(traceback.format_exception(error))
+            self._settle(Raised(error))
+
+    def cancel(self) -> bool:
+        # In order behind _begin, so the task is there.
+        self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+        return True
+
+    def stack(self) -> str:
+        # Not done although it was cancelled: most likely it blocks its loop's thread.
+        return self._stack if self.future.done() else _thread_stack(self._loop_thread)
+
+
+def _outcome_of(function: Callable[[RolloutContext], Any], context: RolloutContext) -> Returned | Raised:
+    try:
+        value = function(context)
+        if inspect.isawaitable(value):  # an async function behind a decorator that hides it
+            value = asyncio.run(_await(value))
+    except BaseException as error:
+        return Raised(error)
+    return Returned(value)
+
+
+async def _await(value: Any) -> Any:
+    return await value
+
+
+def _thread_stack(ident: int | None) -> str:
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""

@@ -1,0 +1,53 @@
+"""The trajectory of a session, fetched from the gateway once the agent is done."""
+
+from __future__ import annotations
+
+from agent_wrapper.contract import ContractError, ModelEndpoint, Trajectory
+
+_CONNECT_TIMEOUT_S = 5.0
+_READ_TIMEOUT_S = 30.0
+
+
+class TrajectoryUnavailable(Exception):
+    """What was sampled could not be had. The message says why."""
+
+
+async def fetch_trajectory(endpoint: ModelEndpoint, budget_s: float) -> Trajectory:
+    """Seals the session and reads what was sampled in it. Tries again until `budget_s` is used up.
+
+    Raises:
+        TrajectoryUnavailable: the gateway refused, could not be reached in time, or answered with nonsense.
+    """
+    import httpx  # late: the container should listen before it loads what it needs at the end
+    import tenacity
+
+    def passing(error: BaseException) -> bool:
+        if isinstance(error, httpx.HTTPStatusError):
+            return error.response.status_code in (408, 429) or error.response.status_code >= 500
+        return isinstance(error, httpx.TransportError)
+
+    timeout = httpx.Timeout(min(_READ_TIMEOUT_S, budget_s), connect=min(_CONNECT_TIMEOUT_S, budget_s))
+    retrying = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception(passing),
+        stop=tenacity.stop_before_delay(budget_s),
+        wait=tenacity.wait_exponential_jitter(initial=0.2, max=4.0, jitter=0.2),
+        reraise=True,
+    )
+    try:
+        async with httpx.AsyncClient(timeout=timeout) as client:
+            async for attempt in retrying:
+                with attempt:
+                    response = await client.post(
+                        endpoint.trajectory_url, headers={"Authorization": f"Bearer {endpoint.api_key}"}
+                    )
+                    response.raise_for_status()
+        return Trajectory.decode(response.content)
+    except httpx.HTTPStatusError as error:
+        answer = f"{error.response.status_code}: {error.response.text[:200]}"
+        raise TrajectoryUnavailable(f"the gateway answered the request for the trajectory with {answer}") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise TrajectoryUnavailable(
+            f"the gateway could not be asked for the trajectory at {endpoint.trajectory_url}: {error!r}"
+        ) from error
+    except ContractError as error:
+        raise TrajectoryUnavailable(f"the gateway's trajectory cannot be read: {error}") from error

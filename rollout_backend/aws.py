@@ -1,0 +1,86 @@
+"""AWS clients, all made here: explicit timeouts, and no retries that nobody sees."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import aioboto3
+from aiobotocore.config import AioConfig
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectTimeoutError,
+    EndpointConnectionError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
+
+from rollout_backend.errors import PreflightError
+
+NO_CONNECTION = (EndpointConnectionError, ConnectTimeoutError)
+NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
+
+
+def client(
+    service: str,
+    *,
+    region: str,
+    endpoint_url: str | None = None,
+    connect_timeout_s: float = 5.0,
+    read_timeout_s: float = 30.0,
+    connections: int = 64,
+    retries: int = 0,
+) -> AbstractAsyncContextManager[Any]:
+    """A client of one service, to be entered. `retries` are botocore's own; where it is 0 they are the caller's.
+
+    A PUT or a receive may be repeated by botocore without harm; an invoke may not.
+    """
+    config = AioConfig(
+        connect_timeout=connect_timeout_s,
+        read_timeout=read_timeout_s,
+        max_pool_connections=connections,
+        retries={"total_max_attempts": 1 + retries, "mode": "standard"},
+        s3={"addressing_style": "path"} if endpoint_url else {},
+        tcp_keepalive=True,
+    )
+    session: Any = aioboto3.Session()  # its types list every service by name, and lag behind the services
+    made: AbstractAsyncContextManager[Any] = session.client(
+        service, region_name=region, endpoint_url=endpoint_url, config=config
+    )
+    return made
+
+
+def status_of(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def code_of(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def message_of(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Message", error))
+
+
+def preflight_error(error: BotoCoreError | ClientError, what: str, setting: str) -> PreflightError:
+    """What a failed look at `what`, named by `setting`, means to the user."""
+    if isinstance(error, NO_CREDENTIALS):
+        return PreflightError(
+            f"{what} cannot be reached: there are no AWS credentials. Log in (aws sso login), or set AWS_PROFILE, "
+            "or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    if isinstance(error, NO_CONNECTION):
+        return PreflightError(f"{what} cannot be reached: {error}. Check aws.region and aws.endpoint_url")
+    if isinstance(error, ClientError):
+        match status_of(error):
+            case 404 | 400 if code_of(error) not in ("AccessDenied", "ExpiredToken", "InvalidAccessKeyId"):
+                return PreflightError(f"{what} does not exist. Create it, or mend {setting}")
+            case 301:
+                return PreflightError(f"{what} is in another region: set aws.region")
+            case _:
+                return PreflightError(
+                    f"{what} refuses us: {code_of(error)}: {message_of(error)}. "
+                    "Check the credentials' permissions, and that they have not expired"
+                )
+    return PreflightError(f"{what} cannot be used: {error}")

@@ -1,0 +1,1 @@
+"""From a result in S3 to a settled rollout."""

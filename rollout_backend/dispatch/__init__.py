@@ -1,0 +1,1 @@
+"""From a planned rollout to a running session, and from a session to none."""

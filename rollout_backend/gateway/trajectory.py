@@ -1,0 +1,141 @@
+"""What was sampled in one session, as token sequences. Pure: no HTTP, no tokenizer, no clock.
+
+What must always hold:
+
+- Every sampled token is in the mask of exactly one segment, exactly once, with the logprob and the weight version
+  that the engine gave; what it did not give is NaN, or no version.
+- A segment is a sequence that the model saw: for each of its turns, the tokens before the turn are exactly the
+  prompt of that call. So a turn grows a segment only if its prompt begins with all of the segment's tokens.
+- Whatever does not grow a segment opens a new one, which says why.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from agent_wrapper.contract import Segment, Turn, VersionSpan
+
+if TYPE_CHECKING:
+    IntArray = array[int]
+    FloatArray = array[float]
+
+GIVEN, SAMPLED = 0, 1
+
+
+class Place(NamedTuple):
+    """Where a call stands: the sampled tokens `[start, end)` of a segment, whose prompt is all before `start`."""
+
+    segment: int
+    start: int
+    end: int
+    opened: bool  # whether the call opened the segment
+
+
+@dataclass
+class _Open:
+    opened_by: str
+    ids: IntArray = field(default_factory=lambda: array("i"))
+    mask: IntArray = field(default_factory=lambda: array("B"))
+    logprobs: FloatArray = field(default_factory=lambda: array("f"))
+    turns: list[Turn] = field(default_factory=list)
+    messages: Sequence[Mapping[str, Any]] = ()
+
+    def append(self, ids: IntArray, kind: int, logprobs: FloatArray) -> None:
+        self.ids.extend(ids)
+        self.mask.extend([kind] * len(ids))
+        self.logprobs.extend(logprobs)
+
+    def freeze(self) -> Segment:
+        return Segment(
+            token_ids=self.ids[:],
+            mask=self.mask[:],
+            logprobs=self.logprobs[:],
+            turns=tuple(self.turns),
+            messages=tuple(dict(message) for message in self.messages),
+            opened_by=self.opened_by,
+        )
+
+
+class Trajectory:
+    """The segments of one session. Conversations may interleave."""
+
+    def __init__(self) -> None:
+        self._segments: list[_Open] = []
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        logprobs: Sequence[float | None],
+        *,
+        finish_reason: str,
+        weight_versions: Sequence[VersionSpan] = (),
+        cached_tokens: int = 0,
+        seconds: float = 0.0,
+        messages: Sequence[Mapping[str, Any]] = (),
+        opened_by: str = "first_call",
+    ) -> Place:
+        """Adds one model call.
+
+        `logprobs` has one entry for each id of `completion_ids`. The spans of `weight_versions` count from the
+        first sampled token. `messages` is the conversation up to and with this call's reply. `opened_by` says why
+        this call opens a segment, in case that it does.
+        """
+        if len(logprobs) != len(completion_ids):
+            raise ValueError(f"{len(logprobs)} logprobs for {len(completion_ids)} sampled tokens")
+        prompt = array("i", prompt_ids)
+        index = self._extended_by(prompt)
+        opened = index is None
+        if index is None:
+            index = len(self._segments)
+            self._segments.append(_Open(opened_by))
+        segment = self._segments[index]
+        given = prompt[len(segment.ids) :]
+        segment.append(given, GIVEN, array("f", [math.nan]) * len(given))
+        start = len(segment.ids)
+        segment.append(
+            array("i", completion_ids),
+            SAMPLED,
+            array("f", [math.nan if logprob is None else logprob for logprob in logprobs]),
+        )
+        segment.turns.append(
+            Turn(
+                start=start,
+                end=len(segment.ids),
+                finish_reason=finish_reason,
+                weight_versions=tuple(
+                    VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
+                    for span in weight_versions
+                ),
+                cached_tokens=cached_tokens,
+                seconds=seconds,
+            )
+        )
+        segment.messages = messages
+        return Place(index, start, len(segment.ids), opened)
+
+    def prompt_ids(self, place: Place) -> list[int]:
+        return self._segments[place.segment].ids[: place.start].tolist()
+
+    def completion_ids(self, place: Place) -> list[int]:
+        return self._segments[place.segment].ids[place.start : place.end].tolist()
+
+    def segments(self) -> tuple[Segment, ...]:
+        """What was recorded so far, in the order in which the segments were opened."""
+        return tuple(segment.freeze() for segment in self._segments)
+
+    def _extended_by(self, prompt: IntArray) -> int | None:
+        """The longest segment that `prompt` begins with; of equals the latest."""
+        found, longest = None, 0
+        for index, segment in enumerate(self._segments):
+            n = len(segment.ids)
+            if longest <= n <= len(prompt) and prompt[:n] == segment.ids:
+                found, longest = index, n
+        return found

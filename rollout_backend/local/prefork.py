@@ -1,0 +1,168 @@
+"""Starts one fresh process per session from an interpreter that has imported the agent's libraries already.
+
+Importing an agent's libraries costs about a second of CPU; a fork of a process that has done it costs a few
+milliseconds. What must always hold:
+
+- The agent's own files are never imported here. Each session runs them from their first line, as `__main__`.
+- Each session is a process of its own, leads a process group of its own, and dies with this one.
+- Anything that cannot be preloaded is left to the session, which reports it as if nothing had been preloaded.
+
+It is a program, run by path with the agent's interpreter, and so needs the standard library alone:
+
+    stdin:  {"script": PATH, "preload": [MODULE, ...]}, then {"id": ID, "env": {...}, "log": PATH} for each session
+    stdout: {"ready": true} or {"ready": false, "why": ...},
+            then {"id": ID, "pid": PID} for each start and {"pid": PID, "code": CODE} for each end
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import sys
+import threading
+from pathlib import Path
+
+# What libraries import only once they are used, and every agent does use.
+DEFERRED = {
+    "agent_wrapper": ("boto3", "httpx", "uvicorn", "uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on"),
+    "boto3": ("boto3.s3.inject", "botocore.signers", "s3transfer.manager"),
+    "openai": ("openai.resources.chat.completions", "openai.resources.responses", "openai.types.chat"),
+}
+
+
+def imported_by(script: Path) -> list[str]:
+    """The modules that a script imports at its top level, less those that stand beside it. [] if it is broken."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (SyntaxError, ValueError, OSError):  # its session will say so
+        return []
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.append(node.module)
+    own = {path.stem for path in script.parent.iterdir()}
+    return [name for name in names if name.split(".")[0] not in own]
+
+
+def preload(script: Path, modules: list[str]) -> None:
+    names = [*imported_by(script), *modules]
+    for name in names:
+        with contextlib.suppress(Exception):  # the session will fail on it with its own traceback
+            importlib.import_module(name)
+        names += [deferred for deferred in DEFERRED.get(name.split(".")[0], ()) if deferred not in names]
+
+
+def serve() -> tuple[Path, dict[str, str]]:
+    """Forks until told to stop. Returns only in a session's process, with the script to run and its environment."""
+    lines = _Lines(sys.stdin.fileno())
+    order = json.loads(lines.wait())
+    script = Path(order["script"])
+    sys.path[0] = str(script.parent)
+    preload(script, order["preload"])
+    if threading.active_count() > 1:  # a lock held by another thread would stay locked in the child for ever
+        _say({"ready": False, "why": "a preloaded library runs threads, which do not survive a fork"})
+        sys.exit(0)
+    gc.collect()
+    gc.freeze()  # so that a child's collections do not copy every page
+    awake, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    _say({"ready": True})
+    sessions: set[int] = set()
+    while True:
+        readable, _, _ = select.select([lines.fd, awake], [], [])
+        if awake in readable:
+            os.read(awake, 4096)
+            for pid, code in _ended():
+                sessions.discard(pid)
+                _say({"pid": pid, "code": code})
+        if lines.fd in readable:
+            for line in lines.read():
+                order = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    os.close(awake)
+                    os.close(wake)
+                    _become_session(order["log"])
+                    return script, order["env"]
+                sessions.add(pid)
+                _say({"id": order["id"], "pid": pid})
+            if lines.ended:
+                for pid in sessions:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGTERM)
+                sys.exit(0)
+
+
+def _become_session(log: str) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for fd, place in ((null, 0), (out, 1), (out, 2)):
+        os.dup2(fd, place)
+    os.close(null)
+    os.close(out)
+    gc.unfreeze()
+    if "numpy" in sys.modules:  # `random` reseeds itself after a fork; numpy would draw the same in every session
+        sys.modules["numpy"].random.seed()
+
+
+def _ended() -> list[tuple[int, int]]:
+    found = []
+    with contextlib.suppress(ChildProcessError):
+        while (status := os.waitpid(-1, os.WNOHANG))[0]:
+            found.append((status[0], os.waitstatus_to_exitcode(status[1])))
+    return found
+
+
+def _say(message: dict[str, object]) -> None:
+    os.write(_SAY, json.dumps(message).encode() + b"\n")
+
+
+class _Lines:
+    """Whole lines from a descriptor that is also waited on, so nothing may stay in a buffer out of sight."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.ended = False
+        self._rest = b""
+
+    def read(self) -> list[bytes]:
+        data = os.read(self.fd, 65536)
+        self.ended = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+    def wait(self) -> bytes:
+        while not (lines := self.read()):
+            if self.ended:
+                sys.exit(0)
+        if len(lines) > 1:
+            raise ValueError("an order came before it was asked for")
+        return lines[0]
+
+
+if __name__ == "__main__":
+    # What a library prints while it is imported goes to the log, not between our messages.
+    _SAY = os.dup(1)
+    os.dup2(2, 1)
+    agent, env = serve()
+    os.close(_SAY)
+    os.environ.update(env)
+    sys.argv = [str(agent)]
+    runpy.run_path(str(agent), run_name="__main__")

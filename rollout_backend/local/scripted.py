@@ -1,0 +1,198 @@
+"""An engine with scripted answers: SGLang's HTTP interface without a model, for tests of agents and of this project.
+
+Each session (`X-SMG-Routing-Key`) reads the script from its start, so concurrent sessions do not disturb each other.
+Prompts are real token ids of a real tokenizer and answers are encoded with it; what is made up is the choice of
+the tokens and their log-probability, which is `LOGPROB` for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from tokenizers import Tokenizer
+
+from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.process import free_port
+
+BYTE_MODEL = Path(__file__).with_name("byte_model")
+"""A byte-level ChatML tokenizer: 259 tokens, no weights. `context_length` is in bytes with it."""
+LOGPROB = -0.5
+_START_S = 10.0
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """An answer that calls one tool, in the Hermes form that ChatML models use."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        call = json.dumps({"name": self.name, "arguments": self.arguments}, ensure_ascii=False)
+        return f"<tool_call>\n{call}\n</tool_call>"
+
+
+@dataclass(frozen=True)
+class Fail:
+    """An answer that is an HTTP error of the engine."""
+
+    status: int = 500
+    message: str = "scripted failure"
+
+
+Reply = str | ToolCall | Fail
+Script = Sequence[Reply] | Callable[[str], Reply]
+
+
+class ScriptedEngine:
+    """Serves `replies` in a thread of its own while it is entered as a context manager.
+
+    `replies` is a sequence, of which each session gets one after another from the start (one answer too many
+    is an error 400), or a function of the prompt's text. The function runs in a thread and may block.
+    An answer ends with `<|im_end|>` unless `max_new_tokens` or a stop string cuts it.
+    """
+
+    def __init__(self, replies: Script, model_path: Path = BYTE_MODEL, port: int = 0) -> None:
+        file = model_path / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"{model_path} holds no tokenizer.json: model_path must be a model's folder")
+        self.tokenizer = Tokenizer.from_file(str(file))
+        self.weight_version = "0"  # of the answers from now on
+        self.requests: list[dict[str, Any]] = []  # the bodies of /generate, in the order of arrival
+        self.aborted = 0  # calls whose client hung up before the answer
+        self.port = port or free_port()
+        self._replies = replies
+        self._model_path = model_path
+        self._read: dict[str, int] = {}
+        end = self.tokenizer.token_to_id("<|im_end|>")
+        if end is None:
+            raise ConfigError(f"{model_path} is no ChatML model: its vocabulary has no <|im_end|>")
+        self._end: int = end
+        self._server = uvicorn.Server(
+            uvicorn.Config(self._app(), host="127.0.0.1", port=self.port, log_level="warning", access_log=False)
+        )
+        self._thread = threading.Thread(target=self._server.run, name="scripted-engine", daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        deadline = time.monotonic() + _START_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise StartupError(f"the scripted engine did not come up on {self.url}")
+            time.sleep(0.01)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True  # answers still held back are not waited for
+        self._thread.join(_START_S)
+
+    def _app(self) -> Starlette:
+        async def healthy(_: Request) -> Response:
+            return Response()
+
+        async def model_info(_: Request) -> Response:
+            return JSONResponse(
+                {
+                    "model_path": str(self._model_path),
+                    "tokenizer_path": str(self._model_path),
+                    "is_generation": True,
+                    "weight_version": self.weight_version,
+                }
+            )
+
+        async def models(_: Request) -> Response:
+            return JSONResponse({"object": "list", "data": [{"id": str(self._model_path), "object": "model"}]})
+
+        async def server_info(_: Request) -> Response:
+            return JSONResponse({"model_path": str(self._model_path), "version": "scripted"})
+
+        return Starlette(
+            routes=[
+                *(Route(path, healthy, methods=["GET"]) for path in ("/health", "/health_generate")),
+                *(Route(path, model_info, methods=["GET"]) for path in ("/get_model_info", "/model_info")),
+                *(Route(path, server_info, methods=["GET"]) for path in ("/get_server_info", "/server_info")),
+                Route("/v1/models", models, methods=["GET"]),
+                Route("/flush_cache", healthy, methods=["GET", "POST"]),
+                Route("/generate", self._generate, methods=["POST"]),
+            ],
+        )
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        self.requests.append(body)
+        answer = asyncio.ensure_future(self._reply(request.headers.get("x-smg-routing-key", ""), body))
+        gone = asyncio.ensure_future(_hung_up(request))
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not answer.done():
+            self.aborted += 1
+            answer.cancel()
+            return Response(status_code=499)
+        reply = answer.result()
+        if isinstance(reply, Fail):
+            return JSONResponse({"error": {"message": reply.message}}, status_code=reply.status)
+        return JSONResponse(self._completion(str(reply), body))
+
+    async def _reply(self, session: str, body: dict[str, Any]) -> Reply:
+        if callable(self._replies):
+            prompt = self.tokenizer.decode(body["input_ids"], skip_special_tokens=False)
+            return await asyncio.to_thread(self._replies, prompt)
+        n = self._read.get(session, 0)
+        if n == len(self._replies):
+            return Fail(400, f"the script is used up: session {session!r} asked for more than {n} replies")
+        self._read[session] = n + 1
+        return self._replies[n]
+
+    def _completion(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
+        params = body.get("sampling_params", {})
+        ids = [*self.tokenizer.encode(text, add_special_tokens=False).ids, self._end]
+        finish: dict[str, Any] = {"type": "stop", "matched": self._end}
+        stop = params.get("stop") or []
+        for string in [stop] if isinstance(stop, str) else stop:
+            if string in self.tokenizer.decode(ids):
+                ids = next(ids[:n] for n in range(1, len(ids) + 1) if string in self.tokenizer.decode(ids[:n]))
+                finish = {"type": "stop", "matched": string}
+        limit = params.get("max_new_tokens", 128)
+        if len(ids) > limit:
+            ids = ids[:limit]
+            finish = {"type": "length", "length": limit}
+        version = self.weight_version
+        return {
+            "text": self.tokenizer.decode(ids),
+            "output_ids": ids,
+            "meta_info": {
+                "id": body.get("rid", ""),
+                "finish_reason": finish,
+                "prompt_tokens": len(body["input_ids"]),
+                "completion_tokens": len(ids),
+                "cached_tokens": 0,
+                "weight_version": version,
+                "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
+                "output_token_logprobs": [[LOGPROB, token, None] for token in ids],
+            },
+        }
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,166 @@
+"""How a session's process is started: by its command, or forked from an interpreter with the libraries loaded.
+
+Both give one fresh process per session. Which one is used changes how long a start takes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+from rollout_backend.errors import StartupError
+from rollout_backend.local import prefork
+from rollout_backend.process import ServerProcess
+
+
+class Spawner(Protocol):
+    async def spawn(self, name: str, env: Mapping[str, str], log: Path) -> ServerProcess:
+        """Starts a process with `env` added to the common environment.
+
+        Raises:
+            StartupError: it could not be started at all.
+        """
+
+    async def close(self) -> None: ...
+
+
+class CommandSpawner:
+    """Runs the command once per session, as a container runtime would."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._command = list(command)
+        self._env = dict(env)
+
+    async def spawn(self, name: str, env: Mapping[str, str], log: Path) -> ServerProcess:
+        process = ServerProcess(name, self._command, log, {**self._env, **env})
+        await process.start()
+        return process
+
+    async def close(self) -> None:
+        pass
+
+
+class PreforkSpawner:
+    """Forks each session from one `prefork` process, which is started on the first use or by `warm`.
+
+    Where that is not possible (a library that starts threads when imported, an interpreter that does not start, a
+    `prefork` process that died), it falls back to running the command.
+    """
+
+    def __init__(self, python: str, script: Path, preload: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self._argv = [python, prefork.__file__]
+        self._order = {"script": str(script), "preload": list(preload)}
+        self._env = dict(env)
+        self._log = log
+        self._fallback = CommandSpawner([python, str(script)], env)
+        self._process: asyncio.subprocess.Process | None = None
+        self._forked: dict[str, asyncio.Future[_Forked]] = {}
+        self._running: dict[int, _Forked] = {}
+        self._count = 0
+        self._warming: asyncio.Task[bool] | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    def warm(self) -> asyncio.Task[bool]:
+        """Begins to import the libraries; true once it can fork."""
+        if self._warming is None:
+            self._warming = asyncio.create_task(self._start())
+        return self._warming
+
+    async def spawn(self, name: str, env: Mapping[str, str], log: Path) -> ServerProcess:
+        if not await asyncio.shield(self.warm()) or self._reading is None or self._reading.done():
+            return await self._fallback.spawn(name, env, log)
+        process = _ForkedProcess(name, self._argv, log, env)
+        process.adopt(await self._fork(env, log))
+        return process
+
+    async def close(self) -> None:
+        """Ends the process that forks. Sessions that still run end with it."""
+        for task in (self._warming, self._reading):
+            if task is not None:
+                task.cancel()
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _start(self) -> bool:
+        try:
+            with self._log.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._argv,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    env=self._env,
+                    start_new_session=True,  # a Ctrl-C is ours to act on; it sees its stdin end if we die
+                )
+        except OSError:  # the fallback says which program is missing, in the session's own failure
+            return False
+        self._send(self._order)
+        assert self._process.stdout is not None
+        answer = json.loads(await self._process.stdout.readline() or '{"ready": false, "why": "it ended"}')
+        if not answer["ready"]:
+            print(f"sessions start without preloaded libraries: {answer['why']}; see {self._log}", file=sys.stderr)
+            return False
+        self._reading = asyncio.create_task(self._read(self._process.stdout))
+        return True
+
+    async def _fork(self, env: Mapping[str, str], log: Path) -> _Forked:
+        self._count += 1
+        number = str(self._count)
+        self._forked[number] = asyncio.get_running_loop().create_future()
+        self._send({"id": number, "env": dict(env), "log": str(log)})
+        return await self._forked[number]
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self, messages: asyncio.StreamReader) -> None:
+        while line := await messages.readline():
+            message = json.loads(line)
+            if "id" in message:
+                forked = self._running[message["pid"]] = _Forked(message["pid"])
+                waiting = self._forked.pop(message["id"])
+                if waiting.cancelled():  # nobody wants it any more
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(forked.pid, signal.SIGKILL)
+                else:
+                    waiting.set_result(forked)
+            else:
+                self._running.pop(message["pid"]).ended(message["code"])
+        for waiting in self._forked.values():
+            if not waiting.cancelled():
+                waiting.set_exception(StartupError(f"the process that forks sessions has ended; see {self._log}"))
+        for forked in self._running.values():
+            forked.ended(-signal.SIGTERM)
+
+
+class _Forked:
+    """What `ServerProcess` needs to know of a child, for one that is a grandchild."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = asyncio.Event()
+
+    def ended(self, code: int) -> None:
+        self.returncode = code
+        self._ended.set()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+
+class _ForkedProcess(ServerProcess):
+    def adopt(self, forked: _Forked) -> None:
+        self._process = cast("asyncio.subprocess.Process", forked)

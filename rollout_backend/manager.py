@@ -1,0 +1,266 @@
+"""The composition root: starts what a run needs, collects steps, and ends everything it started.
+
+    async with RolloutManager(config) as manager:
+        step = await manager.collect(tasks)
+
+    with RolloutManager.blocking(config) as manager:  # the same, for code that has no event loop
+        step = manager.collect(tasks)
+
+What must always hold: what outside this process the run needs is checked before anything is started; whatever ends
+the run, no server, session or queue of ours is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from agent_wrapper.contract import Sampling
+from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.queue import AnnouncementQueue
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.config import AgentCoreConfig, RolloutConfig
+from rollout_backend.dispatch.closer import SessionCloser
+from rollout_backend.dispatch.dispatcher import Dispatcher
+from rollout_backend.dispatch.runtime import AgentRuntime
+from rollout_backend.errors import ServingError
+from rollout_backend.gateway.process import GatewayProcess, GatewayStats
+from rollout_backend.ledger import Phase
+from rollout_backend.observe.archive import RunArchive
+from rollout_backend.report import StepResult
+from rollout_backend.serving.fleet import Fleet, ServingEvent
+from rollout_backend.step import Step, StepServices
+from rollout_backend.tasks import Task, unique
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, for a display. `outcomes` counts by class; `phases` what is not settled yet."""
+
+    phases: dict[str, int]
+    outcomes: dict[str, int]
+    open_sessions: int
+    rewards: tuple[float, ...]
+    gateway: GatewayStats | None
+
+
+class RolloutManager:
+    """Enter it once. `collect` may be called from several tasks at once, for different steps."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        on_status: Callable[[str], None] = lambda text: None,
+        on_serving: Callable[[ServingEvent], None] = lambda event: None,
+    ) -> None:
+        """`on_status` is told what is being started; `on_serving` what happens to engines and router."""
+        self.config = config
+        self.archive = RunArchive(config.run_dir)
+        self._on_status = on_status
+        self._on_serving = on_serving
+        self._stack = AsyncExitStack()
+        self._steps: dict[int, Step] = {}
+        self._numbers = itertools.count()
+        self._services: StepServices | None = None
+        self._gateway: GatewayProcess | None = None
+        self._watching: list[asyncio.Task[None]] = []
+
+    # --- start and end ------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Raises ConfigError, PreflightError or StartupError; whatever was started by then is ended."""
+        async with AsyncExitStack() as stack:
+            self._services = await self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._on_status("stopping what was started")
+        await self._stack.aclose()
+
+    async def _start(self, stack: AsyncExitStack) -> StepServices:
+        config, logs = self.config, self.archive.logs
+        self._on_status("checking bucket, runtime and queue")
+        store = await ResultStore.open(config.storage, config.aws, connections=config.collect.fetches + 4)
+        stack.push_async_callback(store.aclose)
+        await store.check()
+        runtime = await open_runtime(config)
+        stack.push_async_callback(runtime.aclose)
+        await runtime.check()
+        queue = None
+        if config.queue.enabled:
+            queue = await AnnouncementQueue.open(config.queue, config.aws, config.run_id)
+            stack.push_async_callback(queue.aclose)
+
+        self._on_status(f"starting {config.serving.servers} SGLang and the router")
+        fleet = Fleet(config, logs, self._on_serving)
+        stack.push_async_callback(fleet.stop)
+        await fleet.start()
+        self._on_status("starting the gateway")
+        gateway = GatewayProcess(config, fleet.router_url, logs / "gateway.log")
+        stack.push_async_callback(gateway.stop)
+        await gateway.start()
+        self._gateway = gateway
+
+        buffer = RolloutBuffer(config.run_id, store, queue, config.collect.fetches)
+        self._watching = [
+            asyncio.create_task(buffer.run(config.queue.receivers)),
+            asyncio.create_task(_serving_fails(fleet)),
+            asyncio.create_task(_gateway_ends(gateway)),
+        ]
+        stack.push_async_callback(self._end_watching)
+        runtime_config = config.runtime
+        return StepServices(
+            config=config,
+            dispatcher=Dispatcher(
+                runtime,
+                per_s=runtime_config.invoke_per_s,
+                max_sessions=runtime_config.max_sessions,
+                max_attempts=runtime_config.max_attempts,
+            ),
+            closer=SessionCloser(runtime, runtime_config.stop_per_s),
+            buffer=buffer,
+            queue_url=queue.url if queue is not None else None,
+            endpoint=gateway.endpoint,
+            revoke=gateway.revoke,
+            keep=self.archive.keep,
+        )
+
+    async def _end_watching(self) -> None:
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+
+    # --- the work -----------------------------------------------------------------------------------------
+
+    async def collect(
+        self, tasks: Iterable[Task], *, step: int | None = None, sampling: Sampling | None = None
+    ) -> StepResult:
+        """Rolls the tasks out and returns once the group policy is satisfied or the step's time is up.
+
+        `step` names the step's place in S3; by default steps are numbered from 0. `sampling` replaces the
+        settings' own for this step.
+
+        Raises:
+            TaskFileError: no task, or two with one id.
+            ServingError: no engine or no gateway is left; the step's open rollouts ended as infra_error.
+            LedgerError: the books do not balance.
+        """
+        assert self._services is not None, "enter the manager first: async with RolloutManager(config) as manager"
+        wanted = unique(tasks)
+        number = next(self._numbers) if step is None else step
+        current = Step(number, wanted, self._services, sampling)
+        self._steps[number] = current
+        running = asyncio.create_task(current.run())
+        try:
+            await asyncio.wait([running, *self._watching], return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                current.abort(_why_it_ended(self._watching))
+            result = await running
+        except asyncio.CancelledError:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            raise
+        finally:
+            del self._steps[number]
+        self.archive.keep_report(result.report)
+        return result
+
+    async def progress(self) -> Progress:
+        phases: dict[str, int] = dict.fromkeys(Phase, 0)
+        outcomes: dict[str, int] = {}
+        open_sessions, rewards = 0, []
+        for current in self._steps.values():
+            for phase, count in current.ledger.phases().items():
+                phases[phase] += count
+            for outcome, count in current.ledger.counts().items():
+                outcomes[outcome] = outcomes.get(outcome, 0) + count
+            open_sessions += len(current.ledger.open_sessions)
+            rewards += current.rewards()
+        gateway = await self._gateway.stats() if self._gateway is not None else None
+        return Progress(phases, outcomes, open_sessions, tuple(rewards), gateway)
+
+    @staticmethod
+    def blocking(config: RolloutConfig) -> BlockingRolloutManager:
+        return BlockingRolloutManager(config)
+
+
+class BlockingRolloutManager:
+    """A RolloutManager on an event loop in a thread of its own."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._manager = RolloutManager(config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-manager", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._manager.__aenter__(), self._loop).result()
+        except BaseException:
+            self._end_loop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            asyncio.run_coroutine_threadsafe(self._manager.__aexit__(kind, error, trace), self._loop).result()
+        finally:
+            self._end_loop()
+
+    def collect(
+        self, tasks: Iterable[Task], *, step: int | None = None, sampling: Sampling | None = None
+    ) -> StepResult:
+        """As `RolloutManager.collect`. Interrupted, it closes the step's sessions before it raises."""
+        work = self._manager.collect(tasks, step=step, sampling=sampling)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def open_runtime(config: RolloutConfig) -> AgentRuntime:
+    if isinstance(config.runtime, AgentCoreConfig):
+        from rollout_backend.dispatch.agentcore import AgentCoreRuntime
+
+        return await AgentCoreRuntime.open(config.runtime)
+    from rollout_backend.dispatch.http import HttpRuntime
+
+    return await HttpRuntime.open(config.runtime)
+
+
+async def _serving_fails(fleet: Fleet) -> None:
+    await fleet.failed()
+
+
+async def _gateway_ends(gateway: GatewayProcess) -> None:
+    code = await gateway.wait()
+    raise ServingError(f"the gateway ended with code {code}. {gateway.tail()}")
+
+
+def _why_it_ended(watching: Iterable[asyncio.Task[None]]) -> BaseException:
+    for task in watching:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            return error
+    return ServingError("a part of the run ended without a word: see the logs")

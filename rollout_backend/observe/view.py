@@ -1,0 +1,118 @@
+"""A step's report and a single rollout, for reading in a terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from agent_wrapper.contract import Outcome, Rollout, Segment
+from rollout_backend.report import GroupReport, StepReport, StepResult
+
+_FAILURES_SHOWN = 10
+
+
+def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
+    report = result.report
+    console.print(_ledger(report))
+    console.print(_groups(report.groups))
+    for failure in result.failures[:_FAILURES_SHOWN]:
+        console.print(
+            f"[red]{failure.rollout_id}[/]: {failure.outcome}, {failure.reason}: {escape(failure.message)} "
+            f"[dim](session {failure.session_id or 'never opened'}, attempts {failure.attempts})[/]"
+        )
+    if len(result.failures) > _FAILURES_SHOWN:
+        console.print(f"... and {len(result.failures) - _FAILURES_SHOWN} more")
+    tokens = f"{report.sampled_tokens} sampled, {report.given_tokens} given"
+    console.print(f"tokens: {tokens}; {report.sampled_tokens / max(report.seconds, 1e-9):.0f} sampled per second")
+    if report.latency is not None:
+        console.print(f"from PUT to buffer: p50 {report.latency.p50:.3f} s, p99 {report.latency.p99:.3f} s")
+    console.print(f"the step took {report.seconds:.1f} s" + (", to its deadline" if report.deadline_reached else ""))
+    console.print(f"rollouts, reports and logs: {run_dir}")
+    verdict = "[green]the ledger reconciles[/]" if report.balanced else "[red]the ledger does NOT reconcile[/]"
+    console.print(f"{verdict}; {report.sessions_open} sessions open")
+    for session_id, why in report.unclosed_sessions.items():
+        console.print(f"[red]session {session_id} would not close: {escape(why)}[/]")
+
+
+def _ledger(report: StepReport) -> Table:
+    table = Table(title=f"run {report.run_id}, step {report.step}", title_justify="left")
+    table.add_column("planned", justify="right")
+    for outcome in Outcome:
+        table.add_column(outcome, justify="right")
+    for name in ("duplicates", "late", "unknown", "refused"):
+        table.add_column(name, justify="right", style="dim")
+    planned = f"{report.planned}" + (f" ({report.replacements} replacements)" if report.replacements else "")
+    table.add_row(
+        planned,
+        *(str(report.outcomes[outcome]) for outcome in Outcome),
+        *(str(count) for count in (report.duplicates, report.late, report.unknown, report.refused)),
+    )
+    return table
+
+
+def _groups(groups: tuple[GroupReport, ...]) -> Table:
+    table = Table(title="reward by group", title_justify="left")
+    for name in ("task", "rewards", "mean", "usable"):
+        table.add_column(name, justify="right" if name == "mean" else "left")
+    for group in groups:
+        mean = "" if group.mean_reward is None else f"{group.mean_reward:.3f}"
+        rewards = " ".join(f"{reward:g}" for reward in group.rewards)
+        table.add_row(group.task_id, rewards, mean, "yes" if group.usable else "[red]no[/]")
+    rewards_of_all = [reward for group in groups for reward in group.rewards]
+    if rewards_of_all:
+        table.add_section()
+        mean = f"{sum(rewards_of_all) / len(rewards_of_all):.3f}"
+        table.add_row("all", f"{len(rewards_of_all)} rollouts", mean, "")
+    return table
+
+
+def print_rollout(console: Console, rollout: Rollout) -> None:
+    reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
+    style = "green" if rollout.outcome is Outcome.COMPLETED else "red"
+    console.print(
+        f"[bold]{rollout.rollout_id}[/]  run {rollout.run_id}, step {rollout.step}, task {rollout.task_id}\n"
+        f"[{style}]{rollout.outcome}[/], reward {reward}, attempt {rollout.attempt}, session {rollout.session_id}\n"
+        f"{_when(rollout.started_at)}, took {rollout.finished_at - rollout.started_at:.1f} s, model {rollout.model}"
+    )
+    if rollout.extras:
+        console.print(f"extras: {escape(json.dumps(rollout.extras))}")
+    if rollout.failure is not None:
+        console.print(Panel(escape(rollout.failure.message), title=rollout.failure.reason, border_style="red"))
+        if rollout.failure.traceback:
+            console.print(escape(rollout.failure.traceback), style="dim", highlight=False)
+    for number, segment in enumerate(rollout.segments):
+        _print_segment(console, number, segment)
+
+
+def _print_segment(console: Console, number: int, segment: Segment) -> None:
+    console.rule(
+        f"segment {number} ({segment.opened_by}): {len(segment.token_ids)} tokens, {segment.sampled_tokens} sampled",
+        align="left",
+    )
+    for message in segment.messages:
+        text = message.get("content")
+        body = text if isinstance(text, str) else json.dumps(text) if text else ""
+        calls = message.get("tool_calls")
+        if calls:
+            body = f"{body}\n{json.dumps(calls)}".strip()
+        console.print(Panel(escape(body), title=str(message.get("role")), title_align="left"))
+    for i, turn in enumerate(segment.turns):
+        known = [x for x in segment.logprobs[turn.start : turn.end] if not math.isnan(x)]
+        mean = f"{sum(known) / len(known):.3f}" if known else "unknown"
+        versions = ", ".join(dict.fromkeys(span.version for span in turn.weight_versions)) or "unknown"
+        console.print(
+            f"turn {i}: {turn.end - turn.start} tokens in {turn.seconds:.2f} s, finish {turn.finish_reason}, "
+            f"mean logprob {mean}, weights {versions}, {turn.cached_tokens} prompt tokens cached",
+            style="dim",
+        )
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,1 @@
+"""Starts, watches and stops the model servers behind the router."""

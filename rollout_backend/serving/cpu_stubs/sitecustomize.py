@@ -1,0 +1,63 @@
+"""Stands in for two packages that SGLang imports and, on the CPU, never calls.
+
+`torchvision` and `sgl_kernel` are named in import statements all over SGLang, yet on the path that serves a text
+model with torch's own attention nothing of them runs: the one is for images, the other is built for GPUs (its CPU
+build comes with a compiler and a container of its own). Python imports this file by itself, in the engine and in
+the processes that the engine starts, because only their PYTHONPATH names this folder.
+
+Any attribute of a stand-in is a class: it can be subclassed, annotated with and looked into, but making one or
+calling it raises `NotImplementedError`, so nothing can be computed with it unnoticed. An installed package of the
+name is left alone.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+
+NAMES = ("sgl_kernel", "torchvision")
+
+
+class _Absent(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _absent(f"{cls.__module__}.{cls.__qualname__}.{name}")
+
+    def __call__(cls, *args, **kwargs):
+        raise NotImplementedError(f"{cls.__module__}.{cls.__qualname__} is not there on the CPU")
+
+
+def _absent(path):
+    module, _, name = path.rpartition(".")
+    return _Absent(name, (), {"__module__": module})
+
+
+class _StandIn(types.ModuleType):
+    __path__ = ()  # a package, so that its submodules are asked for too
+    __version__ = "99.0"  # SGLang compares it with the least that it accepts
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _absent(f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Asked last, so a real package comes first."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in NAMES:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _StandIn(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+sys.meta_path.append(_Finder())

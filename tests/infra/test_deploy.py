@@ -1,0 +1,149 @@
+"""deploy.sh, with an `aws` and a `docker` that write down how they are called and answer as AWS would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollout_backend.config import AgentCoreConfig, load_config
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "infra" / "deploy.sh"
+ARN = "arn:aws:bedrock-agentcore:eu-west-1:123456789012:runtime/my_agent-0123456789"
+REPOSITORY = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/stack-repository"
+OUTPUTS = {
+    "RepositoryUri": REPOSITORY,
+    "RuntimeId": "my_agent-0123456789",
+    "RuntimeArn": ARN,
+    "BucketName": "stack-bucket",
+    "QueueUrl": "https://sqs.eu-west-1.amazonaws.com/123456789012/stack-queue",
+    "TrainerPolicyArn": "arn:aws:iam::123456789012:policy/stack-trainer",
+}
+
+FAKE = f"""#!{sys.executable}
+import json, os, sys
+from pathlib import Path
+import jmespath
+
+here = Path(__file__).parent
+program, argv = Path(sys.argv[0]).name, sys.argv[1:]
+with (here / "calls.jsonl").open("a") as log:
+    log.write(json.dumps([program, *argv]) + "\\n")
+state = json.loads((here / "state.json").read_text())
+if "update-agent-runtime" in argv:
+    state["runtime"] |= json.loads(argv[argv.index("--cli-input-json") + 1])
+    (here / "state.json").write_text(json.dumps(state))
+reply = {{"describe-stacks": state["stacks"], "get-agent-runtime": state["runtime"]}}
+found = next((reply[word] for word in argv if word in reply), "")
+if "--query" in argv:
+    found = jmespath.search(argv[argv.index("--query") + 1], found)
+    if "json" in argv:
+        found = json.dumps(found)
+    elif isinstance(found, list):
+        found = " ".join(found)
+print(found)
+"""
+
+
+class Machine:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for program in ("aws", "docker"):
+            (folder / program).write_text(FAKE)
+            (folder / program).chmod(0o755)
+        (folder / "agent").mkdir()
+
+    def deploy(self, *arguments: str, **runtime: Any) -> subprocess.CompletedProcess[str]:
+        outputs = [{"OutputKey": key, "OutputValue": value} for key, value in OUTPUTS.items()]
+        state = {"stacks": {"Stacks": [{"Outputs": outputs}]}, "runtime": runtime}
+        (self.folder / "state.json").write_text(json.dumps(state))
+        return subprocess.run(
+            [str(SCRIPT), "stack", "my_agent", str(self.folder / "agent"), *arguments],
+            env={"PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def calls(self, word: str) -> list[list[str]]:
+        lines = (self.folder / "calls.jsonl").read_text().splitlines()
+        return [call for call in map(json.loads, lines) if word in call]
+
+
+READY = {
+    "agentRuntimeId": "my_agent-0123456789",
+    "agentRuntimeArtifact": {"containerConfiguration": {"containerUri": f"{REPOSITORY}:1"}},
+    "roleArn": "arn:aws:iam::123456789012:role/agent",
+    "networkConfiguration": {"networkMode": "PUBLIC"},
+    "protocolConfiguration": {"serverProtocol": "HTTP"},
+    "lifecycleConfiguration": {"idleRuntimeSessionTimeout": 120, "maxLifetime": 3600},
+    "environmentVariables": {"AWS_DEFAULT_REGION": "eu-west-1"},
+    "status": "READY",
+}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_the_stack_is_deployed_then_the_image_pushed_then_the_runtime_made(machine: Machine) -> None:
+    done = machine.deploy("KeepResultsDays=7", **READY)
+    assert done.returncode == 0, done.stderr
+    first, second = machine.calls("deploy")
+    assert first[first.index("--parameter-overrides") + 1 :] == ["AgentName=my_agent", "KeepResultsDays=7"]
+    (build,) = machine.calls("buildx")
+    image = build[build.index("--tag") + 1]
+    assert image.startswith(f"{REPOSITORY}:")
+    assert build[build.index("--platform") + 1] == "linux/arm64"
+    assert build[build.index("--file") + 1].endswith("infra/agent.Dockerfile")
+    assert second[second.index("--parameter-overrides") + 1 :] == ["AgentName=my_agent", f"ImageUri={image}"]
+
+
+def test_a_folders_own_dockerfile_is_used(machine: Machine) -> None:
+    own = machine.folder / "agent" / "Dockerfile"
+    own.write_text("FROM scratch\n")
+    assert machine.deploy(**READY).returncode == 0
+    assert str(own) in machine.calls("buildx")[0]
+
+
+def test_mmdsv2_is_required_and_everything_else_kept(machine: Machine) -> None:
+    assert machine.deploy(**READY).returncode == 0
+    (update,) = machine.calls("update-agent-runtime")
+    kept = {key: value for key, value in READY.items() if key != "status"}
+    assert json.loads(update[-1]) == kept | {"metadataConfiguration": {"requireMMDSV2": True}}
+
+
+def test_a_runtime_that_requires_it_already_is_left_alone(machine: Machine) -> None:
+    assert machine.deploy(**READY, metadataConfiguration={"requireMMDSV2": True}).returncode == 0
+    assert machine.calls("update-agent-runtime") == []
+
+
+def test_a_runtime_that_could_not_be_made_stops_the_deployment_with_its_reason(machine: Machine) -> None:
+    done = machine.deploy(**READY | {"status": "CREATE_FAILED", "failureReason": "image is amd64"})
+    assert done.returncode == 1
+    assert "CREATE_FAILED" in done.stderr
+    assert "image is amd64" in done.stderr
+
+
+def test_what_it_prints_is_a_config(machine: Machine, tmp_path: Path) -> None:
+    done = machine.deploy(**READY)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(done.stdout[done.stdout.index("aws:\n") :])))
+    config = load_config(path, ["model.path=models/qwen"], env={})
+    assert isinstance(config.runtime, AgentCoreConfig)
+    assert (config.runtime.arn, config.aws.region) == (ARN, "eu-west-1")
+    assert (config.storage.bucket, config.queue.url) == (OUTPUTS["BucketName"], OUTPUTS["QueueUrl"])
+
+
+def test_too_few_arguments_print_the_usage() -> None:
+    done = subprocess.run([str(SCRIPT), "stack"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "STACK AGENT_NAME AGENT_FOLDER" in done.stderr

@@ -1,0 +1,220 @@
+"""The template: what cfn-lint knows of AWS's own schemas, and the promises of least privilege that it does not."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_backend.config import load_config
+
+# Actions that AWS checks against no resource, so that "*" is the only thing that can be written.
+NAMELESS = {
+    "cloudwatch:PutMetricData",
+    "ecr:GetAuthorizationToken",
+    "xray:GetSamplingRules",
+    "xray:GetSamplingTargets",
+    "xray:PutTelemetryRecords",
+    "xray:PutTraceSegments",
+}
+RUNS = {"Fn::Sub": "${Bucket.Arn}/${ResultPrefix}runs/*"}
+RUN_QUEUES = {"Fn::Sub": "arn:${AWS::Partition}:sqs:${AWS::Region}:${AWS::AccountId}:rollout-*"}
+
+Statement = dict[str, Any]
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def branches(value: Any) -> Iterator[Any]:
+    """`value`, or everything that a condition could put in its place."""
+    if isinstance(value, dict) and "Fn::If" in value:
+        for branch in value["Fn::If"][1:]:
+            yield from branches(branch)
+    elif value != {"Ref": "AWS::NoValue"}:
+        yield value
+
+
+def statements(document: dict[str, Any]) -> list[Statement]:
+    return [one for statement in document["Statement"] for one in branches(statement)]
+
+
+def resources(statement: Statement) -> list[Any]:
+    return [one for resource in listed(statement["Resource"]) for one in branches(resource)]
+
+
+def actions(found: list[Statement]) -> set[str]:
+    return {action for statement in found for action in listed(statement["Action"])}
+
+
+@pytest.fixture(scope="module")
+def agent(template: dict[str, Any]) -> list[Statement]:
+    (policy,) = template["Resources"]["AgentRole"]["Properties"]["Policies"]
+    return statements(policy["PolicyDocument"])
+
+
+@pytest.fixture(scope="module")
+def trainer(template: dict[str, Any]) -> list[Statement]:
+    return statements(template["Resources"]["TrainerPolicy"]["Properties"]["PolicyDocument"])
+
+
+def lint(path: Path) -> subprocess.CompletedProcess[str]:
+    program = str(
+        Path(sys.executable).with_name("cfn-lint")
+    )  # its own process: it warns, and here warnings are errors
+    argv = [program, "--include-checks", "I", "--format", "json", "--", str(path)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False)
+
+
+def test_cfn_lint_finds_nothing(template_path: Path) -> None:
+    done = lint(template_path)
+    assert (json.loads(done.stdout or "[]"), done.returncode) == ([], 0), done.stdout + done.stderr
+
+
+def test_cfn_lint_would_find_a_misspelled_action(template_path: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "template.yaml"
+    broken.write_text(template_path.read_text().replace("StopRuntimeSession", "StopRuntimeSessions"))
+    assert "W3037" in {finding["Rule"]["Id"] for finding in json.loads(lint(broken).stdout)}
+
+
+def test_no_permission_has_a_wildcard_action(agent: list[Statement], trainer: list[Statement]) -> None:
+    assert [action for action in actions(agent + trainer) if "*" in action] == []
+
+
+def test_a_wildcard_resource_only_where_an_action_names_none(
+    agent: list[Statement], trainer: list[Statement]
+) -> None:
+    for statement in agent + trainer:
+        if "*" in resources(statement):
+            assert set(listed(statement["Action"])) <= NAMELESS, statement["Sid"]
+
+
+def test_an_agent_can_write_a_result_once_and_read_it_back(agent: list[Statement]) -> None:
+    s3 = [statement for statement in agent if any(a.startswith("s3:") for a in listed(statement["Action"]))]
+    assert actions(s3) == {"s3:PutObject", "s3:GetObject"}  # no list, no delete
+    assert all(resources(statement) == [RUNS] for statement in s3)
+    (write,) = [statement for statement in s3 if "s3:PutObject" in listed(statement["Action"])]
+    assert write["Condition"] == {"Null": {"s3:if-none-match": "false"}}
+
+
+def test_an_agent_can_announce_and_nothing_else_on_queues(agent: list[Statement]) -> None:
+    sqs = [statement for statement in agent if any(a.startswith("sqs:") for a in listed(statement["Action"]))]
+    assert actions(sqs) == {"sqs:SendMessage"}
+    assert [resources(statement) for statement in sqs] == [[{"Fn::GetAtt": "Queue.Arn"}, RUN_QUEUES]]
+
+
+def test_an_agent_has_no_other_service(agent: list[Statement]) -> None:
+    services = {action.partition(":")[0] for action in actions(agent)}
+    assert services == {"s3", "sqs", "ecr", "logs", "cloudwatch", "xray"}
+    assert actions(agent) & {"ecr:PutImage", "logs:DeleteLogGroup", "logs:GetLogEvents"} == set()
+
+
+def test_only_agentcore_in_this_account_can_take_the_agents_role(template: dict[str, Any]) -> None:
+    (trust,) = template["Resources"]["AgentRole"]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
+    assert trust["Principal"] == {"Service": "bedrock-agentcore.amazonaws.com"}
+    assert trust["Condition"]["StringEquals"] == {"aws:SourceAccount": {"Ref": "AWS::AccountId"}}
+    source = trust["Condition"]["ArnLike"]["aws:SourceArn"]["Fn::Sub"]
+    assert source.endswith(":bedrock-agentcore:${AWS::Region}:${AWS::AccountId}:*")
+
+
+def test_the_trainer_starts_and_stops_sessions_of_this_runtime_only(trainer: list[Statement]) -> None:
+    (sessions,) = [s for s in trainer if "bedrock-agentcore:InvokeAgentRuntime" in listed(s["Action"])]
+    assert "bedrock-agentcore:StopRuntimeSession" in sessions["Action"]
+    assert resources(sessions) == [
+        {"Fn::GetAtt": "Runtime.AgentRuntimeArn"},
+        {"Fn::Sub": "${Runtime.AgentRuntimeArn}/runtime-endpoint/*"},
+    ]
+
+
+def test_the_trainer_touches_results_of_runs_only(trainer: list[Statement]) -> None:
+    by_sid = {statement["Sid"]: statement for statement in trainer}
+    assert actions(trainer) & {"s3:DeleteObject", "s3:PutBucketPolicy", "sqs:PurgeQueue"} == set()
+    assert resources(by_sid["Results"]) == [RUNS]
+    assert resources(by_sid["FindResults"]) == [{"Fn::GetAtt": "Bucket.Arn"}]
+
+
+def test_the_trainer_makes_and_deletes_queues_of_runs_only(trainer: list[Statement]) -> None:
+    for statement in trainer:
+        if {"sqs:CreateQueue", "sqs:DeleteQueue", "sqs:SetQueueAttributes"} & set(listed(statement["Action"])):
+            assert resources(statement) == [RUN_QUEUES]
+
+
+@pytest.mark.parametrize("name", ["BucketPolicy", "QueuePolicy", "DeadLetterQueuePolicy"])
+def test_nothing_is_reached_without_tls(template: dict[str, Any], name: str) -> None:
+    (statement,) = template["Resources"][name]["Properties"]["PolicyDocument"]["Statement"]
+    assert (statement["Effect"], statement["Principal"]) == ("Deny", "*")
+    assert statement["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
+
+
+def test_the_bucket_is_private_encrypted_kept_and_cleared(template: dict[str, Any]) -> None:
+    bucket = template["Resources"]["Bucket"]
+    properties = bucket["Properties"]
+    assert bucket["DeletionPolicy"] == bucket["UpdateReplacePolicy"] == "Retain"
+    assert set(properties["PublicAccessBlockConfiguration"].values()) == {True}
+    assert len(properties["PublicAccessBlockConfiguration"]) == 4
+    assert "BucketEncryption" in properties
+    (rule,) = properties["LifecycleConfiguration"]["Rules"]
+    assert rule["Prefix"] == {"Fn::Sub": "${ResultPrefix}runs/"}
+    assert rule["ExpirationInDays"] == {"Ref": "KeepResultsDays"}
+
+
+def test_queues_are_encrypted_and_poison_goes_to_the_dead_letter_queue(template: dict[str, Any]) -> None:
+    queue = template["Resources"]["Queue"]["Properties"]
+    dead = template["Resources"]["DeadLetterQueue"]["Properties"]
+    assert queue["SqsManagedSseEnabled"] is dead["SqsManagedSseEnabled"] is True
+    assert queue["RedrivePolicy"]["deadLetterTargetArn"] == {"Fn::GetAtt": "DeadLetterQueue.Arn"}
+    assert dead["MessageRetentionPeriod"] >= queue["MessageRetentionPeriod"]
+
+
+def test_without_an_image_there_is_no_runtime(template: dict[str, Any]) -> None:
+    assert template["Resources"]["Runtime"]["Condition"] == "HasImage"
+    assert template["Resources"]["RuntimeEndpoint"]["Condition"] == "HasEndpoint"
+    assert {"Condition": "HasImage"} in template["Conditions"]["HasEndpoint"]["Fn::And"]
+    assert template["Parameters"]["ImageUri"]["Default"] == ""
+
+
+@pytest.mark.parametrize(
+    ("parameter", "good", "bad"),
+    [
+        ("AgentName", ["a", "my_agent", "A" * 48], ["my-agent", "1agent", "", "A" * 49]),
+        (
+            "ImageUri",
+            [
+                "",
+                "123456789012.dkr.ecr.us-east-1.amazonaws.com/my-agent-repository-1a2b:git-0123abc",
+                f"123456789012.dkr.ecr.eu-west-1.amazonaws.com/x/y@sha256:{'0' * 64}",
+            ],
+            ["my-agent:1", "123456789012.dkr.ecr.us-east-1.amazonaws.com/x", "docker.io/library/python:3"],
+        ),
+        ("ResultPrefix", ["", "team/", "a/b.c/"], ["team", "/team/", "a b/"]),
+        ("EndpointVersion", ["", "2", "14"], ["0", "v2", "latest"]),
+    ],
+)
+def test_parameters_refuse_what_aws_would(
+    template: dict[str, Any], parameter: str, good: list[str], bad: list[str]
+) -> None:
+    pattern = template["Parameters"][parameter]["AllowedPattern"]
+    assert [value for value in good if not re.fullmatch(pattern, value)] == []
+    assert [value for value in bad if re.fullmatch(pattern, value)] == []
+
+
+def test_defaults_fit_the_settings_defaults(template: dict[str, Any]) -> None:
+    """A stack and a config that both leave the defaults must work together."""
+    config = load_config(
+        None,
+        ["model.path=m", "storage.bucket=bucket", "runtime.kind=http", "runtime.url=http://localhost"],
+        env={},
+    )
+    properties = template["Resources"]["Queue"]["Properties"]
+    longest = config.timeouts.agent_s + config.timeouts.publish_grace_s
+    assert template["Parameters"]["MaxLifetimeSeconds"]["Default"] > longest
+    assert template["Parameters"]["ResultPrefix"]["Default"] == config.storage.prefix
+    assert properties["VisibilityTimeout"] == config.queue.visibility_s
+    assert properties["RedrivePolicy"]["maxReceiveCount"] == config.queue.max_receives

@@ -1,0 +1,187 @@
+"""A stand-in for AgentCore with a small app of its own, in this process's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aioboto3
+import pytest
+import uvicorn
+from botocore.config import Config
+
+from rollout_backend.local.agentcore import DataPlane, StandInSettings
+from rollout_backend.local.sessions import Limits
+from rollout_backend.process import free_port
+
+ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
+
+APP = """
+import json, os, signal, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+if os.environ.get("CRASH"):
+    sys.exit("cannot start: no CRASH please")
+
+STATE = {"status": "Healthy", "time_of_last_update": int(time.time())}
+SEEN = []
+
+def sigterm(*_):
+    print("got SIGTERM", flush=True)
+    if not os.environ.get("STUBBORN"):
+        os._exit(0)
+
+signal.signal(signal.SIGTERM, sigterm)
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, status, body, kind="application/json"):
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        if os.environ.get("MUTE"):
+            return self.answer(500, b"{}")
+        self.answer(200, json.dumps(STATE).encode())
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        SEEN.append(body)
+        match body.get("do"):
+            case "fail":
+                return self.answer(422, b'{"error": "no such task"}')
+            case "die":
+                print("dying", flush=True)
+                os._exit(3)
+            case "stream":
+                return self.answer(200, b"data: 1\\n\\ndata: 2\\n\\n", "text/event-stream")
+            case "busy":
+                STATE.update(status="HealthyBusy", time_of_last_update=int(time.time()))
+            case "busy, without its time":
+                STATE.clear()
+                STATE["status"] = "HealthyBusy"
+            case "wait":
+                time.sleep(600)
+            case "child":
+                import subprocess
+                child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+                return self.answer(200, json.dumps(child.pid).encode())
+        self.answer(200, json.dumps({
+            "pid": os.getpid(),
+            "calls": len(SEEN),
+            "main": __name__,
+            "argv": sys.argv,
+            "cwd": os.getcwd(),
+            "env": {name: os.environ.get(name)
+                for name in ("GREETING", "HOST", "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_PROFILE")},
+            "headers": dict(self.headers.items()),
+        }).encode())
+
+    def log_message(self, *_):
+        pass
+
+ThreadingHTTPServer((os.environ["HOST"], int(os.environ["PORT"])), Handler).serve_forever()
+"""
+
+
+class Runtime:
+    """A running stand-in, and a real client of it."""
+
+    def __init__(self, plane: DataPlane, url: str, client: Any) -> None:
+        self.plane = plane
+        self.url = url
+        self.client = client
+        self.arn = ARN
+
+    async def invoke(self, session: str, payload: bytes = b"{}", **more: Any) -> dict[str, Any]:
+        """The answer, with its body read."""
+        answer = await self.client.invoke_agent_runtime(
+            agentRuntimeArn=ARN, runtimeSessionId=sid(session), payload=payload, **more
+        )
+        answer["body"] = await answer["response"].read()
+        return dict(answer)
+
+    async def stop(self, session: str) -> dict[str, Any]:
+        return dict(await self.client.stop_runtime_session(agentRuntimeArn=ARN, runtimeSessionId=sid(session)))
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return dict(self.plane.pool.snapshot()["counters"])
+
+    @property
+    def open(self) -> list[str]:
+        return [session["id"] for session in self.plane.pool.snapshot()["sessions"]]
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+def sid(name: str) -> str:
+    return f"{name}-{'0' * 40}"[:40]
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Path:
+    folder = tmp_path / "agent"
+    folder.mkdir()
+    (folder / "agent.py").write_text(APP)
+    return folder / "agent.py"
+
+
+StartRuntime = Callable[..., Awaitable[Runtime]]
+
+
+@pytest.fixture
+async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime]:
+    """Starts a stand-in; keyword arguments are its limits, `env` and `preload`."""
+    async with AsyncExitStack() as stack:
+
+        async def start(
+            env: dict[str, str] | None = None, preload: tuple[str, ...] | None = None, **limits: float
+        ) -> Runtime:
+            port = free_port()
+            settings = StandInSettings(
+                arn=ARN,
+                command=(sys.executable, str(app)),
+                cwd=app.parent,
+                env={"PATH": os.environ["PATH"], "GREETING": "hello", **(env or {})},
+                log_dir=tmp_path,
+                port=port,
+                preload=preload,
+                limits=Limits(**{"ping_every_s": 0.1, "grace_s": 2.0, **limits}),
+            )
+            plane = DataPlane(settings)
+            server = uvicorn.Server(uvicorn.Config(plane.app(), port=port, log_level="error", lifespan="on"))
+            serving = asyncio.create_task(server.serve())
+
+            async def end() -> None:
+                server.should_exit = True
+                server.force_exit = False
+                await serving
+
+            stack.push_async_callback(end)
+            while not server.started:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            url = f"http://127.0.0.1:{port}"
+            client = await stack.enter_async_context(
+                aioboto3.Session().client(
+                    "bedrock-agentcore",
+                    region_name="us-east-1",
+                    endpoint_url=url,
+                    aws_access_key_id="local",
+                    aws_secret_access_key="local",
+                    config=Config(retries={"total_max_attempts": 1}),
+                )
+            )
+            return Runtime(plane, url, client)
+
+        yield start

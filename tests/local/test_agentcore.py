@@ -1,0 +1,270 @@
+"""The stand-in, as a real `bedrock-agentcore` client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import aiohttp
+import pytest
+from botocore.exceptions import ClientError
+
+BOTH_SPAWNERS = pytest.mark.parametrize("preload", [None, ()], ids=["command", "prefork"])
+
+
+def code(raised) -> tuple[int, str]:
+    response = raised.value.response
+    return response["ResponseMetadata"]["HTTPStatusCode"], response["Error"]["Code"]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def sid(name: str) -> str:
+    return f"{name}-{'0' * 40}"[:40]
+
+
+@BOTH_SPAWNERS
+async def test_one_fresh_process_per_session(start_runtime, app, preload):
+    runtime = await start_runtime(preload=preload)
+    answer = await runtime.invoke("a", b'{"x": 1}', contentType="application/json", accept="application/json")
+    assert answer["statusCode"] == 200
+    assert answer["contentType"] == "application/json"
+    assert answer["runtimeSessionId"] == sid("a")
+    first = json.loads(answer["body"])
+    again = json.loads((await runtime.invoke("a"))["body"])
+    other = json.loads((await runtime.invoke("b"))["body"])
+    assert (first["calls"], again["calls"], other["calls"]) == (1, 2, 1)
+    assert first["pid"] == again["pid"] != other["pid"]
+    assert os.getpgid(first["pid"]) == first["pid"]
+    assert first["main"] == "__main__"
+    assert first["argv"] == [str(app)]
+    assert first["cwd"] == os.getcwd()  # the program's own main() changes to `cwd`
+    assert first["env"]["GREETING"] == "hello"
+    assert first["env"]["HOST"] == "127.0.0.1"
+    assert runtime.open == [sid("a"), sid("b")]
+    assert runtime.counters["started"] == runtime.counters["peak"] == 2
+
+
+async def test_headers_pass_as_aws_lets_them(start_runtime):
+    runtime = await start_runtime()
+
+    def add(request, **_):
+        request.headers["X-Amzn-Bedrock-AgentCore-Runtime-Custom-Task"] = "t1"
+        request.headers["X-Mine"] = "no"
+
+    runtime.client.meta.events.register("before-sign.bedrock-agentcore.InvokeAgentRuntime", add)
+    seen = json.loads((await runtime.invoke("a", contentType="application/json"))["body"])["headers"]
+    seen = {name.lower(): value for name, value in seen.items()}
+    assert seen["x-amzn-bedrock-agentcore-runtime-session-id"] == sid("a")
+    assert seen["x-amzn-bedrock-agentcore-runtime-custom-task"] == "t1"
+    assert seen["content-type"] == "application/json"
+    assert not {"x-mine", "authorization"} & seen.keys()
+
+
+async def test_event_stream_passes_through(start_runtime):
+    runtime = await start_runtime()
+    answer = await runtime.invoke("a", b'{"do": "stream"}')
+    assert answer["contentType"] == "text/event-stream"
+    assert answer["body"] == b"data: 1\n\ndata: 2\n\n"
+
+
+@BOTH_SPAWNERS
+async def test_stop_ends_the_process_and_the_id_stays_valid(start_runtime, tmp_path, preload):
+    runtime = await start_runtime(preload=preload)
+    first = json.loads((await runtime.invoke("a"))["body"])["pid"]
+    stopped = await runtime.stop("a")
+    assert stopped["statusCode"] == 200
+    assert stopped["runtimeSessionId"] == sid("a")
+    assert runtime.open == []
+    await runtime.until(lambda: not alive(first))
+    assert "got SIGTERM" in (tmp_path / f"{sid('a')}.log").read_text()
+    with pytest.raises(ClientError) as raised:
+        await runtime.stop("a")
+    assert code(raised) == (404, "ResourceNotFoundException")
+    second = json.loads((await runtime.invoke("a"))["body"])
+    assert second["pid"] != first
+    assert second["calls"] == 1
+    assert runtime.counters["started"] == 2
+    assert runtime.counters["stopped"] == 1
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(start_runtime):
+    runtime = await start_runtime(env={"STUBBORN": "1"}, grace_s=0.3)
+    child = json.loads((await runtime.invoke("a", b'{"do": "child"}'))["body"])
+    pid = json.loads((await runtime.invoke("a"))["body"])["pid"]
+    await runtime.stop("a")
+    await runtime.until(lambda: not alive(pid) and not alive(child))
+
+
+async def test_unknown_names_and_bad_ids(start_runtime):
+    runtime = await start_runtime()
+    with pytest.raises(ClientError) as raised:
+        await runtime.stop("never-started")
+    assert code(raised) == (404, "ResourceNotFoundException")
+    with pytest.raises(ClientError) as raised:
+        await runtime.client.invoke_agent_runtime(
+            agentRuntimeArn=runtime.arn.replace("local", "other"), runtimeSessionId=sid("a"), payload=b"{}"
+        )
+    assert code(raised) == (404, "ResourceNotFoundException")
+    url = f"{runtime.url}/runtimes/{runtime.arn}/invocations"
+    signed = {"authorization": "AWS4-HMAC-SHA256 Credential=x"}
+    header = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
+    async with aiohttp.ClientSession() as http:
+        async with http.post(url, json={}, headers={header: sid("a")}) as answer:
+            assert answer.status == 403
+            assert answer.headers["x-amzn-errortype"] == "MissingAuthenticationTokenException"
+        async with http.post(url, json={}, headers={header: "short", **signed}) as answer:
+            assert answer.status == 400
+            assert answer.headers["x-amzn-errortype"] == "ValidationException"
+            assert "33" in (await answer.json())["message"]
+        async with http.post(url, json={}, headers=signed) as answer:  # the service makes one up
+            assert len(answer.headers[header]) == 36
+    assert len(runtime.open) == 1
+
+
+async def test_quota_of_sessions(start_runtime):
+    runtime = await start_runtime(max_sessions=2)
+    await asyncio.gather(runtime.invoke("a"), runtime.invoke("b"))
+    with pytest.raises(ClientError) as raised:
+        await runtime.invoke("c")
+    assert code(raised) == (402, "ServiceQuotaExceededException")
+    await runtime.invoke("a")  # an open one is not new
+    await runtime.stop("b")
+    await runtime.invoke("c")
+    counters = runtime.counters
+    assert (counters["peak"], counters["refused"], counters["started"]) == (2, 1, 3)
+
+
+async def test_rates(start_runtime):
+    runtime = await start_runtime(invoke_per_s=2, stop_per_s=1, new_sessions_per_s=1)
+    await runtime.invoke("a")
+    with pytest.raises(ClientError, match="new sessions") as raised:
+        await runtime.invoke("b")
+    assert code(raised) == (429, "ThrottlingException")
+    runtime = await start_runtime(invoke_per_s=0.5, stop_per_s=0.5)
+    await runtime.invoke("a")
+    with pytest.raises(ClientError) as raised:
+        await runtime.invoke("a")
+    assert code(raised) == (429, "ThrottlingException")
+    await runtime.stop("a")
+    with pytest.raises(ClientError) as raised:
+        await runtime.stop("a")
+    assert code(raised) == (429, "ThrottlingException")
+    assert runtime.counters["throttled"] == 2
+
+
+async def test_an_error_of_the_container_is_424(start_runtime):
+    runtime = await start_runtime()
+    with pytest.raises(ClientError, match=r"422.*no such task") as raised:
+        await runtime.invoke("a", b'{"do": "fail"}')
+    assert code(raised) == (424, "RuntimeClientError")
+    assert runtime.open == [sid("a")]
+
+
+@BOTH_SPAWNERS
+async def test_a_crash_while_serving_is_424_and_the_next_invoke_starts_afresh(start_runtime, preload):
+    runtime = await start_runtime(preload=preload)
+    with pytest.raises(ClientError, match="dying") as raised:
+        await runtime.invoke("a", b'{"do": "die"}')
+    assert code(raised) == (424, "RuntimeClientError")
+    await runtime.until(lambda: runtime.open == [])
+    assert runtime.counters["died"] == 1
+    assert json.loads((await runtime.invoke("a"))["body"])["calls"] == 1
+
+
+@BOTH_SPAWNERS
+async def test_a_crash_at_start_is_424_with_the_log(start_runtime, preload):
+    runtime = await start_runtime(env={"CRASH": "1"}, preload=preload)
+    with pytest.raises(ClientError, match="no CRASH please") as raised:
+        await runtime.invoke("a")
+    assert code(raised) == (424, "RuntimeClientError")
+    assert runtime.open == []
+    assert runtime.counters["failed"] == 1
+    assert runtime.counters["started"] == 0
+
+
+async def test_a_broken_script_is_reported_by_its_session(start_runtime, app):
+    app.write_text("import no_such_module_here\n")
+    runtime = await start_runtime(preload=())
+    with pytest.raises(ClientError, match=r"ModuleNotFoundError.*no_such_module_here") as raised:
+        await runtime.invoke("a")
+    assert code(raised) == (424, "RuntimeClientError")
+
+
+async def test_no_answer_to_ping_is_424(start_runtime):
+    runtime = await start_runtime(env={"MUTE": "1"}, startup_timeout_s=0.5)
+    with pytest.raises(ClientError, match="initialization time exceeded") as raised:
+        await runtime.invoke("a")
+    assert code(raised) == (424, "RuntimeClientError")
+    assert runtime.open == []
+
+
+async def test_stop_while_starting(start_runtime):
+    runtime = await start_runtime(env={"MUTE": "1"}, startup_timeout_s=60)
+    invoke = asyncio.create_task(runtime.invoke("a"))
+    await runtime.until(lambda: runtime.open == [sid("a")])
+    await runtime.stop("a")
+    with pytest.raises(ClientError, match="stopped while it was starting"):
+        await invoke
+    await runtime.until(lambda: runtime.plane.pool.snapshot()["ending"] == 0)
+
+
+async def test_idle_sessions_end_and_busy_ones_do_not(start_runtime):
+    # time_of_last_update is in whole seconds, so a timeout is to be well above one.
+    runtime = await start_runtime(idle_timeout_s=1.5)
+    await asyncio.gather(
+        runtime.invoke("busy", b'{"do": "busy"}'),
+        runtime.invoke("idle"),
+        runtime.invoke("forgetful", b'{"do": "busy, without its time"}'),
+    )
+    await runtime.until(lambda: runtime.open == [sid("busy")])
+    assert runtime.counters["idle"] == 2
+
+
+async def test_a_request_in_flight_is_not_idle(start_runtime):
+    runtime = await start_runtime(idle_timeout_s=1.2)
+    waiting = asyncio.create_task(runtime.invoke("waits", b'{"do": "wait"}'))
+    await runtime.invoke("idle")
+    await runtime.until(lambda: runtime.counters["idle"] == 1)
+    assert runtime.open == [sid("waits")]
+    await runtime.stop("waits")
+    with pytest.raises(ClientError, match="did not answer"):
+        await waiting
+
+
+async def test_life_has_an_end(start_runtime):
+    runtime = await start_runtime(max_life_s=0.5)
+    pid = json.loads((await runtime.invoke("a", b'{"do": "busy"}'))["body"])["pid"]
+    await runtime.until(lambda: not alive(pid))
+    assert runtime.open == []
+    assert runtime.counters["expired"] == 1
+
+
+async def test_many_sessions_at_once(start_runtime):
+    runtime = await start_runtime(preload=())
+    answers = await asyncio.gather(*(runtime.invoke(f"s{i}") for i in range(24)))
+    assert len({json.loads(answer["body"])["pid"] for answer in answers}) == 24
+    await asyncio.gather(*(runtime.stop(f"s{i}") for i in range(24)))
+    await runtime.until(lambda: runtime.plane.pool.snapshot()["ending"] == 0)
+    assert runtime.counters["stopped"] == runtime.counters["peak"] == 24
+
+
+async def test_sessions_of_a_forking_process_that_was_killed_are_gone(start_runtime):
+    runtime = await start_runtime(preload=())
+    pid = json.loads((await runtime.invoke("a"))["body"])["pid"]
+    os.kill(parent_of(pid), signal.SIGKILL)
+    await runtime.until(lambda: not alive(pid) and runtime.open == [])
+    await runtime.invoke("b")  # by the command, from now on

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aioboto3
+import anyio.from_thread
+import pytest
+
+from rollout_backend.config import load_config
+from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.local.cloud import LocalCloud, LocalRuntime
+from rollout_backend.local.sessions import Limits
+
+SESSION = "a" * 40
+
+
+def processes_under(mark: str) -> list[int]:
+    """Live processes that carry MARK=mark in their environment: whatever a cloud made here has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"MARK={mark}".encode() in environ and int(folder.name) != os.getpid():
+            found.append(int(folder.name))
+    return found
+
+
+async def until_gone(mark: str) -> None:
+    async with asyncio.timeout(15):
+        while processes_under(mark):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def client(service: str, cloud: LocalCloud, url: str):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cloud.environ.items():
+            patch.setenv(name, value)
+        async with aioboto3.Session().client(service, endpoint_url=url) as made:
+            yield made
+
+
+@pytest.fixture(autouse=True)
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Put into the environment of whatever a test starts."""
+    monkeypatch.setenv("MARK", str(tmp_path))
+    monkeypatch.setenv("AWS_PROFILE", "production")  # of a user, who must not be asked for it
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the user's own")
+    return str(tmp_path)
+
+
+async def invoke(cloud: LocalCloud, payload: bytes = b"{}") -> dict:
+    runtime = cloud.settings()["runtime"]
+    async with client("bedrock-agentcore", cloud, runtime["endpoint_url"]) as agentcore:
+        answer = await agentcore.invoke_agent_runtime(
+            agentRuntimeArn=runtime["arn"], runtimeSessionId=SESSION, payload=payload
+        )
+        return json.loads(await answer["response"].read())
+
+
+async def test_a_cloud_and_nothing_left_of_it(app, tmp_path, mark):
+    run_dir = tmp_path / "run"
+    async with LocalCloud(app, run_dir=run_dir, bucket="mine", env={"GREETING": "hi"}, region="eu-west-1") as cloud:
+        config = load_config(overrides=["model.path=/models/tiny"], env={}, base=cloud.settings())
+        assert config.storage.bucket == "mine"
+        assert config.runtime.kind == "agentcore"
+        async with client("s3", cloud, config.aws.endpoint_url) as s3:
+            await s3.put_object(Bucket="mine", Key="k", Body=b"v", IfNoneMatch="*")
+        async with client("sqs", cloud, config.aws.endpoint_url) as sqs:
+            queue = await sqs.create_queue(QueueName="q")
+            assert queue["QueueUrl"].startswith(config.aws.endpoint_url)
+        seen = await invoke(cloud)
+        assert seen["cwd"] == str(app.parent)
+        assert seen["env"] == {
+            "GREETING": "hi",
+            "HOST": "127.0.0.1",
+            "AWS_ENDPOINT_URL": config.aws.endpoint_url,
+            "AWS_ACCESS_KEY_ID": "local",
+            "AWS_PROFILE": "default",
+        }
+        state = await cloud.sessions()
+        assert [(s["id"], s["pid"], s["status"]) for s in state["sessions"]] == [(SESSION, seen["pid"], "Healthy")]
+        assert state["counters"]["started"] == 1
+        assert seen["pid"] in processes_under(mark)
+        await cloud.stop()  # twice does no harm
+    assert processes_under(mark) == []
+    assert "got SIGTERM" in (run_dir / "sessions" / f"{SESSION}.log").read_text()
+    with pytest.raises(StartupError, match="not running"):
+        await cloud.sessions()
+
+
+def test_from_code_that_is_not_async(app, tmp_path, mark):
+    cloud = LocalCloud(app, run_dir=tmp_path / "run")
+    with anyio.from_thread.start_blocking_portal() as portal, portal.wrap_async_context_manager(cloud):
+        assert portal.call(invoke, cloud)["calls"] == 1
+        assert len(portal.call(cloud.sessions)["sessions"]) == 1
+    assert processes_under(mark) == []
+
+
+async def test_a_command_instead_of_a_file(app, tmp_path, mark):
+    async with LocalRuntime([sys.executable, str(app)], run_dir=tmp_path, env={}) as runtime:
+        assert (await runtime.sessions())["sessions"] == []
+
+
+@pytest.mark.parametrize(
+    ("agent", "python", "message"),
+    [
+        ("missing.py", None, "there is no agent at .*missing.py"),
+        ("folder", None, "there is no agent at"),
+        ([], None, "the agent's command is empty"),
+        ("agent.py", Path("/no/python"), "no Python interpreter at /no/python"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(app, tmp_path, monkeypatch, agent, python, message):
+    monkeypatch.chdir(app.parent)
+    (app.parent / "folder").mkdir()
+    with pytest.raises(ConfigError, match=message):
+        LocalCloud(agent, run_dir=tmp_path, python=python)
+
+
+async def test_a_start_that_fails_leaves_nothing(app, tmp_path, mark):
+    cloud = LocalCloud(app, run_dir=tmp_path, bucket="NOT A BUCKET")
+    with pytest.raises(Exception, match="bucket"):
+        await cloud.start()
+    await until_gone(mark)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a process that was killed")
+async def test_nothing_outlives_a_kill(app, tmp_path, mark):
+    program = f"""
+import asyncio, pathlib, sys
+from rollout_backend.local.cloud import LocalCloud
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_cloud import invoke
+
+async def main():
+    async with LocalCloud({str(app)!r}, run_dir=pathlib.Path({str(tmp_path)!r})) as cloud:
+        print((await invoke(cloud))["pid"], flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    with process:
+        pid = int((await asyncio.to_thread(process.stdout.readline)).strip())
+        assert {process.pid, pid} < set(processes_under(mark))
+        process.send_signal(signal.SIGKILL)
+    await until_gone(mark)
+
+
+async def test_limits_reach_the_stand_in(app, tmp_path):
+    cloud = LocalCloud(app, run_dir=tmp_path, limits=Limits(max_sessions=1))
+    assert cloud.settings()["runtime"]["max_sessions"] == 1
+    async with cloud.runtime:
+        await invoke(cloud)
+        runtime = cloud.settings()["runtime"]
+        async with client("bedrock-agentcore", cloud, runtime["endpoint_url"]) as agentcore:
+            with pytest.raises(agentcore.exceptions.ServiceQuotaExceededException):
+                await agentcore.invoke_agent_runtime(
+                    agentRuntimeArn=runtime["arn"], runtimeSessionId="b" * 40, payload=b"{}"
+                )
