@@ -106,7 +106,8 @@ class RolloutApp:
         asgi = self.asgi  # first, so that a missing entrypoint is told before anything else
         import uvicorn
 
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logger.setLevel(logging.INFO)
         try:
             uvicorn.run(
                 asgi,

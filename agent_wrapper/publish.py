@@ -131,7 +131,7 @@ def _retry(budget_s: float, call: Callable[[], _T]) -> _T:
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(_is_passing),
         stop=tenacity.stop_before_delay(budget_s),
-        wait=tenacity.wait_exponential_jitter(initial=0.2, max=8.0, jitter=0.5),
+        wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5),
         reraise=True,
     )(call)
 

@@ -30,7 +30,7 @@ async def fetch_trajectory(endpoint: ModelEndpoint, budget_s: float) -> Trajecto
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(passing),
         stop=tenacity.stop_before_delay(budget_s),
-        wait=tenacity.wait_exponential_jitter(initial=0.2, max=4.0, jitter=0.2),
+        wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=4.0, jitter=0.2),
         reraise=True,
     )
     try:

@@ -28,7 +28,7 @@ Rate = Annotated[float, Field(gt=0)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ModelConfig(_Section):
@@ -50,6 +50,7 @@ class ModelConfig(_Section):
 
 class StorageConfig(_Section):
     bucket: str = Field(min_length=3, max_length=63)
+    """Where results are written. It must exist."""
     prefix: str = ""
     """Put before every key; empty, or ends in a slash."""
     max_result_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
@@ -71,6 +72,7 @@ class QueueConfig(_Section):
     receivers: int = Field(default=2, ge=1, le=32)
     """Long polls held open at once."""
     wait_s: int = Field(default=20, ge=0, le=20)
+    """How long one poll waits for a message."""
     visibility_s: int = Field(default=60, ge=5, le=43200)
     """How long a message stays hidden while its rollout is fetched; it comes back if we die meanwhile."""
     max_receives: int = Field(default=5, ge=1, le=1000)
@@ -79,18 +81,22 @@ class QueueConfig(_Section):
 
 class AwsConfig(_Section):
     region: str = "us-east-1"
+    """Of bucket and queue. The runtime's region is in its ARN."""
     endpoint_url: str | None = None
     """Of S3 and SQS, where they are not AWS's own (a local emulator). Agents get it through their own environment."""
 
 
 class _RuntimeLimits(_Section):
     invoke_per_s: Rate = 20.0
+    """Sessions started per second; keep it below your account's quota."""
     stop_per_s: Rate = 20.0
+    """Sessions closed per second; likewise."""
     max_sessions: int = Field(default=256, ge=1)
     """Sessions open at once."""
     max_attempts: int = Field(default=5, ge=1)
     """Invokes of one rollout, each with a new session, before it ends as infra_error."""
     connect_timeout_s: Seconds = 10.0
+    """Until a connection to the runtime stands."""
     read_timeout_s: Seconds = 60.0
     """The wrapper answers an invoke at once; what takes longer than this is a cold start gone wrong."""
 
@@ -100,7 +106,9 @@ class AgentCoreConfig(_RuntimeLimits):
 
     kind: Literal["agentcore"] = "agentcore"
     arn: str
+    """Of the agent runtime."""
     qualifier: str = "DEFAULT"
+    """The runtime's endpoint. DEFAULT serves the newest version."""
     endpoint_url: str | None = None
     """Of the data plane, where it is not AWS's own (the local stand-in)."""
 
@@ -129,21 +137,28 @@ class ServingConfig(_Section):
     """`process`: SGLang servers on this machine. `ray`: one actor per server, placed on the cluster's GPUs.
     `external`: servers that somebody else runs, at `urls`."""
     servers: int = Field(default=1, ge=1)
+    """How many. Counts for `process` and `ray`."""
     device: Literal["cuda", "cpu"] = "cuda"
+    """What the servers run on."""
     python: Path | None = None
     """Interpreter of the environment that SGLang lives in. Default: for `cpu` the one that
     `rollout engine install` made, else this process's own."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of the weights and of the computation."""
     tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs of each server."""
     threads: int = Field(default=1, ge=1)
     """Of each server, on the CPU."""
     max_running_requests: int = Field(default=64, ge=1)
+    """Of each server, at once; further ones wait in it."""
     max_total_tokens: int | None = Field(default=None, ge=1024)
     """Tokens in a server's cache; default: 32,768 on the CPU, what fits on a GPU."""
     extra_args: tuple[str, ...] = ()
     """Added to SGLang's command line as they are."""
     urls: tuple[str, ...] = ()
+    """Of the servers, for `external`."""
     startup_timeout_s: Seconds = 300.0
+    """From a server's start until it answers."""
     max_restarts: int = Field(default=3, ge=0)
     """How often a server that died is started again before the run stops with its log."""
 
@@ -158,15 +173,18 @@ class ServingConfig(_Section):
 
 class RouterConfig(_Section):
     host: str = "127.0.0.1"
+    """The address it listens on."""
     port: int = Field(default=0, ge=0, le=65535)
     """0: any free port."""
     policy: Literal["manual", "cache_aware", "round_robin", "power_of_two", "random"] = "manual"
     """`manual` keeps each session on one server, and so in its prefix cache."""
     startup_timeout_s: Seconds = 60.0
+    """From its start until it answers."""
 
 
 class GatewayConfig(_Section):
     host: str = "127.0.0.1"
+    """The address it listens on."""
     port: int = Field(default=0, ge=0, le=65535)
     """0: any free port."""
     public_url: str | None = None
@@ -174,9 +192,11 @@ class GatewayConfig(_Section):
     agent_may_set: frozenset[Literal["temperature", "top_p", "top_k", "seed"]] = frozenset()
     """Sampling settings that an agent's own value decides. All others are the trainer's."""
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    """Of one model call's request; a larger one is refused."""
     max_concurrent_calls: int = Field(default=512, ge=1)
     """Model calls in flight; one more is answered 429 with Retry-After."""
     startup_timeout_s: Seconds = 60.0
+    """From its start until it answers."""
 
 
 class GroupConfig(_Section):
@@ -210,6 +230,7 @@ class TimeoutConfig(_Section):
     """The ladder: model_call < agent, agent + publish_grace < collection < token. Checked at start-up."""
 
     model_call_s: Seconds = 300.0
+    """One model call, with all its retries."""
     agent_s: Seconds = 1800.0
     """From a rollout's dispatch until its agent must have returned."""
     publish_grace_s: Seconds = 60.0
@@ -256,6 +277,7 @@ class RolloutConfig(_Section):
     """The whole of it. Only `model.path`, `storage.bucket` and `runtime` have no default."""
 
     run_id: Identifier = Field(default_factory=_new_run_id)
+    """Names the run in S3, in its queue and in its folder. Default: the time, and four letters."""
     model: ModelConfig
     storage: StorageConfig
     runtime: Annotated[AgentCoreConfig | HttpConfig, Field(discriminator="kind")]

@@ -81,7 +81,7 @@ class RolloutBuffer:
 
     async def _receive(self, queue: AnnouncementQueue) -> None:
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type(AWS_ERRORS), wait=wait_exponential_jitter(initial=0.5, max=30)
+            retry=retry_if_exception_type(AWS_ERRORS), wait=wait_exponential_jitter(multiplier=0.5, max=30)
         )
         async with asyncio.TaskGroup() as handling:
             while True:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+from tenacity.wait import WaitBaseT
 
 from rollout_backend.dispatch.limiter import TokenBucket
 from rollout_backend.dispatch.runtime import AgentRuntime
@@ -18,20 +19,29 @@ from rollout_backend.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
+_PAUSE = wait_exponential_jitter(multiplier=0.2, max=10, jitter=0.5)
 _AGAIN = (Throttled, RuntimeConflict, RuntimeUnavailable, OutcomeUnknown)  # a stop may be repeated without harm
 
 
 class SessionCloser:
-    def __init__(self, runtime: AgentRuntime, per_s: float, attempts: int = 8) -> None:
+    def __init__(
+        self,
+        runtime: AgentRuntime,
+        per_s: float,
+        attempts: int = 8,
+        wait: WaitBaseT = _PAUSE,
+    ) -> None:
+        """`wait` is the pause between two attempts."""
         self._runtime = runtime
         self._limiter = TokenBucket(per_s, burst=max(1.0, per_s))
         self._attempts = attempts
+        self._wait = wait
 
     async def close(self, session_id: str, ledger: Ledger) -> None:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_AGAIN),
             stop=stop_after_attempt(self._attempts),
-            wait=wait_exponential_jitter(initial=0.2, max=10, jitter=0.5),
+            wait=self._wait,
             reraise=True,
         )
         try:

@@ -24,6 +24,7 @@ from tenacity import (
     stop_after_attempt,
     wait_exponential_jitter,
 )
+from tenacity.wait import WaitBaseT
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.dispatch.limiter import TokenBucket
@@ -41,6 +42,7 @@ from rollout_backend.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
+_PAUSE = wait_exponential_jitter(multiplier=0.5, max=20, jitter=1.0)
 _AGAIN = (Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, OutcomeUnknown)
 # Refused before a session started: there is nothing to stop.
 _NEVER_OPENED = (Throttled, QuotaExceeded, RuntimeConflict)
@@ -70,10 +72,13 @@ class Dispatcher:
         per_s: float,
         max_sessions: int,
         max_attempts: int,
+        wait: WaitBaseT = _PAUSE,
     ) -> None:
+        """`wait` is the pause between two attempts."""
         self._runtime = runtime
         self._limiter = TokenBucket(per_s, burst=max(1.0, per_s))
         self._max_attempts = max_attempts
+        self._wait = wait
         self.slots = asyncio.Semaphore(max_sessions)
 
     async def submit(
@@ -92,7 +97,7 @@ class Dispatcher:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_AGAIN),
             stop=stop_after_attempt(self._max_attempts),
-            wait=wait_exponential_jitter(initial=0.5, max=20, jitter=1.0),
+            wait=self._wait,
             before_sleep=_log_retry(rollout_id),
             reraise=True,
         )

@@ -111,7 +111,7 @@ class EngineClient:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type((_Retry, aiohttp.ClientError, TimeoutError)),
             stop=stop_after_attempt(self._attempts),
-            wait=wait_exponential_jitter(initial=0.25, max=15, jitter=0.25),
+            wait=wait_exponential_jitter(multiplier=0.25, max=15, jitter=0.25),
         )
         try:
             async with asyncio.timeout(self._timeout_s):

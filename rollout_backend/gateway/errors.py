@@ -35,8 +35,7 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        fallback = "server_error" if getattr(self, "status", 500) >= 500 else "invalid_request_error"
-        return _TYPES.get(self.status, fallback)
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     @property
     def headers(self) -> dict[str, str]:

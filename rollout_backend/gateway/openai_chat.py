@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from agent_wrapper.contract import Sampling
 from rollout_backend.gateway.engine import Completion
@@ -66,17 +66,16 @@ class _Message(_Body):
     reasoning_content: str | None = None
 
 
-class _ToolFunction(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="allow")
+def _is_tool(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise ValueError("only tools of type function are supported")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("function.name must be a text")
+    return tool
 
-    name: str = Field(min_length=1)
 
-
-class _Tool(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    type: Literal["function"]
-    function: _ToolFunction
+_Tool = Annotated[dict[str, JsonValue], AfterValidator(_is_tool)]  # as it came: templates print it
 
 
 class _StreamOptions(_Body):
@@ -169,11 +168,6 @@ class ChatRequest(_Body):
             ApiError: status 400, for content that is not text.
         """
         return [_plain(message, f"messages.{i}") for i, message in enumerate(self.messages)]
-
-    def plain_tools(self) -> list[dict[str, Any]] | None:
-        if not self.tools:
-            return None
-        return [tool.model_dump(mode="json") for tool in self.tools]
 
 
 def _plain(message: _Message, where: str) -> dict[str, Any]:

@@ -1,1 +1,106 @@
-"""Fixtures for tests of agents. Being loaded by every pytest run, it imports nothing until a fixture is used."""
+"""Fixtures for tests of agents: `run_agent`, `scripted_model`, `local_cloud`.
+
+Being loaded by every pytest run, it imports nothing of ours until a fixture is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from agent_wrapper import RolloutApp
+    from agent_wrapper.contract import ModelEndpoint, Rollout, Sampling
+    from rollout_backend.local.cloud import LocalCloud
+    from rollout_backend.local.scripted import Script
+
+
+class _Blocking:
+    """The harness for tests that are not async: its event loop runs in a thread of its own."""
+
+    def __init__(self, portal: Any, harness: Any) -> None:
+        self._portal = portal
+        self._harness = harness
+
+    def run_agent(
+        self,
+        agent: RolloutApp | Path | str,
+        task: Mapping[str, Any],
+        replies: Script,
+        *,
+        sampling: Sampling | None = None,
+        timeout_s: float = 60.0,
+    ) -> Rollout:
+        """See `AgentHarness.run`."""
+
+        async def run() -> Rollout:
+            rollout: Rollout = await self._harness.run(agent, task, replies, sampling=sampling, timeout_s=timeout_s)
+            return rollout
+
+        result: Rollout = self._portal.call(run)
+        return result
+
+    def scripted_model(self, replies: Script, *, sampling: Sampling | None = None) -> ModelEndpoint:
+        """See `AgentHarness.endpoint`."""
+
+        async def endpoint() -> ModelEndpoint:
+            made: ModelEndpoint = await self._harness.endpoint(replies, sampling=sampling)
+            return made
+
+        result: ModelEndpoint = self._portal.call(endpoint)
+        return result
+
+
+@pytest.fixture(scope="session")
+def _rollout_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Blocking]:
+    from anyio.from_thread import start_blocking_portal
+
+    from rollout_backend.local.harness import AgentHarness
+
+    harness = AgentHarness(run_dir=tmp_path_factory.mktemp("rollouts"))
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(harness):
+        yield _Blocking(portal, harness)
+
+
+@pytest.fixture
+def run_agent(_rollout_harness: _Blocking) -> Callable[..., Rollout]:
+    """`run_agent(app_or_path, task, replies) -> Rollout`: one rollout against scripted answers.
+
+    The app runs for real, behind the real gateway; its result is read back from a local S3.
+    """
+    return _rollout_harness.run_agent
+
+
+@pytest.fixture
+def scripted_model(_rollout_harness: _Blocking) -> Callable[..., ModelEndpoint]:
+    """`scripted_model(replies) -> ModelEndpoint`: base_url, api_key and name of an OpenAI endpoint that says them."""
+    return _rollout_harness.scripted_model
+
+
+@pytest.fixture
+def local_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LocalCloud]]:
+    """`local_cloud(agent, **arguments of LocalCloud) -> LocalCloud`: started, and ended with the test.
+
+    This process's environment holds the cloud's credentials meanwhile.
+    """
+    from contextlib import ExitStack
+
+    from anyio.from_thread import start_blocking_portal
+
+    from rollout_backend.local.cloud import LocalCloud
+
+    with ExitStack() as stack:
+        portal = stack.enter_context(start_blocking_portal())
+
+        def start(agent: Path | str | list[str], **more: Any) -> LocalCloud:
+            cloud = LocalCloud(agent, **{"run_dir": tmp_path / "cloud", **more})
+            stack.enter_context(portal.wrap_async_context_manager(cloud))
+            for name, value in cloud.environ.items():
+                monkeypatch.setenv(name, value)
+            return cloud
+
+        yield start

@@ -74,7 +74,8 @@ class ScriptedEngine:
         self.requests: list[dict[str, Any]] = []  # the bodies of /generate, in the order of arrival
         self.aborted = 0  # calls whose client hung up before the answer
         self.port = port or free_port()
-        self._replies = replies
+        self.replies = replies  # of sessions that begin from now on and have no script of their own
+        self._scripts: dict[str, Script] = {}
         self._model_path = model_path
         self._read: dict[str, int] = {}
         end = self.tokenizer.token_to_id("<|im_end|>")
@@ -82,9 +83,21 @@ class ScriptedEngine:
             raise ConfigError(f"{model_path} is no ChatML model: its vocabulary has no <|im_end|>")
         self._end: int = end
         self._server = uvicorn.Server(
-            uvicorn.Config(self._app(), host="127.0.0.1", port=self.port, log_level="warning", access_log=False)
+            uvicorn.Config(
+                self._app(),
+                host="127.0.0.1",
+                port=self.port,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",  # force_exit would cut it, with a traceback
+            )
         )
         self._thread = threading.Thread(target=self._server.run, name="scripted-engine", daemon=True)
+
+    def script(self, session_id: str, replies: Script) -> None:
+        """Gives one session a script of its own, from its start."""
+        self._scripts[session_id] = replies
+        self._read.pop(session_id, None)
 
     @property
     def url(self) -> str:
@@ -154,14 +167,15 @@ class ScriptedEngine:
         return JSONResponse(self._completion(str(reply), body))
 
     async def _reply(self, session: str, body: dict[str, Any]) -> Reply:
-        if callable(self._replies):
+        replies = self._scripts.setdefault(session, self.replies)
+        if callable(replies):
             prompt = self.tokenizer.decode(body["input_ids"], skip_special_tokens=False)
-            return await asyncio.to_thread(self._replies, prompt)
+            return await asyncio.to_thread(replies, prompt)
         n = self._read.get(session, 0)
-        if n == len(self._replies):
+        if n == len(replies):
             return Fail(400, f"the script is used up: session {session!r} asked for more than {n} replies")
         self._read[session] = n + 1
-        return self._replies[n]
+        return replies[n]
 
     def _completion(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
         params = body.get("sampling_params", {})

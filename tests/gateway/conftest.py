@@ -1,11 +1,22 @@
 import os
+import threading
+import time
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
+import uvicorn
 
-from rollout_backend.config import ModelConfig
+from agent_wrapper.contract import Sampling, Trajectory
+from rollout_backend.config import GatewayConfig, ModelConfig
 from rollout_backend.gateway.renderer import RendererBundle, load_renderer
+from rollout_backend.gateway.server import create_app
+from rollout_backend.gateway.settings import GatewaySettings
+from rollout_backend.gateway.stats import GatewayStats
+from rollout_backend.gateway.tokens import SessionClaims, issue
 from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.process import free_port
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +37,83 @@ def smollm2() -> Path:
     if not (path / "tokenizer.json").is_file():
         pytest.skip("the small model is not installed")
     return path
+
+
+SECRET = "test-secret-" * 4
+CONTROL_KEY = "test-control-" * 4
+
+
+class Served:
+    """A gateway served by a thread, so that plain tests can call it."""
+
+    def __init__(self, app, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.secret = SECRET
+        self.control = {"Authorization": f"Bearer {CONTROL_KEY}"}
+        self._clients: list[openai.OpenAI] = []
+        self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False))
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.005)
+
+    def stop(self) -> None:
+        for client in self._clients:
+            client.close()
+        self._server.should_exit = True
+        self._thread.join()
+
+    def key(self, session: str = "s1", *, secret: str = SECRET, lives_s: float = 600, **sampling) -> str:
+        claims = SessionClaims(
+            run_id="run",
+            step=0,
+            rollout_id="r",
+            attempt=1,
+            session_id=session,
+            sampling=Sampling(**sampling),
+            expires_at=time.time() + lives_s,
+        )
+        return issue(secret, claims)
+
+    def client(self, session: str = "s1", **more) -> openai.OpenAI:
+        return self.client_with(self.key(session, **more))
+
+    def client_with(self, key: str) -> openai.OpenAI:
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        self._clients.append(client)
+        return client
+
+    def seal(self, session: str = "s1") -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.key(session)}"}
+        return httpx.post(f"{self.url}/v1/rollout/trajectory", headers=headers)
+
+    def trajectory(self, session: str = "s1") -> Trajectory:
+        return Trajectory.decode(self.seal(session).raise_for_status().content)
+
+    def stats(self) -> GatewayStats:
+        return GatewayStats.model_validate(httpx.get(f"{self.url}/control/stats", headers=self.control).json())
+
+
+@pytest.fixture
+def serve(bundle, byte_model):
+    """Starts a gateway for an engine's URL; keywords go into its settings."""
+    served: list[Served] = []
+
+    def start(engine_url: str, gateway: dict | None = None, **more) -> Served:
+        port = free_port()
+        settings = GatewaySettings(
+            port=port,
+            model=byte_model,
+            gateway=GatewayConfig(**(gateway or {})),
+            engine_url=engine_url,
+            secret=SECRET,
+            control_key=CONTROL_KEY,
+            **{"engine_attempts": 2, "model_call_s": 20, **more},
+        )
+        served.append(Served(create_app(settings, bundle), port))
+        return served[-1]
+
+    yield start
+    for server in served:
+        server.stop()

@@ -36,6 +36,8 @@ here = Path(__file__).parent
 program, argv = Path(sys.argv[0]).name, sys.argv[1:]
 with (here / "calls.jsonl").open("a") as log:
     log.write(json.dumps([program, *argv]) + "\\n")
+if "--password-stdin" in argv:
+    sys.stdin.read()
 state = json.loads((here / "state.json").read_text())
 if "update-agent-runtime" in argv:
     state["runtime"] |= json.loads(argv[argv.index("--cli-input-json") + 1])

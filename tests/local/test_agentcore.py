@@ -49,6 +49,7 @@ async def test_one_fresh_process_per_session(start_runtime, app, preload):
     assert (first["calls"], again["calls"], other["calls"]) == (1, 2, 1)
     assert first["pid"] == again["pid"] != other["pid"]
     assert os.getpgid(first["pid"]) == first["pid"]
+    assert (parent_of(first["pid"]) == os.getpid()) == (preload is None)
     assert first["main"] == "__main__"
     assert first["argv"] == [str(app)]
     assert first["cwd"] == os.getcwd()  # the program's own main() changes to `cwd`
@@ -202,6 +203,16 @@ async def test_a_broken_script_is_reported_by_its_session(start_runtime, app):
     with pytest.raises(ClientError, match=r"ModuleNotFoundError.*no_such_module_here") as raised:
         await runtime.invoke("a")
     assert code(raised) == (424, "RuntimeClientError")
+
+
+async def test_libraries_with_threads_are_not_preloaded(start_runtime, app, tmp_path):
+    (tmp_path / "threaded.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    app.write_text("import threaded\n" + app.read_text())
+    runtime = await start_runtime(env={"PYTHONPATH": str(tmp_path)}, preload=())
+    pid = json.loads((await runtime.invoke("a"))["body"])["pid"]
+    assert parent_of(pid) == os.getpid()
 
 
 async def test_no_answer_to_ping_is_424(start_runtime):

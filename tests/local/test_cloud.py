@@ -160,7 +160,7 @@ asyncio.run(main())
 async def test_limits_reach_the_stand_in(app, tmp_path):
     cloud = LocalCloud(app, run_dir=tmp_path, limits=Limits(max_sessions=1))
     assert cloud.settings()["runtime"]["max_sessions"] == 1
-    async with cloud.runtime:
+    async with cloud:
         await invoke(cloud)
         runtime = cloud.settings()["runtime"]
         async with client("bedrock-agentcore", cloud, runtime["endpoint_url"]) as agentcore:
@@ -168,3 +168,11 @@ async def test_limits_reach_the_stand_in(app, tmp_path):
                 await agentcore.invoke_agent_runtime(
                     agentRuntimeArn=runtime["arn"], runtimeSessionId="b" * 40, payload=b"{}"
                 )
+
+
+def test_settings_of_the_program_are_checked():
+    program = [sys.executable, "-m", "rollout_backend.local.agentcore"]
+    ended = subprocess.run(program, input='{"arn": "x", "prot": 1}', capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "prot" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -11,33 +11,37 @@ name is left alone.
 """
 
 import importlib.abc
-import importlib.machinery
 import sys
 import types
+from importlib.machinery import ModuleSpec
+from typing import NoReturn
 
 NAMES = ("sgl_kernel", "torchvision")
 
 
 class _Absent(type):
-    def __getattr__(cls, name):
+    def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
         return _absent(f"{cls.__module__}.{cls.__qualname__}.{name}")
 
-    def __call__(cls, *args, **kwargs):
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(f"{cls.__module__}.{cls.__qualname__} is not there on the CPU")
 
 
-def _absent(path):
+def _absent(path: str) -> type:
     module, _, name = path.rpartition(".")
     return _Absent(name, (), {"__module__": module})
 
 
 class _StandIn(types.ModuleType):
-    __path__ = ()  # a package, so that its submodules are asked for too
     __version__ = "99.0"  # SGLang compares it with the least that it accepts
 
-    def __getattr__(self, name):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # a package, so that its submodules are asked for too
+
+    def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
         value = _absent(f"{self.__name__}.{name}")
@@ -48,15 +52,15 @@ class _StandIn(types.ModuleType):
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Asked last, so a real package comes first."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] in NAMES:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+            return ModuleSpec(name, self, is_package=True)
         return None
 
-    def create_module(self, spec):
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         return _StandIn(spec.name)
 
-    def exec_module(self, module):
+    def exec_module(self, module: types.ModuleType) -> None:
         pass
 
 

@@ -1,0 +1,96 @@
+"""Writes docs/settings.md from the settings' own docstrings: `python docs/make_settings.py`.
+
+`page()` is the whole page as text; a test compares it with the file, so the two cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollout_backend.config import ENV_PREFIX, RolloutConfig
+
+PAGE = Path(__file__).with_name("settings.md")
+_HEAD = f"""\
+# Settings
+
+Generated from `rollout_backend/config.py` by `python docs/make_settings.py`; do not edit.
+
+Settings are read from a YAML file, then from environment variables (`{ENV_PREFIX}STORAGE__BUCKET=...`), then from
+`-o storage.bucket=...` on the command line; the later source wins. An unknown key is refused by name. Times are in
+seconds and end in `_s`; rates are per second and end in `_per_s`; sizes are in bytes and end in `_bytes`.
+
+Three have no default: `model.path`, `storage.bucket` and `runtime`.
+"""
+
+Schema = dict[str, Any]
+
+
+def page() -> str:
+    schema = RolloutConfig.model_json_schema()
+    definitions: dict[str, Schema] = schema["$defs"]
+    sections = {name: list(_sections(field, definitions)) for name, field in schema["properties"].items()}
+    top = {name: field for name, field in schema["properties"].items() if not sections[name]}
+    lines = [_HEAD, "## At the top", "", *_table(schema, top, "")]
+    for name, found in sections.items():
+        for section in found:
+            kind = section["properties"].get("kind", {}).get("const")
+            lines += ["", f"## {name}" + (f", kind: {kind}" if kind else ""), ""]
+            if "description" in section:
+                lines += [_flat(section["description"]), ""]
+            lines += _table(section, section["properties"], f"{name}.")
+    return "\n".join(lines) + "\n"
+
+
+def _sections(field: Schema, definitions: dict[str, Schema]) -> Iterator[Schema]:
+    """The sections that a field may hold: none for a plain value, two for `runtime`."""
+    for choice in field.get("oneOf", [field]):
+        if "$ref" in choice:
+            yield definitions[choice["$ref"].rsplit("/", 1)[1]]
+
+
+def _table(section: Schema, fields: dict[str, Schema], prefix: str) -> Iterator[str]:
+    yield "| setting | value | default | |"
+    yield "| --- | --- | --- | --- |"
+    required = section.get("required", ())
+    for name, field in fields.items():
+        # The kind tells the two runtimes apart: it must be named, whatever the schema says.
+        default = "required" if name in required or "const" in field else _default(field)
+        yield f"| `{prefix}{name}` | {_value(field)} | {default} | {_flat(field.get('description', ''))} |"
+
+
+def _value(field: Schema) -> str:
+    """What a setting takes: its type, or its choices, and its bounds."""
+    if "anyOf" in field:
+        return " or ".join(_value(choice) for choice in field["anyOf"] if choice.get("type") != "null")
+    if "const" in field:
+        return f"`{field['const']}`"
+    if "enum" in field:
+        return ", ".join(f"`{choice}`" for choice in field["enum"])
+    if field["type"] == "array":
+        return f"list of {_value(field['items'])}"
+    plain = {"string": "text", "number": "number", "integer": "whole number", "boolean": "true or false"}
+    name = "path" if field.get("format") == "path" else plain[field["type"]]
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {field[key]:g}" for key, sign in signs.items() if key in field]
+    return ", ".join([name, *bounds])
+
+
+def _default(field: Schema) -> str:
+    if "default" not in field:
+        return "made anew"
+    value = field["default"]
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return "none" if value in (None, "", []) else f"`{value}`"
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,30 @@
+"""What one gateway process is told, as JSON on its standard input: secrets stand on no command line."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollout_backend.config import GatewayConfig, ModelConfig, Seconds
+from rollout_backend.gateway.tokens import MIN_SECRET_CHARS
+
+
+class GatewaySettings(BaseModel):
+    """`secret` signs the session keys, `control_key` opens /control."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(ge=0, le=65535)
+    model: ModelConfig
+    gateway: GatewayConfig = GatewayConfig()
+    engine_url: str
+    model_call_s: Seconds = 300.0
+    """Of one model call, with all attempts."""
+    token_s: Seconds = 5400.0
+    """Longest life of a key, and so how long a revoked session must be remembered."""
+    engine_attempts: int = Field(default=10, ge=1)
+    """Of one model call. With the waits between them they bridge about a minute without an engine."""
+    keepalive_s: Seconds = 10.0
+    """A stream that has nothing to say yet says so this often."""
+    secret: str = Field(min_length=MIN_SECRET_CHARS, repr=False)
+    control_key: str = Field(min_length=MIN_SECRET_CHARS, repr=False)

@@ -1,0 +1,229 @@
+"""Runs one rollout of an agent against scripted answers, the whole way: invoke, gateway, S3, and back.
+
+Everything but the model is the real thing: the agent's app, the contract, the gateway with its session keys, the
+result in S3. It is started once and used for many rollouts; each has a session and a script of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from unittest.mock import patch
+
+import httpx
+from botocore.exceptions import ClientError
+
+from agent_wrapper.contract import REQUEST_FIELD, ModelEndpoint, ResultTarget, Rollout, RolloutRequest, Sampling
+from rollout_backend import aws
+from rollout_backend.config import RolloutConfig
+from rollout_backend.errors import RolloutBackendError
+from rollout_backend.gateway.process import GatewayProcess
+from rollout_backend.gateway.tokens import SessionClaims
+from rollout_backend.local.cloud import ARN, LocalRuntime, LocalStorage
+from rollout_backend.local.scripted import BYTE_MODEL, Script, ScriptedEngine
+
+if TYPE_CHECKING:
+    from agent_wrapper import RolloutApp
+
+_RUN_ID = "test"
+_LOOK_EVERY_S = 0.02
+_CHECK_EVERY_S = 1.0
+_AFTER_DEADLINE_S = 60.0  # for the wrapper to unwind the agent and to write the result
+_CONTEXT_BYTES = 65_536
+
+
+class AgentRunError(RolloutBackendError):
+    """The agent's app could not be started, refused the task, or published nothing. The message says which."""
+
+
+class AgentHarness:
+    """An async context manager. Logs go to RUN_DIR.
+
+    async with AgentHarness(run_dir=Path("runs/test")) as harness:
+        rollout = await harness.run(app, {"question": "What is 2 + 2?", "answer": "4"}, replies=["4"])
+    """
+
+    def __init__(self, *, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._storage = LocalStorage(run_dir=run_dir)
+        self._engine = ScriptedEngine([])
+        self._gateway = GatewayProcess(self._config(), self._engine.url, run_dir / "gateway.log")
+        self._environ = {**self._storage.environ, "AWS_ENDPOINT_URL": self._storage.endpoint_url}
+        self._runtimes: dict[tuple[Path, frozenset[tuple[str, str]]], LocalRuntime] = {}
+        self._numbers = itertools.count(1)
+        self._stack = AsyncExitStack()
+        self._s3: Any = None
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self._engine)
+            for part in (self._storage, self._gateway):
+                stack.push_async_callback(part.stop)
+            await asyncio.gather(self._storage.start(), self._gateway.start())
+            self._s3 = await stack.enter_async_context(self._storage.s3())
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def endpoint(self, replies: Script, *, sampling: Sampling | None = None) -> ModelEndpoint:
+        """A new session at the gateway, good for an hour. The engine answers it with `replies`."""
+        return self._endpoint(self._session(sampling, 3600.0), replies)
+
+    async def run(
+        self,
+        agent: RolloutApp | Path | str,
+        task: Mapping[str, Any],
+        replies: Script,
+        *,
+        sampling: Sampling | None = None,
+        timeout_s: float = 60.0,
+    ) -> Rollout:
+        """One rollout of `agent` on `task`, as it then stands in S3.
+
+        A `RolloutApp` runs in this process. A path to a Python file runs in a process of its own, as it would in its
+        container. `replies` are the model's answers, in order. `timeout_s` is how long the agent may take; an agent
+        that takes longer, or fails, is a rollout that says so in `outcome` and `failure`.
+
+        Raises:
+            AgentRunError: the app could not be started, refused the task, or published nothing.
+            ConfigError: there is no such file.
+        """
+        claims = self._session(sampling, timeout_s + _AFTER_DEADLINE_S)
+        request = RolloutRequest(
+            run_id=_RUN_ID,
+            step=0,
+            task_id="task",
+            rollout_id=claims.rollout_id,
+            attempt=1,
+            session_id=claims.session_id,
+            endpoint=self._endpoint(claims, replies),
+            sampling=claims.sampling,
+            deadline=time.time() + timeout_s,
+            result=ResultTarget(bucket=self._storage.bucket, region=self._storage.region),
+        )
+        payload = {**task, REQUEST_FIELD: request.model_dump(mode="json")}
+        with patch.dict(os.environ, self._environ):
+            if isinstance(agent, (Path, str)):
+                invoked = self._in_process(Path(agent), request.session_id, payload)
+            else:
+                invoked = self._in_here(agent, payload)
+            async with invoked as check:
+                return await self._result(request, check)
+
+    def _config(self) -> RolloutConfig:
+        return RolloutConfig.parse(
+            {
+                "run_id": _RUN_ID,
+                "model": {
+                    "path": BYTE_MODEL,
+                    "name": "scripted",
+                    "renderer": "chatml",
+                    "context_length": _CONTEXT_BYTES,
+                },
+                "storage": {"bucket": self._storage.bucket},
+                "runtime": {"kind": "agentcore", "arn": ARN.format(region=self._storage.region)},
+                "aws": {"region": self._storage.region, "endpoint_url": self._storage.endpoint_url},
+                "output_dir": self._run_dir,
+            }
+        )
+
+    def _session(self, sampling: Sampling | None, lifetime_s: float) -> SessionClaims:
+        number = next(self._numbers)
+        return SessionClaims(
+            run_id=_RUN_ID,
+            step=0,
+            rollout_id=f"rollout-{number}",
+            attempt=1,
+            session_id=f"test-{number}-{uuid.uuid4()}",
+            sampling=sampling or Sampling(),
+            expires_at=time.time() + lifetime_s,
+        )
+
+    def _endpoint(self, claims: SessionClaims, replies: Script) -> ModelEndpoint:
+        self._engine.script(claims.session_id, replies)
+        return self._gateway.endpoint(claims)
+
+    async def _result(self, request: RolloutRequest, check: Callable[[], Awaitable[None]]) -> Rollout:
+        next_check = time.time() + _CHECK_EVERY_S
+        while True:
+            try:
+                answer = await self._s3.get_object(Bucket=request.result.bucket, Key=request.key)
+                return Rollout.decode(await answer["Body"].read())
+            except ClientError as error:
+                if aws.code_of(error) != "NoSuchKey":
+                    raise
+            now = time.time()
+            if now > request.deadline + _AFTER_DEADLINE_S:
+                raise AgentRunError(f"the agent published nothing within {_AFTER_DEADLINE_S:g} s of its deadline")
+            if now > next_check:
+                await check()
+                next_check = now + _CHECK_EVERY_S
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    @asynccontextmanager
+    async def _in_here(
+        self, app: RolloutApp, payload: dict[str, Any]
+    ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        transport = httpx.ASGITransport(app.asgi)
+        async with httpx.AsyncClient(transport=transport, base_url="http://agent", timeout=None) as http:  # noqa: S113
+
+            async def invoke() -> None:
+                answer = await http.post("/invocations", json=payload)
+                if answer.is_error:
+                    raise AgentRunError(f"the app refused the task with {answer.status_code}: {answer.text}")
+                if answer.json()["status"] == "unpublished":  # a repeated invoke says how the first one goes
+                    raise AgentRunError(f"the app could not publish its rollout: {answer.json().get('reason')}")
+
+            await invoke()
+            yield invoke
+
+    @asynccontextmanager
+    async def _in_process(
+        self, script: Path, session_id: str, payload: dict[str, Any]
+    ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        runtime = await self._runtime(script)
+        session = {"agentRuntimeArn": runtime.arn, "runtimeSessionId": session_id}
+
+        async def check() -> None:
+            if session_id not in {session["id"] for session in (await runtime.sessions())["sessions"]}:
+                raise AgentRunError(f"the agent's process ended and published nothing. Its log: {log}")
+
+        log = runtime.session_logs / f"{session_id}.log"
+        async with aws.client(
+            "bedrock-agentcore", region=self._storage.region, endpoint_url=runtime.endpoint_url, read_timeout_s=150.0
+        ) as agentcore:
+            try:
+                answer = await agentcore.invoke_agent_runtime(**session, payload=json.dumps(payload).encode())
+                await answer["response"].read()
+                yield check
+            except ClientError as error:
+                raise AgentRunError(f"the app did not accept the task: {aws.message_of(error)}") from None
+            finally:
+                with contextlib.suppress(agentcore.exceptions.ResourceNotFoundException):  # it has ended by itself
+                    await agentcore.stop_runtime_session(**session)
+
+    async def _runtime(self, script: Path) -> LocalRuntime:
+        key = _seen_by_a_session(script)
+        if key not in self._runtimes:
+            runtime = LocalRuntime(script, run_dir=self._run_dir / f"agent-{len(self._runtimes)}", env=self._environ)
+            self._runtimes[key] = await self._stack.enter_async_context(runtime)
+        return self._runtimes[key]
+
+
+def _seen_by_a_session(script: Path) -> tuple[Path, frozenset[tuple[str, str]]]:
+    """A runtime hands on the environment as it was when it was started, and a test may have changed it since."""
+    return script.absolute(), frozenset((k, v) for k, v in os.environ.items() if not k.startswith("PYTEST_"))

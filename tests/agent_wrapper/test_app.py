@@ -1,0 +1,451 @@
+"""The container as its callers see it: over HTTP, with a real S3 and SQS behind it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from agent_wrapper import RolloutApp
+from agent_wrapper.contract import Outcome
+from agent_wrapper.errors import EntrypointError
+
+
+def test_a_number_is_the_reward_and_the_rollout_says_what_it_is(container, gateway):
+    block = container.request()
+    before = time.time()
+    rollout = container.play("return 0.25", block)
+    assert (rollout.outcome, rollout.reward, rollout.failure) == (Outcome.COMPLETED, 0.25, None)
+    assert (rollout.run_id, rollout.step, rollout.task_id, rollout.attempt) == ("run", 3, "task", 2)
+    assert rollout.rollout_id == block["rollout_id"]
+    assert rollout.session_id == "session-of-the-block"
+    assert rollout.model == "the-model"
+    assert rollout.sampled_tokens == 2
+    assert before - 1 < rollout.started_at <= rollout.finished_at < time.time() + 1
+    assert gateway.requests.count((f"/{block['rollout_id']}/trajectory", f"Bearer key-of-{block['rollout_id']}")) == 1
+
+
+def test_a_dict_brings_extras(container):
+    rollout = container.play("return {'reward': 1, 'steps': (1, 2), 'note': {'ok': True}}")
+    assert rollout.reward == 1
+    assert rollout.extras == {"steps": [1, 2], "note": {"ok": True}}
+
+
+def test_the_context_holds_the_task_and_the_endpoint(container):
+    block = container.request()
+    rollout = container.play(
+        """return {
+            'reward': 0, 'payload': {k: v for k, v in context.payload.items() if k != 'body'},
+            'kwargs': context.openai_kwargs(), 'model': context.model, 'left': context.remaining_s,
+            'temperature': context.sampling.temperature, 'training': context.training,
+            'rollout_id': context.rollout_id, 'repr': repr(context),
+        }""",
+        block,
+        question="why?",
+    )
+    extras = rollout.extras
+    assert extras["payload"] == {"question": "why?"}
+    assert extras["kwargs"]["base_url"] == block["endpoint"]["base_url"]
+    assert extras["kwargs"]["api_key"] == block["endpoint"]["api_key"]
+    assert 50 < extras["kwargs"]["timeout"] <= 60
+    assert 50 < extras["left"] <= 60
+    assert (extras["model"], extras["temperature"], extras["training"]) == ("the-model", 0.7, True)
+    assert extras["rollout_id"] == block["rollout_id"]
+    assert block["endpoint"]["api_key"] not in extras["repr"]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason", "words"),
+    [
+        ("raise KeyError('colour')", "agent_exception", "KeyError: 'colour'"),
+        ("sys.exit(3)", "agent_exception", "SystemExit: 3"),
+        ("raise asyncio.CancelledError", "agent_exception", "CancelledError"),
+        ("raise AgentFailure('gave up')", "agent_failure", "gave up"),
+        ("return float('nan')", "bad_reward", "not finite"),
+        ("pass", "bad_reward", "None"),
+        ("return 'good'", "bad_reward", "'good', a str"),
+        ("return {'score': 1}", "bad_reward", "['score']"),
+        ("return {'reward': 1, 'x': object()}", "bad_reward", "'x' beside the reward"),
+    ],
+)
+def test_the_agents_own_failures(container, body, reason, words):
+    rollout = container.play(body)
+    assert rollout.outcome is Outcome.AGENT_ERROR
+    assert rollout.failure.reason == reason
+    assert words in rollout.failure.message
+    assert rollout.reward is None
+    assert not rollout.trainable
+    assert rollout.sampled_tokens == 2, "a failure carries what was sampled before it"
+
+
+def test_a_traceback_ends_in_the_agents_own_line(container):
+    rollout = container.play("x = 1\nraise KeyError('colour')")
+    assert rollout.failure.traceback.endswith("in body\nKeyError: 'colour'\n")
+
+
+def test_an_agent_may_score_its_own_failure(container):
+    rollout = container.play("raise AgentFailure('gave up', reward=-1)")
+    assert (rollout.outcome, rollout.reward, rollout.trainable) == (Outcome.AGENT_ERROR, -1.0, True)
+
+
+def test_a_reward_without_a_sampled_token_is_dropped(container, gateway, trajectory):
+    block = container.request()
+    gateway.answers[f"/{block['rollout_id']}/trajectory"] = [(200, trajectory(sampled=0).encode())]
+    rollout = container.play("return 1.0", block)
+    assert (rollout.outcome, rollout.reward) == (Outcome.AGENT_ERROR, None)
+    assert rollout.failure.reason == "no_model_call"
+
+
+def test_the_trajectory_is_asked_for_again(sync_container, gateway, trajectory):
+    block = sync_container.request()
+    good = trajectory().encode()
+    gateway.answers[f"/{block['rollout_id']}/trajectory"] = [(503, b"later"), (429, b"later"), (200, good)]
+    assert sync_container.play("return 1.0", block).outcome is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [(401, b"no such session", "401: no such session"), (200, b"junk", "neither a zstd frame nor a JSON object")],
+)
+def test_without_a_trajectory_there_is_no_reward(sync_container, gateway, status, body, words):
+    block = sync_container.request()
+    path = f"/{block['rollout_id']}/trajectory"
+    gateway.answers[path] = [(status, body)]
+    rollout = sync_container.play("return 1.0", block)
+    assert (rollout.outcome, rollout.reward) == (Outcome.INFRA_ERROR, None)
+    assert rollout.failure.reason == "trajectory_unavailable"
+    assert words in rollout.failure.message
+    assert [p for p, _ in gateway.requests].count(path) == 1, "a refusal is not asked again"
+
+
+def test_a_failure_stays_what_it_is_without_a_trajectory(sync_container, gateway):
+    block = sync_container.request()
+    gateway.answers[f"/{block['rollout_id']}/trajectory"] = [(404, b"gone")]
+    rollout = sync_container.play("raise KeyError('colour')", block)
+    assert rollout.failure.reason == "agent_exception"
+    assert "404: gone" in rollout.failure.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "where"),
+    [
+        ("sync", "time.sleep(600)", "in body"),
+        ("async", "await asyncio.sleep(600)", "in sleep"),
+        ("async", "try:\n    await asyncio.sleep(600)\nexcept asyncio.CancelledError:\n    return 1.0", ""),
+    ],
+)
+def test_the_deadline_ends_an_agent(request, kind, body, where):
+    container = request.getfixturevalue(f"{kind}_container")
+    rollout = container.play(body, container.request(deadline=time.time() + 0.5))
+    assert (rollout.outcome, rollout.reward) == (Outcome.TIMED_OUT, None)
+    assert rollout.failure.reason == "agent_deadline"
+    assert where in (rollout.failure.traceback or "")
+    assert rollout.sampled_tokens == 2
+
+
+def test_past_its_deadline_an_agent_is_not_started(container, tmp_path):
+    mark = tmp_path / "ran"
+    rollout = container.play(f"open({str(mark)!r}, 'w')", container.request(deadline=time.time() - 1))
+    assert rollout.failure.reason == "agent_deadline"
+    assert not mark.exists()
+
+
+def test_a_cancelled_agent_cleans_up(async_container, tmp_path):
+    mark = tmp_path / "cleaned"
+    body = f"try:\n    await asyncio.sleep(600)\nfinally:\n    open({str(mark)!r}, 'w')"
+    async_container.play(body, async_container.request(deadline=time.time() + 0.3))
+    assert mark.exists()
+
+
+def test_an_agent_that_blocks_its_loop_holds_up_neither_ping_nor_deadline(start_container):
+    container = start_container("async")
+    block = container.request(deadline=time.time() + 1)
+    container.invoke("time.sleep(600)", block)
+    assert container.ping()["status"] == "HealthyBusy"
+    rollout = container.await_result(block)
+    assert rollout.failure.reason == "agent_deadline"
+    assert "in body" in rollout.failure.traceback
+
+
+def test_an_invoke_sent_again_is_answered_from_memory(container, tmp_path, fifo):
+    log = tmp_path / "log"
+    body = f"open({str(log)!r}, 'a').write('x')\nopen({str(fifo)!r}).read()\nreturn 0.5"
+    block = container.request()
+    with ThreadPoolExecutor(8) as pool:
+        answers = [a.json()["status"] for a in pool.map(lambda _: container.invoke(body, block), range(8))]
+    assert sorted(answers) == ["accepted"] + ["running"] * 7
+    fifo.open("w").close()
+    container.await_result(block)
+    container.await_idle()
+    again = container.invoke(body, {**block, "attempt": 3}).json()
+    assert again == {"status": "finished", "rollout_id": block["rollout_id"], "outcome": "completed"}
+    assert log.read_text() == "x"
+    assert container.cloud.receive(block["result"]["queue_url"], wait_s=0) == []
+    other_run = container.request(rollout_id=block["rollout_id"], run_id="other")
+    assert container.play("return 1", other_run).reward == 1
+
+
+def test_rollouts_run_side_by_side(sync_container, fifo):
+    slow, quick = sync_container.request(), sync_container.request()
+    sync_container.invoke(f"open({str(fifo)!r}).read()\nreturn 1", slow)
+    assert sync_container.play("return 2", quick).reward == 2
+    fifo.open("w").close()
+    assert sync_container.await_result(slow).reward == 1
+
+
+def test_ping_is_busy_until_the_result_is_published(container, fifo):
+    idle = container.await_idle()
+    block = container.request()
+    while int(time.time()) == idle["time_of_last_update"]:  # so that a change of status shows in whole seconds
+        time.sleep(0.01)
+    container.invoke(f"open({str(fifo)!r}).read()\nreturn 1", block)
+    busy = container.ping()
+    assert busy["status"] == "HealthyBusy"
+    assert isinstance(busy["time_of_last_update"], int)
+    assert idle["time_of_last_update"] < busy["time_of_last_update"] <= time.time()
+    while int(time.time()) == busy["time_of_last_update"]:
+        time.sleep(0.01)
+    assert container.ping() == busy, "the time changes with the status only"
+    fifo.open("w").close()
+    container.await_result(block)
+    assert container.await_idle()["time_of_last_update"] > busy["time_of_last_update"]
+
+
+def test_a_broken_request_is_refused_by_field(container):
+    block = container.request()
+    del block["endpoint"]["api_key"]
+    answer = container.invoke("return 1", block)
+    assert answer.status_code == 400
+    assert answer.json()["field"] == "_rollout.endpoint.api_key"
+    assert container.invoke("return 1", container.request(schema_version=2)).status_code == 400
+    assert container.invoke("return 1", None).json()["field"].startswith("_rollout")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_refused(sync_container, body):
+    answer = sync_container.client.post("/invocations", content=body)
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["message"]
+
+
+def test_without_the_block_it_is_an_ordinary_service(start_container):
+    env = {"OPENAI_BASE_URL": "http://model/v1", "OPENAI_API_KEY": "k", "ROLLOUT_MODEL": "m"}
+    container = start_container("async", **env)
+    body = "return [context.base_url, context.api_key, context.model, context.training, context.payload['x']]"
+    answer = container.client.post("/invocations", json={"body": body, "x": 7})
+    assert (answer.status_code, answer.json()) == (200, ["http://model/v1", "k", "m", False, 7])
+    assert container.ping()["status"] == "Healthy"
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "words"),
+    [
+        ("raise KeyError('colour')", "KeyError", "colour"),
+        ("raise AgentFailure('gave up')", "AgentFailure", "gave up"),
+        ("return object()", "TypeError", "not JSON"),
+        ("return float('nan')", "ValueError", "not JSON"),
+    ],
+)
+def test_an_ordinary_service_tells_what_went_wrong(container, body, error, words):
+    answer = container.client.post("/invocations", json={"body": body})
+    assert answer.status_code == 500
+    assert answer.json()["error"] == error
+    assert words in answer.json()["message"]
+
+
+def test_a_result_that_cannot_be_written_is_told(sync_container, cloud):
+    block = sync_container.request(result__bucket="no-such-bucket")
+    sync_container.invoke("return 1", block)
+    sync_container.await_idle()
+    answer = sync_container.invoke("return 1", block).json()
+    assert answer["status"] == "unpublished"
+    assert "NoSuchBucket" in answer["reason"]
+    assert cloud.receive(block["result"]["queue_url"], wait_s=0) == []
+
+
+# --- what the model's endpoint does to an agent, seen through the real SDK --------------------------------
+
+CALL = """
+from openai import OpenAI
+OpenAI(**{**context.openai_kwargs(), 'max_retries': 1, **context.payload.get('kwargs', {})}).chat.completions.create(
+    model=context.model, messages=[{'role': 'user', 'content': 'hi'}]
+)
+"""
+
+
+def test_a_dead_model_endpoint_is_not_the_agents_fault(sync_container, dead_url):
+    rollout = sync_container.play(CALL, sync_container.request(endpoint__base_url=f"{dead_url}/v1"))
+    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "model_unavailable")
+    assert "APIConnectionError" in rollout.failure.message
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "reason"),
+    [
+        (503, Outcome.INFRA_ERROR, "model_unavailable"),
+        (429, Outcome.INFRA_ERROR, "model_unavailable"),
+        (400, Outcome.AGENT_ERROR, "agent_exception"),
+    ],
+)
+def test_a_model_endpoint_that_refuses(sync_container, gateway, status, outcome, reason):
+    gateway.answers["/v1/chat/completions"] = [(status, b'{"error": {"message": "no"}}')]
+    rollout = sync_container.play(CALL)
+    assert (rollout.outcome, rollout.failure.reason) == (outcome, reason)
+
+
+def test_an_agent_may_wrap_the_failure(sync_container, gateway):
+    gateway.answers["/v1/chat/completions"] = [(503, b"{}")]
+    body = "try:\n" + "\n".join(f"    {line}" for line in CALL.splitlines()) + "\nexcept Exception:\n    1 / 0"
+    assert sync_container.play(body).failure.reason == "model_unavailable"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CALL,  # a judge model, elsewhere
+        "import httpx\nhttpx.get(context.payload['kwargs']['base_url'])",  # a tool
+        "import urllib.request\nurllib.request.urlopen(context.payload['kwargs']['base_url'])",
+    ],
+)
+def test_other_servers_are_the_agents_own_affair(sync_container, dead_url, body):
+    rollout = sync_container.play(body, kwargs={"base_url": dead_url})
+    assert (rollout.outcome, rollout.failure.reason) == (Outcome.AGENT_ERROR, "agent_exception")
+
+
+# --- the end of the process -------------------------------------------------------------------------------
+
+STARTED = "with open(context.payload['started'], 'w') as pipe:\n    pipe.write('!')\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "where"),
+    [
+        ("sync", STARTED + "time.sleep(600)", "in body"),
+        (
+            "sync",
+            STARTED + "import concurrent.futures as c\nc.ThreadPoolExecutor().submit(time.sleep, 600).result()",
+            "",
+        ),
+        ("async", STARTED + "await asyncio.sleep(600)", "in sleep"),
+        ("async", STARTED + "time.sleep(600)", "in body"),
+        ("async", STARTED + "await asyncio.to_thread(time.sleep, 600)", "to_thread"),
+    ],
+)
+def test_sigterm_publishes_what_runs(start_container, make_signal, kind, body, where):
+    container = start_container(kind)
+    block = container.request()
+    started = make_signal()
+    container.invoke(body, block, started=started.path)
+    started.wait()
+    assert container.stop() < 6
+    rollout = container.await_result(block)
+    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "terminated")
+    assert where in rollout.failure.traceback
+    assert rollout.sampled_tokens == 2
+
+
+def test_sigterm_publishes_every_rollout_even_without_a_gateway(start_container, dead_url, make_signal):
+    container = start_container("sync")
+    blocks = [container.request(endpoint__trajectory_url=f"{dead_url}/trajectory") for _ in range(3)]
+    for block in blocks:
+        started = make_signal()
+        container.invoke(STARTED + "time.sleep(600)", block, started=started.path)
+        started.wait()
+    assert container.stop() < 8
+    for block in blocks:
+        rollout = container.await_result(block)
+        assert rollout.failure.reason == "terminated"
+        assert rollout.segments == ()
+
+
+def test_sigterm_does_not_lose_a_reward_on_its_way(start_container, dead_url):
+    container = start_container("sync")
+    block = container.request(endpoint__trajectory_url=f"{dead_url}/trajectory")
+    container.invoke("return 1", block)
+    assert container.ping()["status"] == "HealthyBusy"
+    assert container.stop() < 8
+    assert container.await_result(block).failure.reason == "trajectory_unavailable"
+
+
+def test_an_idle_container_stops_at_once(start_container):
+    container = start_container("async")
+    container.play("return 1")
+    container.await_idle()
+    assert container.stop() < 2
+
+
+# --- what the author sees ---------------------------------------------------------------------------------
+
+
+def test_importing_the_wrapper_is_cheap():
+    code = (
+        "import resource, sys\n"
+        "def spent():\n"
+        "    usage = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "    return usage.ru_utime + usage.ru_stime\n"
+        "before = spent()\n"
+        "import agent_wrapper\n"
+        "print(spent() - before, *sys.modules)"
+    )
+    runs = [subprocess.check_output([sys.executable, "-c", code], text=True).split() for _ in range(3)]
+    assert min(float(seconds) for seconds, *_ in runs) < 0.3
+    heavy = {"aiohttp", "boto3", "httpx", "numpy", "openai", "ray", "rollout_backend", "starlette", "torch"}
+    assert not heavy.intersection(runs[0])
+
+
+def test_two_entrypoints_are_refused():
+    app = RolloutApp()
+    app.entrypoint(lambda context: 1)
+    with pytest.raises(EntrypointError, match="has its entrypoint already"):
+        app.entrypoint(lambda context: 2)
+
+
+def test_no_entrypoint_is_told_before_anything_is_served():
+    with pytest.raises(EntrypointError, match=r"put @app\.entrypoint above"):
+        RolloutApp().run()
+
+
+def none() -> int:
+    return 1
+
+
+def two(context: object, more: object) -> int:
+    return 1
+
+
+def keyword(*, context: object) -> int:
+    return 1
+
+
+def yields(context: object):
+    yield 1
+
+
+async def yields_async(context: object):
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (none, r"none\(\).* exactly one argument"),
+        (two, "exactly one argument"),
+        (keyword, "exactly one argument"),
+        (yields, "must return its reward once"),
+        (yields_async, "must return its reward once"),
+        (3, "must be a function"),
+    ],
+)
+def test_a_wrong_entrypoint_is_refused(function, words):
+    with pytest.raises(EntrypointError, match=words):
+        RolloutApp().entrypoint(function)
+
+
+def test_the_decorator_leaves_the_function_as_it_is():
+    def agent(context: object, more: int = 2) -> int:
+        return more
+
+    assert RolloutApp().entrypoint(agent) is agent

@@ -1,0 +1,512 @@
+"""What one side writes the other reads; whatever else arrives is a ContractError that names the field."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote_plus
+
+import msgpack
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_wrapper.contract import (
+    MAX_STEP,
+    Announcement,
+    ContractError,
+    Outcome,
+    Rollout,
+    RolloutRequest,
+    Segment,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    parse_result_key,
+    result_key,
+    step_prefix,
+)
+
+thorough = settings(max_examples=150, derandomize=True, deadline=None)
+
+# --- strategies -------------------------------------------------------------------------------------------
+
+identifiers = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
+texts = st.text(max_size=8)
+float32 = st.just(math.nan) | st.floats(width=32, allow_nan=False, allow_infinity=False)
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(texts, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@st.composite
+def segments(draw: Callable[..., Any]) -> Segment:
+    spans = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), max_size=3))
+    mask = array("B")
+    turns = []
+    for given_tokens, first, second in spans:
+        mask.extend([0] * given_tokens)
+        start, middle = len(mask), len(mask) + first
+        mask.extend([1] * (first + second))
+        versions = (
+            VersionSpan(version="7", start=start, end=middle),
+            VersionSpan(version="8", start=middle, end=len(mask)),
+        )
+        turns.append(
+            Turn(
+                start=start,
+                end=len(mask),
+                finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+                weight_versions=draw(st.sampled_from([(), versions])),
+                cached_tokens=draw(st.integers(0, 2**40)),
+                seconds=draw(st.floats(0, 1e6)),
+            )
+        )
+    n = len(mask)
+    return Segment(
+        token_ids=array("i", draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n))),
+        mask=mask,
+        logprobs=array("f", draw(st.lists(float32, min_size=n, max_size=n))),
+        turns=tuple(turns),
+        messages=tuple(draw(st.lists(st.dictionaries(texts, json_values, max_size=2), max_size=2))),
+        opened_by=draw(texts),
+    )
+
+
+@st.composite
+def rollouts(draw: Callable[..., Any]) -> Rollout:
+    found = tuple(draw(st.lists(segments(), max_size=3)))
+    outcomes = [o for o in Outcome if o is not Outcome.COMPLETED or any(s.sampled_tokens for s in found)]
+    outcome = draw(st.sampled_from(outcomes))
+    reward = draw(st.floats(allow_nan=False, allow_infinity=False))
+    failure = {"reason": "some_reason", "message": draw(texts), "traceback": draw(st.none() | texts)}
+    return Rollout(
+        run_id=draw(identifiers),
+        step=draw(st.integers(0, MAX_STEP)),
+        task_id=draw(identifiers),
+        rollout_id=draw(identifiers),
+        attempt=draw(st.integers(1, 2**40)),
+        session_id=draw(texts),
+        outcome=outcome,
+        reward={Outcome.COMPLETED: reward, Outcome.AGENT_ERROR: draw(st.sampled_from([None, reward]))}.get(outcome),
+        extras=draw(st.dictionaries(texts, json_values, max_size=3)),
+        failure=None if outcome is Outcome.COMPLETED else failure,
+        model=draw(texts),
+        segments=found,
+        started_at=draw(st.floats(0, 2e9)),
+        finished_at=draw(st.floats(0, 2e9)),
+    )
+
+
+def make_segment(**changes: Any) -> dict[str, Any]:
+    return {
+        "token_ids": [5, 6, 7],
+        "mask": [0, 1, 1],
+        "logprobs": [None, -0.5, -1.5],
+        "turns": [{"start": 1, "end": 3, "finish_reason": "stop", "weight_versions": []}],
+        **changes,
+    }
+
+
+def make_fields(**changes: Any) -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "run_id": "run",
+        "step": 0,
+        "task_id": "task",
+        "rollout_id": "rollout",
+        "attempt": 1,
+        "session_id": "session",
+        "outcome": "completed",
+        "reward": 1.0,
+        "segments": [make_segment()],
+        **changes,
+    }
+
+
+def pack(fields: object) -> bytes:
+    return zstandard.ZstdCompressor().compress(msgpack.packb(fields))
+
+
+def as_json(fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+# --- round trips ------------------------------------------------------------------------------------------
+
+
+@thorough
+@given(rollouts())
+def test_a_rollout_comes_back_from_either_form(rollout):
+    packed = rollout.encode()
+    for decoded in (Rollout.decode(packed), Rollout.decode(rollout.to_json())):
+        # Bytes are compared, because NaN equals nothing: also not itself.
+        assert decoded.encode() == packed
+        assert decoded.extras == rollout.extras
+        assert decoded.trainable == rollout.trainable
+        for ours, theirs in zip(rollout.segments, decoded.segments, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            assert theirs.logprobs.typecode == "f"
+
+
+@thorough
+@given(st.lists(segments(), max_size=3))
+def test_a_trajectory_comes_back(found):
+    trajectory = Trajectory(model="m", segments=tuple(found))
+    assert Trajectory.decode(trajectory.encode()).encode() == trajectory.encode()
+
+
+def test_a_missing_logprob_is_nan_here_and_null_in_json():
+    rollout = Rollout.decode(as_json(make_fields()))
+    assert math.isnan(rollout.segments[0].logprobs[0])
+    assert json.loads(rollout.to_json())["segments"][0]["logprobs"] == [None, -0.5, -1.5]
+    again = Rollout.decode(rollout.encode())
+    assert math.isnan(again.segments[0].logprobs[0])
+    assert list(again.segments[0].logprobs)[1:] == [-0.5, -1.5]
+
+
+def test_the_compact_form_is_little_endian_bytes():
+    fields = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(Rollout.decode(as_json(make_fields())).encode()))
+    segment = fields["segments"][0]
+    assert segment["token_ids"] == b"\5\0\0\0\6\0\0\0\7\0\0\0"
+    assert segment["mask"] == b"\0\1\1"
+    assert len(segment["logprobs"]) == 12
+
+
+def test_sixteen_thousand_tokens_stay_small():
+    n = 16_384
+    segment = make_segment(
+        token_ids=[i * 2_654_435_761 % 150_000 for i in range(n)],
+        mask=[1] * n,
+        logprobs=[-(i * 2_654_435_761 % 1_000_003) / 1e5 for i in range(n)],
+        turns=[{"start": 0, "end": n, "finish_reason": "stop", "weight_versions": []}],
+    )
+    rollout = Rollout.decode(as_json(make_fields(segments=[segment])))
+    assert len(rollout.encode()) < 9 * n < len(rollout.to_json())
+
+
+# --- damage -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
+def test_cut_short_at_any_byte_it_is_refused(form):
+    data = form(Rollout.decode(as_json(make_fields())))
+    for end in range(len(data)):
+        with pytest.raises(ContractError):
+            Rollout.decode(data[:end])
+    with pytest.raises(ContractError):
+        Rollout.decode(data + b"x")
+
+
+@pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
+def test_a_flipped_byte_is_refused_or_read_as_a_rollout(form):
+    data = form(Rollout.decode(as_json(make_fields())))
+    for at in range(len(data)):
+        for flip in (0x01, 0x20, 0x80, 0xFF):
+            damaged = data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :]
+            with contextlib.suppress(ContractError):
+                Rollout.decode(damaged)
+
+
+@thorough
+@given(st.binary(max_size=64), st.sampled_from([b"", b"\x28\xb5\x2f\xfd", b"{", b' {"schema_version": 1,']))
+def test_random_bytes_are_refused(tail, head):
+    with pytest.raises(ContractError):
+        Rollout.decode(head + tail)
+
+
+@thorough
+@given(st.binary(max_size=64))
+def test_random_bytes_in_a_sound_frame_are_refused(data):
+    with pytest.raises(ContractError):
+        Rollout.decode(zstandard.ZstdCompressor().compress(data))
+
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@thorough
+@given(st.sampled_from([*sorted(make_fields()), "failure", "extras", "model", "extra_field"]), anything)
+def test_any_value_in_any_field_is_read_or_refused(name, value):
+    with contextlib.suppress(ContractError):
+        Rollout.decode(pack(make_fields(**{name: value})))
+
+
+@thorough
+@given(st.sampled_from([*sorted(make_segment()), "messages", "opened_by", "extra_field"]), anything)
+def test_any_value_in_any_field_of_a_segment_is_read_or_refused(name, value):
+    with contextlib.suppress(ContractError):
+        Rollout.decode(pack(make_fields(segments=[make_segment(**{name: value})])))
+
+
+@pytest.mark.parametrize("encode", [pack, as_json])
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"schema_version": 2}, "schema_version", "is 2; this side reads 1"),
+        ({"schema_version": None}, "schema_version", "is None"),
+        ({"reward": None}, "rollout", "reward is missing"),
+        ({"reward": math.nan}, "reward", "finite"),
+        ({"reward": "good"}, "reward", "number"),
+        ({"step": -1}, "step", "greater"),
+        ({"step": MAX_STEP + 1}, "step", "less"),
+        ({"attempt": 0}, "attempt", "greater"),
+        ({"outcome": "won"}, "outcome", "completed"),
+        ({"rollout_id": "../other"}, "rollout_id", "pattern"),
+        ({"rollout_id": "a\n"}, "rollout_id", "pattern"),
+        ({"rollout_id": ""}, "rollout_id", "pattern"),
+        ({"rollout_id": "x" * 129}, "rollout_id", "pattern"),
+        ({"surplus": 1}, "surplus", "not permitted"),
+        ({"segments": []}, "rollout", "no sampled token"),
+        ({"failure": {"reason": "r", "message": ""}}, "rollout", "failure is set"),
+        ({"outcome": "timed_out", "reward": None}, "rollout", "failure is missing"),
+        ({"outcome": "infra_error", "failure": {"reason": "r", "message": ""}}, "rollout", "reward is set"),
+        ({"outcome": "agent_error", "failure": {"reason": "Not A Name", "message": ""}}, "failure.reason", "pattern"),
+        ({"extras": {"x": math.inf}}, "extras.x", "finite"),
+    ],
+)
+def test_a_broken_rollout_names_its_field(encode, changes, field, words):
+    with pytest.raises(ContractError) as caught:
+        Rollout.decode(encode(make_fields(**changes)))
+    assert caught.value.field.startswith(field)
+    assert words in caught.value.reason
+
+
+def turn(start: int, end: int, *versions: tuple[int, int]) -> dict[str, Any]:
+    spans = [{"version": "7", "start": a, "end": b} for a, b in versions]
+    return {"start": start, "end": end, "finish_reason": "stop", "weight_versions": spans}
+
+
+@pytest.mark.parametrize("encode", [pack, as_json])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mask": [0, 1]}, "mask has 2 entries for 3 token_ids"),
+        ({"logprobs": [0.0] * 4}, "logprobs has 4 entries for 3 token_ids"),
+        ({"mask": [0, 1, 2]}, "other than 0 and 1"),
+        ({"mask": [0, 1, 300]}, "mask bytes"),
+        ({"mask": [1, 1, 1]}, "not 1 exactly where the turns sampled"),
+        ({"turns": []}, "not 1 exactly where the turns sampled"),
+        ({"token_ids": [5, -6, 7]}, "negative id"),
+        ({"token_ids": [5, 6, 2**31]}, "int32 token ids"),
+        ({"token_ids": [5, 6, 7.5]}, "int32 token ids"),
+        ({"token_ids": [5, 6, True]}, "not a number"),
+        ({"token_ids": "567"}, "int32 token ids"),
+        ({"token_ids": None}, "int32 token ids"),
+        ({"logprobs": [0.0, "x", 0.0]}, "not a number"),
+        ({"turns": [turn(1, 4)]}, "spans [1, 4) of 3 tokens"),
+        ({"turns": [turn(2, 1)]}, "spans [2, 1)"),
+        ({"turns": [turn(1, 3), turn(2, 3)]}, "turns.1 spans [2, 3) of 3 tokens, after 3"),
+        ({"turns": [turn(1, 3, (1, 2))]}, "do not cover its tokens"),
+        ({"turns": [turn(1, 3, (2, 3))]}, "do not cover its tokens in order"),
+        ({"turns": [turn(1, 3, (1, 2), (1, 3))]}, "do not cover its tokens in order"),
+        ({"turns": [turn(1, 3, (1, 4))]}, "do not cover its tokens in order"),
+    ],
+)
+def test_a_broken_segment_says_what_is_wrong(encode, changes, words):
+    with pytest.raises(ContractError) as caught:
+        Rollout.decode(encode(make_fields(segments=[make_segment(**changes)])))
+    assert caught.value.field.startswith("segments.0")
+    assert words in caught.value.reason
+
+
+def test_raw_bytes_of_a_wrong_length_are_refused():
+    with pytest.raises(ContractError, match="13 bytes are no whole number of int32 token ids"):
+        Rollout.decode(pack(make_fields(segments=[make_segment(token_ids=b"\0" * 13)])))
+
+
+@pytest.mark.parametrize("data", [b"", b" ", b"[]", b"null", b"\x1f\x8b gzip", b"PK"])
+def test_what_is_neither_form_is_refused(data):
+    with pytest.raises(ContractError, match=r"^object: "):
+        Rollout.decode(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"schema_version": 1, "x": ' + b"[" * 100_000,
+        b'{"schema_version": 1, "run_id": "\\ud800"}',
+        b'{"schema_version": 1, "run_id": "\xff"}',
+        b'{"schema_version": 1, "step": ' + b"9" * 5_000 + b"}",
+        zstandard.ZstdCompressor().compress(b"\x91" * 100_000),
+        pack({"schema_version": 1, "x": msgpack.ExtType(5, b"")}),
+        pack({1: 2}),
+        pack({b"\xff": 2, "schema_version": 1}),
+    ],
+)
+def test_hostile_input_is_refused(data):
+    with pytest.raises(ContractError):
+        Rollout.decode(data)
+
+
+def test_a_bomb_is_refused_unopened():
+    bomb = zstandard.ZstdCompressor().compress(bytes(300 * 1024 * 1024))
+    assert len(bomb) < 100_000
+    began = time.process_time()
+    with pytest.raises(ContractError, match="more than the cap"):
+        Rollout.decode(bomb)
+    assert time.process_time() - began < 0.05
+
+
+def test_a_frame_that_hides_its_size_is_refused():
+    compressor = zstandard.ZstdCompressor(write_content_size=False)
+    with pytest.raises(ContractError, match="does not tell its size"):
+        Rollout.decode(compressor.compress(msgpack.packb(make_fields())))
+
+
+@pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
+def test_the_readers_cap_holds_for_either_form(form):
+    data = form(Rollout.decode(as_json(make_fields(extras={"x": "y" * 5_000}))))
+    assert Rollout.decode(data, max_bytes=10_000)
+    with pytest.raises(ContractError, match="more than the cap of 5000"):
+        Rollout.decode(data, max_bytes=5_000)
+
+
+def test_a_request_names_the_field_at_fault():
+    with pytest.raises(ContractError) as caught:
+        RolloutRequest.parse({"schema_version": 1}, "_rollout.")
+    assert caught.value.field == "_rollout.run_id"
+    with pytest.raises(ContractError):
+        RolloutRequest.parse("text", "_rollout.")
+
+
+# --- keys -------------------------------------------------------------------------------------------------
+
+prefixes = st.sampled_from(["", "p/", "team.a/exp_1/"])
+
+
+@thorough
+@given(prefixes, identifiers, st.integers(0, MAX_STEP), identifiers)
+def test_a_key_tells_its_step_and_rollout(prefix, run_id, step, rollout_id):
+    key = result_key(prefix, run_id, step, rollout_id)
+    assert key.startswith(step_prefix(prefix, run_id, step))
+    assert parse_result_key(prefix, run_id, key) == (step, rollout_id)
+
+
+@thorough
+@given(prefixes, identifiers, st.text(max_size=40))
+def test_what_parses_is_the_key_of_what_it_says(prefix, run_id, tail):
+    key = f"{prefix}runs/{run_id}/steps/{tail}"
+    try:
+        step, rollout_id = parse_result_key(prefix, run_id, key)
+    except ContractError:
+        return
+    assert result_key(prefix, run_id, step, rollout_id) == key
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "p/runs/run/steps/00000001/",
+        "p/runs/run/steps/00000001/../x",
+        "p/runs/run/steps/00000001/.hidden",
+        "p/runs/run/steps/00000001/a/b",
+        "p/runs/run/steps/00000001/a\n",
+        "p/runs/run/steps/00000001/a%2Fb",
+        "p/runs/run/steps/1/a",
+        "p/runs/run/steps/000000001/a",
+        "p/runs/run/steps/-0000001/a",
+        "p/runs/run/steps/\N{ARABIC-INDIC DIGIT ONE}0000000/a",
+        "p/runs/other/steps/00000001/a",
+        "p/runs/run2/steps/00000001/a",
+        "pXruns/run/steps/00000001/a",
+        "runs/run/steps/00000001/a",
+        "/p/runs/run/steps/00000001/a",
+        "p/runs/run/steps/00000001/" + "a" * 129,
+        "",
+    ],
+)
+def test_foreign_keys_and_path_tricks_are_refused(key):
+    with pytest.raises(ContractError, match=r"^object\.key: "):
+        parse_result_key("p/", "run", key)
+
+
+def test_a_run_id_is_no_pattern():
+    with pytest.raises(ContractError):
+        parse_result_key("", "r.n", "runs/run/steps/00000001/a")
+
+
+# --- announcements ----------------------------------------------------------------------------------------
+
+
+@thorough
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20))
+def test_an_announcement_comes_back(key):
+    announcement = Announcement(bucket="bucket", key=key)
+    assert Announcement.decode(announcement.encode()) == [announcement]
+
+
+def record(bucket: object = "bucket", key: object = "key", **more: object) -> dict[str, object]:
+    return {
+        "eventVersion": "2.1",
+        "s3": {"bucket": {"name": bucket, "arn": "x"}, "object": {"key": key, "size": 3}},
+        **more,
+    }
+
+
+def test_s3s_own_notification_is_read():
+    key = "a b/c+d=é"
+    body = json.dumps({"Records": [record(key=quote_plus(key)), record("other", "k")], "surplus": 1})
+    assert Announcement.decode(body) == [
+        Announcement(bucket="bucket", key=key),
+        Announcement(bucket="other", key="k"),
+    ]
+
+
+def test_s3s_test_event_names_nothing():
+    assert Announcement.decode(json.dumps({"Service": "Amazon S3", "Event": "s3:TestEvent", "Bucket": "b"})) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ("", "body"),
+        ("no json", "body"),
+        ("[]", "body"),
+        ("null", "body"),
+        ("[" * 100_000, "body"),
+        ('{"Records": ' + "[" * 100_000, "body"),
+        ('{"Records": [{"s3": {"bucket": {"name": "\\ud800"}}}]}', "body"),
+        ("{}", "Records"),
+        ('{"Records": []}', "Records"),
+        ('{"Records": {}}', "Records"),
+        ('{"Records": [3]}', "Records.0.s3"),
+        (json.dumps({"Records": [record(), {"s3": {}}]}), "Records.1.s3.bucket"),
+        (json.dumps({"Records": [record(bucket=None)]}), "Records.0.s3.bucket.name"),
+        (json.dumps({"Records": [record(bucket=3)]}), "Records.0.s3.bucket.name"),
+        (json.dumps({"Records": [record(key="")]}), "Records.0.s3.object.key"),
+        (json.dumps({"Records": [record(key=["k"])]}), "Records.0.s3.object.key"),
+    ],
+)
+def test_a_broken_announcement_names_its_field(body, field):
+    with pytest.raises(ContractError) as caught:
+        Announcement.decode(body)
+    assert caught.value.field == field
+
+
+@thorough
+@given(st.text(max_size=40))
+def test_random_text_is_no_announcement(body):
+    with pytest.raises(ContractError):
+        Announcement.decode(body)

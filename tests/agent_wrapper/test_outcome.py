@@ -1,0 +1,220 @@
+"""What becomes of what an agent returns or raises."""
+
+from __future__ import annotations
+
+import fractions
+import math
+from collections import OrderedDict
+
+import httpx
+import numpy
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_wrapper import AgentFailure
+from agent_wrapper.contract import Outcome, Rollout
+from agent_wrapper.outcome import failed, judge
+from agent_wrapper.runner import Raised, Returned
+
+URL = "http://gateway:80/v1"
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [
+        (1, 1.0),
+        (-0.5, -0.5),
+        (True, 1.0),
+        (False, 0.0),
+        (fractions.Fraction(1, 2), 0.5),
+        (numpy.float32(0.5), 0.5),
+        (numpy.int64(3), 3.0),
+        (OrderedDict(reward=2), 2.0),
+        ({"reward": True}, 1.0),
+    ],
+)
+def test_numbers_are_rewards(value, reward):
+    ending = judge(Returned(value), URL)
+    assert (ending.outcome, ending.reward) == (Outcome.COMPLETED, reward)
+    assert type(ending.reward) is float
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "1.0",
+        math.inf,
+        -math.inf,
+        math.nan,
+        10**400,
+        1j,
+        [1.0],
+        {},
+        {"reward": None},
+        {"reward": "1"},
+        {"reward": math.nan},
+        {"reward": 1, 2: 3},
+        {"reward": 1, "x": math.nan},
+        {"reward": 1, "x": {1, 2}},
+        {"reward": 1, "x": b"bytes"},
+        {"reward": 1, "x": 2**70},
+        {"reward": 1, "x": "\ud800"},
+        {"reward": 1, "\ud800": 1},
+    ],
+)
+def test_all_else_is_a_bad_reward(value):
+    ending = judge(Returned(value), URL)
+    assert (ending.outcome, ending.reward, ending.extras) == (Outcome.AGENT_ERROR, None, {})
+    assert ending.failure is not None
+    assert ending.failure.reason == "bad_reward"
+    assert "return a finite number, or a dict" in ending.failure.message
+
+
+def test_extras_without_an_end_are_a_bad_reward():
+    endless: dict[str, object] = {}
+    endless["x"] = endless
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (endless, deep):
+        assert judge(Returned({"reward": 1, "x": value}), URL).failure.reason == "bad_reward"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(st.dictionaries(st.text(max_size=5), JSON, max_size=2))
+def test_whatever_is_accepted_can_be_stored(extras):
+    ending = judge(Returned({**extras, "reward": 1}), URL)
+    rollout = Rollout(
+        run_id="r",
+        step=0,
+        task_id="t",
+        rollout_id="x",
+        attempt=1,
+        session_id="s",
+        outcome=Outcome.INFRA_ERROR,
+        failure={"reason": "test", "message": "m"},
+        extras=ending.extras,
+    )
+    assert Rollout.decode(rollout.encode()).extras == ending.extras
+    assert Rollout.decode(rollout.to_json()).extras == ending.extras
+
+
+def test_a_failures_texts_are_bounded_and_storable():
+    failure = failed(Outcome.AGENT_ERROR, "reason", "\ud800" * 10_000, "x" * 100_000 + "the end").failure
+    assert failure.message == "?" * 2_000
+    assert len(failure.traceback) == 20_000
+    assert failure.traceback.endswith("the end")
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1"])
+def test_a_failure_scored_with_nonsense_has_no_reward(reward):
+    ending = judge(Raised(AgentFailure("gave up", reward=reward)), URL)
+    assert (ending.outcome, ending.reward, ending.failure.reason) == (Outcome.AGENT_ERROR, None, "bad_reward")
+
+
+# --- whose fault an exception is --------------------------------------------------------------------------
+
+
+def request(url: str) -> httpx.Request:
+    return httpx.Request("POST", url)
+
+
+def status_error(status: int, url: str) -> Exception:
+    response = httpx.Response(status, request=request(url))
+    client = openai.OpenAI(api_key="x")
+    try:
+        return client._make_status_error("message", body=None, response=response)
+    finally:
+        client.close()
+
+
+MODEL = "http://gateway/v1/chat/completions"
+TOOL = "http://tool/search"
+
+
+class ModelThrottledException(Exception):
+    """As strands-agents names its own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "unavailable"),
+    [
+        (openai.APIConnectionError(request=request(MODEL)), True),
+        (openai.APITimeoutError(request=request(MODEL)), True),
+        (openai.APIError("the stream broke", request(MODEL), body=None), True),
+        (openai.APIConnectionError(request=request(TOOL)), False),
+        (openai.APIError("the stream broke", request(TOOL), body=None), False),
+        (status_error(500, MODEL), True),
+        (status_error(503, MODEL), True),
+        (status_error(429, MODEL), True),
+        (status_error(408, MODEL), True),
+        (status_error(400, MODEL), False),
+        (status_error(401, MODEL), False),
+        (status_error(404, MODEL), False),
+        (status_error(503, TOOL), False),
+        (httpx.ReadError("cut", request=request(MODEL)), True),
+        (httpx.RemoteProtocolError("cut", request=request(MODEL)), True),
+        (httpx.ConnectError("dead", request=request(TOOL)), False),
+        (httpx.ConnectError("dead"), False),
+        (httpx.HTTPStatusError("m", request=request(MODEL), response=httpx.Response(502)), True),
+        (httpx.InvalidURL("bad"), False),
+        (ModelThrottledException("slow down"), True),
+        (ConnectionError("a tool's"), False),
+        (TimeoutError("a tool's"), False),
+        (RuntimeError("Connection error."), False),
+    ],
+    ids=repr,
+)
+def test_only_the_models_endpoint_failing_is_infrastructure(error, unavailable):
+    ending = judge(Raised(error), URL)
+    assert ending.reward is None
+    assert ending.failure is not None
+    expected = (Outcome.INFRA_ERROR, "model_unavailable") if unavailable else (Outcome.AGENT_ERROR, "agent_exception")
+    assert (ending.outcome, ending.failure.reason) == expected
+
+
+def raised_from(cause: Exception, how: str) -> Exception:
+    try:
+        try:
+            raise cause
+        except Exception:
+            match how:
+                case "from":
+                    raise ValueError("wrapped") from cause
+                case "during":
+                    raise ValueError("wrapped")  # noqa: B904
+                case "from None":
+                    raise ValueError("its own") from None
+                case "group":
+                    raise ExceptionGroup("several", [ValueError("other"), cause])  # noqa: B904
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize("how", ["from", "during", "group"])
+def test_the_cause_is_found_behind_other_errors(how):
+    cause = raised_from(status_error(503, MODEL), "from")
+    ending = judge(Raised(raised_from(cause, how)), URL)
+    assert ending.failure.reason == "model_unavailable"
+    assert ending.failure.message.startswith("openai.InternalServerError")
+
+
+def test_a_cause_that_the_agent_disowned_does_not_count():
+    assert judge(Raised(raised_from(status_error(503, MODEL), "from None")), URL).outcome is Outcome.AGENT_ERROR
+
+
+def test_a_chain_that_bites_its_tail_ends():
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert judge(Raised(first), URL).outcome is Outcome.AGENT_ERROR

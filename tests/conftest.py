@@ -1,0 +1,86 @@
+"""Shared by all tests: S3 and SQS as real servers, and rollouts to put into them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from anyio.from_thread import start_blocking_portal
+
+from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
+from rollout_backend.local.cloud import LocalStorage
+
+
+@pytest.fixture(scope="session")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStorage]:
+    """moto's server with one bucket, for the whole session: tests keep apart by their run ids."""
+    local = LocalStorage(run_dir=tmp_path_factory.mktemp("moto"))
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(local):
+        yield local
+
+
+@pytest.fixture
+def local_aws(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> LocalStorage:
+    """This process's AWS clients reach nothing but the local storage."""
+    for name, value in storage.environ.items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return storage
+
+
+@pytest.fixture
+def run_id(request: pytest.FixtureRequest) -> str:
+    return f"test-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**10}"
+
+
+@pytest.fixture
+def make_segment() -> Callable[..., Segment]:
+    def make(prompt: int = 3, sampled: int = 2) -> Segment:
+        n = prompt + sampled
+        return Segment(
+            token_ids=list(range(n)),
+            mask=[0] * prompt + [1] * sampled,
+            logprobs=[None] * prompt + [-0.5] * sampled,
+            turns=[
+                Turn(
+                    start=prompt,
+                    end=n,
+                    finish_reason="stop",
+                    weight_versions=[VersionSpan(version="7", start=prompt, end=n)],
+                )
+            ],
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_rollout(make_segment: Callable[..., Segment], run_id: str) -> Callable[..., Rollout]:
+    def make(rollout_id: str = "task-a.0", outcome: Outcome = Outcome.COMPLETED, **more: object) -> Rollout:
+        fields: dict[str, object] = {
+            "run_id": run_id,
+            "step": 0,
+            "task_id": rollout_id.rpartition(".")[0],
+            "rollout_id": rollout_id,
+            "attempt": 1,
+            "session_id": f"session-{rollout_id}",
+            "outcome": outcome,
+            "started_at": 1.0,
+            "finished_at": 2.0,
+            "segments": [make_segment()],
+        }
+        if outcome is Outcome.COMPLETED:
+            fields["reward"] = 1.0
+        else:
+            fields["failure"] = Failure(reason="agent_exception", message="boom")
+        return Rollout.model_validate({**fields, **more})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return Path(__file__).parent.parent

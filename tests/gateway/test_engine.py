@@ -1,0 +1,179 @@
+import asyncio
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from agent_wrapper.contract import VersionSpan
+from rollout_backend.errors import EngineUnavailable
+from rollout_backend.gateway.engine import EngineClient, EngineRefused
+from rollout_backend.process import free_port
+
+PARAMS = {"max_new_tokens": 10, "temperature": 1.0}
+
+
+def reply(ids, kind="stop", versions=None, **meta):
+    meta.setdefault("output_token_logprobs", [[-0.25, token, None] for token in ids])
+    if versions is not None:
+        meta["weight_versions"] = [{"version": v, "start": s, "end": e} for v, s, e in versions]
+    return {"output_ids": list(ids), "meta_info": {"finish_reason": {"type": kind}, **meta}}
+
+
+@pytest.fixture
+async def engine():
+    """A server whose replies are a list of bodies, of (status, text), or of "cut"; and a client of it."""
+
+    class Engine:
+        replies: list
+        bodies: list
+        asked = asyncio.Event()
+        aborted = asyncio.Event()
+
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            self.bodies.append((await request.json(), request.headers["X-SMG-Routing-Key"]))
+            self.asked.set()
+            answer = self.replies.pop(0)
+            if answer == "hang":
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    self.aborted.set()
+                    raise
+            if answer == "cut":
+                request.transport.close()
+                return web.Response()
+            if isinstance(answer, tuple):
+                return web.Response(status=answer[0], text=answer[1])
+            return web.json_response(answer)
+
+        async def generate(self, replies, ids=(1, 2), params=PARAMS, attempts=3, timeout_s=20.0):
+            self.replies, self.bodies = list(replies), []
+            client = EngineClient(str(server.make_url("/")), timeout_s, attempts)
+            await client.start()
+            try:
+                return await client.generate(ids, params, "session-1")
+            finally:
+                await client.close()
+
+    engine = Engine()
+    app = web.Application()
+    app.router.add_post("/generate", engine.handle)
+    server = TestServer(app)
+    await server.start_server()
+    yield engine
+    await server.close()
+
+
+async def test_a_completion_is_what_the_engine_sampled(engine):
+    completion = await engine.generate([reply([7, 8, 9], versions=[("a", 0, 1), ("b", 1, 3)], cached_tokens=2)])
+    assert completion.token_ids == (7, 8, 9)
+    assert completion.logprobs == (-0.25, -0.25, -0.25)
+    assert completion.weight_versions == (
+        VersionSpan(version="a", start=0, end=1),
+        VersionSpan(version="b", start=1, end=3),
+    )
+    assert (completion.finish_reason, completion.cached_tokens, completion.matched) == ("stop", 2, None)
+    body, key = engine.bodies[0]
+    assert key == "session-1"
+    assert body["input_ids"] == [1, 2]
+    assert body["sampling_params"] == PARAMS
+    assert body["rid"]
+
+
+async def test_one_version_is_that_of_all_tokens(engine):
+    completion = await engine.generate([reply([7, 8], weight_version="v")])
+    assert completion.weight_versions == (VersionSpan(version="v", start=0, end=2),)
+
+
+@pytest.mark.parametrize("versions", [[("a", 0, 1)], [("a", 1, 2)], [("a", 0, 3)], [("a", 0, 1), ("b", 0, 2)]])
+async def test_versions_that_do_not_cover_the_tokens_are_not_believed(engine, versions):
+    assert (await engine.generate([reply([7, 8], versions=versions)])).weight_versions == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([], (None, None)),
+        ([[-1.0, 7, None]], (-1.0, None)),
+        ([[-1.0, 9, None], [-2.0, 8, None]], (None, -2.0)),
+        ([[None, 7, None], [float("-inf"), 8, None]], (None, None)),
+    ],
+)
+async def test_a_logprob_that_was_not_given_is_missing(engine, given, wanted):
+    assert (await engine.generate([reply([7, 8], output_token_logprobs=given)])).logprobs == wanted
+
+
+@pytest.mark.parametrize("failure", [(500, "oops"), (503, ""), (429, ""), "cut"])
+async def test_a_passing_failure_is_tried_again_under_another_id(engine, failure):
+    completion = await engine.generate([failure, reply([7])])
+    assert completion.token_ids == (7,)
+    rids = [body["rid"] for body, _ in engine.bodies]
+    assert len(set(rids)) == 2
+
+
+async def test_a_lasting_failure_ends_with_what_the_engine_said(engine):
+    with pytest.raises(EngineUnavailable, match=r"in 2 attempts.*no worker is up"):
+        await engine.generate([(503, "no worker is up")] * 2, attempts=2)
+
+
+async def test_nobody_there_is_unavailable():
+    client = EngineClient(f"http://127.0.0.1:{free_port()}", 5.0, attempts=2)
+    await client.start()
+    with pytest.raises(EngineUnavailable, match="2 attempts"):
+        await client.generate([1], PARAMS, "s")
+    await client.close()
+
+
+async def test_a_refusal_is_not_tried_again(engine):
+    with pytest.raises(EngineRefused, match="HTTP 400: bad params"):
+        await engine.generate([(400, "bad params")])
+    assert len(engine.bodies) == 1
+
+
+async def test_a_call_ends_in_time(engine):
+    with pytest.raises(EngineUnavailable, match=r"within 0\.2 s"):
+        await engine.generate(["hang"], timeout_s=0.2)
+
+
+async def test_to_cancel_a_call_ends_it_at_the_engine(engine):
+    call = asyncio.create_task(engine.generate(["hang"]))
+    await engine.asked.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await asyncio.wait_for(engine.aborted.wait(), 5)
+
+
+async def test_an_aborted_generation_goes_on_from_its_tokens(engine):
+    completion = await engine.generate(
+        [
+            reply([7, 8], "abort", versions=[("1", 0, 2)], cached_tokens=1),
+            reply([9], "abort", versions=[("2", 0, 1)], cached_tokens=4),
+            reply([10, 11], "stop", versions=[("2", 0, 2)]),
+        ]
+    )
+    assert completion.token_ids == (7, 8, 9, 10, 11)
+    assert completion.logprobs == (-0.25,) * 5
+    assert completion.weight_versions == (
+        VersionSpan(version="1", start=0, end=2),
+        VersionSpan(version="2", start=2, end=5),
+    )
+    assert completion.cached_tokens == 1
+    assert [body["input_ids"] for body, _ in engine.bodies] == [[1, 2], [1, 2, 7, 8], [1, 2, 7, 8, 9]]
+    assert [body["sampling_params"]["max_new_tokens"] for body, _ in engine.bodies] == [10, 8, 7]
+
+
+async def test_an_abort_at_the_last_token_is_a_reply_at_its_limit(engine):
+    completion = await engine.generate([reply(range(10), "abort")])
+    assert (len(completion.token_ids), completion.finish_reason) == (10, "length")
+
+
+async def test_aborts_without_end_are_unavailable(engine):
+    with pytest.raises(EngineUnavailable, match="aborted"):
+        await engine.generate([reply([], "abort")] * 3)
+
+
+@pytest.mark.parametrize("answer", [{}, {"output_ids": [1]}, {"output_ids": ["x"], "meta_info": {}}, []])
+async def test_an_answer_of_another_shape_is_unavailable(engine, answer):
+    with pytest.raises(EngineUnavailable, match="not what /generate answers"):
+        await engine.generate([answer])

@@ -1,0 +1,81 @@
+import asyncio
+
+import pytest
+
+from agent_wrapper.contract import Sampling, Trajectory
+from rollout_backend.gateway.errors import ApiError
+from rollout_backend.gateway.registry import Registry
+from rollout_backend.gateway.tokens import SessionClaims
+
+
+def claims(session="s", expires_at=100.0) -> SessionClaims:
+    return SessionClaims(
+        run_id="r", step=0, rollout_id="x", attempt=1, session_id=session, sampling=Sampling(), expires_at=expires_at
+    )
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def registry(bundle, clock) -> Registry:
+    return Registry(bundle, "m", token_s=50.0, clock=clock)
+
+
+async def test_an_expired_session_is_forgotten_and_its_calls_aborted(registry, clock):
+    entry, _ = registry.open(claims())
+    registry.open(claims("other", 200.0))
+    call = asyncio.create_task(asyncio.sleep(60))
+    entry.calls.add(call)
+    clock.now = 100.0
+    await registry.sweep()
+    assert call.cancelled()
+    assert (registry.open_count, registry.closed_count) == (1, 0)
+
+
+async def test_a_revoked_session_is_remembered_as_long_as_a_key_can_live(registry, clock):
+    await registry.revoke(["s"])
+    clock.now = 49.0
+    await registry.sweep()
+    with pytest.raises(ApiError, match="closed"):
+        registry.open(claims(expires_at=49.9))
+    clock.now = 50.0
+    await registry.sweep()
+    assert registry.closed_count == 0
+
+
+async def test_concurrent_seals_give_the_same_bytes(registry):
+    registry.open(claims())
+    first, second = await asyncio.gather(registry.seal(claims()), registry.seal(claims()))
+    assert first == second
+    assert Trajectory.decode(first).segments == ()
+
+
+async def test_to_revoke_while_sealing_ends_it(registry):
+    entry, _ = registry.open(claims())
+    stubborn = asyncio.create_task(asyncio.sleep(60))
+    entry.calls.add(stubborn)
+    seal = asyncio.create_task(registry.seal(claims()))
+    await asyncio.sleep(0)
+    await registry.revoke(["s"])
+    with pytest.raises(ApiError, match="revoked"):
+        await seal
+
+
+async def test_a_seal_that_nobody_waits_for_any_more_is_still_made(registry):
+    registry.open(claims())
+    seal = asyncio.create_task(registry.seal(claims()))
+    await asyncio.sleep(0)
+    seal.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await seal
+    assert Trajectory.decode(await registry.seal(claims())).model == "m"

@@ -1,0 +1,92 @@
+import json
+import shutil
+
+import pytest
+
+from rollout_backend.config import ModelConfig
+from rollout_backend.errors import ConfigError
+from rollout_backend.gateway.chatml import ChatMLRenderer
+from rollout_backend.gateway.renderer import known_renderers, load_renderer
+from rollout_backend.local.scripted import BYTE_MODEL
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    def make(name: str = "model", template: str | None = None, **files):
+        path = tmp_path / name
+        shutil.copytree(BYTE_MODEL, path)
+        if template is not None:
+            file = path / "tokenizer_config.json"
+            file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+        for file_name, content in files.items():
+            (path / f"{file_name}.json").write_text(json.dumps(content))
+        return path
+
+    return make
+
+
+def test_auto_takes_ours_where_it_equals_the_models_template():
+    bundle = load_renderer(ModelConfig(path=BYTE_MODEL))
+    assert (bundle.name, type(bundle.renderer)) == ("chatml", ChatMLRenderer)
+    assert bundle.stop_token_ids == (bundle.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_auto_takes_the_template_where_it_says_something_else(model_folder):
+    path = model_folder(template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    assert load_renderer(ModelConfig(path=path)).name == "default"
+
+
+def test_auto_takes_the_small_models_template(smollm2):
+    assert load_renderer(ModelConfig(path=smollm2)).name == "chatml"
+
+
+def test_auto_goes_by_the_folders_name(model_folder):
+    with pytest.raises(ConfigError, match="Qwen3-8B"):  # its renderer wants Qwen's vocabulary
+        load_renderer(ModelConfig(path=model_folder("Qwen3-8B")))
+
+
+def test_an_ambiguous_name_is_asked_about(model_folder):
+    with pytest.raises(ConfigError, match="prime-qwen3, qwen3"):
+        load_renderer(ModelConfig(path=model_folder("Qwen3-0.6B")))
+
+
+def test_the_models_own_end_tokens_stop_too(model_folder):
+    path = model_folder(generation_config={"eos_token_id": [0, 2]}, config={"eos_token_id": 1, "model_type": "llama"})
+    assert load_renderer(ModelConfig(path=path, renderer="chatml")).stop_token_ids == (2, 0)
+
+
+def test_a_renderer_of_ones_own():
+    name = "rollout_backend.gateway.chatml.ChatMLRenderer"
+    assert isinstance(load_renderer(ModelConfig(path=BYTE_MODEL, renderer=name)).renderer, ChatMLRenderer)
+
+
+@pytest.mark.parametrize(
+    ("renderer", "message"),
+    [
+        ("nonsense", "known are auto, chatml, deepseek"),
+        ("no.such.Class", "cannot be used"),
+        ("json.JSONDecoder", "config_class"),
+        ("qwen3", "qwen3 cannot be used with"),
+    ],
+)
+def test_a_renderer_that_cannot_be_had_is_named(renderer, message):
+    with pytest.raises(ConfigError, match=message):
+        load_renderer(ModelConfig(path=BYTE_MODEL, renderer=renderer))
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
+        load_renderer(ModelConfig(path=tmp_path))
+    with pytest.raises(ConfigError, match="there is no folder"):
+        load_renderer(ModelConfig(path=tmp_path / "nowhere"))
+
+
+def test_the_default_renderer_is_the_models_template(byte_model):
+    bundle = load_renderer(byte_model.model_copy(update={"renderer": "default"}))
+    messages = [{"role": "user", "content": "a"}]
+    own = bundle.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert bundle.decode(bundle.render(messages, None)) == own
+
+
+def test_the_known_names_are_listed():
+    assert {"auto", "chatml", "default", "qwen3"} <= set(known_renderers())

@@ -1,0 +1,94 @@
+import copy
+
+import pytest
+
+from rollout_backend.gateway.engine import Completion
+from rollout_backend.gateway.renderer import load_renderer
+from rollout_backend.gateway.session import Session
+
+U1, U2, U3 = ({"role": "user", "content": f"question {n}"} for n in (1, 2, 3))
+SYSTEM = {"role": "system", "content": "Be brief."}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
+
+
+@pytest.fixture
+def session(bundle) -> Session:
+    return Session(bundle)
+
+
+@pytest.fixture
+def say(bundle):
+    """One whole call: what `text` the model samples, and the reply the agent gets; returns why a segment opened."""
+
+    def call(session, messages, text="A", tools=None, **reply):
+        prompt = session.prepare(messages, tools)
+        ids = bundle.tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
+        completion = Completion(tuple(ids), (None,) * len(ids), (), "stop", None, 0, 0.0)
+        return session.record(prompt, completion, {"role": "assistant", "content": text, **reply})
+
+    return call
+
+
+A = {"role": "assistant", "content": "A"}
+
+
+def test_a_continued_conversation_is_one_segment(session, say):
+    assert say(session, [SYSTEM, U1]) == "first_call"
+    assert say(session, [SYSTEM, U1, A, U2]) is None
+    assert say(session, [SYSTEM, U1, A, U2, A, U3]) is None
+    assert len(session.trajectory) == 1
+
+
+def test_the_sampled_tokens_are_kept_even_if_the_reply_would_render_otherwise(session, say, bundle):
+    say(session, [U1], text="  A <|endoftext|>", content="A")
+    prompt = session.prepare([U1, A, U2], None)
+    assert "  A <|endoftext|><|im_end|>" in bundle.decode(prompt.ids)
+
+
+def test_another_spelling_of_the_same_history_is_the_same(session, say):
+    reply = {"content": None, "tool_calls": [CALL], "reasoning_content": "hm"}
+    say(session, [U1], tools=TOOLS, **reply)
+    call = copy.deepcopy(CALL)
+    call["function"]["arguments"] = '{"b":2,"a":1}'
+    echoed = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "3"}
+    assert say(session, [U1, echoed, result], tools=TOOLS) is None
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "reason"),
+    [
+        ([U1], None, "branched"),
+        ([U1, A, U2], None, "branched"),
+        ([U1, {"role": "assistant", "content": "edited"}, U2], None, "history_rewritten"),
+        ([U1, U2], None, "history_rewritten"),
+        ([U2], None, "new_conversation"),
+        ([SYSTEM, U1], None, "new_conversation"),
+        ([U1, A, U2], TOOLS, "tools_changed"),
+    ],
+)
+def test_what_does_not_continue_says_why(session, say, messages, tools, reason):
+    say(session, [U1])
+    say(session, [U1, A, U2])
+    assert say(session, messages, tools=tools) == reason
+
+
+def test_a_system_message_in_common_is_not_a_conversation_in_common(session, say):
+    say(session, [SYSTEM, U1])
+    assert say(session, [SYSTEM, U2]) == "new_conversation"
+    assert say(session, [SYSTEM]) == "history_rewritten" or len(session.trajectory) == 3
+
+
+def test_a_renderer_that_cannot_extend_renders_anew(byte_model, say):
+    session = Session(load_renderer(byte_model.model_copy(update={"renderer": "default"})))
+    assert say(session, [U1], text="A ") == "first_call"
+    assert say(session, [U1, A | {"content": "A "}, U2]) is None  # this template happens to give the same tokens
+    edited = session.trajectory.segments()
+    assert len(edited) == 1
+
+
+def test_a_rendering_that_differs_opens_a_segment(byte_model, say):
+    session = Session(load_renderer(byte_model.model_copy(update={"renderer": "default"})))
+    say(session, [U1], text="A<|endoftext|>", content="A")
+    assert say(session, [U1, A, U2]) == "rerendered"

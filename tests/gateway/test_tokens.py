@@ -1,0 +1,61 @@
+import base64
+import json
+
+import jwt
+import pytest
+
+from agent_wrapper.contract import Sampling
+from rollout_backend.gateway.tokens import KeyRefused, SessionClaims, issue, verify
+
+SECRET = "s" * 48
+CLAIMS = SessionClaims(
+    run_id="run-1",
+    step=3,
+    rollout_id="t1-0",
+    attempt=2,
+    session_id="session/any text",
+    sampling=Sampling(temperature=0.7, max_tokens=100, seed=5),
+    expires_at=1000.5,
+)
+
+
+def refused(secret: str, key: str, now: float = 0.0) -> str:
+    with pytest.raises(KeyRefused) as caught:
+        verify(secret, key, now)
+    assert key not in str(caught.value) or not key
+    return caught.value.reason
+
+
+def test_a_key_carries_its_claims():
+    assert verify(SECRET, issue(SECRET, CLAIMS), now=1000.0) == CLAIMS
+
+
+def test_a_key_ends_at_its_deadline():
+    assert refused(SECRET, issue(SECRET, CLAIMS), now=1000.5) == "expired"
+
+
+def test_a_key_of_another_secret_is_refused():
+    assert refused("x" * 48, issue(SECRET, CLAIMS)) == "bad_signature"
+
+
+def test_altered_claims_are_refused():
+    head, body, signature = issue(SECRET, CLAIMS).split(".")
+    claims = json.loads(base64.urlsafe_b64decode(body + "=="))
+    claims["session_id"] = "another"
+    forged = base64.urlsafe_b64encode(json.dumps(claims).encode()).rstrip(b"=").decode()
+    assert refused(SECRET, f"{head}.{forged}.{signature}") == "bad_signature"
+
+
+def test_an_unsigned_key_is_refused():
+    key = jwt.encode(CLAIMS.model_dump(mode="json"), None, algorithm="none")
+    assert refused(SECRET, key) in ("malformed", "bad_signature")
+
+
+@pytest.mark.parametrize("key", ["", "x", "a.b.c", "é.é.é", "sk-1234", "\x00"])
+def test_garbage_is_refused(key):
+    assert refused(SECRET, key) == "malformed"
+
+
+@pytest.mark.parametrize("claims", [{}, {"session_id": "s"}, {**CLAIMS.model_dump(mode="json"), "more": 1}])
+def test_signed_claims_of_another_shape_are_refused(claims):
+    assert refused(SECRET, jwt.encode(claims, SECRET, algorithm="HS256")) == "malformed"

@@ -1,0 +1,128 @@
+import math
+import random
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_wrapper.contract import Trajectory as Wire
+from agent_wrapper.contract import VersionSpan
+from rollout_backend.gateway.trajectory import Trajectory
+
+
+def add(trajectory, prompt, completion, **more):
+    return trajectory.add(prompt, completion, [-0.5] * len(completion), finish_reason="stop", **more)
+
+
+def test_a_turn_that_extends_grows_its_segment():
+    trajectory = Trajectory()
+    assert add(trajectory, [1, 2], [3, 4]).opened
+    place = add(trajectory, [1, 2, 3, 4, 5], [6], opened_by="never")
+    assert place == (0, 5, 6, False)
+    (segment,) = trajectory.segments()
+    assert segment.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert segment.mask.tolist() == [0, 0, 1, 1, 0, 1]
+    assert [math.isnan(logprob) for logprob in segment.logprobs] == [True, True, False, False, True, False]
+    assert [(turn.start, turn.end) for turn in segment.turns] == [(2, 4), (5, 6)]
+    assert segment.opened_by == "first_call"
+    assert trajectory.prompt_ids(place) == [1, 2, 3, 4, 5]
+    assert trajectory.completion_ids(place) == [6]
+
+
+def test_a_turn_that_does_not_extend_opens_a_segment_that_says_why():
+    trajectory = Trajectory()
+    add(trajectory, [1, 2], [3, 4])
+    assert add(trajectory, [1, 2, 3, 9, 5], [6], opened_by="rerendered").opened
+    first, second = trajectory.segments()
+    assert first.token_ids.tolist() == [1, 2, 3, 4]
+    assert second.opened_by == "rerendered"
+    assert second.mask.tolist() == [0, 0, 0, 0, 0, 1]
+
+
+def test_the_same_prompt_again_is_a_branch():
+    trajectory = Trajectory()
+    add(trajectory, [1], [2])
+    add(trajectory, [1, 2, 3], [4])
+    assert add(trajectory, [1, 2, 3], [5], opened_by="branched").opened
+    assert add(trajectory, [1], [2], opened_by="branched").opened
+    assert add(trajectory, [1, 2, 3, 4, 5], [6]).segment == 0
+    assert add(trajectory, [1, 2, 3, 5, 5], [6]).segment == 1
+
+
+def test_conversations_interleave():
+    trajectory = Trajectory()
+    a, b = [1], [2]
+    for turn in range(4):
+        for ids in (a, b):
+            sampled = [10 + turn, 20 + turn]
+            add(trajectory, ids, sampled, opened_by="new_conversation")
+            ids += [*sampled, 7]
+    assert [segment.token_ids.tolist() for segment in trajectory.segments()] == [a[:-1], b[:-1]]
+
+
+def test_weight_versions_stand_where_their_tokens_do():
+    trajectory = Trajectory()
+    spans = [VersionSpan(version="a", start=0, end=1), VersionSpan(version="b", start=1, end=3)]
+    add(trajectory, [1, 2], [3, 4, 5], weight_versions=spans, cached_tokens=2, seconds=0.25)
+    (turn,) = trajectory.segments()[0].turns
+    assert [(span.version, span.start, span.end) for span in turn.weight_versions] == [("a", 2, 3), ("b", 3, 5)]
+    assert (turn.cached_tokens, turn.seconds) == (2, 0.25)
+
+
+def test_a_missing_logprob_is_nan():
+    trajectory = Trajectory()
+    trajectory.add([1], [2, 3], [None, -1.0], finish_reason="length")
+    logprobs = trajectory.segments()[0].logprobs
+    assert math.isnan(logprobs[1])
+    assert logprobs[2] == -1.0
+
+
+def test_logprobs_of_another_length_are_refused():
+    with pytest.raises(ValueError, match="1 logprobs for 2"):
+        Trajectory().add([1], [2, 3], [-1.0], finish_reason="stop")
+
+
+def test_segments_are_of_their_moment():
+    trajectory = Trajectory()
+    add(trajectory, [1], [2])
+    before = trajectory.segments()
+    add(trajectory, [1, 2, 3], [4])
+    assert before[0].token_ids == array("i", [1, 2])
+
+
+ids = st.lists(st.integers(min_value=0, max_value=3), max_size=6)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(min_value=0), ids, ids), max_size=25), st.integers())
+def test_whatever_is_called_is_recorded_exactly(calls, seed):
+    """Prompts extend earlier calls, or nothing, with a vocabulary so small that prefixes meet by accident."""
+    rng = random.Random(seed)
+    trajectory = Trajectory()
+    made: list[tuple[list[int], list[int], list[float]]] = []
+    for extend, _, given_ids, sampled in calls:
+        prompt = given_ids
+        if extend and made:
+            before = rng.choice(made)
+            prompt = before[0] + before[1] + given_ids
+        logprobs = [-rng.random() for _ in sampled]
+        place = trajectory.add(prompt, sampled, logprobs, finish_reason="stop", opened_by="branched")
+        made.append((prompt, sampled, logprobs))
+        assert trajectory.prompt_ids(place) == prompt
+        assert trajectory.completion_ids(place) == sampled
+    segments = trajectory.segments()
+    decoded = Wire.decode(Wire(model="m", segments=segments).encode()).segments
+    assert [segment.token_ids for segment in decoded] == [segment.token_ids for segment in segments]
+    turns = [(segment, turn) for segment in segments for turn in segment.turns]
+    assert len(turns) == len(made)
+    recorded = sorted(
+        (
+            segment.token_ids[: turn.start].tolist(),
+            segment.token_ids[turn.start : turn.end].tolist(),
+            segment.logprobs[turn.start : turn.end].tolist(),
+        )
+        for segment, turn in turns
+    )
+    wanted = sorted((prompt, sampled, array("f", logprobs).tolist()) for prompt, sampled, logprobs in made)
+    assert recorded == wanted
+    assert sum(sum(segment.mask) for segment in segments) == sum(len(sampled) for _, sampled, _ in made)

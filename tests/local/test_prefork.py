@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout_backend.local import prefork
+
+SCRIPT = """
+import os, sys
+preloaded = "colorsys" in sys.modules
+import colorsys
+import helper
+import random
+import numpy
+print(os.getpid(), helper.PID, preloaded, __name__, sys.argv, sys.path[0], os.environ["WHO"], sys.stdin.read() == "")
+print(numpy.random.random(), random.random())
+raise SystemExit(int(os.environ["CODE"]))
+"""
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Path:
+    folder = tmp_path / "agent"
+    folder.mkdir()
+    (folder / "helper.py").write_text("import os\nPID = os.getpid()\n")
+    (folder / "agent.py").write_text(SCRIPT)
+    return folder / "agent.py"
+
+
+def test_what_is_preloaded(agent):
+    agent.write_text("import os.path\nfrom a.b import c\nimport helper\nfrom . import x\ndef f():\n    import late\n")
+    assert prefork.imported_by(agent) == ["os.path", "a.b"]
+    agent.write_text("this is no Python")
+    assert prefork.imported_by(agent) == []
+
+
+def test_each_session_is_a_fresh_run_of_the_script(agent, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, prefork.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    with process:
+
+        def send(message: dict) -> None:
+            print(json.dumps(message), file=process.stdin, flush=True)
+
+        send({"script": str(agent), "preload": ["no_such_module"]})
+        assert json.loads(process.stdout.readline()) == {"ready": True}
+        for who, code in (("a", 0), ("b", 3)):
+            send({"id": who, "env": {"WHO": who, "CODE": str(code)}, "log": str(tmp_path / f"{who}.log")})
+        said = [json.loads(process.stdout.readline()) for _ in range(4)]
+        pids = {message["id"]: message["pid"] for message in said if "id" in message}
+        codes = {message["pid"]: message["code"] for message in said if "code" in message}
+        assert codes == {pids["a"]: 0, pids["b"]: 3}
+        process.stdin.close()
+        assert process.wait(10) == 0
+    drawn = set()
+    for who, pid in pids.items():
+        first, draws = (tmp_path / f"{who}.log").read_text().splitlines()
+        assert first == f"{pid} {pid} True __main__ {[str(agent)]} {agent.parent} {who} True"
+        drawn |= set(draws.split())
+    assert len(drawn) == 4
+    assert os.getpid() not in pids.values()

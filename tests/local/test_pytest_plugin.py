@@ -1,0 +1,147 @@
+"""The fixtures as a user of the package has them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+from agent_wrapper import AgentFailure, RolloutApp
+from rollout_backend.errors import ConfigError
+from rollout_backend.local.harness import AgentRunError
+
+AGENT = """
+import os
+import openai
+from agent_wrapper import RolloutApp
+
+app = RolloutApp()
+
+@app.entrypoint
+async def agent(context):
+    question = {"role": "user", "content": context.payload["question"]}
+    async with openai.AsyncOpenAI(**context.openai_kwargs()) as client:
+        answer = await client.chat.completions.create(model=context.model, messages=[question])
+    said = answer.choices[0].message.content
+    reward = float(said == context.payload["answer"])
+    return {"reward": reward, "pid": os.getpid(), "colour": os.environ.get("COLOUR")}
+
+if __name__ == "__main__":
+    app.run()
+"""
+TASK = {"question": "What is 2 + 2?", "answer": "4"}
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("agent") / "agent.py"
+    path.write_text(AGENT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def app() -> RolloutApp:
+    names: dict = {"__name__": "agent"}
+    exec(AGENT, names)
+    return names["app"]
+
+
+@pytest.mark.parametrize(("said", "reward"), [("4", 1.0), ("5", 0.0)])
+def test_reward_of_an_app(run_agent, app, said, reward):
+    rollout = run_agent(app, TASK, replies=[said])
+    assert rollout.outcome == "completed"
+    assert rollout.reward == reward
+    assert rollout.extras["pid"] == os.getpid()
+    assert rollout.sampled_tokens == 2  # the digit's byte and <|im_end|>
+    assert [m["content"] for m in rollout.segments[0].messages] == [TASK["question"], said]
+
+
+def test_reward_of_a_file(run_agent, script, monkeypatch):
+    first = run_agent(script, TASK, replies=["4"])
+    second = run_agent(str(script), TASK, replies=["fish"])
+    assert (first.outcome, first.reward, second.reward) == ("completed", 1.0, 0.0)
+    assert len({first.extras["pid"], second.extras["pid"], os.getpid()}) == 3
+    monkeypatch.setenv("COLOUR", "green")
+    assert run_agent(script, TASK, replies=["4"]).extras["colour"] == "green"
+
+
+def test_a_script_may_be_a_function_of_the_prompt(run_agent, app):
+    assert run_agent(app, TASK, replies=lambda prompt: "4" if "2 + 2" in prompt else "5").reward == 1.0
+
+
+def test_failures_are_rollouts(run_agent, app, script):
+    broken = run_agent(app, {"question": "?"}, replies=["4"])
+    assert (broken.outcome, broken.reward) == ("agent_error", None)
+    assert "KeyError" in broken.failure.traceback
+    unscripted = run_agent(script, TASK, replies=[])
+    assert unscripted.outcome != "completed"
+
+    scored = RolloutApp()
+
+    @scored.entrypoint
+    def agent(context):
+        with openai.OpenAI(**context.openai_kwargs()) as client:
+            client.chat.completions.create(model=context.model, messages=[{"role": "user", "content": "hello"}])
+        raise AgentFailure("I gave up", reward=-1.0)
+
+    rollout = run_agent(scored, {}, replies=["hi"])
+    assert (rollout.outcome, rollout.reward) == ("agent_error", -1.0)
+
+
+def test_a_slow_agent_times_out(run_agent):
+    import asyncio
+
+    slow = RolloutApp()
+
+    @slow.entrypoint
+    async def agent(context):
+        await asyncio.Event().wait()
+
+    rollout = run_agent(slow, {}, replies=[], timeout_s=0.5)
+    assert (rollout.outcome, rollout.failure.reason) == ("timed_out", "agent_deadline")
+
+
+def test_an_agent_that_cannot_run_is_an_error(run_agent, tmp_path):
+    crash = tmp_path / "crash.py"
+    crash.write_text("raise RuntimeError('no licence')")
+    with pytest.raises(AgentRunError, match="no licence"):
+        run_agent(crash, TASK, replies=["4"])
+    dies = tmp_path / "dies.py"
+    dies.write_text(AGENT.replace("    question =", "    os._exit(7)\n    question =", 1))
+    with pytest.raises(AgentRunError, match="process ended and published nothing"):
+        run_agent(dies, TASK, replies=["4"])
+    with pytest.raises(ConfigError, match="there is no agent"):
+        run_agent(tmp_path / "nowhere.py", TASK, replies=["4"])
+
+
+def test_scripted_model(scripted_model):
+    first, second = scripted_model(["one", "two"]), scripted_model(["three"])
+    assert first.api_key != second.api_key
+    client = openai.OpenAI(base_url=second.base_url, api_key=second.api_key, max_retries=0)
+    ask = [{"role": "user", "content": "count"}]
+    assert client.chat.completions.create(model=second.name, messages=ask).choices[0].message.content == "three"
+    client.close()
+
+
+def test_local_cloud(local_cloud, script):
+    import boto3
+
+    cloud = local_cloud(script, bucket="mine")
+    assert os.environ["AWS_ACCESS_KEY_ID"] == "local"
+    s3 = boto3.client("s3", endpoint_url=cloud.settings()["aws"]["endpoint_url"])
+    assert [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]] == ["mine"]
+    s3.close()
+
+
+def test_the_plugin_costs_other_projects_nothing():
+    program = "import sys; import rollout_backend.local.pytest_plugin; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
+    ours = {name for name in loaded if name.startswith(("rollout_backend", "agent_wrapper"))}
+    assert ours == {"rollout_backend", "rollout_backend.local", "rollout_backend.local.pytest_plugin"}
+    assert not {"boto3", "aiohttp", "pydantic", "starlette"} & set(loaded)

@@ -1,0 +1,98 @@
+import asyncio
+import os
+import signal
+import socket
+from collections import Counter
+
+import aiohttp
+import pytest
+
+from rollout_backend.config import RouterConfig
+from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.process import free_port
+from rollout_backend.serving.router import Router, router_command
+
+
+@pytest.fixture
+async def router(tmp_path):
+    async with Router(RouterConfig(), tmp_path / "router.log", model_call_s=30) as router:
+        yield router
+
+
+async def served_by(http: aiohttp.ClientSession, router: Router, key: str) -> int:
+    body = {"input_ids": [1, 2]}
+    async with http.post(f"{router.url}/generate", json=body, headers={"X-SMG-Routing-Key": key}) as response:
+        assert response.status == 200
+        return (await response.json())["pid"]
+
+
+def test_the_command_line_bounds_every_wait():
+    argv = router_command(RouterConfig(host="0.0.0.0"), 5000, 5001, model_call_s=12.5)
+    given = dict(zip(argv[3::2], argv[4::2], strict=True))
+    assert given["--host"] == "0.0.0.0"
+    assert given["--request-timeout-secs"] == "13"
+    assert int(given["--worker-startup-timeout-secs"]) <= 10
+    assert given["--policy"] == "manual"
+
+
+def test_power_of_two_cannot_be_used():
+    with pytest.raises(ConfigError, match=r"router\.policy"):
+        router_command(RouterConfig(policy="power_of_two"), 5000, 5001, 10)
+
+
+async def test_sessions_spread_and_stay(router, start_engine):
+    (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
+    await asyncio.gather(router.add(url_a), router.add(url_b))
+    assert set(await router.workers()) == {url_a, url_b}
+    async with aiohttp.ClientSession() as http:
+        keys = [f"session-{i}" for i in range(40)]
+        first = await asyncio.gather(*(served_by(http, router, key) for key in keys))
+        again = await asyncio.gather(*(served_by(http, router, key) for key in keys))
+    assert first == again
+    counts = Counter(first)
+    assert set(counts) == {a.pid, b.pid}
+    assert min(counts.values()) >= 10
+
+
+async def test_add_and_remove_may_be_repeated(router, start_engine):
+    url, _ = await start_engine()
+    await router.add(url)
+    await router.add(url)
+    assert list(await router.workers()) == [url]
+    await router.remove(url)
+    await router.remove(url)
+    assert await router.workers() == {}
+    await router.add(url)
+    assert list(await router.workers()) == [url]
+
+
+async def test_a_dead_engine_is_refused_with_the_reason(router):
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(StartupError, match=f"did not take the engine {url}"):
+        await router.add(url)
+    assert await router.workers() == {}
+
+
+async def test_a_port_in_use_names_the_setting(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(StartupError, match=r"set router\.port"):
+            async with Router(RouterConfig(port=taken.getsockname()[1]), tmp_path / "router.log"):
+                pass
+
+
+async def test_it_starts_again_on_its_port(router, start_engine):
+    url, _ = await start_engine()
+    await router.add(url)
+    before, pid = router.url, router.pid
+    assert await router.alive()
+    os.kill(pid, signal.SIGKILL)
+    assert "code -9" in await router.wait()
+    assert not router.running
+    assert not await router.alive()
+    with pytest.raises(StartupError, match="did not answer"):
+        await router.workers()
+    await router.start()
+    assert router.url == before
+    assert await router.workers() == {}

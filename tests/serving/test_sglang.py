@@ -1,0 +1,110 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout_backend.config import ModelConfig, ServingConfig
+from rollout_backend.errors import ConfigError
+from rollout_backend.serving.install import find_engine
+from rollout_backend.serving.sglang import engine_command
+
+MODEL = ModelConfig(path=Path("/models/Qwen3-8B"), name="qwen", context_length=4096)
+PYTHON = Path("/opt/sglang/bin/python")
+
+
+def flags(argv: list[str]) -> dict[str, str]:
+    """Flag to value, "" for one without."""
+    pairs = zip(argv, [*argv[1:], "--"], strict=True)
+    return {a.removeprefix("--"): "" if b.startswith("--") else b for a, b in pairs if a.startswith("--")}
+
+
+def test_a_gpu_server():
+    serving = ServingConfig(python=PYTHON, tensor_parallel=2, extra_args=("--mem-fraction-static", "0.7"))
+    argv, env = engine_command(MODEL, serving, "10.0.0.3", 4000, first_gpu=2, inherited={})
+    assert argv[:3] == ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]
+    assert flags(argv) == {
+        "model-path": "/models/Qwen3-8B",
+        "served-model-name": "qwen",
+        "host": "10.0.0.3",
+        "port": "4000",
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "tp-size": "2",
+        "context-length": "4096",
+        "max-running-requests": "64",
+        "sampling-defaults": "openai",
+        "log-level-http": "warning",
+        "base-gpu-id": "2",
+        "mem-fraction-static": "0.7",
+    }
+    assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert "PYTHONPATH" not in env
+    assert "SGLANG_USE_CPU_ENGINE" not in env
+
+
+def test_a_cpu_server():
+    serving = ServingConfig(device="cpu", python=PYTHON, dtype="float32", threads=2)
+    argv, env = engine_command(MODEL, serving, "127.0.0.1", 4000, inherited={})
+    given = flags(argv)
+    assert given["device"] == "cpu"
+    assert given["max-total-tokens"] == "32768"
+    assert given["attention-backend"] == "torch_native"
+    assert "sleep-on-idle" in given
+    assert "base-gpu-id" not in given
+    assert env["OMP_NUM_THREADS"] == "2"
+    assert env["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert (Path(env["PYTHONPATH"]) / "sitecustomize.py").is_file()
+
+
+def test_the_cache_can_be_sized_on_both():
+    for device in ("cpu", "cuda"):
+        serving = ServingConfig(device=device, python=PYTHON, max_total_tokens=2048)
+        argv, _ = engine_command(MODEL, serving, "h", 1, inherited={})
+        assert flags(argv)["max-total-tokens"] == "2048"
+
+
+def test_only_what_the_engine_needs_is_inherited():
+    ours = {
+        "PATH": "/bin",
+        "CUDA_VISIBLE_DEVICES": "3",
+        "PYTHONPATH": "/ours",
+        "PYTHONHOME": "/ours",
+        "VIRTUAL_ENV": "/ours",
+        "RAY_ADDRESS": "ray",
+        "ROLLOUT__STORAGE__BUCKET": "b",
+    }
+    _, env = engine_command(MODEL, ServingConfig(python=PYTHON), "h", 1, inherited=ours)
+    assert env["PATH"] == "/bin"
+    assert env["CUDA_VISIBLE_DEVICES"] == "3"
+    assert not {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS", "ROLLOUT__STORAGE__BUCKET"} & set(env)
+
+
+def test_which_interpreter(monkeypatch, tmp_path):
+    argv, _ = engine_command(MODEL, ServingConfig(), "h", 1, inherited={})
+    assert argv[0] == sys.executable
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="rollout engine install"):
+        engine_command(MODEL, ServingConfig(device="cpu"), "h", 1, inherited={})
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_sglang_accepts_the_command_line(device):
+    """Parses with SGLang's own parser, which needs no GPU."""
+    serving = ServingConfig(device=device, python=find_engine(), tensor_parallel=2, max_total_tokens=4096)
+    argv, _ = engine_command(MODEL, serving, "0.0.0.0", 4000, first_gpu=4)
+    _, env = engine_command(MODEL, serving.model_copy(update={"device": "cpu"}), "0.0.0.0", 4000)  # to import it here
+    script = (
+        "import json, sys; from sglang.srt.server_args import prepare_server_args;"
+        "args = prepare_server_args(sys.argv[1:]);"
+        "print(json.dumps([args.tp_size, args.device, args.base_gpu_id, args.context_length, args.sampling_defaults,"
+        "args.max_total_tokens, args.max_running_requests, args.log_level_http, args.served_model_name]))"
+    )
+    done = subprocess.run([argv[0], "-c", script, *argv[3:]], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first_gpu = 4 if device == "cuda" else 0
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        *(2, device, first_gpu, 4096, "openai", 4096, 64, "warning", "qwen")
+    ]

@@ -1,0 +1,210 @@
+"""Steps over real S3 and SQS, with agents that run in this process and do as each test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from tenacity import wait_none
+
+from agent_wrapper.contract import (
+    Announcement,
+    Failure,
+    ModelEndpoint,
+    Outcome,
+    Rollout,
+    RolloutRequest,
+    Segment,
+)
+from rollout_backend import aws
+from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.queue import AnnouncementQueue
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.dispatch.closer import SessionCloser
+from rollout_backend.dispatch.dispatcher import Dispatcher
+from rollout_backend.local.cloud import LocalStorage
+from rollout_backend.step import Step, StepServices
+from rollout_backend.tasks import Task
+
+Behaviour = Callable[["Agents", RolloutRequest], Awaitable[None]]
+
+
+class Agents:
+    """An agent runtime whose sessions are tasks here; `behave` is what each agent does."""
+
+    def __init__(self, s3: Any, sqs: Any, make_segment: Callable[..., Segment]) -> None:
+        self.s3 = s3
+        self.sqs = sqs
+        self._make_segment = make_segment
+        self.behave: Behaviour = Agents.complete
+        self.before: Callable[[RolloutRequest], Awaitable[None]] | None = None  # may raise, as the runtime would
+        self.requests: list[RolloutRequest] = []
+        self.sessions: dict[str, asyncio.Task[None]] = {}
+        self.stopped: list[str] = []
+        self.finished = 0
+
+    # --- the runtime --------------------------------------------------------------------------------------
+
+    async def check(self) -> None: ...
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        request = RolloutRequest.parse(json.loads(payload)["_rollout"])
+        assert request.session_id == session_id
+        self.requests.append(request)
+        if self.before is not None:
+            await self.before(request)
+        self.sessions[session_id] = asyncio.create_task(self._run(request))
+        return b'{"status": "accepted"}'
+
+    async def _run(self, request: RolloutRequest) -> None:
+        await self.behave(self, request)
+        self.finished += 1
+
+    async def stop(self, session_id: str) -> None:
+        self.stopped.append(session_id)
+        session = self.sessions.pop(session_id, None)
+        if session is not None:
+            session.cancel()
+
+    async def aclose(self) -> None:
+        for session in self.sessions.values():
+            session.cancel()
+
+    # --- what an agent may do -----------------------------------------------------------------------------
+
+    async def complete(self, request: RolloutRequest, **more: Any) -> None:
+        await self.put(request, self.result(request, **more).encode())
+        await self.announce(request)
+
+    async def fail(self, request: RolloutRequest, outcome: Outcome = Outcome.AGENT_ERROR, **more: Any) -> None:
+        failure = Failure(reason="agent_exception", message="boom")
+        await self.complete(request, outcome=outcome, reward=more.get("reward"), failure=failure)
+
+    async def vanish(self, request: RolloutRequest) -> None:
+        """Accepts, and is never heard of again."""
+
+    def result(self, request: RolloutRequest, **more: Any) -> Rollout:
+        fields: dict[str, Any] = {
+            "run_id": request.run_id,
+            "step": request.step,
+            "task_id": request.task_id,
+            "rollout_id": request.rollout_id,
+            "attempt": request.attempt,
+            "session_id": request.session_id,
+            "outcome": Outcome.COMPLETED,
+            "reward": 1.0,
+            "segments": [self._make_segment()],
+        }
+        return Rollout.model_validate({**fields, **more})
+
+    async def put(self, request: RolloutRequest, body: bytes) -> None:
+        await self.s3.put_object(Bucket=request.result.bucket, Key=request.key, Body=body)
+
+    async def announce(self, request: RolloutRequest, *, bucket: str | None = None, key: str | None = None) -> None:
+        message = Announcement(bucket=bucket or request.result.bucket, key=key or request.key)
+        await self.say(request, message.encode())
+
+    async def say(self, request: RolloutRequest, body: str) -> None:
+        assert request.result.queue_url is not None
+        await self.sqs.send_message(QueueUrl=request.result.queue_url, MessageBody=body)
+
+
+class Bench:
+    """One run's services, and steps over them."""
+
+    def __init__(self, config: RolloutConfig, agents: Agents, services: StepServices) -> None:
+        self.config = config
+        self.agents = agents
+        self.services = services
+        self.kept: list[Rollout] = []
+        self.revoked: list[str] = []
+
+    def step(self, *tasks: str, number: int = 0) -> Step:
+        return Step(number, [Task(task, {"q": task}) for task in tasks or ("task-a",)], self.services, None)
+
+    async def objects(self, prefix: str) -> list[dict[str, Any]]:
+        """The quarantine records, or whatever else is stored as JSON under the prefix."""
+        listed = await self.agents.s3.list_objects_v2(Bucket=self.config.storage.bucket, Prefix=prefix)
+        found = []
+        for item in listed.get("Contents", ()):
+            reply = await self.agents.s3.get_object(Bucket=self.config.storage.bucket, Key=item["Key"])
+            found.append(json.loads(await reply["Body"].read()))
+        return found
+
+    async def quarantined(self) -> list[dict[str, Any]]:
+        return await self.objects(f"runs/{self.config.run_id}/quarantine/")
+
+
+@pytest.fixture
+async def open_bench(
+    local_aws: LocalStorage, run_id: str, tmp_path: Any, make_segment: Callable[..., Segment]
+) -> AsyncIterator[Callable[..., Awaitable[Bench]]]:
+    """Opens a run; arguments are overrides of its settings."""
+    async with AsyncExitStack() as stack:
+
+        async def open_(*overrides: str) -> Bench:
+            base = {
+                "run_id": run_id,
+                "model": {"path": str(tmp_path)},
+                "storage": {"bucket": local_aws.bucket},
+                "aws": {"region": local_aws.region, "endpoint_url": local_aws.endpoint_url},
+                "runtime": {"kind": "http", "url": "http://127.0.0.1:9", "invoke_per_s": 1000, "stop_per_s": 1000},
+                "queue": {"wait_s": 1},
+                "group": {"size": 2},
+                "collect": {"quiet_s": 60},
+                "timeouts": {
+                    "model_call_s": 5, "agent_s": 10, "publish_grace_s": 5, "collection_s": 30, "token_s": 60,
+                },
+            }  # fmt: skip
+            config = load_config(base=base, overrides=overrides, env={})
+            where = {"region": local_aws.region, "endpoint_url": local_aws.endpoint_url}
+            s3 = await stack.enter_async_context(aws.client("s3", **where))
+            sqs = await stack.enter_async_context(aws.client("sqs", **where))
+            store = await ResultStore.open(config.storage, config.aws)
+            stack.push_async_callback(store.aclose)
+            queue = None
+            if config.queue.enabled:
+                queue = await AnnouncementQueue.open(config.queue, config.aws, config.run_id)
+                stack.push_async_callback(queue.aclose)
+            agents = Agents(s3, sqs, make_segment)
+            stack.push_async_callback(agents.aclose)
+            buffer = RolloutBuffer(config.run_id, store, queue, config.collect.fetches)
+            receiving = asyncio.create_task(buffer.run(config.queue.receivers))
+            stack.push_async_callback(_end, receiving)
+            bench: Bench
+
+            async def revoke(sessions: Any) -> None:
+                bench.revoked += sessions
+
+            services = StepServices(
+                config=config,
+                dispatcher=Dispatcher(
+                    agents,
+                    per_s=1000,
+                    max_sessions=config.runtime.max_sessions,
+                    max_attempts=config.runtime.max_attempts,
+                    wait=wait_none(),
+                ),
+                closer=SessionCloser(agents, per_s=1000, wait=wait_none()),
+                buffer=buffer,
+                queue_url=queue.url if queue is not None else None,
+                endpoint=lambda claims: ModelEndpoint(
+                    base_url="http://gateway/v1", api_key="key", name="m", trajectory_url="http://gateway/t"
+                ),
+                revoke=revoke,
+                keep=lambda rollout: bench.kept.append(rollout),
+            )
+            bench = Bench(config, agents, services)
+            return bench
+
+        yield open_
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

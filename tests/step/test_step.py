@@ -1,0 +1,468 @@
+"""The invariants of a step, each broken on purpose: messages lost and forged, results damaged, agents gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from agent_wrapper.contract import Outcome, Sampling
+from rollout_backend.errors import RuntimeUnavailable, ServingError, Throttled
+from rollout_backend.report import StepResult
+
+
+def ended_well(step, result: StepResult, agents) -> None:
+    """What holds at the end of any step."""
+    assert sum(result.report.outcomes.values()) == result.report.planned
+    assert result.report.balanced
+    assert not step.ledger.open_sessions
+    assert set(agents.stopped) >= set(agents.sessions)
+    assert {rollout.rollout_id for group in result.groups for rollout in group.rollouts} == {
+        rollout.rollout_id for rollout in result.rollouts if rollout.trainable
+    }
+
+
+async def test_each_rollout_arrives_once_and_its_session_is_closed(open_bench):
+    bench = await open_bench()
+    step = bench.step("task-a", "task-b")
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.COMPLETED] == 4
+    assert {rollout.rollout_id for rollout in result.rollouts} == {"task-a.0", "task-a.1", "task-b.0", "task-b.1"}
+    assert [group.usable for group in result.groups] == [True, True]
+    assert len(bench.kept) == 4
+    assert sorted(bench.agents.stopped) == sorted(request.session_id for request in bench.agents.requests)
+    assert sorted(bench.revoked) == sorted(bench.agents.stopped)
+
+
+async def test_doubled_announcements_change_nothing(open_bench):
+    bench = await open_bench()
+
+    async def twice(agents, request):
+        await agents.complete(request)
+        await agents.announce(request)
+        if request.rollout_id == "task-a.1":  # keeps the step open until the repeats have come
+            await agents.announce(request)
+
+    async def last(agents, request):
+        await (agents.vanish if request.rollout_id == "task-b.0" else twice)(agents, request)
+
+    bench.agents.behave = last
+    step = bench.step("task-a", "task-b")
+    running = asyncio.create_task(step.run())
+    async with asyncio.timeout(20):
+        while step.ledger.duplicates < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    waiting = next(request for request in bench.agents.requests if request.rollout_id == "task-b.0")
+    await bench.agents.complete(waiting)
+    result = await running
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.COMPLETED] == 4
+    assert result.report.duplicates == 4
+    assert len(bench.kept) == 4
+
+
+async def test_lost_announcements_are_found_by_listing(open_bench):
+    bench = await open_bench("collect.quiet_s=0.3")
+
+    async def silent(agents, request):
+        await agents.put(request, agents.result(request).encode())
+
+    bench.agents.behave = silent
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.COMPLETED] == 2
+    assert result.report.seconds < 5
+
+
+async def test_a_run_without_a_queue_ends_the_same(open_bench):
+    bench = await open_bench("queue.enabled=false", "collect.no_queue_sweep_s=0.1")
+
+    async def silent(agents, request):
+        assert request.result.queue_url is None
+        await agents.put(request, agents.result(request).encode())
+
+    bench.agents.behave = silent
+    step = bench.step("task-a", "task-b")
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.COMPLETED] == 4
+
+
+async def test_a_queue_that_is_deleted_in_mid_run_costs_time_only(open_bench):
+    bench = await open_bench("collect.no_queue_sweep_s=0.1")
+    deleted = asyncio.Event()
+
+    async def after_the_deletion(agents, request):
+        if not deleted.is_set():
+            deleted.set()
+            await agents.sqs.delete_queue(QueueUrl=request.result.queue_url)
+        await agents.put(request, agents.result(request).encode())
+
+    bench.agents.behave = after_the_deletion
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.COMPLETED] == 2
+
+
+async def test_messages_that_cannot_be_understood_are_refused_with_evidence_and_stop_nothing(open_bench):
+    bench = await open_bench()
+    foreign = f"runs/{bench.config.run_id}/steps/00000000/task-a.0"
+
+    async def noisy(agents, request):
+        if request.rollout_id == "task-a.0":
+            await agents.say(request, "not json")
+            await agents.say(request, '{"Records": [{"s3": {}}]}')
+            await agents.say(request, '{"Event": "s3:TestEvent"}')
+            await agents.announce(request, bucket="somebody-elses", key=foreign)
+            await agents.announce(request, key="runs/another-run/steps/00000000/task-a.0")
+            await agents.announce(request, key=f"runs/{bench.config.run_id}/steps/00000000/../../x")
+            await agents.announce(request, key=f"runs/{bench.config.run_id}/steps/00000000/never-planned.0")
+            await agents.announce(request, key=f"runs/{bench.config.run_id}/steps/00000009/task-a.0")
+        await agents.complete(request)
+
+    bench.agents.behave = noisy
+    step = bench.step("task-a", "task-b")
+    running = asyncio.create_task(step.run())
+    result = await running
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.COMPLETED] == 4
+    buffer = bench.services.buffer
+    async with asyncio.timeout(20):  # the step may have ended before the last of them was read
+        while buffer.refused < 5 or buffer.stale + step.ledger.unknown < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    reasons = " ".join(record["reason"] for record in await bench.quarantined())
+    for wanted in ("body: not JSON", "Records.0.s3.bucket: missing", "'somebody-elses' is not this run's bucket"):
+        assert wanted in reasons
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda body: b"", "has 0 bytes"),
+        (lambda body: body[: len(body) // 2], "damaged or cut short"),
+        (lambda body: b"hello", "neither a zstd frame nor a JSON object"),
+        (lambda body: b'{"schema_version": 99}', "schema_version: is 99"),
+        (lambda body: b"{" + b" " * 3000, "more than the cap"),
+        (lambda body: b'{"schema_version": 1}', "missing|Field required"),
+    ],
+)
+async def test_a_damaged_result_is_an_infrastructure_error_with_evidence(open_bench, damage, match):
+    bench = await open_bench("storage.max_result_bytes=2048", "group.min_viable=1")
+
+    async def damaged(agents, request):
+        body = agents.result(request).encode()
+        await agents.put(request, damage(body) if request.rollout_id == "task-a.0" else body)
+        await agents.announce(request)
+
+    bench.agents.behave = damaged
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.INFRA_ERROR] == 1
+    assert result.report.reasons == {"infra_error: invalid_result": 1}
+    [failure] = result.failures
+    [record] = await bench.quarantined()
+    for text in (failure.message, record["reason"]):
+        assert any(part in text for part in match.split("|")), text
+
+
+async def test_a_result_that_speaks_for_another_rollout_is_refused(open_bench):
+    bench = await open_bench("group.min_viable=1")
+
+    async def swapped(agents, request):
+        more = {"rollout_id": "task-a.1"} if request.rollout_id == "task-a.0" else {}
+        await agents.complete(request, **more)
+
+    bench.agents.behave = swapped
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    [failure] = result.failures
+    assert failure.rollout_id == "task-a.0"
+    assert "rollout_id: is 'task-a.1' in the result of 'task-a.0'" in failure.message
+
+
+async def test_an_announcement_of_a_missing_object_does_not_end_the_step(open_bench):
+    bench = await open_bench()
+
+    async def too_early(agents, request):
+        await agents.announce(request)
+        while not bench.services.buffer.dangling:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await agents.complete(request)
+
+    bench.agents.behave = too_early
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.COMPLETED] == 2
+
+
+async def test_an_agents_error_trains_only_if_the_agent_scored_it(open_bench):
+    bench = await open_bench("group.min_viable=1")
+
+    async def fail(agents, request):
+        await agents.fail(request, reward=-1.0 if request.rollout_id == "task-a.0" else None)
+
+    bench.agents.behave = fail
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.AGENT_ERROR] == 2
+    [group] = result.groups
+    assert [rollout.reward for rollout in group.rollouts] == [-1.0]
+
+
+async def test_an_infrastructure_failure_is_never_a_reward(open_bench):
+    bench = await open_bench("group.min_viable=1")
+
+    async def half(agents, request):
+        if request.rollout_id == "task-a.0":
+            await agents.fail(request, Outcome.INFRA_ERROR)
+        else:
+            await agents.complete(request)
+
+    bench.agents.behave = half
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    [group] = result.groups
+    assert [rollout.rollout_id for rollout in group.rollouts] == ["task-a.1"]
+    assert result.report.groups[0].mean_reward == 1.0
+
+
+async def test_what_the_infrastructure_took_is_replaced_one_by_one(open_bench):
+    bench = await open_bench("group.policy=replace", "group.size=3", "group.max_replacements=2")
+
+    async def lose_one(agents, request):
+        if request.rollout_id == "task-a.1":
+            await agents.fail(request, Outcome.INFRA_ERROR)
+        else:
+            await agents.complete(request)
+
+    bench.agents.behave = lose_one
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.planned == 4
+    assert result.report.replacements == 1
+    assert [rollout.rollout_id for rollout in result.groups[0].rollouts] == ["task-a.0", "task-a.2", "task-a.3"]
+
+
+async def test_an_agent_that_is_never_heard_of_again_times_out_and_the_others_count(open_bench):
+    bench = await open_bench(
+        "timeouts.model_call_s=0.1", "timeouts.agent_s=0.5", "timeouts.publish_grace_s=0.5", "group.min_viable=1"
+    )
+
+    async def one_vanishes(agents, request):
+        await (agents.vanish(request) if request.rollout_id == "task-a.0" else agents.complete(request))
+
+    bench.agents.behave = one_vanishes
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.reasons == {"timed_out: no_result": 1}
+    assert result.failures[0].session_id in result.failures[0].message
+    assert result.report.outcomes[Outcome.COMPLETED] == 1
+    assert not result.report.deadline_reached
+
+
+async def test_before_a_rollout_is_timed_out_s3_is_asked(open_bench):
+    bench = await open_bench("timeouts.model_call_s=0.1", "timeouts.agent_s=0.5", "timeouts.publish_grace_s=0.5")
+
+    async def unannounced(agents, request):
+        await agents.put(request, agents.result(request).encode())
+
+    bench.agents.behave = unannounced
+    step = bench.step()
+    result = await step.run()
+    assert result.report.outcomes[Outcome.COMPLETED] == 2
+
+
+async def test_at_the_deadline_the_step_ends_with_what_has_arrived(open_bench):
+    bench = await open_bench(
+        "timeouts.model_call_s=0.1", "timeouts.agent_s=0.5", "timeouts.publish_grace_s=0.4",
+        "timeouts.collection_s=1.0", "runtime.max_sessions=2", "group.size=4", "group.min_viable=1",
+    )  # fmt: skip
+
+    async def mixed(agents, request):
+        await (agents.complete(request) if request.rollout_id == "task-a.0" else hang(request))
+
+    async def hang(request):
+        await asyncio.Event().wait()
+
+    bench.agents.behave = mixed
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.COMPLETED] == 1
+    assert result.report.outcomes[Outcome.TIMED_OUT] >= 1
+    assert len(bench.agents.sessions) == 0
+
+
+async def test_the_target_ends_a_step_early_and_stops_the_rest(open_bench):
+    bench = await open_bench("group.target_groups=1")
+
+    async def only_a(agents, request):
+        await (agents.complete(request) if request.task_id == "task-a" else asyncio.Event().wait())
+
+    bench.agents.behave = only_a
+    step = bench.step("task-a", "task-b")
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.reasons == {"cancelled: target_reached": 2}
+    assert [group.usable for group in result.groups] == [True, False]
+    assert set(bench.revoked) == {request.session_id for request in bench.agents.requests}
+
+
+async def test_a_late_result_of_an_earlier_step_is_counted_apart(open_bench):
+    bench = await open_bench("group.target_groups=1")
+    late = []
+
+    async def b_is_late(agents, request):
+        if request.step == 0 and request.task_id == "task-b":
+            late.append(request)
+            await asyncio.Event().wait()
+        await agents.complete(request)
+
+    bench.agents.behave = b_is_late
+    await bench.step("task-a", "task-b").run()
+    for request in late:
+        await bench.agents.complete(request)
+    second = bench.step("task-b", number=1)
+    result = await second.run()
+    async with asyncio.timeout(20):
+        while bench.services.buffer.stale < len(late):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    ended_well(second, result, bench.agents)
+    assert {rollout.step for rollout in result.rollouts} == {1}
+
+
+async def test_a_submission_that_fails_for_good_is_reported_at_once(open_bench):
+    bench = await open_bench()
+
+    async def refuse(request):
+        raise RuntimeUnavailable("503 for ever")
+
+    bench.agents.before = refuse
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.reasons == {"infra_error: runtime_unavailable": 2}
+    assert result.report.attempts == 2 * bench.config.runtime.max_attempts
+    assert result.report.seconds < 5  # not its 30 s deadline
+
+
+async def test_a_throttled_submission_goes_through_in_a_new_session(open_bench):
+    bench = await open_bench("group.size=1")
+
+    async def throttle_once(request):
+        if request.attempt == 1:
+            raise Throttled("slow down")
+
+    bench.agents.before = throttle_once
+    result = await bench.step().run()
+    assert result.report.outcomes[Outcome.COMPLETED] == 1
+    first, second = bench.agents.requests
+    assert first.session_id != second.session_id
+    assert (first.attempt, second.attempt) == (1, 2)
+    assert first.key == second.key
+
+
+async def test_sessions_open_at_once_are_capped(open_bench):
+    bench = await open_bench("group.size=12", "runtime.max_sessions=3")
+    peak = 0
+
+    async def count(agents, request):
+        nonlocal peak
+        peak = max(peak, len(agents.sessions))
+        await agents.complete(request)
+
+    bench.agents.behave = count
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.COMPLETED] == 12
+    assert peak <= 3
+
+
+async def test_an_interrupted_step_closes_its_sessions(open_bench):
+    bench = await open_bench()
+
+    async def hang(agents, request):
+        await asyncio.Event().wait()
+
+    bench.agents.behave = hang
+    step = bench.step("task-a", "task-b")
+    running = asyncio.create_task(step.run())
+    async with asyncio.timeout(10):
+        while len(bench.agents.sessions) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    opened = set(bench.agents.sessions)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert set(bench.agents.stopped) == opened
+    step.ledger.reconcile()
+    assert step.ledger.counts()[Outcome.CANCELLED] == 4
+
+
+async def test_a_run_that_loses_its_engines_ends_every_step_with_the_reason(open_bench):
+    bench = await open_bench()
+
+    async def hang(agents, request):
+        await asyncio.Event().wait()
+
+    bench.agents.behave = hang
+    step = bench.step()
+    running = asyncio.create_task(step.run())
+    async with asyncio.timeout(10):
+        while len(bench.agents.sessions) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    step.abort(ServingError("no engine is left"))
+    with pytest.raises(ServingError, match="no engine is left"):
+        await running
+    step.ledger.reconcile()
+    assert {entry.reason for entry in step.ledger.entries.values()} == {"run_failed"}
+
+
+async def test_what_the_agent_is_told(open_bench):
+    bench = await open_bench("sampling.temperature=0.7", "sampling.seed=3", "storage.prefix=team/")
+    result = await bench.step().run()
+    assert result.report.outcomes[Outcome.COMPLETED] == 2
+    first, second = bench.agents.requests
+    assert first.sampling.temperature == 0.7
+    assert first.sampling.seed != second.sampling.seed  # one seed for a group would give one rollout many times
+    assert first.key == f"team/runs/{bench.config.run_id}/steps/00000000/{first.rollout_id}"
+    assert first.deadline - second.deadline < 1.0
+
+
+async def test_a_task_may_bring_its_own_sampling_and_number(open_bench):
+    from rollout_backend.step import Step
+    from rollout_backend.tasks import Task
+
+    bench = await open_bench()
+    tasks = [Task("greedy", {}, rollouts=1, sampling=Sampling(temperature=0)), Task("plain", {})]
+    result = await Step(0, tasks, bench.services, None).run()
+    assert result.report.planned == 3
+    temperatures = {request.task_id: request.sampling.temperature for request in bench.agents.requests}
+    assert temperatures == {"greedy": 0.0, "plain": 1.0}
+    assert all(group.usable for group in result.groups)
+
+
+async def test_an_answer_in_json_is_as_good(open_bench):
+    bench = await open_bench()
+
+    async def in_json(agents, request):
+        body = agents.result(request).to_json()
+        assert json.loads(body)["segments"][0]["logprobs"][0] is None
+        await agents.put(request, body)
+        await agents.announce(request)
+
+    bench.agents.behave = in_json
+    result = await bench.step().run()
+    assert result.report.outcomes[Outcome.COMPLETED] == 2

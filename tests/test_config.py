@@ -1,0 +1,138 @@
+import pytest
+
+from rollout_backend.config import GroupConfig, load_config
+from rollout_backend.errors import ConfigError
+
+ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-a1B2c3D4e5"
+MINIMAL = {
+    "model": {"path": "/models/SmolLM2"},
+    "storage": {"bucket": "rollouts"},
+    "runtime": {"kind": "agentcore", "arn": ARN},
+}
+
+
+def refused(match: str, **sections) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load_config(base={**MINIMAL, **sections}, env={})
+
+
+def test_the_minimum_is_enough_and_names_are_derived():
+    config = load_config(base=MINIMAL, env={})
+    assert config.model.served_name == "SmolLM2"
+    assert config.run_id.startswith("run-")
+    assert config.run_dir.name == config.run_id
+
+
+def test_later_sources_win(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("group: {size: 2, policy: strict}\nstorage: {bucket: from-file}\n")
+    config = load_config(
+        file,
+        overrides=["group.size=8", "serving.extra_args=[--a, '1']"],
+        env={"ROLLOUT__GROUP__SIZE": "4", "ROLLOUT__RUN_ID": "by-env", "HOME": "/x"},
+        base=MINIMAL,
+        top={"storage": {"bucket": "from-top"}},
+    )
+    assert config.group == GroupConfig(size=8, policy="strict")
+    assert config.run_id == "by-env"
+    assert config.storage.bucket == "from-top"
+    assert config.serving.extra_args == ("--a", "1")
+
+
+def test_a_runtime_of_another_kind_replaces_the_one_below():
+    config = load_config(base=MINIMAL, env={}, top={"runtime": {"kind": "http", "url": "http://x"}})
+    assert config.runtime.kind == "http"
+
+
+def test_unknown_keys_are_named():
+    refused(r"storage\.bukcet: no such setting", storage={"bucket": "rollouts", "bukcet": "x"})
+    refused("storge: no such setting", storge={})
+    with pytest.raises(ConfigError, match=r"group\.sise: no such setting"):
+        load_config(base=MINIMAL, env={"ROLLOUT__GROUP__SISE": "4"})
+
+
+def test_every_key_at_fault_is_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        load_config(base={"storage": {"bucket": "ab"}, "group": {"size": 0}}, env={})
+    for key in ("model: is missing", "runtime: is missing", "storage.bucket", "group.size"):
+        assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arn",
+    [
+        "",
+        "my_agent",
+        ARN.replace("runtime/", "memory/"),
+        ARN.replace("123456789012", "12"),
+        ARN.replace("my_agent", "my-agent"),
+        ARN + "/runtime-endpoint/DEFAULT",
+    ],
+)
+def test_a_wrong_arn_is_refused_with_the_shape_of_a_right_one(arn):
+    refused(
+        r"runtime\.arn: .* arn:aws:bedrock-agentcore:REGION:ACCOUNT:runtime/",
+        runtime={"kind": "agentcore", "arn": arn},
+    )
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "rungs"),
+    [
+        ({"model_call_s": 1800}, r"model_call_s \(1800\) is not below agent_s \(1800\)"),
+        ({"agent_s": 3590}, r"agent_s \+ publish_grace_s \(3650\) is not below collection_s \(3600\)"),
+        ({"collection_s": 5400}, r"collection_s \(5400\) is not below token_s \(5400\)"),
+    ],
+)
+def test_timeouts_that_do_not_nest_are_refused(timeouts, rungs):
+    refused(rungs, timeouts=timeouts)
+
+
+def test_a_group_needs_no_more_than_it_plans():
+    refused("min_viable=5 is more than size=4", group={"size": 4, "min_viable": 5})
+
+
+@pytest.mark.parametrize(
+    ("group", "needed"),
+    [
+        ({"size": 1}, 1),
+        ({"size": 4}, 2),
+        ({"size": 4, "min_viable": 3}, 3),
+        ({"size": 4, "policy": "strict"}, 4),
+    ],
+)
+def test_what_makes_a_group_usable(group, needed):
+    assert GroupConfig(**group).needed == needed
+
+
+def test_urls_belong_to_external_servers():
+    refused("urls belong to kind=external", serving={"kind": "external"})
+    refused("urls belong to kind=external", serving={"urls": ["http://x"]})
+
+
+@pytest.mark.parametrize("prefix", ["a", "/a/", "a//", "a b/"])
+def test_a_prefix_that_is_no_folder_is_refused(prefix):
+    refused(r"storage\.prefix", storage={"bucket": "rollouts", "prefix": prefix})
+
+
+def test_settings_cannot_be_changed_afterwards():
+    config = load_config(base=MINIMAL, env={})
+    with pytest.raises(ValueError, match="frozen"):
+        config.run_id = "x"
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [("a: [", "is not YAML"), ("- 1", "must hold a map"), (None, "cannot read the settings")],
+)
+def test_a_file_that_cannot_be_read(tmp_path, content, match):
+    file = tmp_path / "c.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=match):
+        load_config(file, env={})
+
+
+def test_an_override_without_a_value_is_refused():
+    with pytest.raises(ConfigError, match=r"must look like key\.key=value"):
+        load_config(base=MINIMAL, env={}, overrides=["group.size"])

@@ -1,0 +1,91 @@
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_backend.config import GroupConfig
+from rollout_backend.policy import Cancellation, GroupPolicy, GroupState
+
+
+def group(task_id="a", needed=2, open_=(), trainable=0, lost=0, replacements=0):
+    return GroupState(task_id, needed, tuple(open_), trainable, lost, replacements)
+
+
+def test_a_step_goes_on_while_a_group_may_become_usable():
+    decision = GroupPolicy().decide([group(open_=["a.0", "a.1"])])
+    assert not decision.done
+    assert not decision.cancel
+
+
+def test_a_step_ends_when_nothing_is_open():
+    assert GroupPolicy().decide([group(trainable=2), group("b", trainable=0, lost=4)]).done
+
+
+def test_a_doomed_group_is_cancelled_and_the_others_go_on():
+    decision = GroupPolicy().decide([group(needed=2, open_=["a.3"], lost=3), group("b", open_=["b.0", "b.1"])])
+    assert decision.cancel == (Cancellation("a.3", "group_doomed"),)
+    assert not decision.done
+
+
+def test_strict_needs_every_planned_rollout():
+    assert GroupConfig(size=4, policy="strict").needed == 4
+    decision = GroupPolicy().decide([group(needed=4, open_=["a.1"], trainable=2, lost=1)])
+    assert [c.rollout_id for c in decision.cancel] == ["a.1"]
+    assert decision.done
+
+
+def test_replace_plans_one_for_each_lost_up_to_its_limit():
+    policy = GroupPolicy.from_config(GroupConfig(size=4, policy="replace", max_replacements=2))
+    assert policy.decide([group(trainable=3, lost=1)]).replace == (("a", 1),)
+    assert policy.decide([group(trainable=1, lost=3, replacements=1)]).replace == (("a", 1),)
+    assert policy.decide([group(trainable=3, lost=1, replacements=1)]).done
+    assert not policy.decide([group(trainable=3, lost=1)]).done
+
+
+def test_other_policies_replace_nothing():
+    policy = GroupPolicy.from_config(GroupConfig(size=4, policy="min_viable"))
+    assert policy.decide([group(trainable=3, lost=1)]).replace == ()
+
+
+def test_a_group_that_replacements_cannot_save_gets_none():
+    decision = GroupPolicy(max_replacements=1).decide([group(needed=3, lost=4)])
+    assert decision.replace == ()
+    assert decision.done
+
+
+def test_the_target_ends_a_step_early_and_counts_only_complete_groups():
+    policy = GroupPolicy(target_groups=1)
+    half = group("b", trainable=2, open_=["b.2"])
+    assert not policy.decide([half, group(open_=["a.0", "a.1"])]).done
+    decision = policy.decide([half, group(trainable=2)])
+    assert decision.done
+    assert decision.cancel == (Cancellation("b.2", "target_reached"),)
+
+
+STATES = st.builds(
+    group,
+    task_id=st.sampled_from(["a", "b", "c"]),
+    needed=st.integers(1, 4),
+    open_=st.lists(st.sampled_from(["x.0", "x.1", "x.2"]), unique=True),
+    trainable=st.integers(0, 4),
+    lost=st.integers(0, 4),
+    replacements=st.integers(0, 2),
+)
+
+
+@given(st.lists(STATES, max_size=4, unique_by=lambda state: state.task_id), st.integers(0, 3))
+def test_a_decision_that_is_carried_out_asks_for_nothing_more(states, max_replacements):
+    policy = GroupPolicy(max_replacements=max_replacements)
+    decision = policy.decide(states)
+    fresh, cancelled = dict(decision.replace), {c.rollout_id for c in decision.cancel}
+    after = []
+    for state in states:
+        new = tuple(f"new.{i}" for i in range(fresh.get(state.task_id, 0)))
+        doomed = state.trainable + len(state.open) + len(new) < state.needed
+        kept = () if doomed else state.open
+        assert not doomed or set(state.open) <= cancelled
+        after.append(dataclasses.replace(state, open=kept + new, replacements=state.replacements + len(new)))
+    again = policy.decide(after)
+    assert again.replace == ()
+    assert again.cancel == ()
+    assert again.done == decision.done == (not any(state.open for state in after))
