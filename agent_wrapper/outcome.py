@@ -216,7 +216,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _is_model_unavailable(error: BaseException, base_url: str) -> bool:
     classes = type(error).__mro__
     from_sdk = any(cls.__name__ in _SDK_ERRORS for cls in classes) or classes[0].__name__ == "APIError"
-    transport = any((cls.__module__.partition(".")[0], cls.__name__) in _TRANSPORT_ERRORS for cls in classes)
+    transport = any((_library(cls), cls.__name__) in _TRANSPORT_ERRORS for cls in classes)
     status = _attribute(error, "status_code") or _attribute(error, "response", "status_code")
     refused = isinstance(status, int) and (status in (408, 429) or status >= 500)
     if not (from_sdk or transport or refused):
@@ -225,6 +225,10 @@ def _is_model_unavailable(error: BaseException, base_url: str) -> bool:
     if url is None:
         return from_sdk
     return _origin(str(url)) == _origin(base_url)
+
+
+def _library(cls: type) -> str:
+    return cls.__module__.partition(".")[0].rstrip("0123456789")  # httpx2 is httpx, httpcore2 is httpcore
 
 
 def _origin(url: str) -> tuple[str, str]:

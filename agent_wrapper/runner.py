@@ -124,8 +124,9 @@ class _AsyncCall(AgentCall):
         try:
             self._settle(Returned(await function(context)))
         except BaseException as error:
+            raised = _raised(error)
             self._stack = "".join(traceback.format_exception(error))
-            self._settle(Raised(error))
+            self._settle(raised)
 
     def cancel(self) -> bool:
         # In order behind _begin, so the task is there.
@@ -143,8 +144,13 @@ def _outcome_of(function: Callable[[RolloutContext], Any], context: RolloutConte
         if inspect.isawaitable(value):  # an async function behind a decorator that hides it
             value = asyncio.run(_await(value))
     except BaseException as error:
-        return Raised(error)
+        return _raised(error)
     return Returned(value)
+
+
+def _raised(error: BaseException) -> Raised:
+    """Without the wrapper's own frame: a traceback begins in the agent's code."""
+    return Raised(error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None))
 
 
 async def _await(value: Any) -> Any:

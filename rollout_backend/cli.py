@@ -124,7 +124,7 @@ async def _demo(
     model = prepare_model(cache_dir(), echo=console.print)
     base = {
         "model": {"path": str(model), "renderer": "chatml"},
-        "serving": {"device": "cpu", "servers": servers, "threads": max(1, (os.cpu_count() or 2) // servers)},
+        "serving": {"device": "cpu", "servers": servers, "threads": max(1, ((os.cpu_count() or 2) - 1) // servers)},
         "group": {"size": 4},
         "sampling": {"temperature": 1.0, "max_tokens": 64},
         "timeouts": {"model_call_s": 120, "agent_s": 240, "publish_grace_s": 60, "collection_s": 600, "token_s": 900},

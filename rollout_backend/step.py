@@ -32,7 +32,7 @@ from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.config import RolloutConfig
 from rollout_backend.dispatch.closer import SessionCloser
 from rollout_backend.dispatch.dispatcher import Dispatcher, Submission
-from rollout_backend.errors import StoreError
+from rollout_backend.errors import ServingError, StoreError
 from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.ledger import Arrival, Entry, Ledger, Phase, PlannedRollout
 from rollout_backend.policy import GroupPolicy, GroupState
@@ -221,10 +221,11 @@ class Step:
         lives = list(self._lives.values())
         try:
             await self._at.revoke(self._sessions)
-        finally:
-            faults = await asyncio.gather(*lives, return_exceptions=True)
-            while self._closing:
-                await asyncio.gather(*self._closing)
+        except ServingError as error:
+            log.warning("the step's keys could not be revoked and end with their time: %s", error)
+        faults = await asyncio.gather(*lives, return_exceptions=True)
+        while self._closing:
+            await asyncio.gather(*self._closing)
         for fault in faults:
             if isinstance(fault, Exception):
                 raise fault

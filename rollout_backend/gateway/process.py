@@ -125,7 +125,8 @@ class GatewayProcess:
         return GatewayStats.model_validate(await self._control("GET", "/control/stats"))
 
     async def _control(self, method: str, path: str, body: object = None) -> Any:
-        assert self._http is not None, "not started"
+        if self._http is None or self._http.closed:
+            raise ServingError("the gateway is not running")
         headers = {"Authorization": f"Bearer {self._control_key}"}
         try:
             async with self._http.request(method, self._url + path, json=body, headers=headers) as response:

@@ -18,6 +18,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import aiohttp
@@ -57,19 +58,24 @@ class StandInSettings(BaseModel):
 
 
 class DataPlane:
-    """The two calls. Their checks come in the order of AWS: signature, name, form, rate, quota."""
+    """The two calls, and the one of the control plane that goes before them.
+
+    Their checks come in the order of AWS: signature, name, form, rate, quota.
+    """
 
     def __init__(self, settings: StandInSettings) -> None:
         self._settings = settings
         self._invokes = TokenBucket(settings.limits.invoke_per_s)
         self._stops = TokenBucket(settings.limits.stop_per_s)
         self._pool: SessionPool | None = None
+        self._began = datetime.now(UTC)
 
     def app(self) -> Starlette:
         return Starlette(
             routes=[
                 Route("/runtimes/{arn:path}/invocations", self._invoke, methods=["POST"]),
                 Route("/runtimes/{arn:path}/stopruntimesession", self._stop, methods=["POST"]),
+                Route("/runtimes/{runtime_id}/", self._describe),
                 Route("/_local/sessions", self._sessions),
             ],
             exception_handlers={ServiceError: _service_error},
@@ -126,6 +132,29 @@ class DataPlane:
         session_id = self._check(request, self._stops)
         self.pool.stop(session_id)
         return JSONResponse({}, headers={SESSION_HEADER: session_id})
+
+    async def _describe(self, request: Request) -> Response:
+        """GetAgentRuntime, of the control plane: what a caller asks before its first invoke."""
+        if request.path_params["runtime_id"] != (runtime_id := self._settings.arn.rsplit("/", 1)[1]):
+            raise ServiceError("ResourceNotFoundException", f"No runtime {request.path_params['runtime_id']}")
+        began = self._began.isoformat()
+        return JSONResponse(
+            {
+                "agentRuntimeArn": self._settings.arn,
+                "agentRuntimeName": runtime_id.rpartition("-")[0],
+                "agentRuntimeId": runtime_id,
+                "agentRuntimeVersion": "1",
+                "createdAt": began,
+                "lastUpdatedAt": began,
+                "roleArn": "arn:aws:iam::000000000000:role/local",
+                "networkConfiguration": {"networkMode": "PUBLIC"},
+                "status": "READY",
+                "lifecycleConfiguration": {
+                    "idleRuntimeSessionTimeout": int(self._settings.limits.idle_timeout_s),
+                    "maxLifetime": int(self._settings.limits.max_life_s),
+                },
+            }
+        )
 
     async def _sessions(self, request: Request) -> Response:
         return JSONResponse(self.pool.snapshot())

@@ -43,17 +43,20 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
 
 def _ledger(report: StepReport) -> Table:
     table = Table(title=f"run {report.run_id}, step {report.step}", title_justify="left")
-    table.add_column("planned", justify="right")
+    table.add_column("planned")
+    table.add_column(str(report.planned), justify="right")
     for outcome in Outcome:
-        table.add_column(outcome, justify="right")
-    for name in ("duplicates", "late", "unknown", "refused"):
-        table.add_column(name, justify="right", style="dim")
-    planned = f"{report.planned}" + (f" ({report.replacements} replacements)" if report.replacements else "")
-    table.add_row(
-        planned,
-        *(str(report.outcomes[outcome]) for outcome in Outcome),
-        *(str(count) for count in (report.duplicates, report.late, report.unknown, report.refused)),
-    )
+        table.add_row(outcome, str(report.outcomes[outcome]))
+    table.add_section()
+    apart = {
+        "replacements": report.replacements,
+        "duplicates": report.duplicates,
+        "late": report.late,
+        "unknown": report.unknown,
+        "refused": report.refused,
+    }
+    for name, count in apart.items():
+        table.add_row(name, str(count), style="dim")
     return table
 
 

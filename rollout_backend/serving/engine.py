@@ -19,6 +19,9 @@ from rollout_backend.errors import StartupError
 from rollout_backend.process import ServerProcess, free_port
 from rollout_backend.serving.sglang import Command, engine_command
 
+# SGLang looks only every 5 s whether it was told to end, and an engine that is stopped has nothing to finish.
+_GRACE_S = 1.0
+
 MakeCommand = Callable[[ModelConfig, ServingConfig, str, int, int], Command]
 """As `engine_command`: model, serving, host, port, first GPU. Another one starts another kind of server."""
 
@@ -101,7 +104,7 @@ class LocalEngine:
 
     async def stop(self) -> None:
         if self._process is not None:
-            await self._process.stop()
+            await self._process.stop(_GRACE_S)
 
     async def tail(self) -> str:
         return self._process.tail() if self._process is not None else ""

@@ -1,8 +1,8 @@
 """Recomputes logprobs with a plain forward pass of transformers: the check that stored logprobs are the model's own.
 
 This file is a module and a script. The script is run by an interpreter that has torch and transformers, such as the
-engine's, and needs nothing else of this package: `forward_pass.py MODEL` reads {"sequences", "temperature"} on
-stdin and writes the logprobs on stdout, both JSON.
+engine's, and needs nothing else of this package: `forward_pass.py MODEL` reads {"sequences", "temperatures"}
+on stdin and writes the logprobs on stdout, both JSON.
 """
 
 from __future__ import annotations
@@ -18,21 +18,28 @@ _CHUNK = 512  # positions whose probabilities over the whole vocabulary are in m
 
 
 def reference_logprobs(
-    python: Path, model: Path, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+    python: Path,
+    model: Path,
+    sequences: Sequence[Sequence[int]],
+    temperatures: Sequence[float] | None = None,
 ) -> list[list[float]]:
     """The logprob of each token of each sequence, given the tokens before it, in float32 on the CPU.
 
-    `python` is an interpreter with torch and transformers, `model` a model folder. The first token of a sequence
-    has nothing before it: its logprob is NaN. Blocks: seconds to load the model, then one pass for each sequence.
+    `python` is an interpreter with torch and transformers, `model` a model folder. `temperatures` has one for each
+    sequence, 1 by default; it is above 0. The first token of a sequence has nothing before it: its logprob is NaN.
+    Blocks: seconds to load the model, then one pass for each sequence.
 
     Raises:
         ServingError: the pass failed; the message carries the end of what it said.
     """
     from rollout_backend.errors import ServingError
 
+    temperatures = [1.0] * len(sequences) if temperatures is None else temperatures
+    if len(temperatures) != len(sequences) or min(temperatures, default=1.0) <= 0:
+        raise ValueError("temperatures must have one number above 0 for each sequence")
     done = subprocess.run(
         [str(python), "-I", __file__, str(model)],
-        input=json.dumps({"sequences": [list(ids) for ids in sequences], "temperature": temperature}),
+        input=json.dumps({"sequences": [list(ids) for ids in sequences], "temperatures": list(temperatures)}),
         capture_output=True,
         text=True,
         check=False,
@@ -53,7 +60,7 @@ def _main(model_path: str) -> None:
     request = json.load(sys.stdin)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
 
-    def logprobs(ids: list[int]) -> list[float | None]:
+    def logprobs(ids: list[int], temperature: float) -> list[float | None]:
         if not ids:
             return []
         out: list[float | None] = [None]
@@ -61,11 +68,12 @@ def _main(model_path: str) -> None:
             logits = model(torch.tensor([ids])).logits[0]
             for start in range(0, len(ids) - 1, _CHUNK):
                 stop = min(start + _CHUNK, len(ids) - 1)
-                rows = torch.log_softmax(logits[start:stop].float() / request["temperature"], dim=-1)
+                rows = torch.log_softmax(logits[start:stop].float() / temperature, dim=-1)
                 out += rows.gather(1, torch.tensor(ids[start + 1 : stop + 1])[:, None])[:, 0].tolist()
         return out
 
-    json.dump([logprobs(ids) for ids in request["sequences"]], sys.stdout)
+    pairs = zip(request["sequences"], request["temperatures"], strict=True)
+    json.dump([logprobs(ids, temperature) for ids, temperature in pairs], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ AWS_ENV = {
     "AWS_EC2_METADATA_DISABLED": "true",
 }
 _numbers = itertools.count(1)
+CUT = 0  # for a status: the connection ends before the body does
 
 
 def free_port() -> int:
@@ -124,8 +125,9 @@ class Gateway:
                 gateway.requests.append((self.path, self.headers.get("Authorization")))
                 answers = gateway.answers.get(self.path, [(200, make_trajectory().encode())])
                 status, body = answers.pop(0) if len(answers) > 1 else answers[0]
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
+                self.send_response(status or 200)
+                self.send_header("Content-Type", "text/event-stream" if status == CUT else "application/octet-stream")
+                self.send_header("Content-Length", str(len(body) + (100 if status == CUT else 0)))
                 self.end_headers()
                 self.wfile.write(body)
 

@@ -83,6 +83,7 @@ def test_the_agents_own_failures(container, body, reason, words):
 
 def test_a_traceback_ends_in_the_agents_own_line(container):
     rollout = container.play("x = 1\nraise KeyError('colour')")
+    assert "agent_wrapper/" not in rollout.failure.traceback
     assert rollout.failure.traceback.endswith("in body\nKeyError: 'colour'\n")
 
 
@@ -270,9 +271,10 @@ def test_a_result_that_cannot_be_written_is_told(sync_container, cloud):
 
 CALL = """
 from openai import OpenAI
-OpenAI(**{**context.openai_kwargs(), 'max_retries': 1, **context.payload.get('kwargs', {})}).chat.completions.create(
-    model=context.model, messages=[{'role': 'user', 'content': 'hi'}]
-)
+client = OpenAI(**{**context.openai_kwargs(), 'max_retries': 1, **context.payload.get('kwargs', {})})
+stream = context.payload.get('stream', False)
+answer = client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'hi'}], stream=stream)
+list(answer)
 """
 
 
@@ -294,6 +296,19 @@ def test_a_model_endpoint_that_refuses(sync_container, gateway, status, outcome,
     gateway.answers["/v1/chat/completions"] = [(status, b'{"error": {"message": "no"}}')]
     rollout = sync_container.play(CALL)
     assert (rollout.outcome, rollout.failure.reason) == (outcome, reason)
+
+
+def test_a_stream_that_is_cut(sync_container, gateway):
+    gateway.answers["/v1/chat/completions"] = [(0, b'data: {"id": "x", "choices": []}\n\n')]
+    rollout = sync_container.play(CALL, stream=True)
+    assert "RemoteProtocolError" in rollout.failure.message
+    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "model_unavailable")
+
+
+def test_an_error_inside_a_stream(sync_container, gateway):
+    gateway.answers["/v1/chat/completions"] = [(200, b'data: {"error": {"message": "the engine died"}}\n\n')]
+    rollout = sync_container.play(CALL, stream=True)
+    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "model_unavailable")
 
 
 def test_an_agent_may_wrap_the_failure(sync_container, gateway):

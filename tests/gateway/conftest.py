@@ -100,16 +100,15 @@ def serve(bundle, byte_model):
     """Starts a gateway for an engine's URL; keywords go into its settings."""
     served: list[Served] = []
 
-    def start(engine_url: str, gateway: dict | None = None, **more) -> Served:
+    def start(engine_url: str, gateway: dict | None = None, bundle=bundle, **more) -> Served:
         port = free_port()
         settings = GatewaySettings(
             port=port,
-            model=byte_model,
             gateway=GatewayConfig(**(gateway or {})),
             engine_url=engine_url,
             secret=SECRET,
             control_key=CONTROL_KEY,
-            **{"engine_attempts": 2, "model_call_s": 20, **more},
+            **{"model": byte_model, "engine_attempts": 2, "model_call_s": 20, **more},
         )
         served.append(Served(create_app(settings, bundle), port))
         return served[-1]

@@ -63,7 +63,7 @@ async def test_a_whole_life(tmp_path):
         finally:
             await gateway.stop()
     assert await gateway.wait() == -signal.SIGTERM  # uvicorn ends in order, then as the signal would have it
-    with pytest.raises(ServingError, match="does not answer"):
+    with pytest.raises(ServingError, match="not running"):
         await gateway.stats()
     logged = log.read_text()
     assert endpoint.api_key not in logged

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from rollout_backend.config import AgentCoreConfig, load_config
 
@@ -55,6 +54,8 @@ print(found)
 
 
 class Machine:
+    done: subprocess.CompletedProcess[str]
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for program in ("aws", "docker"):
@@ -96,12 +97,19 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_the_stack_is_deployed_then_the_image_pushed_then_the_runtime_made(machine: Machine) -> None:
-    done = machine.deploy("KeepResultsDays=7", **READY)
-    assert done.returncode == 0, done.stderr
-    first, second = machine.calls("deploy")
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    """After a deployment that went well, of a runtime that did not require MMDSv2."""
+    machine = Machine(tmp_path_factory.mktemp("deployed"))
+    machine.done = machine.deploy("KeepResultsDays=7", **READY)
+    assert machine.done.returncode == 0, machine.done.stderr
+    return machine
+
+
+def test_the_stack_is_deployed_then_the_image_pushed_then_the_runtime_made(deployed: Machine) -> None:
+    first, second = deployed.calls("deploy")
     assert first[first.index("--parameter-overrides") + 1 :] == ["AgentName=my_agent", "KeepResultsDays=7"]
-    (build,) = machine.calls("buildx")
+    (build,) = deployed.calls("buildx")
     image = build[build.index("--tag") + 1]
     assert image.startswith(f"{REPOSITORY}:")
     assert build[build.index("--platform") + 1] == "linux/arm64"
@@ -109,23 +117,28 @@ def test_the_stack_is_deployed_then_the_image_pushed_then_the_runtime_made(machi
     assert second[second.index("--parameter-overrides") + 1 :] == ["AgentName=my_agent", f"ImageUri={image}"]
 
 
-def test_a_folders_own_dockerfile_is_used(machine: Machine) -> None:
-    own = machine.folder / "agent" / "Dockerfile"
-    own.write_text("FROM scratch\n")
-    assert machine.deploy(**READY).returncode == 0
-    assert str(own) in machine.calls("buildx")[0]
-
-
-def test_mmdsv2_is_required_and_everything_else_kept(machine: Machine) -> None:
-    assert machine.deploy(**READY).returncode == 0
-    (update,) = machine.calls("update-agent-runtime")
+def test_mmdsv2_is_required_and_everything_else_kept(deployed: Machine) -> None:
+    (update,) = deployed.calls("update-agent-runtime")
     kept = {key: value for key, value in READY.items() if key != "status"}
     assert json.loads(update[-1]) == kept | {"metadataConfiguration": {"requireMMDSV2": True}}
 
 
+def test_what_it_prints_is_a_config(deployed: Machine, tmp_path: Path) -> None:
+    printed = deployed.done.stdout
+    path = tmp_path / "config.yaml"
+    path.write_text(printed[printed.index("aws:\n") :])
+    config = load_config(path, ["model.path=models/qwen"], env={})
+    assert isinstance(config.runtime, AgentCoreConfig)
+    assert (config.runtime.arn, config.aws.region) == (ARN, "eu-west-1")
+    assert (config.storage.bucket, config.queue.url) == (OUTPUTS["BucketName"], OUTPUTS["QueueUrl"])
+
+
 def test_a_runtime_that_requires_it_already_is_left_alone(machine: Machine) -> None:
+    own = machine.folder / "agent" / "Dockerfile"
+    own.write_text("FROM scratch\n")
     assert machine.deploy(**READY, metadataConfiguration={"requireMMDSV2": True}).returncode == 0
     assert machine.calls("update-agent-runtime") == []
+    assert str(own) in machine.calls("buildx")[0]  # and a folder's own Dockerfile is used
 
 
 def test_a_runtime_that_could_not_be_made_stops_the_deployment_with_its_reason(machine: Machine) -> None:
@@ -133,16 +146,6 @@ def test_a_runtime_that_could_not_be_made_stops_the_deployment_with_its_reason(m
     assert done.returncode == 1
     assert "CREATE_FAILED" in done.stderr
     assert "image is amd64" in done.stderr
-
-
-def test_what_it_prints_is_a_config(machine: Machine, tmp_path: Path) -> None:
-    done = machine.deploy(**READY)
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(yaml.safe_load(done.stdout[done.stdout.index("aws:\n") :])))
-    config = load_config(path, ["model.path=models/qwen"], env={})
-    assert isinstance(config.runtime, AgentCoreConfig)
-    assert (config.runtime.arn, config.aws.region) == (ARN, "eu-west-1")
-    assert (config.storage.bucket, config.queue.url) == (OUTPUTS["BucketName"], OUTPUTS["QueueUrl"])
 
 
 def test_too_few_arguments_print_the_usage() -> None:

