@@ -72,8 +72,9 @@ class RolloutBuffer:
     # --- by announcement ----------------------------------------------------------------------------------
 
     async def run(self, receivers: int) -> None:
-        """Receives until cancelled."""
+        """Receives until cancelled; without a queue there is nothing to do until then."""
         if self._queue is None:
+            await asyncio.Event().wait()
             return
         async with asyncio.TaskGroup() as group:
             for _ in range(receivers):

@@ -220,10 +220,10 @@ class Container:
         answer: dict[str, Any] = json.loads(self.client.get("/ping").text)
         return answer
 
-    def stop(self) -> float:
-        """SIGTERM, and the seconds until the process is gone."""
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> float:
+        """Sends the signal. Returns the seconds until the process is gone."""
         started = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
+        self.process.send_signal(number)
         self.process.wait(30)
         return time.monotonic() - started
 

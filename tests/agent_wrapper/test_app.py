@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -83,7 +84,7 @@ def test_the_agents_own_failures(container, body, reason, words):
 
 def test_a_traceback_ends_in_the_agents_own_line(container):
     rollout = container.play("x = 1\nraise KeyError('colour')")
-    assert "agent_wrapper/" not in rollout.failure.traceback
+    assert "runner.py" not in rollout.failure.traceback
     assert rollout.failure.traceback.endswith("in body\nKeyError: 'colour'\n")
 
 
@@ -360,6 +361,17 @@ def test_sigterm_publishes_what_runs(start_container, make_signal, kind, body, w
     assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "terminated")
     assert where in rollout.failure.traceback
     assert rollout.sampled_tokens == 2
+
+
+def test_ctrl_c_does_the_same_and_waits_for_no_thread(start_container, make_signal):
+    container = start_container("sync")
+    block, started = container.request(), make_signal()
+    body = STARTED + "import concurrent.futures as c\nc.ThreadPoolExecutor().submit(time.sleep, 600).result()"
+    container.invoke(body, block, started=started.path)
+    started.wait()
+    assert container.stop(signal.SIGINT) < 6
+    assert container.process.returncode == 0
+    assert container.await_result(block).failure.reason == "terminated"
 
 
 def test_sigterm_publishes_every_rollout_even_without_a_gateway(start_container, dead_url, make_signal):

@@ -1,0 +1,1 @@
+"""The embedded cloud of a laptop, and an engine with scripted answers."""

@@ -1,0 +1,132 @@
+import asyncio
+import json
+import math
+
+import pytest
+
+from agent_wrapper.contract import Outcome, Rollout
+from rollout_backend.errors import ServingError
+from rollout_backend.tasks import Task
+
+
+async def no_session_is_open(run) -> bool:
+    return (await run.cloud.sessions())["sessions"] == []
+
+
+async def test_prompts_in_checked_rollouts_out(open_run):
+    run = await open_run("sampling.temperature=0.5", "sampling.max_tokens=99")
+    result = await run.manager.collect([Task("a", {}), Task("b", {})])
+    report = result.report
+    assert report.balanced
+    assert report.outcomes[Outcome.COMPLETED] == 4
+    assert report.latency is not None
+    assert await no_session_is_open(run)
+    for rollout in result.rollouts:
+        assert rollout.reward == 1.0
+        assert rollout.extras == {"answer": "The answer is 7."}
+        [segment] = rollout.segments
+        text = run.engine.tokenizer.decode(list(segment.token_ids), skip_special_tokens=False)
+        assert text.endswith("<|im_start|>assistant\nThe answer is 7.<|im_end|>")
+        sampled = [token for token, mask in zip(segment.token_ids, segment.mask, strict=True) if mask]
+        assert run.engine.tokenizer.decode(sampled, skip_special_tokens=False) == "The answer is 7.<|im_end|>"
+        for mask, logprob in zip(segment.mask, segment.logprobs, strict=True):
+            assert math.isnan(logprob) != bool(mask)
+    assert all(body["sampling_params"]["temperature"] == 0.5 for body in run.engine.requests)
+    assert report.sampled_tokens == 4 * len("The answer is 7.x")
+    kept = run.manager.archive.find("a.1")
+    assert [Rollout.decode(path.read_bytes()).rollout_id for path in kept] == ["a.1"]
+    stored = json.loads((run.config.run_dir / "steps" / "00000000.json").read_text())
+    assert stored["planned"] == 4
+
+
+async def test_steps_follow_one_another_in_one_run(open_run):
+    run = await open_run("group.size=1")
+    first = await run.manager.collect([Task("a", {})])
+    second = await run.manager.collect([Task("a", {})])
+    assert (first.step, second.step) == (0, 1)
+    assert second.report.outcomes[Outcome.COMPLETED] == 1
+    assert {rollout.step for rollout in second.rollouts} == {1}
+
+
+async def test_steps_may_overlap(open_run):
+    run = await open_run("group.size=1")
+    results = await asyncio.gather(*(run.manager.collect([Task(f"task-{i}", {})]) for i in range(3)))
+    assert [result.report.outcomes[Outcome.COMPLETED] for result in results] == [1, 1, 1]
+    assert await no_session_is_open(run)
+
+
+FAILURES = {
+    "never call the model": (Outcome.AGENT_ERROR, "no_model_call", ""),
+    "raise": (Outcome.AGENT_ERROR, "agent_exception", "no such answer"),
+    "nan": (Outcome.AGENT_ERROR, "bad_reward", "nan"),
+    "text": (Outcome.AGENT_ERROR, "bad_reward", "The answer is 7."),
+    "never return": (Outcome.TIMED_OUT, "agent_deadline", ""),
+    "die": (Outcome.TIMED_OUT, "no_result", "the log of session"),
+}
+
+
+async def test_an_agent_that_fails_is_classed_and_never_trained(open_run):
+    run = await open_run(
+        "timeouts.model_call_s=4", "timeouts.agent_s=8", "timeouts.publish_grace_s=3", "group.size=1"
+    )
+    tasks = {do.replace(" ", "-"): Task(do.replace(" ", "-"), {"do": do}) for do in FAILURES}
+    result = await run.manager.collect([*tasks.values(), Task("good", {})])
+    assert result.report.balanced
+    assert [group.task.task_id for group in result.groups if group.usable] == ["good"]
+    assert [group.task.task_id for group in result.groups if group.rollouts] == ["good"]
+    failures = {failure.task_id: failure for failure in result.failures}
+    assert failures.keys() == tasks.keys()
+    for do, (outcome, reason, message) in FAILURES.items():
+        failure = failures[do.replace(" ", "-")]
+        assert (failure.outcome, failure.reason) == (outcome, reason)
+        assert message in failure.message
+    assert await no_session_is_open(run)
+
+
+async def test_an_agent_may_score_its_own_failure(open_run):
+    run = await open_run("group.size=1")
+    result = await run.manager.collect([Task("a", {"do": "score its failure"})])
+    [group] = result.groups
+    assert [(r.outcome, r.reward) for r in group.rollouts] == [(Outcome.AGENT_ERROR, -1.0)]
+
+
+async def test_an_engine_that_fails_is_an_infrastructure_error_and_never_a_reward_of_zero(open_run):
+    from rollout_backend.local.scripted import Fail
+
+    run = await open_run("group.size=1", "timeouts.model_call_s=3", replies=[Fail(500)] * 50)
+    result = await run.manager.collect([Task("a", {})])
+    assert result.report.outcomes[Outcome.INFRA_ERROR] == 1
+    assert result.report.trainable == 0
+    assert result.failures[0].reason == "model_unavailable"
+
+
+async def test_without_a_queue_the_same_rollouts_come_in(open_run):
+    run = await open_run("queue.enabled=false", "collect.no_queue_sweep_s=0.2")
+    result = await run.manager.collect([Task("a", {})])
+    assert result.report.outcomes[Outcome.COMPLETED] == 2
+
+
+async def test_a_gateway_that_dies_ends_the_run_with_the_reason_and_no_session(open_run, held_back):
+    run = await open_run(replies=held_back)
+    collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))
+    async with asyncio.timeout(20):
+        while not run.engine.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    gateway = run.manager._gateway
+    assert gateway is not None
+    gateway._process._process.kill()
+    with pytest.raises(ServingError, match="the gateway ended with code"):
+        await collecting
+    assert await no_session_is_open(run)
+
+
+async def test_an_interrupted_run_leaves_no_session(open_run, held_back):
+    run = await open_run(replies=held_back)
+    collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))
+    async with asyncio.timeout(20):
+        while not run.engine.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    collecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await collecting
+    assert await no_session_is_open(run)
