@@ -121,7 +121,9 @@ class Publisher:
                     max_pool_connections=_CONNECTIONS,
                     retries={"total_max_attempts": 1},  # one layer of retries: ours
                 )
-                self._clients[service, region] = boto3.client(service, region_name=region, config=config)  # type: ignore[call-overload]
+                # A session of our own: boto3's default one is the agent's to set up, and keeps what it first read.
+                session = boto3.Session(region_name=region)
+                self._clients[service, region] = session.client(service, config=config)  # type: ignore[call-overload]
             return self._clients[service, region]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
 from rollout_backend.local.cloud import LocalStorage
+from rollout_backend.process import ServerProcess, free_port
 
 
 @pytest.fixture(scope="session")
@@ -84,3 +87,34 @@ def make_rollout(make_segment: Callable[..., Segment], run_id: str) -> Callable[
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def agent_server(storage: LocalStorage, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The arithmetic example as a server of its own; its URL."""
+    port = free_port()
+    process = ServerProcess(
+        "the arithmetic agent",
+        [sys.executable, str(repository / "examples" / "arithmetic" / "agent.py")],
+        tmp_path_factory.mktemp("agent") / "agent.log",
+        {
+            **os.environ,
+            **storage.environ,
+            "AWS_ENDPOINT_URL": storage.endpoint_url,
+            "HOST": "127.0.0.1",
+            "PORT": str(port),
+        },
+    )
+
+    async def answers() -> bool:
+        try:
+            async with httpx.AsyncClient() as http:
+                return (await http.get(f"http://127.0.0.1:{port}/ping")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    with start_blocking_portal() as portal:
+        portal.call(process.start)
+        portal.call(process.wait_healthy, answers, 60.0)
+        yield f"http://127.0.0.1:{port}"
+        portal.call(process.stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
 from rollout_backend import aws
 from rollout_backend.config import AgentCoreConfig
@@ -82,6 +82,8 @@ class AgentCoreRuntime:
             raise RuntimeUnavailable(f"the runtime cannot be reached: {error}") from error
         except aws.NO_CREDENTIALS as error:
             raise Rejected(f"no AWS credentials for the runtime: {error}") from error
+        except ParamValidationError as error:
+            raise Rejected(f"the invoke was not sent: {error}") from error
         except (BotoCoreError, OSError) as error:
             raise OutcomeUnknown(f"the invoke was cut off: {error}") from error
 

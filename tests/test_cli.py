@@ -1,0 +1,159 @@
+"""Bad input at the command line: a clear error that says what to do, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rollout_backend import cli
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+
+ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/no_such-0123456789"
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"payload": {"question": "What is 3 + 4?", "answer": "7"}}\n')
+    return file
+
+
+@pytest.fixture
+def settings(tmp_path: Path, local_aws):
+    """Writes a settings file; keyword arguments replace whole sections."""
+
+    def write(**sections) -> Path:
+        tree = {
+            "model": {"path": str(BYTE_MODEL), "renderer": "chatml"},
+            "storage": {"bucket": local_aws.bucket},
+            "aws": {"region": local_aws.region, "endpoint_url": local_aws.endpoint_url},
+            "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
+            "serving": {"kind": "external", "urls": ["http://127.0.0.1:9"]},
+            "output_dir": str(tmp_path / "runs"),
+        }
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump({**tree, **sections}))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def rollout(monkeypatch: pytest.MonkeyPatch):
+    """Runs the command line here; answers its exit code and what it printed, with line breaks as blanks."""
+    monkeypatch.setattr(cli.console, "width", 400)
+
+    def run(*args: object) -> tuple[int, str]:
+        result = CliRunner().invoke(cli.app, [str(arg) for arg in args])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result.exit_code, " ".join(result.output.split())
+
+    return run
+
+
+def refused(outcome: tuple[int, str], *parts: str) -> None:
+    code, output = outcome
+    assert code == 2
+    for part in parts:
+        assert part in output
+    assert "starting" not in output
+
+
+def test_a_broken_task_file_is_named_by_its_line(rollout, settings, tasks):
+    tasks.write_text('{"payload": {}}\n{"payload": }\n')
+    refused(rollout("run", settings(), "--tasks", tasks), "tasks.jsonl, line 2: not JSON")
+
+
+def test_a_setting_that_does_not_exist_is_named(rollout, settings, tasks):
+    refused(rollout("run", settings(grup={}), "--tasks", tasks), "grup: no such setting")
+    refused(rollout("run", settings(), "--tasks", tasks, "-o", "group.sise=3"), "group.sise: no such setting")
+
+
+def test_without_credentials(rollout, settings, tasks, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    refused(rollout("run", settings(), "--tasks", tasks), "there are no AWS credentials", "AWS_PROFILE")
+
+
+def test_a_bucket_that_does_not_exist(rollout, settings, tasks):
+    config = settings(storage={"bucket": "no-such-bucket"})
+    refused(rollout("run", config, "--tasks", tasks), "bucket 'no-such-bucket' does not exist", "storage.bucket")
+    refused(rollout("check", config), "bucket 'no-such-bucket' does not exist")
+
+
+def test_a_storage_that_does_not_answer(rollout, settings, tasks):
+    config = settings(aws={"endpoint_url": "http://127.0.0.1:9"})
+    refused(rollout("run", config, "--tasks", tasks), "cannot be reached", "aws.endpoint_url")
+
+
+def test_a_runtime_that_does_not_answer(rollout, settings, tasks):
+    refused(
+        rollout("run", settings(), "--tasks", tasks), "no agent server answers at http://127.0.0.1:9", "runtime.url"
+    )
+
+
+def test_a_wrong_arn(rollout, settings, tasks):
+    config = settings(runtime={"kind": "agentcore", "arn": "my-agent"})
+    refused(rollout("run", config, "--tasks", tasks), "runtime.arn", "is not the ARN of an AgentCore runtime")
+
+
+def test_an_arn_of_no_runtime(rollout, settings, tasks, local_aws):
+    config = settings(runtime={"kind": "agentcore", "arn": ARN, "endpoint_url": local_aws.endpoint_url})
+    refused(rollout("run", config, "--tasks", tasks), f"runtime {ARN} does not exist", "runtime.arn")
+
+
+def test_a_queue_that_does_not_exist(rollout, settings, tasks, local_aws, agent_server):
+    queue = {"url": f"{local_aws.endpoint_url}/000000000000/no-such-queue"}
+    config = settings(queue=queue, runtime={"kind": "http", "url": agent_server})
+    refused(rollout("run", config, "--tasks", tasks), "no-such-queue does not exist", "queue.url")
+
+
+def test_an_agent_that_is_no_file(rollout, tasks, tmp_path):
+    refused(rollout("demo", "--agent", tmp_path / "none.py", "--tasks", tasks), "there is no agent at")
+
+
+def test_a_port_in_use_is_named_with_its_setting(rollout, settings, tasks, agent_server):
+    with ScriptedEngine(["7"]) as engine, socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = settings(
+            runtime={"kind": "http", "url": agent_server},
+            serving={"kind": "external", "urls": [engine.url]},
+            gateway={"port": taken.getsockname()[1]},
+        )
+        code, output = rollout("run", config, "--tasks", tasks)
+    assert code == 1
+    assert "gateway.port" in output
+    assert "to another port, or to 0" in output
+
+
+def test_a_run_over_http_is_shown_and_read_again(rollout, settings, tasks, agent_server, tmp_path):
+    with ScriptedEngine(["It is 7."]) as engine:
+        config = settings(
+            runtime={"kind": "http", "url": agent_server},
+            serving={"kind": "external", "urls": [engine.url]},
+            queue={"wait_s": 1},
+            run_id="shown",
+        )
+        code, output = rollout("run", config, "--tasks", tasks)
+    assert code == 0, output
+    assert "the ledger reconciles; 0 sessions open" in output
+    folder = tmp_path / "runs" / "shown"
+    code, output = rollout("show", "task-00000.0", "--run-dir", folder)
+    assert code == 0
+    for part in ("completed, reward 1", "What is 3 + 4?", "It is 7.", "mean logprob -0.500"):
+        assert part in output
+    code, output = rollout("show", "task-00000.0", "--run-dir", folder, "--json")
+    assert json.loads(output)["outcome"] == "completed"
+    refused(rollout("show", "task-9", "--run-dir", folder), "holds no rollout 'task-9'")
+
+
+def test_there_is_no_run_to_show(rollout, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(rollout("show", "task-00000.0"), "there is no run in", "--run-dir")
