@@ -39,7 +39,8 @@ class ModelConfig(_Section):
     renderer: str = "auto"
     """How messages become tokens and back: a name that the `renderers` package knows, `chatml` (ours, for ChatML
     models such as SmolLM2, with Hermes-style tools), `default` (the model's own template), or
-    `package.module.Class` of your own. `auto` asks `renderers`, by the model's folder name."""
+    `package.module.Class` of your own. `auto`: the one that `renderers` has for a model of the folder's name, else
+    `chatml` if it renders as the model's own template does, else `default`."""
     context_length: int = Field(default=2048, ge=16)
     """Tokens of prompt and completion together that one model call may have."""
 
@@ -87,7 +88,7 @@ class AwsConfig(_Section):
 
 
 class _RuntimeLimits(_Section):
-    invoke_per_s: Rate = 20.0
+    invoke_per_s: Rate = 6.0
     """Sessions started per second; keep it below your account's quota."""
     stop_per_s: Rate = 20.0
     """Sessions closed per second; likewise."""
@@ -365,8 +366,7 @@ def _nest(keys: list[str], text: str, where: str) -> dict[str, Any]:
 def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
     for key, value in more.items():
         below = into.get(key)
-        same_kind = isinstance(below, Mapping) and isinstance(value, Mapping)
-        if same_kind and not _other_kind(below, value):
+        if isinstance(below, Mapping) and isinstance(value, Mapping) and not _other_kind(below, value):
             into[key] = dict(below)
             _merge(into[key], value)
         else:

@@ -35,7 +35,7 @@ from rollout_backend.gateway.process import GatewayProcess, GatewayStats
 from rollout_backend.ledger import Phase
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.report import StepResult
-from rollout_backend.serving.fleet import Fleet, ServingEvent
+from rollout_backend.serving.fleet import Fleet, ServerState, ServingEvent
 from rollout_backend.step import Step, StepServices
 from rollout_backend.tasks import Task, unique
 
@@ -73,6 +73,7 @@ class RolloutManager:
         self._numbers = itertools.count()
         self._services: StepServices | None = None
         self._gateway: GatewayProcess | None = None
+        self._fleet: Fleet | None = None
         self._watching: list[asyncio.Task[None]] = []
 
     # --- start and end ------------------------------------------------------------------------------------
@@ -108,6 +109,7 @@ class RolloutManager:
         fleet = Fleet(config, logs, self._on_serving)
         stack.push_async_callback(fleet.stop)
         await fleet.start()
+        self._fleet = fleet
         self._on_status("starting the gateway")
         gateway = GatewayProcess(config, fleet.router_url, logs / "gateway.log")
         stack.push_async_callback(gateway.stop)
@@ -177,6 +179,10 @@ class RolloutManager:
             del self._steps[number]
         self.archive.keep_report(result.report)
         return result
+
+    def servers(self) -> tuple[ServerState, ...]:
+        """The router and the engines, as they stand."""
+        return self._fleet.snapshot() if self._fleet is not None else ()
 
     async def progress(self) -> Progress:
         phases: dict[str, int] = dict.fromkeys(Phase, 0)

@@ -14,7 +14,6 @@ import asyncio
 import json
 import logging
 import time
-import zlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -268,7 +267,7 @@ class Step:
         self._sessions.append(session_id)
         grace = config.timeouts.publish_grace_s
         agent_deadline = min(now + config.timeouts.agent_s, max(now, self._deadline - grace))
-        sampling = _seeded(task.sampling or self._sampling, rollout_id)
+        sampling = task.sampling or self._sampling
         claims = SessionClaims(
             run_id=config.run_id,
             step=self.step,
@@ -382,10 +381,3 @@ class Step:
             deadline_reached=self._deadline_reached,
         )
         return StepResult(self.step, rollouts, tuple(groups), failures_of(self.ledger), report)
-
-
-def _seeded(sampling: Sampling, rollout_id: str) -> Sampling:
-    """One seed for a whole group would sample the same rollout again and again: each rollout gets its own."""
-    if sampling.seed is None:
-        return sampling
-    return sampling.model_copy(update={"seed": zlib.crc32(f"{sampling.seed}:{rollout_id}".encode()) & 0x7FFFFFFF})

@@ -89,7 +89,7 @@ async def agent(context: RolloutContext) -> dict[str, object]:
         result = await solver.invoke_async(context.payload["question"], limits={"turns": MAX_TURNS})
     except (ContextWindowOverflowException, MaxTokensReachedException) as error:
         # It talked itself out of its tokens: a bad solution, not a broken one, so it has a reward.
-        raise AgentFailure(str(error), reward=0.0) from error
+        raise AgentFailure(f"out of tokens: {type(error).__name__}", reward=0.0) from error
     reply = str(result).strip()
     return {"reward": score(reply, context.payload), "reply": reply, "stop_reason": result.stop_reason}
 

@@ -431,12 +431,11 @@ async def test_a_run_that_loses_its_engines_ends_every_step_with_the_reason(open
 
 
 async def test_what_the_agent_is_told(open_bench):
-    bench = await open_bench("sampling.temperature=0.7", "sampling.seed=3", "storage.prefix=team/")
+    bench = await open_bench("sampling.temperature=0.7", "storage.prefix=team/")
     result = await bench.step().run()
     assert result.report.outcomes[Outcome.COMPLETED] == 2
     first, second = bench.agents.requests
     assert first.sampling.temperature == 0.7
-    assert first.sampling.seed != second.sampling.seed  # one seed for a group would give one rollout many times
     assert first.key == f"team/runs/{bench.config.run_id}/steps/00000000/{first.rollout_id}"
     assert first.deadline - second.deadline < 1.0
 

@@ -1,0 +1,88 @@
+"""Whole runs with a real model on real SGLang servers, on the CPU and in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from agent_wrapper.contract import Outcome
+from rollout_backend.config import load_config
+from rollout_backend.local.cloud import LocalCloud
+from rollout_backend.manager import RolloutManager
+from rollout_backend.serving.fleet import ServingEvent
+from rollout_backend.serving.forward_pass import reference_logprobs
+from rollout_backend.serving.install import find_engine, find_model
+from rollout_backend.tasks import read_tasks
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+async def test_an_engine_that_is_killed_costs_no_rollout_and_every_logprob_is_the_models_own(
+    repository, tmp_path, monkeypatch
+):
+    model, example = find_model(), repository / "examples" / "arithmetic"
+    events: list[ServingEvent] = []
+    async with LocalCloud(example / "agent.py", run_dir=tmp_path / "logs") as cloud:
+        for name, value in cloud.environ.items():
+            monkeypatch.setenv(name, value)
+        base = {
+            "model": {"path": str(model), "renderer": "chatml"},
+            "serving": {"device": "cpu", "dtype": "float32", "servers": 2},
+            "sampling": {"temperature": 1.0, "max_tokens": 48},
+            "group": {"size": 4, "policy": "strict"},
+            "timeouts": {
+                "model_call_s": 200, "agent_s": 240, "publish_grace_s": 60, "collection_s": 400, "token_s": 500,
+            },
+            "output_dir": str(tmp_path),
+        }  # fmt: skip
+        config = load_config(base=base, env={}, top=cloud.settings())
+        async with RolloutManager(config, on_serving=events.append) as manager:
+            tasks = read_tasks(example / "tasks.jsonl")[:6]
+            collecting = asyncio.create_task(manager.collect(tasks))
+            await asyncio.wait_for(_tokens_are_sampled(manager), 120)
+            [url] = [server.url for server in manager.servers() if server.name == "engine-0"]
+            os.killpg(_listener(url), signal.SIGKILL)
+            result = await collecting
+        assert (await cloud.sessions())["sessions"] == []
+    assert result.report.balanced
+    assert result.report.outcomes[Outcome.COMPLETED] == 24, result.failures
+    assert all(group.usable for group in result.groups)
+    assert ("engine-0", "died") in [(event.server, event.kind) for event in events]
+
+    segments = [segment for rollout in result.rollouts for segment in rollout.segments]
+    assert len(segments) == 24  # one turn each, none broken
+    reference = await asyncio.to_thread(
+        reference_logprobs, find_engine(), model, [list(segment.token_ids) for segment in segments]
+    )
+    worst = max(
+        abs(math.exp(stored) - math.exp(computed))
+        for segment, row in zip(segments, reference, strict=True)
+        for stored, computed, sampled in zip(segment.logprobs, row, segment.mask, strict=True)
+        if sampled
+    )
+    assert worst < 1e-4
+
+
+async def _tokens_are_sampled(manager: RolloutManager) -> None:
+    while True:
+        progress = await manager.progress()
+        if progress.gateway is not None and progress.gateway.sampled_tokens:
+            return
+        await asyncio.sleep(0.2)
+
+
+def _listener(url: str) -> int:
+    """The pid of the server process that was told to listen on the port; it leads a process group of its own."""
+    port = url.rpartition(":")[2].encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            argv = (folder / "cmdline").read_bytes().split(b"\0")
+            if b"sglang.launch_server" in argv and port in argv:
+                return int(folder.name)
+    raise AssertionError(f"nobody serves {url}")
