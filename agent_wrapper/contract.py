@@ -244,6 +244,7 @@ class Trajectory(ContractObject):
     schema_version: Literal[1] = 1
     model: str
     segments: tuple[Segment, ...]
+    unanswered_calls: int = Field(default=0, ge=0)  # model calls that failed on our side and never went through
 
     def encode(self) -> bytes:
         return _pack(self)

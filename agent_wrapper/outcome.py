@@ -11,6 +11,9 @@ causes, stands an error that
 - was met on the way to the model: if it knows the URL of its request, that is one of the session's endpoint. An
   error that knows none counts only if it is an SDK's.
 
+An agent may also catch such an error and return a reward all the same. The gateway knows: it counts the calls that it
+could not answer and that were not made again with success, and a rollout with one has no reward.
+
 So a tool's own failing web call stays the agent's error, and no SDK needs to be installed to tell.
 """
 
@@ -99,7 +102,14 @@ def conclude(
     segments: tuple[Segment, ...] = ()
     if isinstance(trajectory, Trajectory):
         model, segments = trajectory.model, trajectory.segments
-        if ending.outcome is Outcome.COMPLETED and not any(segment.sampled_tokens for segment in segments):
+        if ending.reward is not None and trajectory.unanswered_calls:
+            ending = failed(
+                Outcome.INFRA_ERROR,
+                "model_unavailable",
+                f"the model's endpoint failed {trajectory.unanswered_calls} calls for good, and the agent went on "
+                "without an answer: what it scored is not the model's doing",
+            )
+        elif ending.outcome is Outcome.COMPLETED and not any(segment.sampled_tokens for segment in segments):
             ending = failed(
                 Outcome.AGENT_ERROR,
                 "no_model_call",

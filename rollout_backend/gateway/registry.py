@@ -35,6 +35,7 @@ class Entry:
     session: Session | None
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     started: int = 0  # calls, ever
+    unanswered: set[bytes] = field(default_factory=set)  # calls that failed on our side, until they are made again
     sealed: asyncio.Task[bytes] | None = None
 
     @property
@@ -137,6 +138,10 @@ class Registry:
         await _abort([entry])
 
         def encode() -> bytes:
-            return Trajectory(model=self._model_name, segments=session.trajectory.segments()).encode()
+            return Trajectory(
+                model=self._model_name,
+                segments=session.trajectory.segments(),
+                unanswered_calls=len(entry.unanswered),
+            ).encode()
 
         return await asyncio.to_thread(encode)

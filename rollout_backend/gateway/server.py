@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -130,11 +132,12 @@ class Gateway:
                 404, f"there is no model {body.model!r} here, only {self._model_name!r}", code="model_not_found"
             )
         messages = body.plain_messages()
+        entry, session = self._registry.open(claims)
         if self._registry.calls_in_flight >= self._settings.gateway.max_concurrent_calls:
+            entry.unanswered.add(_digest(messages, body.tools))
             raise ApiError(
                 429, "too many model calls are in flight", code="rate_limit_exceeded", retry_after_s=_BUSY_RETRY_S
             )
-        entry, session = self._registry.open(claims)
         call = asyncio.create_task(self._call(entry, session, claims, body, messages))
         entry.calls.add(call)
         call.add_done_callback(entry.calls.discard)
@@ -183,6 +186,25 @@ class Gateway:
     # --- one model call -----------------------------------------------------------------------------------
 
     async def _call(
+        self,
+        entry: Entry,
+        session: Session,
+        claims: SessionClaims,
+        body: ChatRequest,
+        messages: list[dict[str, Any]],
+    ) -> Answer:
+        """One call, booked as unanswered for as long as it fails by our doing."""
+        digest = _digest(messages, body.tools)
+        try:
+            answer = await self._answer(entry, session, claims, body, messages)
+        except Exception as error:
+            if not isinstance(error, ApiError) or error.status >= 500:
+                entry.unanswered.add(digest)
+            raise
+        entry.unanswered.discard(digest)
+        return answer
+
+    async def _answer(
         self,
         entry: Entry,
         session: Session,
@@ -350,6 +372,11 @@ def _prepare(session: Session, messages: Sequence[Mapping[str, Any]], tools: Any
         raise ApiError(
             400, f"these messages cannot be rendered for this model: {error}", code="unrenderable"
         ) from None
+
+
+def _digest(messages: Sequence[Mapping[str, Any]], tools: Any) -> bytes:
+    """Names a call by what it asks, so that the same question asked again is known as such."""
+    return hashlib.sha256(json.dumps([messages, tools], sort_keys=True).encode()).digest()
 
 
 def _outcome(call: asyncio.Task[Answer]) -> Answer:

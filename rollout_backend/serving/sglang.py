@@ -85,6 +85,5 @@ def engine_command(
             *("--grammar-backend", "none"),  # compiles for 10 s at the start, for a feature that is not used
             "--disable-overlap-schedule",  # there is no device to overlap with
             "--sleep-on-idle",  # else an idle scheduler spins on a core
-            "--skip-server-warmup",  # it warms kernels, of which there are none
         ]
     return [*argv, *serving.extra_args], env

@@ -14,8 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_wrapper import AgentFailure
-from agent_wrapper.contract import Outcome, Rollout
-from agent_wrapper.outcome import failed, judge
+from agent_wrapper.contract import (
+    ModelEndpoint,
+    Outcome,
+    ResultTarget,
+    Rollout,
+    RolloutRequest,
+    Sampling,
+    Trajectory,
+)
+from agent_wrapper.outcome import conclude, failed, judge
 from agent_wrapper.runner import Raised, Returned
 
 URL = "http://gateway:80/v1"
@@ -218,3 +226,36 @@ def test_a_chain_that_bites_its_tail_ends():
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
     assert judge(Raised(first), URL).outcome is Outcome.AGENT_ERROR
+
+
+@pytest.mark.parametrize("ending", [judge(Returned(0.0), URL), judge(Raised(AgentFailure("gave up", 0.0)), URL)])
+def test_a_reward_from_an_agent_that_lost_a_model_call_is_none(ending, asked, make_segment):
+    trajectory = Trajectory(model="m", segments=(make_segment(),), unanswered_calls=2)
+    rollout = conclude(asked, ending, trajectory, 1.0, 2.0)
+    assert (rollout.outcome, rollout.reward) == (Outcome.INFRA_ERROR, None)
+    assert rollout.failure.reason == "model_unavailable"
+    assert rollout.segments == trajectory.segments
+    kept = conclude(asked, ending, trajectory.model_copy(update={"unanswered_calls": 0}), 1.0, 2.0)
+    assert kept.reward == 0.0
+
+
+def test_an_agents_own_failure_stays_its_own_though_a_call_was_lost(asked, make_segment):
+    trajectory = Trajectory(model="m", segments=(make_segment(),), unanswered_calls=1)
+    rollout = conclude(asked, judge(Raised(KeyError("x")), URL), trajectory, 1.0, 2.0)
+    assert rollout.outcome is Outcome.AGENT_ERROR
+
+
+@pytest.fixture
+def asked() -> RolloutRequest:
+    return RolloutRequest(
+        run_id="run",
+        step=0,
+        task_id="task",
+        rollout_id="task.0",
+        attempt=1,
+        session_id="s",
+        endpoint=ModelEndpoint(base_url=URL, api_key="k", name="m", trajectory_url=f"{URL}/rollout/trajectory"),
+        sampling=Sampling(),
+        deadline=10.0,
+        result=ResultTarget(bucket="rollouts"),
+    )

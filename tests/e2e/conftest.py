@@ -51,6 +51,12 @@ async def agent(context):
         case "score its failure":
             await ask(context)
             raise AgentFailure("gave up", reward=-1.0)
+        case "swallow":
+            await ask(context)
+            try:
+                await ask(context, "And then?")
+            except Exception:
+                return 0.0
         case "nan":
             await ask(context)
             return float("nan")

@@ -6,6 +6,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.errors import ServingError
+from rollout_backend.local.scripted import Fail
 from rollout_backend.tasks import Task
 
 
@@ -91,13 +92,19 @@ async def test_an_agent_may_score_its_own_failure(open_run):
 
 
 async def test_an_engine_that_fails_is_an_infrastructure_error_and_never_a_reward_of_zero(open_run):
-    from rollout_backend.local.scripted import Fail
-
     run = await open_run("group.size=1", "timeouts.model_call_s=3", replies=[Fail(500)] * 50)
     result = await run.manager.collect([Task("a", {})])
     assert result.report.outcomes[Outcome.INFRA_ERROR] == 1
     assert result.report.trainable == 0
     assert result.failures[0].reason == "model_unavailable"
+
+
+async def test_an_agent_that_hides_a_lost_model_call_has_no_reward(open_run):
+    run = await open_run("group.size=1", "timeouts.model_call_s=3", replies=["7", *[Fail(500)] * 50])
+    result = await run.manager.collect([Task("a", {"do": "swallow"})])
+    [failure] = result.failures
+    assert (failure.outcome, failure.reason) == (Outcome.INFRA_ERROR, "model_unavailable")
+    assert result.report.trainable == 0
 
 
 async def test_without_a_queue_the_same_rollouts_come_in(open_run):

@@ -372,6 +372,21 @@ def test_an_engine_that_is_down_is_a_503_to_try_again(serve):
     assert gateway.trajectory().segments == ()
 
 
+def test_a_call_that_was_never_answered_is_counted_until_it_is_made_again(serve):
+    down = True
+    with ScriptedEngine(lambda _: Fail(500) if down else "5") as engine:
+        gateway = serve(engine.url, engine_attempts=2)
+        question, other = {"model": MODEL, "messages": USER}, {"model": MODEL, "messages": [*USER, *USER]}
+        for body, session in ((question, "a"), (question, "b"), (other, "b"), (other, "c")):
+            assert post(gateway, body, gateway.key(session)).status_code == 503
+        down = False
+        for body, session in ((question, "a"), (question, "b"), (question, "c")):
+            assert post(gateway, body, gateway.key(session)).status_code == 200
+        assert post(gateway, {"model": "another", "messages": USER}, gateway.key("a")).status_code == 404
+    unanswered = {session: gateway.trajectory(session).unanswered_calls for session in "abc"}
+    assert unanswered == {"a": 0, "b": 1, "c": 1}
+
+
 def test_a_passing_failure_of_the_engine_is_not_seen_by_the_agent(serve):
     with ScriptedEngine([Fail(503), "5"]) as engine:
         gateway = serve(engine.url)
