@@ -1,0 +1,107 @@
+"""`rollout demo` as a person runs it, in a terminal of its own: to its end, and interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+
+pytestmark = pytest.mark.engine  # the demo sees to it that the engine is installed, though a script answers here
+
+
+@pytest.fixture
+def demo(repository: Path, tmp_path: Path) -> Iterator[Callable[[ScriptedEngine], subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    example = repository / "examples" / "arithmetic"
+
+    def start(engine: ScriptedEngine) -> subprocess.Popen[str]:
+        settings = {
+            "model.path": BYTE_MODEL,
+            "serving": f"{{kind: external, urls: ['{engine.url}']}}",
+            "run_id": "demo",
+            "output_dir": tmp_path,
+        }
+        overrides = [part for key, value in settings.items() for part in ("-o", f"{key}={value}")]
+        argv = [sys.executable, "-m", "rollout_backend.cli", "demo", "--limit", "2", *overrides]
+        argv += ["--agent", str(example / "agent.py"), "--tasks", str(example / "tasks.jsonl")]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with process:  # closes its pipe
+            process.kill()
+
+
+def descendants(pid: int) -> set[int]:
+    """Every process below `pid`, by the kernel's own books."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):  # it ended while we looked
+            continue
+    found, todo = set(), [pid]
+    while todo:
+        parent = todo.pop()
+        children = {child for child, its_parent in parents.items() if its_parent == parent} - found
+        found |= children
+        todo += children
+    return found
+
+
+def running(pids: set[int]) -> set[int]:
+    return {
+        pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()
+    }
+
+
+def test_a_demo_tells_what_it_came_to_and_leaves_nothing_behind(demo, tmp_path):
+    with ScriptedEngine(["It is 7."]) as engine:
+        process = demo(engine)
+        below: set[int] = set()
+        while process.poll() is None:
+            below |= descendants(process.pid)
+            time.sleep(0.05)
+        output = process.communicate()[0]
+    assert process.returncode == 0, output
+    for part in (
+        "the ledger reconciles; 0 sessions open",
+        "the runtime itself counts 0 open sessions",
+        "from PUT to buffer: p50",
+        "reward by group",
+        "sampled per second",
+        str(tmp_path / "demo"),
+    ):
+        assert part in output.replace("\n", "")  # long paths are wrapped
+    assert below
+    assert not running(below)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_stops_everything_it_started(demo, number):
+    def hold(prompt: str) -> str:
+        time.sleep(2)
+        return "late"
+
+    with ScriptedEngine(hold) as engine:
+        process = demo(engine)
+        while not engine.requests:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        below = descendants(process.pid)
+        os.kill(process.pid, number)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    assert "interrupted; everything that was started is stopped" in output.replace("\n", " ")
+    assert len(below) >= 6  # moto, the stand-in, its forker, sessions, router, gateway
+    assert not running(below)
