@@ -248,7 +248,9 @@ class RolloutApp:
 
     async def _roll_out(self, request: RolloutRequest, payload: dict[str, Any]) -> Rollout:
         started_at = time.time()
+        preparing = asyncio.create_task(self._prepare(request))
         ending = await self._play(request, RolloutContext.of_request(request, payload))
+        preparing.cancel()
         finished_at = time.time()
         trajectory = await self._fetch(request)
         return conclude(request, ending, trajectory, started_at, finished_at)
@@ -291,6 +293,12 @@ class RolloutApp:
             await asyncio.wait({future}, timeout=last_s)
         return future.done()
 
+    async def _prepare(self, request: RolloutRequest) -> None:
+        try:
+            await _in_thread(lambda: self._publisher.prepare(request.result), "prepare")
+        except Exception as error:  # whatever it is, publishing will meet it again, and there it counts
+            logger.info("the clients could not be made ahead: %s", describe(error))
+
     async def _publish(self, request: RolloutRequest, rollout: Rollout) -> None:
         body = rollout.encode()
         budget_s = _LAST_PUBLISH_S if self._stopping.is_set() else _PUBLISH_S
@@ -305,6 +313,8 @@ async def _in_thread(work: Callable[[], _T], name: str) -> _T:
     future: Future[_T] = Future()
 
     def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             future.set_result(work())
         except BaseException as error:

@@ -177,7 +177,7 @@ class RouterConfig(_Section):
     """The address it listens on."""
     port: int = Field(default=0, ge=0, le=65535)
     """0: any free port."""
-    policy: Literal["manual", "cache_aware", "round_robin", "power_of_two", "random"] = "manual"
+    policy: Literal["manual", "cache_aware", "round_robin", "random"] = "manual"
     """`manual` keeps each session on one server, and so in its prefix cache."""
     startup_timeout_s: Seconds = 60.0
     """From its start until it answers."""

@@ -31,7 +31,7 @@ class GroupReport(_Frozen):
 
 
 class Latency(_Frozen):
-    """Seconds from an agent's PUT (its container's clock) until the rollout was in our hands."""
+    """Seconds until rollouts were in our hands, over a step. Two clocks are compared: keep them in time."""
 
     p50: float
     p99: float
@@ -58,7 +58,10 @@ class StepReport(_Frozen):
     sampled_tokens: int
     given_tokens: int
     broken_histories: int  # segments beyond each rollout's first
-    latency: Latency | None
+    latency: Latency | None  # since the announcement, which follows the PUT at once; by SQS's clock
+    lag: (
+        Latency | None
+    )  # since the agent returned, by its container's clock: with what was sampled fetched, and the PUT
     seconds: float
     deadline_reached: bool
 
@@ -122,6 +125,7 @@ def make_report(
     groups: Sequence[GroupResult],
     rollouts: Sequence[Rollout],
     latencies: Sequence[float],
+    lags: Sequence[float],
     *,
     refused: int,
     seconds: float,
@@ -170,6 +174,7 @@ def make_report(
         given_tokens=sum(len(segment.token_ids) for segment in segments) - sampled,
         broken_histories=sum(max(0, len(rollout.segments) - 1) for rollout in rollouts),
         latency=_latency(latencies),
+        lag=_latency(lags),
         seconds=seconds,
         deadline_reached=deadline_reached,
     )

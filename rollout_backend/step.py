@@ -78,6 +78,7 @@ class Step:
         self._groups = {task.task_id: self._new_group(task) for task in tasks}
         self._rollouts: dict[str, Rollout] = {}
         self._latencies: list[float] = []
+        self._lags: list[float] = []
         self._changed = asyncio.Event()
         self._ended: dict[str, asyncio.Event] = {}  # by rollout: set once it is settled
         self._lives: dict[str, asyncio.Task[None]] = {}
@@ -322,13 +323,16 @@ class Step:
     def again(self, rollout_id: str) -> None:
         self.ledger.again(rollout_id)
 
-    def arrive(self, rollout: Rollout) -> None:
+    def arrive(self, rollout: Rollout, announced_at: float | None) -> None:
         if not self.wants(rollout.rollout_id):
             self.again(rollout.rollout_id)
             return
         self._at.keep(rollout)
         self._rollouts[rollout.rollout_id] = rollout
-        self._latencies.append(max(0.0, time.time() - rollout.finished_at))
+        now = time.time()
+        if announced_at is not None:
+            self._latencies.append(max(0.0, now - announced_at))
+        self._lags.append(max(0.0, now - rollout.finished_at))
         failure = rollout.failure
         self.ledger.arrive(
             rollout.rollout_id,
@@ -376,6 +380,7 @@ class Step:
             groups,
             rollouts,
             self._latencies,
+            self._lags,
             refused=refused,
             seconds=seconds,
             deadline_reached=self._deadline_reached,

@@ -39,8 +39,8 @@ class ResultSink(Protocol):
         """An announcement of a rollout that is not wanted: settled already, or never planned."""
         ...
 
-    def arrive(self, rollout: Rollout) -> None:
-        """A result that keeps to the contract."""
+    def arrive(self, rollout: Rollout, announced_at: float | None) -> None:
+        """A result that keeps to the contract; found by listing, it was not announced."""
         ...
 
     def reject(self, rollout_id: str, error: ContractError) -> None:
@@ -127,7 +127,7 @@ class RolloutBuffer:
             elif not sink.wants(rollout_id):
                 sink.again(rollout_id)
             else:
-                taken = await self._take(sink, rollout_id, item.key) and taken
+                taken = await self._take(sink, rollout_id, item.key, message.sent_at) and taken
         return taken
 
     def _locate(self, item: Announcement) -> tuple[int, str]:
@@ -153,17 +153,17 @@ class RolloutBuffer:
         """Asks for these results by their keys. Those that are not there are passed over."""
         prefix = self._store.config.prefix
         keys = {rollout_id: result_key(prefix, self._run_id, sink.step, rollout_id) for rollout_id in rollout_ids}
-        await asyncio.gather(*(self._take(sink, rid, key, announced=False) for rid, key in keys.items()))
+        await asyncio.gather(*(self._take(sink, rid, key) for rid, key in keys.items()))
 
     # --- either way ---------------------------------------------------------------------------------------
 
-    async def _take(self, sink: ResultSink, rollout_id: str, key: str, announced: bool = True) -> bool:
+    async def _take(self, sink: ResultSink, rollout_id: str, key: str, announced_at: float | None = None) -> bool:
         """Fetches a result and hands it over. False if a later try may do better."""
         async with self._fetching:
             try:
                 data = await self._store.get(key)
             except ResultMissing:
-                self.dangling += announced
+                self.dangling += announced_at is not None
                 return False
             except StoreError as error:
                 log.warning("%s; it is tried again", error)
@@ -175,7 +175,7 @@ class RolloutBuffer:
             self._check_ids(rollout, sink.step, rollout_id)
         except ContractError as error:
             return await self._reject(sink, rollout_id, key, error, data)
-        sink.arrive(rollout)
+        sink.arrive(rollout, announced_at)
         return True
 
     def _check_ids(self, rollout: Rollout, step: int, rollout_id: str) -> None:

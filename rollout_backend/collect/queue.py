@@ -33,6 +33,7 @@ class Message:
     receipt: str
     message_id: str
     receives: int  # how often it has been received, this time included
+    sent_at: float  # unix seconds, by SQS's clock
 
 
 class AnnouncementQueue:
@@ -79,14 +80,15 @@ class AnnouncementQueue:
             MaxNumberOfMessages=_BATCH,
             WaitTimeSeconds=self._config.wait_s,
             VisibilityTimeout=self._config.visibility_s,
-            AttributeNames=["ApproximateReceiveCount"],
+            AttributeNames=["ApproximateReceiveCount", "SentTimestamp"],
         )
         return [
             Message(
                 body=item["Body"],
                 receipt=item["ReceiptHandle"],
                 message_id=item["MessageId"],
-                receives=int(item.get("Attributes", {}).get("ApproximateReceiveCount", 1)),
+                receives=int(item["Attributes"]["ApproximateReceiveCount"]),
+                sent_at=int(item["Attributes"]["SentTimestamp"]) / 1000,
             )
             for item in reply.get("Messages", ())
         ]

@@ -33,6 +33,8 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
     console.print(f"tokens: {tokens}; {report.sampled_tokens / max(report.seconds, 1e-9):.0f} sampled per second")
     if report.latency is not None:
         console.print(f"from PUT to buffer: p50 {report.latency.p50:.3f} s, p99 {report.latency.p99:.3f} s")
+    if report.lag is not None:
+        console.print(f"from the agent's end to buffer: p50 {report.lag.p50:.3f} s, p99 {report.lag.p99:.3f} s")
     console.print(f"the step took {report.seconds:.1f} s" + (", to its deadline" if report.deadline_reached else ""))
     console.print(f"rollouts, reports and logs: {run_dir}")
     verdict = "[green]the ledger reconciles[/]" if report.balanced else "[red]the ledger does NOT reconcile[/]"

@@ -15,7 +15,7 @@ from typing import Any, Self
 import aiohttp
 
 from rollout_backend.config import RouterConfig
-from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.errors import StartupError
 from rollout_backend.process import ServerProcess, free_port, require_port
 
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - listened on, not connected to
@@ -23,16 +23,7 @@ _POLL_S = 0.05
 
 
 def router_command(config: RouterConfig, port: int, prometheus_port: int, model_call_s: float) -> list[str]:
-    """The command line of a router that listens on `port`. A model call takes `model_call_s` at most.
-
-    Raises:
-        ConfigError: the policy cannot be used with engines that come and go.
-    """
-    if config.policy == "power_of_two":
-        raise ConfigError(
-            "router.policy=power_of_two wants its engines on the command line, and here they come and go: "
-            "set router.policy to manual, cache_aware, round_robin or random"
-        )
+    """The command line of a router that listens on `port`. A model call takes `model_call_s` at most."""
     return [
         sys.executable,
         *("-m", "sglang_router.launch_router"),

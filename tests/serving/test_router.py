@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from rollout_backend.config import RouterConfig
-from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.errors import StartupError
 from rollout_backend.process import free_port
 from rollout_backend.serving.router import Router, router_command
 
@@ -33,11 +33,6 @@ def test_the_command_line_bounds_every_wait():
     assert given["--request-timeout-secs"] == "13"
     assert int(given["--worker-startup-timeout-secs"]) <= 10
     assert given["--policy"] == "manual"
-
-
-def test_power_of_two_cannot_be_used():
-    with pytest.raises(ConfigError, match=r"router\.policy"):
-        router_command(RouterConfig(policy="power_of_two"), 5000, 5001, 10)
 
 
 async def test_sessions_spread_and_stay(router, start_engine):
