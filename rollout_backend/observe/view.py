@@ -20,7 +20,9 @@ _FAILURES_SHOWN = 10
 
 def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
     report = result.report
+    console.print(f"run {report.run_id}, step {report.step}", highlight=False)
     console.print(_ledger(report))
+    console.print("reward by group")
     console.print(_groups(report.groups))
     for failure in result.failures[:_FAILURES_SHOWN]:
         console.print(
@@ -44,7 +46,7 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
 
 
 def _ledger(report: StepReport) -> Table:
-    table = Table(title=f"run {report.run_id}, step {report.step}", title_justify="left")
+    table = Table()
     table.add_column("planned")
     table.add_column(str(report.planned), justify="right")
     for outcome in Outcome:
@@ -63,7 +65,7 @@ def _ledger(report: StepReport) -> Table:
 
 
 def _groups(groups: tuple[GroupReport, ...]) -> Table:
-    table = Table(title="reward by group", title_justify="left")
+    table = Table()
     for name in ("task", "rewards", "mean", "usable"):
         table.add_column(name, justify="right" if name == "mean" else "left")
     for group in groups:
