@@ -54,12 +54,15 @@ class LocalStorage:
     @property
     def environ(self) -> dict[str, str]:
         """What keeps an AWS client off AWS: credentials that open nothing, and no profile of the user's."""
+        # A profile of the user's would be looked up and may not be there. Where none is set none must be: a session
+        # that botocore made earlier does not read the config file again.
+        profile = {"AWS_PROFILE": "default"} if "AWS_PROFILE" in os.environ else {}
         return {
+            **profile,
             "AWS_ACCESS_KEY_ID": "local",
             "AWS_SECRET_ACCESS_KEY": "local",
             "AWS_REGION": self.region,
             "AWS_DEFAULT_REGION": self.region,
-            "AWS_PROFILE": "default",
             "AWS_CONFIG_FILE": str(self._aws_config),
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
             "AWS_EC2_METADATA_DISABLED": "true",

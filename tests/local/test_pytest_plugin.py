@@ -127,8 +127,18 @@ def test_scripted_model(scripted_model):
     client.close()
 
 
-def test_local_cloud(local_cloud, script):
+@pytest.mark.parametrize("profile", [None, "not-there"])
+def test_local_cloud(local_cloud, script, monkeypatch, profile):
     import boto3
+
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    if profile is None:
+        # A session from before, as a test or a plugin may have made it: it has read its configuration.
+        boto3.setup_default_session()
+        assert "default" not in boto3.DEFAULT_SESSION.available_profiles
+    else:
+        monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+        monkeypatch.setenv("AWS_PROFILE", profile)
 
     cloud = local_cloud(script, bucket="mine")
     assert os.environ["AWS_ACCESS_KEY_ID"] == "local"
