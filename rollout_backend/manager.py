@@ -16,11 +16,12 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from agent_wrapper.contract import Sampling
 from rollout_backend.collect.buffer import RolloutBuffer
@@ -34,12 +35,14 @@ from rollout_backend.errors import ServingError
 from rollout_backend.gateway.process import GatewayProcess, GatewayStats
 from rollout_backend.ledger import Phase
 from rollout_backend.observe.archive import RunArchive
-from rollout_backend.report import StepResult
+from rollout_backend.report import GroupResult, StepResult
 from rollout_backend.serving.fleet import Fleet, ServerState, ServingEvent
 from rollout_backend.step import Step, StepServices
 from rollout_backend.tasks import Task, unique
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,17 @@ class RolloutManager:
     # --- the work -----------------------------------------------------------------------------------------
 
     async def collect(
-        self, tasks: Iterable[Task], *, step: int | None = None, sampling: Sampling | None = None
+        self,
+        tasks: Iterable[Task],
+        *,
+        step: int | None = None,
+        sampling: Sampling | None = None,
+        on_group: Callable[[GroupResult], None] = lambda group: None,
     ) -> StepResult:
         """Rolls the tasks out and returns once the group policy is satisfied or the step's time is up.
 
         `step` names the step's place in S3; by default steps are numbered from 0. `sampling` replaces the
-        settings' own for this step.
+        settings' own for this step. `on_group` is told of each group as soon as all of it is settled.
 
         Raises:
             TaskFileError: no task, or two with one id.
@@ -163,7 +171,7 @@ class RolloutManager:
         assert self._services is not None, "enter the manager first: async with RolloutManager(config) as manager"
         wanted = unique(tasks)
         number = next(self._numbers) if step is None else step
-        current = Step(number, wanted, self._services, sampling)
+        current = Step(number, wanted, self._services, sampling, on_group)
         self._steps[number] = current
         running = asyncio.create_task(current.run())
         try:
@@ -179,6 +187,11 @@ class RolloutManager:
             del self._steps[number]
         self.archive.keep_report(result.report)
         return result
+
+    async def follow_engines(self, urls: Sequence[str]) -> None:
+        """Serves with these engines from now on; for `serving.kind=external`. Raises StartupError."""
+        assert self._fleet is not None, "enter the manager first"
+        await self._fleet.follow(urls)
 
     def servers(self) -> tuple[ServerState, ...]:
         """The router and the engines, as they stand."""
@@ -228,12 +241,20 @@ class BlockingRolloutManager:
         finally:
             self._end_loop()
 
+    @property
+    def manager(self) -> RolloutManager:
+        """The manager itself, whose coroutines `submit` runs."""
+        return self._manager
+
+    def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Runs a coroutine of the manager beside whatever else it does."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def collect(
         self, tasks: Iterable[Task], *, step: int | None = None, sampling: Sampling | None = None
     ) -> StepResult:
         """As `RolloutManager.collect`. Interrupted, it closes the step's sessions before it raises."""
-        work = self._manager.collect(tasks, step=step, sampling=sampling)
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.submit(self._manager.collect(tasks, step=step, sampling=sampling))
         try:
             return future.result()
         except KeyboardInterrupt:

@@ -69,8 +69,18 @@ class _Group:
 class Step:
     """Made once, `run` once. It is the buffer's `ResultSink`."""
 
-    def __init__(self, number: int, tasks: Sequence[Task], services: StepServices, sampling: Sampling | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        tasks: Sequence[Task],
+        services: StepServices,
+        sampling: Sampling | None,
+        on_group: Callable[[GroupResult], None] = lambda group: None,
+    ) -> None:
+        """`on_group` is told of each group once: as soon as all of it is settled by itself, else when the step is over."""
         self.step = number
+        self._on_group = on_group
+        self._told: set[str] = set()
         self.ledger = Ledger(number)
         self._at = services
         self._sampling = sampling or services.config.sampling
@@ -116,6 +126,7 @@ class Step:
                 await self._wind_up()
             finally:
                 self._at.buffer.detach(self)
+        self._tell_groups()
         if self._aborted is not None:
             raise self._aborted
         self.ledger.reconcile()
@@ -137,6 +148,7 @@ class Step:
             self._changed.clear()
             if self._carry_out_policy():
                 return
+            self._tell_groups()
             now = loop.time()
             if now >= self._deadline:
                 await self._reach_deadline()
@@ -367,12 +379,19 @@ class Step:
             replacements=group.replacements,
         )
 
+    def _tell_groups(self) -> None:
+        for task_id, group in self._groups.items():
+            if task_id not in self._told and not self._state(group).open:
+                self._told.add(task_id)
+                self._on_group(self._group_result(group))
+
+    def _group_result(self, group: _Group) -> GroupResult:
+        arrived = (self._rollouts.get(rollout_id) for rollout_id in group.ids)
+        trainable = tuple(rollout for rollout in arrived if rollout is not None and rollout.trainable)
+        return GroupResult(group.task, trainable, usable=self._state(group).usable)
+
     def _result(self, seconds: float, refused: int) -> StepResult:
-        groups = []
-        for group in self._groups.values():
-            arrived = (self._rollouts.get(rollout_id) for rollout_id in group.ids)
-            trainable = tuple(rollout for rollout in arrived if rollout is not None and rollout.trainable)
-            groups.append(GroupResult(group.task, trainable, usable=self._state(group).usable))
+        groups = [self._group_result(group) for group in self._groups.values()]
         rollouts = tuple(self._rollouts.values())
         report = make_report(
             self._at.config.run_id,

@@ -20,7 +20,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 MakeEngine = Callable[[int], Engine]
 """Makes the engine of a number, from 0; called again for each restart."""
 
-EventKind = Literal["started", "died", "restarted", "gave_up"]
+EventKind = Literal["started", "died", "restarted", "gave_up", "left"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class _Slot:
 class _EngineSlot(_Slot):
     number: int
     engine: Engine  # the one that runs, or is being started
+    watch: asyncio.Task[None] | None = None
 
 
 class Fleet:
@@ -108,6 +109,7 @@ class Fleet:
         self._router = Router(config.router, log_dir / "router.log", config.timeouts.model_call_s)
         self._router_slot = _Slot("router")
         self._slots: list[_EngineSlot] = []
+        self._next_number = self._count
         self._registering = asyncio.Lock()  # held while the router learns of engines, or is itself being restarted
         self._watching: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
@@ -167,7 +169,33 @@ class Fleet:
             raise
         self._watch(self._mend_router())
         for slot in self._slots:
-            self._watch(self._mend_engine(slot))
+            slot.watch = self._watch(self._mend_engine(slot))
+
+    async def follow(self, urls: Sequence[str]) -> None:
+        """Serve with these engines from now on: for `serving.kind=external`, where they come and go.
+
+        An engine that is new gets requests once it is healthy; one that is left out gets none any more.
+
+        Raises:
+            StartupError: a new one did not become healthy.
+        """
+        for slot in [slot for slot in self._slots if slot.engine.url not in urls]:
+            self._slots.remove(slot)
+            if slot.watch is not None:
+                self._watching.remove(slot.watch)
+                await _cancel([slot.watch])
+            await self._forget(slot.engine.url)
+            self._report(slot, "left")
+        for url in [url for url in urls if url not in {slot.engine.url for slot in self._slots}]:
+            number = self._next_number
+            self._next_number += 1
+            engine = ExternalEngine(f"engine-{number}", url, self._serving.startup_timeout_s)
+            await engine.start()
+            slot = _EngineSlot(f"engine-{number}", number=number, engine=engine)
+            await self._register(slot)
+            self._slots.append(slot)
+            self._report(slot, "started")
+            slot.watch = self._watch(self._mend_engine(slot))
 
     async def stop(self) -> None:
         """Ends all servers. May be called twice, and after a start that failed."""
@@ -215,10 +243,11 @@ class Fleet:
 
     # --- watching -----------------------------------------------------------------------------------------
 
-    def _watch(self, work: Coroutine[Any, Any, None]) -> None:
+    def _watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         task.add_done_callback(self._watch_ended)
         self._watching.append(task)
+        return task
 
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
         # Watching goes on for ever, so it ends because a server is given up, because of `stop`, or by a bug.
@@ -238,8 +267,7 @@ class Fleet:
             await engine.stop()
             while not slot.serving:
                 self._count_restart(slot)
-                assert self._make_engine is not None
-                slot.engine = self._make_engine(slot.number)
+                slot.engine = self._engine_again(slot)
                 try:
                     await slot.engine.start()
                     await self._register(slot)
@@ -247,6 +275,12 @@ class Fleet:
                     self._report(slot, "died", str(error))
                     await slot.engine.stop()
             self._report(slot, "restarted")
+
+    def _engine_again(self, slot: _EngineSlot) -> Engine:
+        if self._serving.kind == "external":  # it may be one that `follow` brought
+            return ExternalEngine(slot.name, slot.engine.url, self._serving.startup_timeout_s)
+        assert self._make_engine is not None
+        return self._make_engine(slot.number)
 
     async def _mend_router(self) -> NoReturn:
         slot = self._router_slot
@@ -321,9 +355,7 @@ class Fleet:
             )
         slot.restarts += 1
 
-    def _report(
-        self, slot: _Slot, kind: Literal["started", "died", "restarted", "gave_up"], detail: str = ""
-    ) -> None:
+    def _report(self, slot: _Slot, kind: EventKind, detail: str = "") -> None:
         if kind == "died":
             slot.serving = False
             slot.last_words = detail

@@ -1,0 +1,6 @@
+"""What verl loads: `+actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollout_backend.verl.CloudAgentLoopManager`."""
+
+from rollout_backend.verl import advantage as advantage  # registers the estimators
+from rollout_backend.verl.manager import CloudAgentLoopManager
+
+__all__ = ["CloudAgentLoopManager"]

@@ -1,0 +1,83 @@
+"""Our settings out of verl's: what a training script says already is not asked again.
+
+A user's own settings stand under `actor_rollout_ref.rollout.custom.rollout_backend`, inline or as the path of a YAML
+file. They lie above what is derived from verl's settings, except for the engines: those are verl's own servers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent_wrapper.contract import Sampling
+from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.errors import ConfigError
+
+KEY = "actor_rollout_ref.rollout.custom.rollout_backend"
+
+
+def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
+    """The settings of a run under verl; `config` is verl's whole tree, `addresses` are its servers as HOST:PORT.
+
+    Raises:
+        ConfigError: names the key at fault, and where it stands.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    path, inline = _own(rollout)
+    model = config.actor_rollout_ref.model
+    length = rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length
+    base = {
+        "run_id": _run_id(config.trainer),
+        "model": {"path": str(model.path), "context_length": int(length)},
+        "sampling": sampling_of(rollout, validate=False, greedy=False).model_dump(),
+        "group": {"size": int(rollout.n)},
+    }
+    _forbid(inline, "serving", "verl runs the servers")
+    try:
+        return load_config(path, base=base, top={**inline, "serving": {"kind": "external", "urls": engine_urls(addresses)}})
+    except ConfigError as error:
+        raise ConfigError(f"under {KEY}: {error}") from None
+
+
+def engine_urls(addresses: Sequence[str]) -> list[str]:
+    return [f"http://{address}" for address in addresses]
+
+
+def sampling_of(rollout: Any, *, validate: bool, greedy: bool) -> Sampling:
+    """How a rollout is sampled: verl's training or validation settings, or greedily (REMAX's baseline)."""
+    limit = int(rollout.response_length)
+    if greedy or (validate and not rollout.val_kwargs.do_sample):
+        return Sampling(temperature=0.0, max_tokens=limit)
+    source = rollout.val_kwargs if validate else rollout
+    return Sampling(
+        temperature=float(source.temperature), top_p=float(source.top_p), top_k=int(source.top_k), max_tokens=limit
+    )
+
+
+def _own(rollout: Any) -> tuple[str | None, dict[str, Any]]:
+    from omegaconf import OmegaConf
+
+    custom = rollout.get("custom") or {}
+    own = custom.get("rollout_backend")
+    if own is None:
+        raise ConfigError(
+            f"+{KEY} is missing: give it the path of a YAML file with the backend's settings, or the settings "
+            "themselves, at least storage.bucket and runtime.arn"
+        )
+    if isinstance(own, str):
+        return own, {}
+    plain = OmegaConf.to_container(own, resolve=True) if OmegaConf.is_config(own) else own
+    if not isinstance(plain, Mapping):
+        raise ConfigError(f"{KEY} must be the path of a YAML file or a tree of settings, not {plain!r}")
+    return None, {str(key): value for key, value in plain.items()}
+
+
+def _run_id(trainer: Any) -> str:
+    name = f"{trainer.get('project_name', 'verl')}-{trainer.get('experiment_name', 'run')}"
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-")[:100] or "verl"
+
+
+def _forbid(tree: Mapping[str, Any], key: str, why: str) -> None:
+    if key in tree:
+        raise ConfigError(f"{KEY}.{key} cannot be set here: {why}")
