@@ -60,25 +60,33 @@ def read_tasks(path: str | Path) -> tuple[Task, ...]:
     Raises:
         TaskFileError: the file, the line or the row that is at fault, and what is wrong with it.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise TaskFileError(f"there is no task file {path}")
-    match path.suffix:
-        case ".jsonl":
-            rows = _jsonl(path)
-        case ".parquet":
-            rows = _parquet(path)
-        case other:
-            raise TaskFileError(
-                f"{path} must be a .jsonl or a .parquet file, not {other or 'a file without a suffix'}"
-            )
     tasks = []
-    for i, (where, row) in enumerate(rows):
+    for i, (where, row) in enumerate(read_rows(path)):
         try:
             tasks.append(_task(row, default_id=f"task-{i:05d}"))
         except TaskFileError as error:
             raise TaskFileError(f"{path}, {where}: {error}") from None
     return unique(tasks)
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[str, object]]:
+    """The rows of a .jsonl or .parquet file as they stand, each with the words for where it stands.
+
+    Raises:
+        TaskFileError: there is no such file, or the line at fault.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TaskFileError(f"there is no task file {path}")
+    match path.suffix:
+        case ".jsonl":
+            return _jsonl(path)
+        case ".parquet":
+            return _parquet(path)
+        case other:
+            raise TaskFileError(
+                f"{path} must be a .jsonl or a .parquet file, not {other or 'a file without a suffix'}"
+            )
 
 
 def _task(row: object, default_id: str) -> Task:

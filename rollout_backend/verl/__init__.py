@@ -1,4 +1,8 @@
-"""What verl loads: `+actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollout_backend.verl.CloudAgentLoopManager`."""
+"""What verl loads by name, and what its trainers need beside it.
+
++actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollout_backend.verl.CloudAgentLoopManager
++actor_rollout_ref.rollout.custom.rollout_backend=config.yaml
+"""
 
 from rollout_backend.verl import advantage as advantage  # registers the estimators
 from rollout_backend.verl.manager import CloudAgentLoopManager

@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import dataclasses
 import logging
 import threading
-from collections import Counter
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import ray
 import torch
 
+from agent_wrapper.contract import Rollout
 from rollout_backend.errors import ConfigError, RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
 from rollout_backend.report import GroupResult, StepResult
 from rollout_backend.tasks import Task
 from rollout_backend.verl import rows
+from rollout_backend.verl.advantage import knows_sessions, row_uid
 from rollout_backend.verl.dataset import payload_of
 from rollout_backend.verl.settings import engine_urls, sampling_of, settings_of
 
@@ -38,13 +41,15 @@ _CONTROL = ("validate", "__rollout_n__", "__do_sample__")  # verl's word to us, 
 
 
 class CloudAgentLoopManager:
-    """Made by verl with `create`. Starts the run's gateway, router and queue at once, and ends them with the process."""
+    """Made by verl with `create`. Starts the run's gateway, router and queue, and ends them with the process."""
 
     def __init__(self, config: Any, llm_client: Any, replay_buffer: Any = None) -> None:
         self._rollout = config.actor_rollout_ref.rollout
         self._llm_client = llm_client
         self._replay_buffer = replay_buffer  # 0.8.0's trainer wants its prompts announced there
         self.settings = settings_of(config, self._addresses())
+        self._row_uids = knows_sessions(str(config.algorithm.adv_estimator))
+        self._pad_token_id = _pad_token_id(self.settings.model.path)
         self._blocking = BlockingRolloutManager(self.settings)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="transfer-queue")
         self._running: set[Future[Any]] = set()
@@ -69,7 +74,9 @@ class CloudAgentLoopManager:
             ConfigError, PreflightError, StartupError: before a rollout is spent, and what to change.
         """
         if teacher_client is not None:
-            raise ConfigError("on-policy distillation needs verl's own agent loop: the teacher is not reached from here")
+            raise ConfigError(
+                "on-policy distillation needs verl's own agent loop: leave agent_loop_manager_class out"
+            )
         return cls(config, llm_client, replay_buffer)
 
     def close(self) -> None:
@@ -105,13 +112,13 @@ class CloudAgentLoopManager:
             batch.rows[task.task_id] = {key: value for key, value in row.items() if key not in _CONTROL}
             tasks.append(task)
         if self._replay_buffer is not None:
-            running = {uid: {"global_steps": row["global_steps"], "status": "running"} for uid, row in batch.rows.items()}
+            running = {
+                uid: {"global_steps": row["global_steps"], "status": "running"} for uid, row in batch.rows.items()
+            }
             self._replay_buffer.add(batch.partition, running)
         for uid in batch.rows:
             tq.kv_put(key=uid, partition_id=batch.partition, tag={"status": "running"})
-        work = self._blocking.manager.collect(
-            tasks, on_group=lambda group: self._write_later(batch, group)
-        )
+        work = self._blocking.manager.collect(tasks, on_group=lambda group: self._write_later(batch, group))
         future = self._blocking.submit(work)
         with self._lock:
             self._running.add(future)
@@ -132,11 +139,13 @@ class CloudAgentLoopManager:
         status = "failure"
         try:
             for session, rollout in enumerate(group.rollouts if group.usable else ()):
-                made = rows.rows_of(rollout, self._rollout.prompt_length, self._rollout.response_length)
+                made = self._rows(rollout)
                 for row in made:
-                    keys.append(f"{uid}_{session}_{row.index}")
-                    fields.append(rows.v1_fields(row, {**base, "session_id": session}))
+                    key = row_uid(uid, session, row.index)
+                    own = {"session_id": session, "uid": key if self._row_uids else uid}
+                    fields.append(rows.v1_fields(row, {**base, **own}, _numbers(rollout)))
                     tags.append(rows.v1_tag(row, step))
+                    keys.append(key)
             if keys:
                 data = list_of_dict_to_tensordict(fields)
                 tq.kv_batch_put(keys=keys, partition_id=batch.partition, fields=data, tags=tags)
@@ -165,7 +174,41 @@ class CloudAgentLoopManager:
     # --- legacy -------------------------------------------------------------------------------------------
 
     def _legacy(self, prompts: Any) -> Any:
-        raise NotImplementedError
+        from verl import DataProto
+
+        began = time.monotonic()
+        validate = bool(prompts.meta_info.get("validate", False))
+        places: dict[str, list[int]] = {}  # of each task's rollouts in the batch
+        tasks: dict[str, Task] = {}
+        for i in range(len(prompts)):
+            row = {key: values[i] for key, values in prompts.non_tensor_batch.items()}
+            greedy = not bool(row.get("__do_sample__", True))
+            task_id = f"{row['uid']}-greedy" if greedy else str(row["uid"])
+            places.setdefault(task_id, []).append(i)
+            if task_id not in tasks:
+                tasks[task_id] = self._task(row, task_id, validate, default_n=0)
+        wanted = [dataclasses.replace(task, rollouts=len(places[task_id])) for task_id, task in tasks.items()]
+        result = self._blocking.collect(wanted)
+        self._tell(result)
+        slots: list[rows.Rows | None] = [None] * len(prompts)
+        for group in result.groups:
+            rollouts = group.rollouts if group.usable or validate else ()
+            for place, rollout in zip(places[group.task.task_id], rollouts, strict=False):
+                slots[place] = self._rows(rollout)
+        lengths = int(self._rollout.prompt_length), int(self._rollout.response_length)
+        made = rows.legacy_batch(slots, *lengths, pad_token_id=self._pad_token_id)
+        report = result.report
+        return DataProto(
+            batch=made.tensors,
+            non_tensor_batch={**made.non_tensors, "missing": made.missing},
+            meta_info={
+                "timing": {
+                    "agent_loop/collect": time.monotonic() - began,
+                    "agent_loop/lag/p50": report.lag.p50 if report.lag else 0.0,
+                },
+                "reward_extra_keys": ["missing"],
+            },
+        )
 
     # --- both ---------------------------------------------------------------------------------------------
 
@@ -178,12 +221,22 @@ class CloudAgentLoopManager:
             sampling=sampling_of(self._rollout, validate=validate, greedy=greedy),
         )
 
+    def _rows(self, rollout: Rollout) -> rows.Rows:
+        made = rows.rows_of(rollout, int(self._rollout.prompt_length), int(self._rollout.response_length))
+        if made.truncated_tokens or made.unknown_logprobs:
+            log.warning(
+                "rollout %s: %d sampled tokens did not fit and %d have no logprob; they are not trained",
+                rollout.rollout_id,
+                made.truncated_tokens,
+                made.unknown_logprobs,
+            )
+        return made
+
     def _default_n(self, validate: bool) -> int:
         return int(self._rollout.val_kwargs.n if validate else self._rollout.n)
 
     def _tell(self, result: StepResult) -> None:
         report = result.report
-        left_out = Counter({reason: count for reason, count in report.reasons.items()})
         log.warning(
             "step %d: %d planned, %d trainable, %d of %d groups usable, left out: %s",
             result.step,
@@ -191,7 +244,7 @@ class CloudAgentLoopManager:
             report.trainable,
             sum(group.usable for group in result.groups),
             len(result.groups),
-            dict(left_out) or "none",
+            report.reasons or "none",
         )
 
     def _addresses(self) -> list[str]:
@@ -233,8 +286,19 @@ def _rows_of_tensordict(prompts: Any) -> Iterator[dict[str, Any]]:
             elif isinstance(value, NonTensorData):
                 row[key] = value.data
             else:
-                raise TypeError(f"verl's batch holds {key!r} as a {type(value).__name__}, which is not understood here")
+                raise TypeError(f"verl's batch holds {key!r} as a {type(value).__name__}, which is not known here")
         yield row
 
 
-_ = np
+def _pad_token_id(model: Path) -> int:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return int(pad or 0)
+
+
+def _numbers(rollout: Rollout) -> dict[str, float]:
+    """What the agent returned beside its reward, as far as verl's validation can take the mean of it."""
+    extras = rollout.extras.items()
+    return {key: float(value) for key, value in extras if isinstance(value, int | float) and key != "reward"}

@@ -35,7 +35,9 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
     }
     _forbid(inline, "serving", "verl runs the servers")
     try:
-        return load_config(path, base=base, top={**inline, "serving": {"kind": "external", "urls": engine_urls(addresses)}})
+        return load_config(
+            path, base=base, top={**inline, "serving": {"kind": "external", "urls": engine_urls(addresses)}}
+        )
     except ConfigError as error:
         raise ConfigError(f"under {KEY}: {error}") from None
 

@@ -233,6 +233,24 @@ async def test_external_engines_are_registered_and_left_running(make_config, sta
     assert await is_healthy(url_b)
 
 
+async def test_external_engines_come_and_go(make_config, start_engine, tmp_path):
+    (first, _), (second, _) = await asyncio.gather(start_engine(), start_engine())
+    events = []
+    config = make_config(serving={"kind": "external", "urls": [first], "startup_timeout_s": 1})
+    async with Fleet(config, tmp_path, events.append) as fleet:
+        await fleet.follow([first, second])
+        assert fleet.engine_urls == (first, second)
+        await fleet.follow([second])
+        assert fleet.engine_urls == (second,)
+        assert set(await fleet._router.workers()) == {second}
+        await fleet.follow([second])
+        with pytest.raises(StartupError, match=r"did not answer 200"):
+            await fleet.follow([second, "http://127.0.0.1:9"])
+        assert fleet.engine_urls == (second,)
+    seen = [(event.server, event.kind) for event in events]
+    assert seen[-2:] == [("engine-1", "started"), ("engine-0", "left")]
+
+
 async def test_an_external_engine_that_is_not_there(make_config, tmp_path):
     config = make_config(serving={"kind": "external", "urls": ["http://127.0.0.1:9"], "startup_timeout_s": 0.5})
     with pytest.raises(StartupError, match=r"mend serving\.urls"):

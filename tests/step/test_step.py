@@ -10,6 +10,8 @@ import pytest
 from agent_wrapper.contract import Outcome, Sampling
 from rollout_backend.errors import RuntimeUnavailable, ServingError, Throttled
 from rollout_backend.report import StepResult
+from rollout_backend.step import Step
+from rollout_backend.tasks import Task
 
 
 def ended_well(step, result: StepResult, agents) -> None:
@@ -441,9 +443,6 @@ async def test_what_the_agent_is_told(open_bench):
 
 
 async def test_a_task_may_bring_its_own_sampling_and_number(open_bench):
-    from rollout_backend.step import Step
-    from rollout_backend.tasks import Task
-
     bench = await open_bench()
     tasks = [Task("greedy", {}, rollouts=1, sampling=Sampling(temperature=0)), Task("plain", {})]
     result = await Step(0, tasks, bench.services, None).run()
@@ -465,3 +464,47 @@ async def test_an_answer_in_json_is_as_good(open_bench):
     bench.agents.behave = in_json
     result = await bench.step().run()
     assert result.report.outcomes[Outcome.COMPLETED] == 2
+
+
+async def test_a_group_is_told_of_once_and_as_soon_as_it_is_settled(open_bench):
+    bench = await open_bench("group.target_groups=1")
+    told: list[tuple[str, bool, int]] = []
+
+    async def b_waits_for_word_of_a(agents, request):
+        if request.task_id == "task-b":
+            await asyncio.Event().wait()
+        await agents.complete(request)
+
+    bench.agents.behave = b_waits_for_word_of_a
+    tasks = [Task("task-a", {}), Task("task-b", {})]
+    step = Step(
+        0,
+        tasks,
+        bench.services,
+        None,
+        on_group=lambda group: told.append((group.task.task_id, group.usable, len(bench.revoked))),
+    )
+    await step.run()
+    # What was cancelled is told of when its sessions can sample no more.
+    assert told[0][:2] == ("task-a", True)
+    assert told[1] == ("task-b", False, 4)
+    assert len(told) == 2
+
+
+async def test_groups_of_an_aborted_step_are_told_of_too(open_bench):
+    bench = await open_bench()
+    told = []
+
+    async def hang(agents, request):
+        await asyncio.Event().wait()
+
+    bench.agents.behave = hang
+    step = Step(0, [Task("task-a", {})], bench.services, None, on_group=told.append)
+    running = asyncio.create_task(step.run())
+    async with asyncio.timeout(10):
+        while len(bench.agents.sessions) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    step.abort(ServingError("no engine is left"))
+    with pytest.raises(ServingError):
+        await running
+    assert [(group.task.task_id, group.usable, group.rollouts) for group in told] == [("task-a", False, ())]

@@ -1,0 +1,85 @@
+"""In the process that has the weights: hands them to the server, as a model folder in memory.
+
+The process is a training worker (synchronous training: each worker has a server of its own) or verl's
+`CheckpointEngineWorker` beside a standalone server, which got them through a checkpoint engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray
+import torch
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.utils import ensure_async_iterator
+
+from rollout_backend.errors import ConfigError
+from rollout_backend.local.verl_cpu.model_folder import ModelFolder
+from rollout_backend.local.verl_cpu.replica import actor_name
+from rollout_backend.local.verl_cpu.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+
+class DiskAdapter(BaseRollout):  # type: ignore[misc]
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any) -> None:
+        super().__init__(config, model_config, device_mesh)
+        # A training worker is told no rank: with servers of one device its server is the one of its own rank.
+        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
+        self.is_leader_rank = True
+        self._settings = ServerSettings.of(self.config)
+        self._dtype = getattr(torch, self.config.dtype)
+        self._model = ModelFolder.at(self.model_config.path)
+        self._server: Any = None
+
+    async def resume(self, tags: list[str]) -> None:
+        """Wakes the server, once verl says that it may have its cache; that comes after the new weights."""
+        if "kv_cache" in tags:
+            await self._actor().wake_up.remote()
+
+    async def release(self) -> None:
+        await self._actor().sleep.remote()
+
+    async def update_weights(
+        self,
+        weights: Any,
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        peft_config: Any = None,
+        **_: Any,
+    ) -> None:
+        """Takes `(name, tensor)` pairs; returns once the server serves them under version `global_steps`.
+
+        Raises:
+            WeightsMismatch: they are not the model's; nothing was sent.
+            ServingError: the server refuses them, or died.
+            ConfigError: for a LoRA adapter, or weights in deltas.
+        """
+        if peft_config is not None:
+            raise ConfigError("no adapters here: set actor_rollout_ref.model.lora.merge=True, or train whole weights")
+        if wire_format != "named_tensors":
+            raise ConfigError(f"no weights in {wire_format} here: choose another checkpoint_engine.backend")
+        began = time.monotonic()
+        tensors = {name: tensor async for name, tensor in ensure_async_iterator(weights)}
+        # Gone as soon as the server has read it: a run must leave nothing in the machine's memory.
+        with TemporaryDirectory(prefix="rollout-weights-", dir=self._settings.weights_dir) as folder:
+            await asyncio.to_thread(self._model.write, tensors, Path(folder), self._dtype)
+            saved = time.monotonic()
+            await self._actor().update_weights.remote(Path(folder), global_steps)
+        logger.info(
+            "weights of step %s: saved in %.2f s, loaded in %.2f s",
+            global_steps,
+            saved - began,
+            time.monotonic() - saved,
+        )
+
+    def _actor(self) -> Any:
+        if self._server is None:
+            self._server = ray.get_actor(actor_name(self.replica_rank))
+        return self._server

@@ -1,0 +1,91 @@
+"""The folder that the model was loaded from, as the pattern for the folders that bring its new weights.
+
+What must always hold: only weights that have exactly the names and shapes of the model reach a server. SGLang does
+not answer to a wrong shape, it dies; and a tensor that is not there it leaves as it was, without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rollout_backend.errors import ConfigError, RolloutBackendError
+
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pt", ".pth")
+_OUTPUT = "lm_head.weight"
+_NAMED = 5
+
+Shape = tuple[int, ...]
+
+
+class WeightsMismatch(RolloutBackendError):
+    """The trainer's weights are not those of the model that is served. The message names tensors."""
+
+
+class ModelFolder:
+    """Reads the names and shapes of `path`'s tensors; the tensors themselves are not read.
+
+    Raises:
+        ConfigError: it is no model folder, or has no safetensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            config = json.loads((path / "config.json").read_text())
+        except OSError as error:
+            raise ConfigError(f"{path} is no model folder: {error.strerror} for config.json") from None
+        # A tied output layer is the embedding by another name: a trainer has both, a folder one.
+        self._tied = bool(config.get("tie_word_embeddings"))
+        self.shapes: dict[str, Shape] = {}
+        for file in sorted(path.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                self.shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        if not self.shapes:
+            raise ConfigError(f"{path} has no .safetensors: save the model with save_pretrained first")
+
+    @classmethod
+    def at(cls, path: str | Path) -> Self:
+        return cls(Path(path).absolute())
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises WeightsMismatch unless `tensors` are the model's, every one and in its shape."""
+        got: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in tensors.items() if self._known(name)}
+        faults = [
+            f"{name} is {got.get(name, 'missing')} and should be {self.shapes.get(name, 'absent')}"
+            for name in sorted(self.shapes.keys() | got.keys())
+            if got.get(name) != self.shapes.get(name)
+        ]
+        if faults:
+            more = f", and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+            raise WeightsMismatch(
+                f"the trainer's weights are not those of {self.path}, and were not sent: "
+                f"{'; '.join(faults[:_NAMED])}{more}. Does the server run the model that is trained?"
+            )
+
+    def write(self, tensors: Mapping[str, torch.Tensor], into: Path, dtype: torch.dtype) -> None:
+        """A model folder like this one with other weights, in `dtype`; `into` is there and empty.
+
+        Raises:
+            WeightsMismatch: as `check`; nothing is written.
+        """
+        self.check(tensors)
+        for file in self.path.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS):
+                (into / file.name).symlink_to(file)
+        # A copy of each: safetensors refuses tensors that share memory, and the trainer goes on to change its own.
+        copies = {
+            name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+            for name, tensor in tensors.items()
+            if self._known(name)
+        }
+        save_file({name: copy.contiguous() for name, copy in copies.items()}, into / "model.safetensors")
+
+    def _known(self, name: str) -> bool:
+        return not (self._tied and name == _OUTPUT and name not in self.shapes)

@@ -1,0 +1,41 @@
+"""A random model of a few thousand weights, with the ChatML template and a token for each byte: for smoke runs.
+
+It says nothing of sense, and everything about whether what is trained is what is served.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+BYTE_MODEL = Path(__file__).parent.parent / "byte_model"
+CONTEXT_LENGTH = 1024
+
+
+def make_tiny_model(folder: Path, seed: int = 0) -> Path:
+    """Makes it in `folder`, in float32. The same seed gives the same weights. Takes transformers and torch."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in BYTE_MODEL.glob("*.json"):
+        shutil.copy(file, folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT_LENGTH,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,  # as small real models do, which is where the weights' names get interesting
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

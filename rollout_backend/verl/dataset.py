@@ -1,0 +1,184 @@
+"""What the agent is given, out of verl's datasets.
+
+    data.train_files=tasks.jsonl                                   # or .parquet, or a list of files
+    data.custom_cls.path=pkg://rollout_backend.verl.dataset
+    data.custom_cls.name=PayloadDataset
+
+`PayloadDataset` reads files whose rows have a `payload`, which goes to the agent as it is: an object, or its JSON text.
+In parquet prefer the text: a struct column holds the fields of all rows, and null where a row lacks one. A row may have
+a `task_id`, and other columns that verl is to carry along, as `data_source`, by which verl groups its validation
+metrics (by default the file's name). A `prompt` column is not needed.
+
+verl's own dataset works without a `payload`, too: see `payload_of` for what the agent is given then.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from rollout_backend.errors import TaskFileError
+from rollout_backend.tasks import Task, read_rows
+
+PLACEHOLDER = "(the agent makes its prompt from its payload)"
+_CARRIED = ("data_source", "extra_info", "task_id")  # of a row of verl's own dataset, to the agent
+
+
+class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
+    """Rows of verl's making: `payload` as JSON text, so that no hand it passes through can change it.
+
+    The whole of the files is read and checked when it is made, which verl does before it starts an engine.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Iterable[str],
+        tokenizer: Any,
+        config: Mapping[str, Any],
+        processor: Any = None,
+        max_samples: int = -1,
+    ) -> None:
+        """verl's way to make one. `config` is its `data` section, of which are read:
+
+        - `prompt_key`: the field of a payload that verl is to show as the prompt: a text, or messages. Where there
+          is none, it shows a placeholder; the model sees what the agent sends it.
+        - `shuffle` and `seed`: which rows are taken if `max_samples` is less than there are.
+
+        Raises:
+            TaskFileError: the file and the row at fault, and what to change.
+        """
+        from verl.utils.fs import copy_to_local
+
+        prompt_key = str(config.get("prompt_key", "prompt"))
+        rows: list[dict[str, Any]] = []
+        for name in [data_files] if isinstance(data_files, str) else list(data_files):
+            path = Path(copy_to_local(name, cache_dir=config.get("cache_dir"), use_shm=config.get("use_shm", False)))
+            for where, row in read_rows(path):
+                try:
+                    rows.append(_checked(row, len(rows), prompt_key, data_source=path.stem))
+                except TaskFileError as error:
+                    raise TaskFileError(f"{name}, {where}: {error}") from None
+        if not rows:
+            raise TaskFileError(
+                f"{data_files} holds no row: set data.train_files and data.val_files to files that do"
+            )
+        _same_fields(rows)
+        if 0 < max_samples < len(rows):
+            rows = [rows[i] for i in _chosen(len(rows), max_samples, config)]
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, at: int) -> dict[str, Any]:
+        # The legacy trainer cannot hold a batch without a tensor.
+        return {**self._rows[at], "dummy_tensor": torch.zeros(1, dtype=torch.uint8)}
+
+
+def payload_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes to the agent for a row of verl's batch, with or without a `payload`.
+
+    From `payload`, an object or its JSON text: that object. Without one, from the columns of verl's own datasets:
+
+    | in the payload | from |
+    |---|---|
+    | `messages` | `raw_prompt` (what `data.prompt_key` names), the whole conversation |
+    | `prompt` | the text of its last message, if that is text |
+    | `ground_truth` | `reward_model.ground_truth`, if there is one |
+    | `data_source`, `extra_info`, `task_id` | the same, if there |
+
+    Raises:
+        TaskFileError: no payload and no prompt, or a value that JSON does not know; names it.
+    """
+    payload = row.get("payload")
+    if payload is not None:
+        return _payload(payload)
+    messages = row.get("raw_prompt")
+    if messages is None:
+        raise TaskFileError(
+            "the dataset gives neither a payload nor a raw_prompt: add a payload column and set data.custom_cls to "
+            "rollout_backend.verl.dataset.PayloadDataset"
+        )
+    found: dict[str, Any] = {"messages": _plain(messages, "raw_prompt")}
+    last = found["messages"][-1] if found["messages"] else {}
+    if isinstance(last, dict) and isinstance(last.get("content"), str):
+        found["prompt"] = last["content"]
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
+        found["ground_truth"] = _plain(reward_model["ground_truth"], "reward_model.ground_truth")
+    return found | {key: _plain(row[key], key) for key in _CARRIED if row.get(key) is not None}
+
+
+def _checked(row: object, number: int, prompt_key: str, data_source: str) -> dict[str, Any]:
+    columns = row if isinstance(row, dict) else {}
+    if columns.get("payload") is None:
+        raise TaskFileError(
+            f"there is no payload, only {sorted(columns)}. Put what the agent needs into a column of that name, an "
+            "object or its JSON text; or leave data.custom_cls out, and the agent is given the columns of verl's own dataset"
+        )
+    task_id = columns.get("task_id")
+    if not isinstance(task_id, str | None):
+        raise TaskFileError(f"task_id is {task_id!r}, which is not a text")
+    task = Task(task_id if task_id is not None else f"task-{number:05d}", _payload(columns["payload"]))
+    return {
+        "data_source": data_source,
+        "extra_info": {"index": number},
+        "index": number,
+        **{str(key): value for key, value in columns.items() if value is not None},
+        "task_id": task.task_id,
+        "payload": json.dumps(task.payload),
+        "raw_prompt": _shown(task.payload.get(prompt_key)),
+    }
+
+
+def _shown(prompt: object) -> list[dict[str, Any]]:
+    if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
+        return prompt
+    return [{"role": "user", "content": prompt if isinstance(prompt, str) else PLACEHOLDER}]
+
+
+def _same_fields(rows: Sequence[dict[str, Any]]) -> None:
+    """A batch of verl's holds every field for every row: what some rows lack is None in them."""
+    fields = dict.fromkeys(key for row in rows for key in row)
+    for row in rows:
+        for key in fields.keys() - row.keys():
+            row[key] = None
+
+
+def _chosen(total: int, count: int, config: Mapping[str, Any]) -> list[int]:
+    if not config.get("shuffle", False):
+        return list(range(count))
+    chosen: list[int] = np.random.default_rng(config.get("seed")).choice(total, size=count, replace=False).tolist()
+    return chosen
+
+
+def _payload(value: object) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise TaskFileError(f"payload is a text, but not JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise TaskFileError(f"payload must be an object, or its JSON text, not {type(value).__name__}")
+    plain: dict[str, Any] = _plain(value, "payload")
+    return plain
+
+
+def _plain(value: Any, where: str) -> Any:
+    """The same in the types that JSON knows: numpy's arrays and numbers are what verl's collation makes of a row."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}.{i}") for i, item in enumerate(value)]
+    if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise TaskFileError(f"{where} is {value!r}, which JSON does not know: write it as a text or a number")

@@ -1,0 +1,284 @@
+"""Pure: a finished rollout as the rows that verl trains on.
+
+A segment becomes at most one row. Its prompt is what was given before the first sampled token, its response all that
+follows, with mask 1 on the tokens that are trained. What must always hold:
+
+- Every sampled token is either trained in exactly one row, or counted: in `truncated_tokens` if there was no place
+  for it, in `unknown_logprobs` if the engine gave no logprob for it.
+- A prompt longer than `prompt_length` is split, not cut: what is given beyond that stands in the response, masked
+  out. A response longer than `response_length` loses its end.
+- A response ends with its last trained token. What was given after it trains nothing and is left out, and the reward
+  lies on the last token of the response, where every estimator of verl finds it: GAE, unlike the others, loses a
+  reward that lies on a masked token.
+- A segment without a trained token gives no row, and rows are numbered without a gap: verl takes the advantage of a
+  session from its last row, which therefore must train something.
+- Where the mask is 0, `logprobs` is 0: finite, since 0 * NaN would reach the loss, and of no weight, since verl
+  multiplies whatever it makes of a logprob by the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from agent_wrapper.contract import Rollout, Segment
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One segment as verl trains it: P prompt tokens (at least 1) and R response tokens, the last of them trained."""
+
+    prompt: NDArray[np.int64]  # [P]
+    response: NDArray[np.int64]  # [R]
+    mask: NDArray[np.int64]  # [R], 1 = sampled and trained
+    logprobs: NDArray[np.float32]  # [R], of the engine; 0 where mask is 0
+    reward: float  # the rollout's
+    min_version: int | None  # of the weights that sampled the trained tokens; None if any of them is not known
+    max_version: int | None
+    turns: int  # model calls with a token in the response
+    index: int  # among the rows of its rollout
+    truncated_tokens: int  # sampled, with a logprob, and not trained: there was no place
+    unknown_logprobs: int  # sampled, and not trained: without a logprob
+
+    @property
+    def trained_tokens(self) -> int:
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Sequence[Row]):
+    """The rows of one rollout. The counts include the segments that gave no row."""
+
+    rows: tuple[Row, ...] = ()
+    truncated_tokens: int = 0
+    unknown_logprobs: int = 0
+    empty_segments: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Row]: ...
+    def __getitem__(self, at: int | slice) -> Row | Sequence[Row]:
+        return self.rows[at]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+
+def rows_of(rollout: Rollout, prompt_length: int, response_length: int) -> Rows:
+    """The rows of a rollout, at most `prompt_length` + `response_length` tokens each.
+
+    Raises:
+        ValueError: the rollout has no reward, or a length is below 1.
+    """
+    if prompt_length < 1 or response_length < 1:
+        raise ValueError(f"prompt_length {prompt_length} and response_length {response_length} must be at least 1")
+    if rollout.reward is None:
+        raise ValueError(
+            f"rollout {rollout.rollout_id!r} ended as {rollout.outcome} without a reward: not to be trained"
+        )
+    rows: list[Row] = []
+    truncated = unknown = 0
+    for segment in rollout.segments:
+        cut = _cut(segment, prompt_length, response_length)
+        truncated += cut.truncated
+        unknown += cut.unknown
+        if cut.end:
+            rows.append(_row(segment, cut, rollout.reward, index=len(rows)))
+    return Rows(tuple(rows), truncated, unknown, empty_segments=len(rollout.segments) - len(rows))
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """Where a segment's response begins and ends; `end` is 0 if it has no trained token."""
+
+    trained: NDArray[np.bool_]
+    start: int
+    end: int
+    truncated: int
+    unknown: int
+
+
+def _cut(segment: Segment, prompt_length: int, response_length: int) -> _Cut:
+    sampled = np.asarray(segment.mask, dtype=bool)
+    known = sampled & np.isfinite(np.asarray(segment.logprobs, dtype=np.float32))
+    unknown = int(sampled.sum() - known.sum())
+    # Nothing precedes a segment's first token, so it is in the prompt even if it was sampled.
+    start = max(1, min(int(sampled.argmax()) if sampled.any() else 0, prompt_length))
+    trained = known.copy()
+    trained[:start] = False
+    trained[start + response_length :] = False
+    places = np.flatnonzero(trained)
+    end = int(places[-1]) + 1 if len(places) else 0
+    return _Cut(trained, start, end, int(known.sum()) - len(places), unknown)
+
+
+def _row(segment: Segment, cut: _Cut, reward: float, index: int) -> Row:
+    tokens = np.asarray(segment.token_ids, dtype=np.int64)
+    trained = cut.trained[cut.start : cut.end]
+    logprobs = np.asarray(segment.logprobs, dtype=np.float32)[cut.start : cut.end]
+    turns = [turn for turn in segment.turns if max(turn.start, cut.start) < min(turn.end, cut.end)]
+    versions: list[int | None] = []
+    for turn in turns:
+        spans = [span for span in turn.weight_versions if max(span.start, cut.start) < min(span.end, cut.end)]
+        versions += [_number(span.version) for span in spans] or [None]
+    numbers = [version for version in versions if version is not None]
+    known = len(numbers) == len(versions)
+    return Row(
+        prompt=tokens[: cut.start],
+        response=tokens[cut.start : cut.end],
+        mask=trained.astype(np.int64),
+        logprobs=np.where(trained, logprobs, np.float32(0)),
+        reward=reward,
+        min_version=min(numbers) if known else None,
+        max_version=max(numbers) if known else None,
+        turns=len(turns),
+        index=index,
+        truncated_tokens=cut.truncated,
+        unknown_logprobs=cut.unknown,
+    )
+
+
+def _number(version: str) -> int | None:
+    """SGLang's first version is "default", before any weights were pushed under a number."""
+    return int(version) if version.isdecimal() else None
+
+
+# --- v1: TransferQueue ------------------------------------------------------------------------------------
+
+
+def v1_fields(
+    row: Row, base: Mapping[str, Any], reward_extra_info: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What TransferQueue holds for a row: the same set of fields for every row, unpadded 1-D tensors.
+
+    `base` is what the dataset gave for the prompt, with `uid` and `session_id`. `reward_extra_info` goes to verl's
+    validation metrics; verl adds "reward" itself, so it must not hold that.
+    """
+    response = torch.tensor(row.response)
+    mask = torch.tensor(row.mask)
+    ids = torch.cat([torch.tensor(row.prompt), response])
+    return {
+        **base,
+        "prompts": torch.tensor(row.prompt),
+        "responses": response,
+        "response_mask": mask,
+        "loss_mask": mask,
+        "input_ids": ids,
+        "position_ids": torch.arange(len(ids)),
+        "rm_scores": torch.tensor(_scores(row)),
+        "rollout_log_probs": torch.tensor(row.logprobs),
+        "num_turns": row.turns,
+        "multi_modal_inputs": {},
+        "extra_fields": {"reward_extra_info": dict(reward_extra_info or {})},
+    }
+
+
+def v1_tag(row: Row, global_steps: int, fallback: int | None = None) -> dict[str, Any]:
+    """A row's tag. verl reads the versions as numbers, so where they are not known `fallback` stands in for them.
+
+    By default that is the version a synchronous step samples with: its servers hold the weights of the step before.
+    """
+    known = row.min_version is not None and row.max_version is not None
+    version = max(0, global_steps - 1) if fallback is None else fallback
+    return {
+        "status": "success",
+        "prompt_len": len(row.prompt),
+        "response_len": len(row.response),
+        "seq_len": len(row.prompt) + len(row.response),
+        "global_steps": global_steps,
+        "min_global_steps": row.min_version if known else version,
+        "max_global_steps": row.max_version if known else version,
+    }
+
+
+def _scores(row: Row) -> NDArray[np.float32]:
+    scores = np.zeros(len(row.response), dtype=np.float32)
+    scores[-1] = row.reward
+    return scores
+
+
+# --- legacy: DataProto ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class LegacyBatch:
+    """What the legacy trainer wants of B rollouts, in their order, and what of them found no place in it."""
+
+    tensors: TensorDict  # batch size [B]
+    non_tensors: dict[str, NDArray[Any]]  # each [B]
+    missing: NDArray[np.bool_]  # [B], where no row stands
+    left_out_tokens: int  # trained tokens of the segments beside the chosen one
+    truncated_tokens: int
+    unknown_logprobs: int
+
+
+def legacy_batch(
+    slots: Sequence[Rows | None], prompt_length: int, response_length: int, pad_token_id: int
+) -> LegacyBatch:
+    """B rollouts, None where one is missing, as P = `prompt_length` + R = `response_length` columns.
+
+    The legacy trainer has one row per rollout. Of several segments the one with the most trained tokens is taken,
+    the later of equals; the tokens of the others are counted in `left_out_tokens`. Only the v1 trainer trains all.
+
+    A missing rollout holds its slot with one token of prompt and an empty response. verl calls that an aborted
+    sample and leaves it out of its reward metrics; its estimators do not, and take it for a reward of 0: see
+    `rollout_backend.verl.advantage`.
+    """
+    shape = len(slots), prompt_length
+    prompts = np.full(shape, pad_token_id, dtype=np.int64)
+    prompt_attention = np.zeros(shape, dtype=np.int64)
+    prompt_attention[:, -1] = 1
+    shape = len(slots), response_length
+    responses = np.full(shape, pad_token_id, dtype=np.int64)
+    response_attention, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    scores, logprobs = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
+    turns = np.zeros(len(slots), dtype=np.int32)
+    missing = np.ones(len(slots), dtype=bool)
+    left_out = 0
+    for i, rows in enumerate(slots):
+        if not rows:
+            continue
+        row = max(reversed(rows), key=lambda row: row.trained_tokens)
+        left_out += sum(other.trained_tokens for other in rows) - row.trained_tokens
+        start, end = prompt_length - len(row.prompt), len(row.response)
+        prompts[i, start:] = row.prompt
+        prompt_attention[i, start:] = 1
+        responses[i, :end] = row.response
+        response_attention[i, :end] = 1
+        mask[i, :end] = row.mask
+        scores[i, :end] = _scores(row)
+        logprobs[i, :end] = row.logprobs
+        turns[i] = row.turns
+        missing[i] = False
+    attention = np.concatenate([prompt_attention, response_attention], axis=1)
+    arrays = {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": np.concatenate([prompts, responses], axis=1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(axis=1) - 1).clip(min=0),
+        "response_mask": mask,
+        "rm_scores": scores,
+        "rollout_log_probs": logprobs,
+    }
+    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    no_images = np.empty(len(slots), dtype=object)
+    no_images[:] = [{} for _ in slots]
+    return LegacyBatch(
+        tensors=TensorDict(tensors, batch_size=[len(slots)]),
+        non_tensors={"multi_modal_inputs": no_images, "__num_turns__": turns},
+        missing=missing,
+        left_out_tokens=left_out,
+        truncated_tokens=sum(rows.truncated_tokens for rows in slots if rows is not None),
+        unknown_logprobs=sum(rows.unknown_logprobs for rows in slots if rows is not None),
+    )
