@@ -49,6 +49,10 @@ class Engine(Protocol):
         ...
 
 
+MakeEngine = Callable[[int], Engine]
+"""Makes the engine of a number, from 0; called again for each restart."""
+
+
 async def is_healthy(url: str, timeout_s: float = 5.0) -> bool:
     """Whether `/health` answers 200 in time."""
     try:

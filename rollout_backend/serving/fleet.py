@@ -27,13 +27,10 @@ from typing import Any, Literal, NoReturn, Self
 
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import StartupError
-from rollout_backend.serving.engine import Engine, ExternalEngine, LocalEngine, is_healthy
+from rollout_backend.serving.engine import Engine, ExternalEngine, LocalEngine, MakeEngine, is_healthy
 from rollout_backend.serving.router import Router
 
 log = logging.getLogger(__name__)
-
-MakeEngine = Callable[[int], Engine]
-"""Makes the engine of a number, from 0; called again for each restart."""
 
 EventKind = Literal["started", "died", "restarted", "gave_up", "left"]
 

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import StartupError
-from rollout_backend.serving.engine import LocalEngine, MakeCommand
+from rollout_backend.serving.engine import LocalEngine, MakeCommand, MakeEngine
 from rollout_backend.serving.sglang import engine_command
 
 if TYPE_CHECKING:
-    from rollout_backend.serving.fleet import MakeEngine
 
 _STOP_S = 15.0
 _Reply = TypeVar("_Reply")

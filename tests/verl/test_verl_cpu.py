@@ -1,0 +1,328 @@
+"""verl on the CPU: its registries find the platform and the rollout, and what is served is what is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from rollout_backend.errors import ConfigError, EngineUnavailable
+from rollout_backend.local.verl_cpu.environment import ROLLOUT_NAME, overrides
+from rollout_backend.local.verl_cpu.model_folder import ModelFolder, WeightsMismatch
+from rollout_backend.local.verl_cpu.settings import ServerSettings
+from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+
+pytestmark = [
+    pytest.mark.engine,
+    # Of Ray's and of verl's own making.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+PROMPT = [1, 40, 41, 42]
+OLD, NEW, OTHER = 0, 1, 2  # seeds of models
+SAME = 1e-4  # a logprob that the trainer's own forward pass gives, up to float32's rounding
+FAR = 0.05
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [make_tiny_model(folder / str(seed), seed) for seed in (OLD, NEW, OTHER)]
+
+
+@pytest.fixture(scope="module")
+def weights(models: list[Path]) -> Callable[[int], dict[str, torch.Tensor]]:
+    """What a trainer hands over: every tensor of the model, the tied output layer among them."""
+    from transformers import AutoModelForCausalLM
+
+    def of(seed: int) -> dict[str, torch.Tensor]:
+        return dict(AutoModelForCausalLM.from_pretrained(models[seed]).state_dict())
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def config(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`actor_rollout_ref` of verl's own settings, with our overrides."""
+    from hydra import compose, initialize_config_module
+
+    rollout = "actor_rollout_ref.rollout"
+    own = f"{{threads: 1, log_dir: {tmp_path_factory.mktemp('logs')}}}"
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(
+            "ppo_trainer",
+            [
+                *overrides(),
+                f"actor_rollout_ref.model.path={models[OLD]}",
+                f"{rollout}.dtype=float32",
+                f"{rollout}.prompt_length=64",
+                f"{rollout}.response_length=256",
+                f"+{rollout}.engine_kwargs.{ROLLOUT_NAME}={own}",
+            ],
+        ).actor_rollout_ref
+
+
+@pytest.fixture(scope="module")
+def start_replica(config: Any) -> Iterator[Callable[[int], Any]]:
+    import ray
+    from verl.workers.rollout.replica import get_rollout_replica_class
+
+    ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
+
+    def start(rank: int) -> Any:
+        replica = get_rollout_replica_class(ROLLOUT_NAME)(
+            replica_rank=rank, config=config.rollout, model_config=config.model, gpus_per_node=1
+        )
+        asyncio.run(replica.launch_servers())
+        return replica
+
+    yield start
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def replica(start_replica: Callable[[int], Any]) -> Any:
+    return start_replica(0)
+
+
+@pytest.fixture
+def adapter(config: Any, replica: Any) -> Any:
+    from verl.workers.rollout.base import get_rollout_class
+
+    return get_rollout_class(ROLLOUT_NAME, "async")(config.rollout, config.model, None, replica_rank=0)
+
+
+def generate(replica: Any, tokens: int = 16) -> dict[str, Any]:
+    sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    reply = httpx.post(f"http://{replica.server_address}/generate", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def version(reply: dict[str, Any]) -> str:
+    return str(reply["meta_info"]["weight_version"])
+
+
+def distance(reply: dict[str, Any], model: Path) -> float:
+    """Of the served logprobs from those of the model's own forward pass, at worst."""
+    from transformers import AutoModelForCausalLM
+
+    ids, served = reply["output_ids"], [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([PROMPT + ids])).logits[0]
+    own = torch.log_softmax(logits[len(PROMPT) - 1 : -1], -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+    return float((own - torch.tensor(served)).abs().max())
+
+
+def test_verl_knows_the_cpu() -> None:
+    from verl.utils.device import get_device_name, get_resource_name, get_torch_device
+
+    assert get_device_name() == "cpu"
+    assert get_resource_name() == "GPU"  # logical ones
+    used, total = get_torch_device().mem_get_info()
+    assert 0 < used < total
+
+
+def test_new_weights_are_served_under_their_version(
+    replica: Any, adapter: Any, models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    assert distance(generate(replica), models[OLD]) < SAME
+    asyncio.run(adapter.update_weights(iter(weights(NEW).items()), global_steps=1))
+    reply = generate(replica)
+    assert version(reply) == "1"
+    assert distance(reply, models[NEW]) < SAME
+    assert not list(ServerSettings.of(adapter.config).weights_dir.glob("rollout-weights-*")), "left in memory"
+
+
+def test_old_weights_under_a_new_version_show_in_the_logprobs_alone(
+    replica: Any, adapter: Any, models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    import ray
+
+    asyncio.run(adapter.update_weights(iter(weights(NEW).items()), global_steps=2))
+    ray.get(replica.server_handle.update_weights.remote(models[NEW], 3))  # where OTHER's were due
+    reply = generate(replica)
+    assert version(reply) == "3"
+    assert distance(reply, models[OTHER]) > FAR
+    assert distance(reply, models[NEW]) < SAME
+
+
+def test_weights_of_another_shape_are_not_sent(
+    replica: Any, adapter: Any, models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    asyncio.run(adapter.update_weights(iter(weights(NEW).items()), global_steps=4))
+    name = "model.layers.1.mlp.up_proj.weight"
+    wrong = weights(OTHER) | {name: torch.zeros(128, 65)}
+    with pytest.raises(WeightsMismatch, match=r"up_proj.weight is \(128, 65\) and should be \(128, 64\)"):
+        asyncio.run(adapter.update_weights(iter(wrong.items()), global_steps=5))
+    reply = generate(replica)
+    assert version(reply) == "4"
+    assert distance(reply, models[NEW]) < SAME
+
+
+def test_a_sleeping_server_cuts_what_runs_and_holds_what_comes(replica: Any, adapter: Any) -> None:
+    async def scenario() -> None:
+        running = asyncio.create_task(asyncio.to_thread(generate, replica, 250))
+        await asyncio.sleep(0.1)
+        await replica.sleep()
+        cut = await running
+        assert cut["meta_info"]["finish_reason"]["type"] == "abort"
+        assert len(cut["output_ids"]) < 250
+        held = asyncio.create_task(asyncio.to_thread(generate, replica, 4))
+        done, _ = await asyncio.wait({held}, timeout=1.0)
+        assert not done, "a sleeping server generated"
+        await adapter.resume(["weights"])
+        done, _ = await asyncio.wait({held}, timeout=0.5)
+        assert not done, "it woke before its new weights"
+        await adapter.resume(["kv_cache"])
+        assert len((await held)["output_ids"]) == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_held_request_is_answered_with_the_new_weights(
+    replica: Any, adapter: Any, models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    async def scenario() -> dict[str, Any]:
+        await replica.abort_all_requests()
+        held = asyncio.create_task(asyncio.to_thread(generate, replica))
+        await adapter.update_weights(iter(weights(OTHER).items()), global_steps=6)
+        await replica.clear_kv_cache()
+        assert not held.done()
+        await replica.resume_generation()
+        return await held
+
+    reply = asyncio.run(scenario())
+    assert version(reply) == "6"
+    assert distance(reply, models[OTHER]) < SAME
+
+
+def test_verls_own_client_path(replica: Any) -> None:
+    import ray
+
+    ray.get(replica.server_handle.update_weights.remote(Path(replica.model_config.path), 7))
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 5, "logprobs": True}
+    output = ray.get(replica.server_handle.generate.remote(PROMPT, params, request_id="r"))
+    assert 1 <= len(output.token_ids) <= 5
+    assert len(output.log_probs) == len(output.token_ids)
+    assert output.stop_reason in ("length", "stop")
+    assert output.extra_fields["global_steps"] == 7
+
+
+def test_a_server_that_dies_says_so_and_one_ends_with_its_actor(
+    start_replica: Callable[[int], Any],
+    replica: Any,
+    weights: Callable[[int], dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
+    """The control of the check of shapes: without it, this is what happens."""
+    import ray
+    from safetensors.torch import save_file
+
+    name = "model.embed_tokens.weight"
+    ModelFolder.at(replica.model_config.path).write(weights(NEW), tmp_path, torch.float32)
+    save_file(
+        {**weights(NEW), name: torch.zeros(3, 64), "lm_head.weight": torch.zeros(3, 64)},
+        tmp_path / "model.safetensors",
+    )
+    other = start_replica(1)
+    pid = ray.get(other.server_handle.pid.remote())
+    with pytest.raises(EngineUnavailable, match="sglang_cpu_1"):
+        ray.get(other.server_handle.update_weights.remote(tmp_path, 1))
+    assert gone(pid)
+
+    pid = ray.get(replica.server_handle.pid.remote())
+    assert not gone(pid, within_s=0)
+    ray.kill(replica.server_handle)
+    assert gone(pid)
+
+
+def gone(pid: int, within_s: float = 20) -> bool:
+    deadline = time.monotonic() + within_s
+    while running := Path(f"/proc/{pid}").exists():
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return not running
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda w: w.update(stray=torch.zeros(2)), r"stray is \(2,\) and should be absent"),
+        (lambda w: w.update({n: w[n][:1] for n in list(w) if "layers" in n}), "more"),
+    ],
+)
+def test_weights_must_be_the_models_own(
+    models: list[Path],
+    weights: Callable[[int], dict[str, torch.Tensor]],
+    tmp_path: Path,
+    change: Callable[[dict[str, torch.Tensor]], object],
+    message: str,
+) -> None:
+    tensors = weights(NEW)
+    change(tensors)
+    with pytest.raises(WeightsMismatch, match=message):
+        ModelFolder.at(models[OLD]).write(tensors, tmp_path, torch.float32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_written_folder_is_the_model_in_another_dtype(
+    models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    ModelFolder.at(models[OLD]).write(weights(NEW), tmp_path, torch.bfloat16)
+    written, old = ModelFolder.at(tmp_path), ModelFolder.at(models[OLD])
+    assert written.shapes == old.shapes  # so without the tied output layer
+    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in models[OLD].iterdir()}
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        ModelFolder.at(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="save_pretrained"):
+        ModelFolder.at(tmp_path)
+
+
+def test_a_mistyped_setting_is_named() -> None:
+    rollout = SimpleNamespace(engine_kwargs={ROLLOUT_NAME: {"thread": 2}})
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.sglang_cpu\.thread"):
+        ServerSettings.of(rollout)
+
+
+def test_weights_through_a_shared_folder(weights: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    from rollout_backend.local.verl_cpu.folder_engine import SharedFolderEngine
+
+    sent = weights(NEW)
+    trainers = [SharedFolderEngine(bucket_size=1, is_master=master, folder=str(tmp_path)) for master in (True, False)]
+    servers = [SharedFolderEngine(bucket_size=1, folder=str(tmp_path)) for _ in range(2)]
+    to_trainers, to_servers = SharedFolderEngine.build_topology(2, 2, [{}] * 4)
+    for engines, arguments in ((trainers, to_trainers), (servers, to_servers)):
+        for i, engine in enumerate(engines):
+            engine.init_process_group(**{key: values[i] for key, values in arguments.items()})
+
+    async def receive(engine: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor async for name, tensor in engine.receive_weights(global_steps=1)}
+
+    async def update() -> list[dict[str, torch.Tensor]]:
+        receiving = [asyncio.create_task(receive(engine)) for engine in servers]
+        await asyncio.gather(*(engine.send_weights(iter(sent.items()), global_steps=1) for engine in trainers))
+        return await asyncio.gather(*receiving)
+
+    for received in asyncio.run(update()):
+        assert received.keys() == sent.keys()
+        assert all(torch.equal(received[name], sent[name]) for name in sent)
+    for engine in (*trainers, *servers):
+        engine.finalize()
+    assert not list(tmp_path.iterdir())
