@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import LocalEngine, MakeCommand, MakeEngine
 from rollout_backend.serving.sglang import engine_command
-
-if TYPE_CHECKING:
 
 _STOP_S = 15.0
 _Reply = TypeVar("_Reply")
