@@ -21,7 +21,8 @@ Several rows of one rollout (v1 only). verl's `grpo` takes a session's reward fr
 that advantage. It recognises sessions by the rows' keys, which it does not hand to other estimators: those see each
 row as a rollout of its own, and count a session once per segment. What reaches them is each row's field `uid`; so
 under these estimators write `row_uid(...)` there, and sessions are recognised by it. verl uses that field of a
-training row for nothing else but the actor's prefix grouper, which then groups nothing.
+training row for nothing else but the actor's prefix grouper, which then groups nothing. A validation row keeps the
+prompt's uid: verl takes the mean over a prompt's rollouts by it.
 
 The v1 trainer writes no row for a missing rollout. It pads the batch with zero-mask rows, but those have a `uid` of
 their own and touch no group. Under it, stock `grpo` is thus wrong for a single survivor only.
@@ -46,7 +47,7 @@ def row_uid(uid: str, session: int, index: int) -> str:
 
 
 def knows_sessions(adv_estimator: str) -> bool:
-    """Whether the rows' `uid` must be `row_uid(...)` under this estimator, and not the prompt's."""
+    """Whether a training row's `uid` must be `row_uid(...)` under this estimator, and not the prompt's."""
     return adv_estimator in ESTIMATORS
 
 

@@ -4,10 +4,10 @@
     data.custom_cls.path=pkg://rollout_backend.verl.dataset
     data.custom_cls.name=PayloadDataset
 
-`PayloadDataset` reads files whose rows have a `payload`, which goes to the agent as it is: an object, or its JSON text.
-In parquet prefer the text: a struct column holds the fields of all rows, and null where a row lacks one. A row may have
-a `task_id`, and other columns that verl is to carry along, as `data_source`, by which verl groups its validation
-metrics (by default the file's name). A `prompt` column is not needed.
+`PayloadDataset` reads files whose rows have a `payload`, which goes to the agent as it is: an object, or its JSON
+text. In parquet prefer the text: a struct column holds the fields of all rows, and null where a row lacks one. A row
+may have a `task_id`, and other columns that verl is to carry along, as `data_source`, by which verl groups its
+validation metrics (by default the file's name). A `prompt` column is not needed.
 
 verl's own dataset works without a `payload`, too: see `payload_of` for what the agent is given then.
 """
@@ -121,7 +121,7 @@ def _checked(row: object, number: int, prompt_key: str, data_source: str) -> dic
     if columns.get("payload") is None:
         raise TaskFileError(
             f"there is no payload, only {sorted(columns)}. Put what the agent needs into a column of that name, an "
-            "object or its JSON text; or leave data.custom_cls out, and the agent is given the columns of verl's own dataset"
+            "object or its JSON text; or leave data.custom_cls out, and the agent is given verl's own columns"
         )
     task_id = columns.get("task_id")
     if not isinstance(task_id, str | None):

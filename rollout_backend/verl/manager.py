@@ -142,7 +142,9 @@ class CloudAgentLoopManager:
                 made = self._rows(rollout)
                 for row in made:
                     key = row_uid(uid, session, row.index)
-                    own = {"session_id": session, "uid": key if self._row_uids else uid}
+                    # Validation has no advantages, and groups its metrics by the prompt's uid.
+                    by_row = self._row_uids and batch.partition == "train"
+                    own = {"session_id": session, "uid": key if by_row else uid}
                     fields.append(rows.v1_fields(row, {**base, **own}, _numbers(rollout)))
                     tags.append(rows.v1_tag(row, step))
                     keys.append(key)
@@ -237,7 +239,9 @@ class CloudAgentLoopManager:
 
     def _tell(self, result: StepResult) -> None:
         report = result.report
-        log.warning(
+        # What is left out must be seen; that all is well need not.
+        log.log(
+            logging.WARNING if report.reasons else logging.INFO,
             "step %d: %d planned, %d trainable, %d of %d groups usable, left out: %s",
             result.step,
             report.planned,

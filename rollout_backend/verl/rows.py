@@ -233,6 +233,7 @@ def legacy_batch(
     A missing rollout holds its slot with one token of prompt and an empty response. verl calls that an aborted
     sample and leaves it out of its reward metrics; its estimators do not, and take it for a reward of 0: see
     `rollout_backend.verl.advantage`.
+    The loss modes that average over rows (`seq-mean-*`) divide by it, too; `token-mean` does not.
     """
     shape = len(slots), prompt_length
     prompts = np.full(shape, pad_token_id, dtype=np.int64)

@@ -17,4 +17,5 @@ else:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its and its dependencies' own; ours are errors
         import ray  # noqa: F401
+        import verl.trainer.ppo.v1
         import verl.workers.rollout.replica  # noqa: F401

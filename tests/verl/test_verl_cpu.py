@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +21,8 @@ import torch
 from rollout_backend.errors import ConfigError, EngineUnavailable
 from rollout_backend.local.verl_cpu.environment import ROLLOUT_NAME, overrides
 from rollout_backend.local.verl_cpu.model_folder import ModelFolder, WeightsMismatch
-from rollout_backend.local.verl_cpu.settings import ServerSettings
+from rollout_backend.local.verl_cpu.server import SGLangServer
+from rollout_backend.local.verl_cpu.settings import ServerSettings, model_of
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
 
 pytestmark = [
@@ -27,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
+FAKE_ENGINE = Path(__file__).parents[1] / "serving" / "fake_engine.py"
 PROMPT = [1, 40, 41, 42]
 OLD, NEW, OTHER = 0, 1, 2  # seeds of models
 SAME = 1e-4  # a logprob that the trainer's own forward pass gives, up to float32's rounding
@@ -72,26 +79,17 @@ def config(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def start_replica(config: Any) -> Iterator[Callable[[int], Any]]:
+def replica(config: Any) -> Iterator[Any]:
     import ray
     from verl.workers.rollout.replica import get_rollout_replica_class
 
     ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
-
-    def start(rank: int) -> Any:
-        replica = get_rollout_replica_class(ROLLOUT_NAME)(
-            replica_rank=rank, config=config.rollout, model_config=config.model, gpus_per_node=1
-        )
-        asyncio.run(replica.launch_servers())
-        return replica
-
-    yield start
+    replica = get_rollout_replica_class(ROLLOUT_NAME)(
+        replica_rank=0, config=config.rollout, model_config=config.model, gpus_per_node=1
+    )
+    asyncio.run(replica.launch_servers())
+    yield replica
     ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def replica(start_replica: Callable[[int], Any]) -> Any:
-    return start_replica(0)
 
 
 @pytest.fixture
@@ -101,10 +99,17 @@ def adapter(config: Any, replica: Any) -> Any:
     return get_rollout_class(ROLLOUT_NAME, "async")(config.rollout, config.model, None, replica_rank=0)
 
 
-def generate(replica: Any, tokens: int = 16) -> dict[str, Any]:
+def request(tokens: int) -> dict[str, Any]:
     sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
-    reply = httpx.post(f"http://{replica.server_address}/generate", json=body, timeout=60)
+    return {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+
+
+def streamed(http: httpx.AsyncClient, replica: Any, tokens: int) -> AbstractAsyncContextManager[httpx.Response]:
+    return http.stream("POST", f"http://{replica.server_address}/generate", json={**request(tokens), "stream": True})
+
+
+def generate(replica: Any, tokens: int = 16) -> dict[str, Any]:
+    reply = httpx.post(f"http://{replica.server_address}/generate", json=request(tokens), timeout=60)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
 
@@ -172,12 +177,13 @@ def test_weights_of_another_shape_are_not_sent(
 
 def test_a_sleeping_server_cuts_what_runs_and_holds_what_comes(replica: Any, adapter: Any) -> None:
     async def scenario() -> None:
-        running = asyncio.create_task(asyncio.to_thread(generate, replica, 250))
-        await asyncio.sleep(0.1)
-        await replica.sleep()
-        cut = await running
-        assert cut["meta_info"]["finish_reason"]["type"] == "abort"
-        assert len(cut["output_ids"]) < 250
+        async with httpx.AsyncClient(timeout=60) as http, streamed(http, replica, 250) as running:
+            lines = running.aiter_lines()
+            assert (await anext(lines)).startswith("data: "), "it does not generate"
+            await replica.sleep()
+            *_, last = [json.loads(line[6:]) async for line in lines if line.startswith("data: {")]
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+        assert last["meta_info"]["completion_tokens"] < 250
         held = asyncio.create_task(asyncio.to_thread(generate, replica, 4))
         done, _ = await asyncio.wait({held}, timeout=1.0)
         assert not done, "a sleeping server generated"
@@ -219,32 +225,39 @@ def test_verls_own_client_path(replica: Any) -> None:
     assert output.extra_fields["global_steps"] == 7
 
 
-def test_a_server_that_dies_says_so_and_one_ends_with_its_actor(
-    start_replica: Callable[[int], Any],
-    replica: Any,
-    weights: Callable[[int], dict[str, torch.Tensor]],
-    tmp_path: Path,
-) -> None:
-    """The control of the check of shapes: without it, this is what happens."""
+def test_a_server_ends_with_its_actor(replica: Any) -> None:
     import ray
-    from safetensors.torch import save_file
-
-    name = "model.embed_tokens.weight"
-    ModelFolder.at(replica.model_config.path).write(weights(NEW), tmp_path, torch.float32)
-    save_file(
-        {**weights(NEW), name: torch.zeros(3, 64), "lm_head.weight": torch.zeros(3, 64)},
-        tmp_path / "model.safetensors",
-    )
-    other = start_replica(1)
-    pid = ray.get(other.server_handle.pid.remote())
-    with pytest.raises(EngineUnavailable, match="sglang_cpu_1"):
-        ray.get(other.server_handle.update_weights.remote(tmp_path, 1))
-    assert gone(pid)
 
     pid = ray.get(replica.server_handle.pid.remote())
-    assert not gone(pid, within_s=0)
+    family = [pid, *children(pid)]
+    assert len(family) > 1, "SGLang's scheduler is a process of its own"
     ray.kill(replica.server_handle)
-    assert gone(pid)
+    assert all(gone(member) for member in family)
+
+
+async def test_a_server_that_dies_says_so(models: list[Path], tmp_path: Path) -> None:
+    """As SGLang does of weights of a wrong shape, without an answer."""
+
+    def command(
+        model: object, serving: object, host: str, port: int, first_gpu: int
+    ) -> tuple[list[str], dict[str, str]]:
+        return [sys.executable, "-S", str(FAKE_ENGINE), host, str(port)], {}
+
+    rollout = SimpleNamespace(max_model_len=64)
+    model, log = model_of(rollout, SimpleNamespace(path=models[OLD])), tmp_path / "log"
+    server = SGLangServer("server-0", model, ServerSettings().serving("float32"), log, command=command)
+    await server.launch()
+    pid = server.pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineUnavailable, match=r"server-0.*update_weights_from_disk"):
+        await server.update_weights(tmp_path, 1)
+    await server.close()
+
+
+def children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in listed]
 
 
 def gone(pid: int, within_s: float = 20) -> bool:

@@ -40,11 +40,20 @@ def environment(threads: int | None = None, inherited: Mapping[str, str] | None 
 def overrides(trainer_devices: int = 1, rollout_devices: int = 0, attention: str = "sdpa") -> list[str]:
     """Hydra overrides that let verl's trainer run on the CPU.
 
-    `trainer_devices` are processes that train; `rollout_devices`, for `separate_async`, are standalone servers.
+    `trainer_devices` are processes that train, each with a server of its own. `rollout_devices` are standalone
+    servers, which the trainer mode `separate_async` wants; then the trainers have none.
     """
     model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
     rollout = "actor_rollout_ref.rollout"
+    standalone = [
+        "actor_rollout_ref.hybrid_engine=False",
+        f"{rollout}.nnodes=1",
+        f"{rollout}.n_gpus_per_node={rollout_devices}",
+        f"{rollout}.checkpoint_engine.backend=shared_folder",
+        f"+{rollout}.checkpoint_engine.custom_backend_module=rollout_backend.local.verl_cpu.folder_engine",
+    ]
     return [
+        *(standalone if rollout_devices else []),
         "trainer.device=cpu",
         "trainer.nnodes=1",
         f"trainer.n_gpus_per_node={trainer_devices}",

@@ -16,7 +16,8 @@ import aiohttp
 
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import EngineUnavailable, ServingError
-from rollout_backend.serving.engine import LocalEngine
+from rollout_backend.serving.engine import LocalEngine, MakeCommand
+from rollout_backend.serving.sglang import engine_command
 
 _CONTROL_S = 120.0
 _UPDATE_S = 600.0
@@ -26,12 +27,18 @@ class SGLangServer:
     """`name` is for messages and for the log. An async actor: calls run side by side, as verl's own servers' do."""
 
     def __init__(
-        self, name: str, model: ModelConfig, serving: ServingConfig, log: Path, can_sleep: bool = True
+        self,
+        name: str,
+        model: ModelConfig,
+        serving: ServingConfig,
+        log: Path,
+        can_sleep: bool = True,
+        command: MakeCommand = engine_command,
     ) -> None:
         self._name = name
         self._context_length = model.context_length
         self._can_sleep = can_sleep
-        self._engine = LocalEngine(name, model, serving, log)
+        self._engine = LocalEngine(name, model, serving, log, command=command)
         self._http: aiohttp.ClientSession | None = None
         self._died: asyncio.Task[str] | None = None
 
@@ -41,6 +48,14 @@ class SGLangServer:
         self._http = aiohttp.ClientSession()
         self._died = asyncio.create_task(self._engine.wait())
         return self.address()
+
+    async def close(self) -> None:
+        """Ends the server. Not needed where the actor ends."""
+        if self._died is not None:
+            self._died.cancel()
+        if self._http is not None:
+            await self._http.close()
+        await self._engine.stop()
 
     def address(self) -> str:
         return self._engine.url.removeprefix("http://")

@@ -1,0 +1,184 @@
+"""verl trains a small model on sums, on this machine; the agent answers them in a local stand-in of the cloud.
+
+    python train.py                          # 15 steps of GRPO on SmolLM2-135M: mean reward .06 -> .98
+    python train.py --tiny                   # two steps of a random model, to see that everything works
+    python train.py trainer.total_epochs=2   # whatever is not an option goes to verl as it is
+
+What runs is verl's own `python -m verl.trainer.main_ppo`, in the environment and with the settings below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from curve import Curve
+
+from rollout_backend.errors import RolloutBackendError
+from rollout_backend.local.cloud import LocalCloud
+from rollout_backend.local.verl_cpu.environment import environment, overrides
+from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.process import ServerProcess
+from rollout_backend.serving.install import find_model
+
+AGENT = Path(__file__).parent.parent / "arithmetic" / "agent.py"
+PROMPTS, GROUP = 16, 4
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+
+def backend_overrides(tasks: Path, settings: Path) -> list[str]:
+    """All that a training script adds to train through this backend, wherever it runs."""
+    return [
+        f"+{ROLLOUT}.agent.agent_loop_manager_class=rollout_backend.verl.CloudAgentLoopManager",
+        f"+{ROLLOUT}.custom.rollout_backend={settings}",
+        # What a row has under `payload` goes to the agent as it is.
+        "data.custom_cls.path=pkg://rollout_backend.verl.dataset",
+        "data.custom_cls.name=PayloadDataset",
+        f"data.train_files={tasks}",
+        f"data.val_files={tasks}",
+        # GRPO that leaves out rollouts which were lost, instead of counting them as failures of the model.
+        "algorithm.adv_estimator=grpo_present",
+        # Tokens are sampled by the engine: the trainer is to compare its own logprobs with the engine's.
+        f"{ROLLOUT}.calculate_log_probs=True",
+    ]
+
+
+def training_overrides(options: argparse.Namespace, model: Path) -> list[str]:
+    """What any training script of verl says: the model, the batch, the optimizer. Nothing here is ours."""
+    prompt, response = (96, 16) if options.tiny else (64, 24)
+    settings = [
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_batch_size={PROMPTS}",
+        f"data.max_prompt_length={prompt}",
+        f"data.max_response_length={response}",
+        "data.shuffle=False",
+        "data.dataloader_num_workers=0",
+        f"{ROLLOUT}.n={GROUP}",
+        f"{ROLLOUT}.temperature=1.0",
+        f"{ROLLOUT}.dtype={options.dtype}",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=16",
+        f"{ACTOR}.ppo_mini_batch_size={PROMPTS}",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=16",
+        f"{ACTOR}.optim.lr=2e-5",
+        f"{ACTOR}.optim.weight_decay=0",
+        f"{ACTOR}.use_kl_loss=False",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        "algorithm.use_kl_in_reward=False",
+        f"trainer.use_v1={options.trainer != 'legacy'}",
+        f"trainer.v1.trainer_mode={'separate_async' if options.trainer == 'async' else 'sync'}",
+        f"trainer.total_training_steps={options.steps}",
+        "trainer.project_name=train-arithmetic",
+        f"trainer.experiment_name={options.work.name}",
+        "trainer.logger=[console,file]",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.resume_mode=disable",
+    ]
+    if options.tiny:  # it hardly ever gets a sum right, and must move enough for old weights to be noticed
+        settings += [f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.optim.lr=3e-3"]
+    return settings
+
+
+def cpu_overrides(options: argparse.Namespace) -> list[str]:
+    """What only a machine without a GPU needs."""
+    server = f"{{threads: {options.threads}, log_dir: {options.work}}}"
+    devices = overrides(rollout_devices=1) if options.trainer == "async" else overrides()
+    return [*devices, f"+{ROLLOUT}.engine_kwargs.sglang_cpu={server}"]
+
+
+def write_tasks(path: Path, count: int) -> Path:
+    """Sums of two single digits. A line is one task; the same seed gives the same sums."""
+    digits = random.Random(0)
+    lines = []
+    for _ in range(count):
+        a, b = digits.randint(1, 9), digits.randint(1, 9)
+        payload = {"question": f"What is {a} + {b}? Answer with only a number.", "answer": str(a + b)}
+        lines.append(json.dumps({"payload": payload}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+def write_settings(path: Path, cloud: LocalCloud) -> Path:
+    """The backend's own settings: where results go and which runtime has the agent. The rest verl's settings say."""
+    settings: dict[str, Any] = {
+        **cloud.settings(),
+        "output_dir": str(path.parent / "runs"),
+        "timeouts": {"model_call_s": 300, "agent_s": 600, "collection_s": 900, "token_s": 1200},
+    }
+    path.write_text(yaml.safe_dump(settings, sort_keys=False))
+    return path
+
+
+async def train(options: argparse.Namespace, passed_on: list[str]) -> Curve:
+    """Runs verl to its end. Raises RolloutBackendError, with the end of its log."""
+    work: Path = options.work
+    model = make_tiny_model(work / "model") if options.tiny else (options.model or find_model()).absolute()
+    tasks = write_tasks(work / "tasks.jsonl", PROMPTS * (options.steps + 1))
+    curve = Curve(work / "metrics.jsonl")
+    curve.source.unlink(missing_ok=True)
+    async with LocalCloud(AGENT, run_dir=work / "cloud") as cloud:
+        command = [
+            *(sys.executable, "-m", "verl.trainer.main_ppo"),
+            *training_overrides(options, model),
+            *backend_overrides(tasks, write_settings(work / "rollout_backend.yaml", cloud)),
+            *cpu_overrides(options),
+            f"hydra.run.dir={work}",
+            "hydra.output_subdir=null",
+            *passed_on,
+        ]
+        env = {**environment(options.threads), **cloud.environ, "VERL_FILE_LOGGER_PATH": str(curve.source)}
+        log = work / "verl.log"
+        log.unlink(missing_ok=True)
+        verl = ServerProcess("verl", command, log, env)
+        print(f"verl starts, which takes a minute; its log: {log}")
+        await verl.start()
+        try:
+            ended = asyncio.create_task(verl.wait())
+            while not ended.done():
+                await asyncio.wait({ended}, timeout=1.0)
+                curve.show_new()
+        finally:
+            await verl.stop(grace_s=20)
+        if verl.returncode:
+            raise RolloutBackendError(f"verl ended with code {verl.returncode}. {verl.tail()}")
+    return curve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, help="default: 15, or 2 with --tiny")
+    parser.add_argument("--model", type=Path, help="a model folder; default: the one of `rollout engine install`")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's")
+    parser.add_argument("--work", type=Path, default=Path("runs/train_arithmetic"), help="where everything goes")
+    parser.add_argument(
+        "--trainer", choices=["v1", "legacy", "async"], default="v1", help="verl's; async: v1's separate_async"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a random model of a few thousand weights")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of trainer and engine, each")
+    options, passed_on = parser.parse_known_args()
+    if unknown := [argument for argument in passed_on if argument.startswith("-")]:
+        parser.error(f"no such option: {' '.join(unknown)}")
+    options.steps = options.steps or (2 if options.tiny else 15)
+    options.work = options.work.absolute()
+    options.work.mkdir(parents=True, exist_ok=True)
+    try:
+        curve = asyncio.run(train(options, passed_on))
+    except RolloutBackendError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    curve.write(options.work)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()

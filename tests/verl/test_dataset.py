@@ -1,0 +1,265 @@
+"""Payloads through verl's own loaders: what the agent is given is what stands in the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+from tensordict import NonTensorData, NonTensorStack
+from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import AutoTokenizer
+from verl import DataProto
+from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
+from verl.utils import tensordict_utils as tu
+from verl.utils.dataset.rl_dataset import collate_fn
+
+import rollout_backend.local
+from rollout_backend.errors import TaskFileError
+from rollout_backend.verl.dataset import PLACEHOLDER, PayloadDataset, payload_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata, of torch
+
+PAYLOADS: list[dict[str, Any]] = [
+    {"question": "2 + 2?", "answer": 4, "deep": {"list": [1, [2.5, None], {}], "flag": True}, "text": "ü\n\u2028"},
+    {"question": "3 + 3?", "big": 2**53 + 1},
+    {"question": "4 + 4?", "empty": []},
+    {"other": "no question here"},
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(Path(rollout_backend.local.__file__).parent / "byte_model")
+
+
+@pytest.fixture
+def data_config() -> Callable[..., DictConfig]:
+    def make(*overrides: str) -> DictConfig:
+        custom = [
+            "data.custom_cls.path=pkg://rollout_backend.verl.dataset",
+            "data.custom_cls.name=PayloadDataset",
+            "data.shuffle=False",
+        ]
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            return compose("ppo_trainer", [*custom, *overrides]).data
+
+    return make
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., str]:
+    def write(rows: list[Any], name: str = "sums.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def parquet(path: Path, **columns: Any) -> str:
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+def batches(dataset: Any, config: DictConfig, size: int = 2) -> list[dict[str, Any]]:
+    sampler = create_rl_sampler(config, dataset)
+    return list(StatefulDataLoader(dataset, batch_size=size, collate_fn=collate_fn, sampler=sampler))
+
+
+def v1_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """As the v1 trainer hands a batch over, and as a manager takes it apart."""
+    batch["uid"] = np.array([f"u{i}" for i in range(len(batch["raw_prompt"]))], dtype=object)
+    data = tu.get_tensordict(batch)
+    rows = []
+    for i in range(len(data)):
+        row = {}
+        for key, value in data.items():
+            if isinstance(value, torch.Tensor):
+                row[key] = value[i]
+            elif isinstance(value, NonTensorStack):
+                row[key] = value[i].data
+            elif isinstance(value, NonTensorData):
+                row[key] = value.data
+        rows.append(row)
+    return rows
+
+
+def legacy_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    data = DataProto.from_single_dict(batch).repeat(repeat_times=2, interleave=True)
+    return [{key: values[i] for key, values in data.non_tensor_batch.items()} for i in range(0, len(data), 2)]
+
+
+# --- payloads ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("through", [v1_rows, legacy_rows])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet of JSON text"])
+def test_payloads_arrive_as_they_were_written(
+    kind: str,
+    through: Callable[..., Any],
+    tmp_path: Path,
+    jsonl: Callable[..., str],
+    data_config: Callable[..., DictConfig],
+    tokenizer: Any,
+) -> None:
+    if kind == "jsonl":
+        path = jsonl([{"payload": payload} for payload in PAYLOADS])
+    else:
+        path = parquet(tmp_path / "sums.parquet", payload=[json.dumps(payload) for payload in PAYLOADS])
+    config = data_config()
+    dataset = create_rl_dataset([path], config, tokenizer, None)
+
+    assert isinstance(dataset, PayloadDataset)
+    rows = [row for batch in batches(dataset, config) for row in through(batch)]
+    assert [payload_of(row) for row in rows] == PAYLOADS
+    assert [row["task_id"] for row in rows] == [f"task-{i:05d}" for i in range(4)]
+    assert {row["data_source"] for row in rows} == {"sums"}
+
+
+def test_a_struct_column_holds_the_fields_of_all_rows(
+    tmp_path: Path, data_config: Callable[..., DictConfig], tokenizer: Any
+) -> None:
+    path = parquet(tmp_path / "a.parquet", payload=[{"q": "x", "n": 1}, {"q": "y"}], task_id=["one", None])
+    dataset = create_rl_dataset(path, data_config(), tokenizer, None)
+    assert [payload_of(dataset[i]) for i in range(2)] == [{"n": 1, "q": "x"}, {"n": None, "q": "y"}]
+    assert [dataset[i]["task_id"] for i in range(2)] == ["one", "task-00001"]
+
+
+def test_the_prompt_that_verl_shows(
+    jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
+) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    path = jsonl(
+        [{"payload": {"question": "2 + 2?"}}, {"payload": {"question": messages}}, {"payload": {"question": 7}}]
+    )
+    dataset = create_rl_dataset(path, data_config("data.prompt_key=question"), tokenizer, None)
+    assert [dataset[i]["raw_prompt"] for i in range(3)] == [
+        [{"role": "user", "content": "2 + 2?"}],
+        messages,
+        [{"role": "user", "content": PLACEHOLDER}],
+    ]
+    assert tokenizer.apply_chat_template(dataset[0]["raw_prompt"], tokenize=True, return_dict=False)
+
+
+def test_other_columns_are_carried_along(
+    jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
+) -> None:
+    first = jsonl([{"payload": {}, "data_source": "gsm8k", "reward_model": {"ground_truth": "4"}}])
+    second = jsonl([{"payload": {}, "level": 2}], "more.jsonl")
+    config = data_config()
+    (batch,) = batches(create_rl_dataset([first, second], config, tokenizer, None), config)
+
+    assert list(batch["data_source"]) == ["gsm8k", "more"]
+    assert list(batch["reward_model"]) == [{"ground_truth": "4"}, None]
+    assert list(batch["level"]) == [None, 2]
+    assert list(batch["index"]) == [0, 1]
+    assert batch["dummy_tensor"].shape == (2, 1)
+
+
+def test_some_of_the_rows(jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any) -> None:
+    path = jsonl([{"payload": {"i": i}} for i in range(20)])
+
+    def chosen(count: int, *overrides: str) -> list[int]:
+        dataset = create_rl_dataset(path, data_config(*overrides), tokenizer, None, max_samples=count)
+        return [payload_of(dataset[i])["i"] for i in range(len(dataset))]
+
+    assert chosen(3) == [0, 1, 2]
+    assert chosen(-1) == chosen(99) == list(range(20))
+    some = chosen(5, "data.shuffle=True", "data.seed=1")
+    assert some == chosen(5, "data.shuffle=True", "data.seed=1") != chosen(5, "data.shuffle=True", "data.seed=2")
+    assert len(set(some)) == 5
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "hi", "answer": 4}, r"line 2: there is no payload, only \['answer', 'prompt'\].*custom_cls"),
+        ({"payload": None}, "line 2: there is no payload"),
+        ([1], "line 2: there is no payload"),
+        ({"payload": "no json"}, "line 2: payload is a text, but not JSON"),
+        ({"payload": "[1]"}, "line 2: payload must be an object.*not list"),
+        ({"payload": {"x": float("nan")}}, r"line 2: payload\.x is nan, which JSON does not know"),
+        ({"payload": {"_rollout": 1}}, "must not have a field '_rollout'"),
+        ({"payload": {}, "task_id": 7}, "line 2: task_id is 7"),
+        ({"payload": {}, "task_id": "a/b"}, "line 2: task_id 'a/b' must be"),
+    ],
+)
+def test_a_row_at_fault_is_named_when_the_dataset_is_made(
+    row: Any, message: str, jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
+) -> None:
+    path = jsonl([{"payload": {}}, row])
+    with pytest.raises(TaskFileError, match=f"sums.jsonl, {message}" if message.startswith("line") else message):
+        create_rl_dataset(path, data_config(), tokenizer, None)
+
+
+def test_a_date_in_a_struct_is_named(tmp_path: Path, data_config: Callable[..., DictConfig], tokenizer: Any) -> None:
+    import datetime
+
+    path = parquet(tmp_path / "a.parquet", payload=[{"when": datetime.date(2024, 1, 2)}])
+    with pytest.raises(TaskFileError, match=r"a\.parquet, row 0: payload\.when is datetime"):
+        create_rl_dataset(path, data_config(), tokenizer, None)
+
+
+def test_files_at_fault(
+    tmp_path: Path, jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
+) -> None:
+    with pytest.raises(TaskFileError, match="there is no task file"):
+        create_rl_dataset(str(tmp_path / "none.jsonl"), data_config(), tokenizer, None)
+    with pytest.raises(TaskFileError, match=r"holds no row: set data\.train_files"):
+        create_rl_dataset(jsonl([]), data_config(), tokenizer, None)
+
+
+# --- verl's own dataset -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("through", [v1_rows, legacy_rows])
+def test_verls_own_dataset_makes_a_payload(
+    through: Callable[..., Any], tmp_path: Path, data_config: Callable[..., DictConfig], tokenizer: Any
+) -> None:
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    path = parquet(
+        tmp_path / "gsm8k.parquet",
+        prompt=[conversation, conversation[1:]],
+        data_source=["gsm8k", "gsm8k"],
+        reward_model=[{"style": "rule", "ground_truth": "4"}, {"style": "rule", "ground_truth": "5"}],
+        extra_info=[{"index": 0, "split": "train"}, {"index": 1, "split": "train"}],
+    )
+    config = data_config("data.custom_cls.path=null", f"+data.cache_dir={tmp_path}")
+    dataset = create_rl_dataset([path], config, tokenizer, None)
+    (batch,) = batches(dataset, config)
+
+    payloads = [payload_of(row) for row in through(batch)]
+
+    assert payloads[0] == {
+        "messages": conversation,
+        "prompt": "2 + 2?",
+        "ground_truth": "4",
+        "data_source": "gsm8k",
+        "extra_info": {"index": 0, "split": "train"},
+    }
+    assert payloads[1]["messages"] == conversation[1:]
+    assert json.loads(json.dumps(payloads)) == payloads
+
+
+def test_payload_of_plain_rows() -> None:
+    assert payload_of({"payload": {"a": np.int64(1), "b": np.arange(2), "c": (1,)}}) == {
+        "a": 1,
+        "b": [0, 1],
+        "c": [1],
+    }
+    assert payload_of(
+        {"payload": None, "raw_prompt": np.array([{"role": "user", "content": ["x"]}], dtype=object)}
+    ) == {"messages": [{"role": "user", "content": ["x"]}]}
+    with pytest.raises(TaskFileError, match=r"neither a payload nor a raw_prompt.*PayloadDataset"):
+        payload_of({"prompt": "x"})
+    with pytest.raises(TaskFileError, match=r"extra_info\.image is <object"):
+        payload_of({"raw_prompt": [], "extra_info": {"image": object()}})

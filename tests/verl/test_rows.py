@@ -1,0 +1,352 @@
+"""Rollouts as verl's rows: no sampled token is lost without being counted, and verl's own functions can read them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from verl import DataProto
+from verl.trainer.ppo.core_algos import compute_gae_advantage_return
+from verl.trainer.ppo.metric_utils import compute_data_metrics
+from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.workers.utils.padding import (
+    left_right_2_no_padding,
+    no_padding_2_padding,
+    response_from_nested,
+    response_to_nested,
+)
+
+from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
+from rollout_backend.verl.rows import Rows, legacy_batch, rows_of, v1_fields, v1_tag
+
+PAD = 999
+
+
+def segment(pieces: list[tuple[str, int]], version: str | None = "3", unknown: tuple[int, ...] = ()) -> Segment:
+    """Pieces are ("given", n) and ("sampled", n). Ids count up from 100; the logprob of place i is -i / 1000."""
+    turns, mask = [], []
+    for kind, n in pieces:
+        start = len(mask)
+        mask += [int(kind == "sampled")] * n
+        if kind == "sampled":
+            spans = [VersionSpan(version=version, start=start, end=start + n)] if version is not None else []
+            turns.append(Turn(start=start, end=start + n, finish_reason="stop", weight_versions=spans))
+    return Segment(
+        token_ids=[100 + i for i in range(len(mask))],
+        mask=mask,
+        logprobs=[-i / 1000 if sampled and i not in unknown else None for i, sampled in enumerate(mask)],
+        turns=turns,
+    )
+
+
+def rollout(*segments: Segment, reward: float | None = 0.5) -> Rollout:
+    failed = {"outcome": Outcome.AGENT_ERROR, "failure": Failure(reason="raised", message="x")}
+    return Rollout(
+        run_id="run",
+        step=0,
+        task_id="task",
+        rollout_id="task.0",
+        attempt=1,
+        session_id="session",
+        **({"outcome": Outcome.COMPLETED} if reward is not None else failed),
+        reward=reward,
+        segments=segments,
+    )
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    kinds = st.sampled_from(["given", "sampled"])
+    pieces = draw(st.lists(st.tuples(kinds, st.integers(0, 6)), max_size=6))
+    total = sum(n for _, n in pieces)
+    unknown = draw(st.sets(st.integers(0, max(0, total - 1)), max_size=4))
+    version = draw(st.sampled_from(["1", "7", "default", None]))
+    return segment(pieces, version, tuple(unknown))
+
+
+lengths = st.integers(1, 12)
+rollouts = st.lists(segments(), min_size=1, max_size=4).filter(lambda found: any(s.sampled_tokens for s in found))
+
+
+# --- rows -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(rollouts, lengths, lengths)
+def test_every_sampled_token_is_trained_once_or_counted(found: list[Segment], p: int, r: int) -> None:
+    rows = rows_of(rollout(*found), p, r)
+
+    sampled = sum(s.sampled_tokens for s in found)
+    trained = sum(row.trained_tokens for row in rows)
+    assert trained + rows.truncated_tokens + rows.unknown_logprobs == sampled
+    assert rows.unknown_logprobs == sum(
+        bool(m) and math.isnan(x) for s in found for m, x in zip(s.mask, s.logprobs, strict=True)
+    )
+    assert len(rows) + rows.empty_segments == len(found)
+    assert [row.index for row in rows] == list(range(len(rows)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(rollouts, lengths, lengths)
+def test_a_row_is_its_segment_from_the_first_token_on(found: list[Segment], p: int, r: int) -> None:
+    rows = iter(rows_of(rollout(*found), p, r))
+    for source in found:
+        known = [bool(m) and not math.isnan(x) for m, x in zip(source.mask, source.logprobs, strict=True)]
+        first = source.mask.index(1) if 1 in source.mask else 0
+        start = max(1, min(first, p))
+        if not any(known[start : start + r]):
+            continue
+        row = next(rows)
+        n = len(row.response)
+        assert row.prompt.tolist() == list(source.token_ids[:start])
+        assert row.response.tolist() == list(source.token_ids[start : start + n])
+        assert row.mask.tolist() == known[start : start + n]
+        assert row.mask[-1] == 1
+        assert not any(known[start + n : start + r])
+        assert 1 <= n <= r
+        expected = [x if k else 0.0 for x, k in zip(source.logprobs, known, strict=True)][start : start + n]
+        assert row.logprobs.tolist() == expected
+        assert (row.prompt.dtype, row.mask.dtype, row.logprobs.dtype) == (np.int64, np.int64, np.float32)
+    assert not list(rows)
+
+
+def test_a_long_prompt_goes_on_in_the_response() -> None:
+    (row,) = rows_of(rollout(segment([("given", 5), ("sampled", 2)])), prompt_length=3, response_length=8)
+
+    assert row.prompt.tolist() == [100, 101, 102]
+    assert row.response.tolist() == [103, 104, 105, 106]
+    assert row.mask.tolist() == [0, 0, 1, 1]
+    assert row.truncated_tokens == 0
+
+
+def test_a_long_response_loses_its_end_and_says_so() -> None:
+    source = segment([("given", 2), ("sampled", 3), ("given", 2), ("sampled", 4)])
+    (row,) = rows_of(rollout(source), prompt_length=4, response_length=4)
+
+    assert row.mask.tolist() == [1, 1, 1]  # the given token before the cut trains nothing either
+    assert row.truncated_tokens == 4
+    assert row.turns == 1
+
+
+def test_what_is_given_at_the_end_is_left_out() -> None:
+    (row,) = rows_of(rollout(segment([("given", 2), ("sampled", 2), ("given", 5)])), 4, 16)
+    assert row.response.tolist() == [102, 103]
+
+
+def test_a_token_without_a_logprob_is_masked_out() -> None:
+    (row,) = rows_of(rollout(segment([("given", 2), ("sampled", 4)], unknown=(3,))), 4, 16)
+
+    assert row.mask.tolist() == [1, 0, 1, 1]
+    assert row.logprobs.tolist() == pytest.approx([-0.002, 0.0, -0.004, -0.005])
+    assert row.unknown_logprobs == 1
+
+
+def test_an_infinite_logprob_is_as_good_as_none() -> None:
+    source = segment([("given", 1), ("sampled", 2)])
+    source.logprobs[1] = -math.inf
+    (row,) = rows_of(rollout(source), 4, 4)
+    assert row.mask.tolist() == [0, 1]
+    assert row.unknown_logprobs == 1
+
+
+def test_the_last_row_of_a_session_trains_something() -> None:
+    empty = segment([("given", 3)])
+    lost = segment([("given", 9), ("sampled", 2)])  # after prompt and response are full
+    unknown = segment([("given", 1), ("sampled", 1)], unknown=(1,))
+    rows = rows_of(rollout(empty, segment([("given", 2), ("sampled", 3)]), lost, unknown), 4, 4)
+
+    assert [(row.index, row.trained_tokens) for row in rows] == [(0, 3)]
+    assert (rows.truncated_tokens, rows.unknown_logprobs, rows.empty_segments) == (2, 1, 3)
+
+
+def test_the_first_token_of_a_segment_cannot_be_trained() -> None:
+    (row,) = rows_of(rollout(segment([("sampled", 3)])), 4, 4)
+    assert row.prompt.tolist() == [100]
+    assert row.response.tolist() == [101, 102]
+    assert row.truncated_tokens == 1
+
+
+def test_versions() -> None:
+    def spread(*versions: str | None) -> tuple[int | None, int | None]:
+        n = len(versions)
+        turns = [
+            Turn(
+                start=1 + i,
+                end=2 + i,
+                finish_reason="stop",
+                weight_versions=[VersionSpan(version=version, start=1 + i, end=2 + i)] if version else [],
+            )
+            for i, version in enumerate(versions)
+        ]
+        source = Segment(token_ids=[1] * (n + 1), mask=[0] + [1] * n, logprobs=[None] + [-1.0] * n, turns=turns)
+        (row,) = rows_of(rollout(source), 4, 3)
+        return row.min_version, row.max_version
+
+    assert spread("5", "7", "6") == (5, 7)
+    assert spread("5", "default") == (None, None)
+    assert spread("5", None) == (None, None)
+    assert spread("5", "5", "6", "9") == (5, 6), "the last is cut off"
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(ValueError, match="without a reward"):
+        rows_of(rollout(segment([("given", 1), ("sampled", 1)]), reward=None), 4, 4)
+    with pytest.raises(ValueError, match="at least 1"):
+        rows_of(rollout(segment([("given", 1), ("sampled", 1)])), 0, 4)
+
+
+# --- v1 ---------------------------------------------------------------------------------------------------
+
+
+def _base(session: int) -> dict[str, Any]:
+    return {"uid": "u", "session_id": session, "payload": '{"a": [1]}', "nothing": None, "global_steps": 4}
+
+
+def test_v1_rows_are_what_verl_reads() -> None:
+    rows = rows_of(
+        rollout(segment([("given", 2), ("sampled", 3)]), segment([("given", 6), ("sampled", 2), ("given", 1)])), 4, 8
+    )
+    data = list_of_dict_to_tensordict([v1_fields(row, _base(0)) for row in rows])
+
+    assert len(data) == 2
+    assert data["payload"] == ['{"a": [1]}'] * 2
+    for name in ("prompts", "responses", "response_mask", "loss_mask", "input_ids", "position_ids"):
+        assert data[name].dtype == torch.int64
+    for name in ("rm_scores", "rollout_log_probs"):
+        assert data[name].dtype == torch.float32
+    assert data["input_ids"].offsets().diff().tolist() == [5, 8]
+    padded = data["rm_scores"].to_padded_tensor(0.0)
+    assert padded.tolist() == [[0, 0, 0.5, 0], [0, 0, 0, 0.5]]
+    # as the trainer cuts the responses' log-probs out of whole sequences, and puts advantages back
+    whole = data["input_ids"].to(torch.float32)
+    cut = response_from_nested(whole, data["response_mask"])
+    assert cut.offsets().tolist() == data["responses"].offsets().tolist()
+    back = response_to_nested(padded, data["response_mask"])
+    assert torch.equal(back.values(), data["rm_scores"].values())
+
+
+def test_every_v1_row_has_the_same_fields() -> None:
+    found = rows_of(
+        rollout(segment([("given", 2), ("sampled", 3)]), segment([("given", 1), ("sampled", 1)], None)), 4, 8
+    )
+    first, second = (v1_fields(row, _base(0)) for row in found)
+    assert first.keys() == second.keys()
+    assert first.keys() >= {"num_turns", "session_id", "multi_modal_inputs", "extra_fields", "uid", "payload"}
+    assert first["extra_fields"] == {"reward_extra_info": {}}
+
+
+def test_v1_tags_hold_numbers_only() -> None:
+    known, unknown = rows_of(
+        rollout(segment([("given", 2), ("sampled", 3)], "3"), segment([("given", 2), ("sampled", 1)], "default")),
+        4,
+        8,
+    )
+    assert v1_tag(known, 9) == {
+        "status": "success",
+        "prompt_len": 2,
+        "response_len": 3,
+        "seq_len": 5,
+        "global_steps": 9,
+        "min_global_steps": 3,
+        "max_global_steps": 3,
+    }
+    assert v1_tag(unknown, 9)["min_global_steps"] == 8
+    assert v1_tag(unknown, 9, fallback=2)["max_global_steps"] == 2
+
+
+# --- legacy -----------------------------------------------------------------------------------------------
+
+
+def _data(slots: list[Rows | None], p: int, r: int) -> DataProto:
+    batch = legacy_batch(slots, p, r, PAD)
+    return DataProto(batch=batch.tensors, non_tensor_batch=batch.non_tensors)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.one_of(st.none(), rollouts), min_size=1, max_size=5), lengths, lengths)
+def test_a_legacy_batch_survives_verls_padding_and_unpadding(
+    found: list[list[Segment] | None], p: int, r: int
+) -> None:
+    slots = [None if one is None else rows_of(rollout(*one), p, r) for one in found]
+    made = legacy_batch(slots, p, r, PAD)
+    batch = made.tensors
+
+    assert batch["prompts"].shape == (len(slots), p)
+    for name in ("responses", "response_mask", "rm_scores", "rollout_log_probs"):
+        assert batch[name].shape == (len(slots), r)
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        assert batch[name].shape == (len(slots), p + r)
+    for name, values in batch.items():
+        assert values.dtype == (torch.float32 if name in ("rm_scores", "rollout_log_probs") else torch.int64)
+        assert torch.isfinite(values).all()
+    assert made.missing.tolist() == [not rows for rows in slots]
+    held = int(batch["response_mask"].sum())
+    assert held + made.left_out_tokens == sum(row.trained_tokens for rows in slots if rows for row in rows)
+    assert not (batch["response_mask"] * (1 - batch["attention_mask"][:, p:])).any()
+
+    data = DataProto(batch=batch, non_tensor_batch=made.non_tensors).to_tensordict()
+    ids = data["input_ids"].clone()
+    unpadded = left_right_2_no_padding(data)
+    sequences = unpadded["input_ids"].unbind()
+    for i, (sequence, positions) in enumerate(zip(sequences, unpadded["position_ids"].unbind(), strict=True)):
+        assert sequence.tolist() == ids[i][batch["attention_mask"][i].bool()].tolist()
+        assert positions.tolist() == list(range(len(sequence)))
+    # what the model says of each token, shifted by one, comes back to its column
+    values = torch.cat([torch.cat([s[1:], s[:1]]) for s in sequences]).float()
+    offsets = unpadded["input_ids"].offsets()
+    columns = no_padding_2_padding(torch.nested.nested_tensor_from_jagged(values, offsets=offsets), unpadded)
+    shown = batch["attention_mask"][:, p:].bool()
+    assert torch.equal(columns[shown].long(), batch["responses"][shown])
+
+
+def test_a_legacy_batch_keeps_the_order_and_pads_on_verls_sides() -> None:
+    one = rows_of(rollout(segment([("given", 2), ("sampled", 2)]), reward=1.0), 3, 4)
+    made = legacy_batch([one, None], 3, 4, PAD)
+    batch = made.tensors
+
+    assert batch["prompts"].tolist() == [[PAD, 100, 101], [PAD, PAD, PAD]]
+    assert batch["responses"].tolist() == [[102, 103, PAD, PAD], [PAD] * 4]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 0, 0], [0, 0, 1, 0, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 0, 1, 2, 3, 3, 3], [0, 0, 0, 0, 0, 0, 0]]
+    assert batch["response_mask"].tolist() == [[1, 1, 0, 0], [0] * 4]
+    assert batch["rm_scores"].tolist() == [[0, 1, 0, 0], [0] * 4]
+    assert made.missing.tolist() == [False, True]
+    assert made.non_tensors["__num_turns__"].tolist() == [1, 0]
+    assert list(made.non_tensors["multi_modal_inputs"]) == [{}, {}]
+
+
+def test_of_several_segments_legacy_takes_the_most_trained() -> None:
+    def source(n: int) -> Segment:
+        return segment([("given", 1), ("sampled", n)])
+
+    made = legacy_batch([rows_of(rollout(source(2), source(4), source(4), source(1)), 3, 6)], 3, 6, PAD)
+    assert made.tensors["response_mask"].sum() == 4
+    assert made.left_out_tokens == 7
+
+
+def test_verl_takes_a_missing_rollout_for_an_aborted_one_in_its_metrics() -> None:
+    found = [rows_of(rollout(segment([("given", 2), ("sampled", 2)]), reward=x), 3, 4) for x in (1.0, 0.5)]
+    data = _data([*found, None], 3, 4)
+    data.batch["token_level_scores"] = data.batch["token_level_rewards"] = data.batch["rm_scores"]
+    data.non_tensor_batch["uid"] = np.array(["a"] * 3, dtype=object)
+    compute_advantage(data, "grpo_present")
+
+    metrics = compute_data_metrics(data, use_critic=False)
+
+    assert metrics["critic/score/mean"] == 0.75
+    assert metrics["response/aborted_ratio"] == pytest.approx(1 / 3)
+
+
+def test_gae_finds_the_reward_though_the_last_sampled_token_is_masked_out() -> None:
+    source = segment([("given", 2), ("sampled", 3)], unknown=(4,))
+    batch = legacy_batch([rows_of(rollout(source, reward=1.0), 3, 6)], 3, 6, PAD).tensors
+    _, returns = compute_gae_advantage_return(
+        batch["rm_scores"], torch.zeros(1, 6), batch["response_mask"], gamma=1.0, lam=1.0
+    )
+    assert returns[0, :2].tolist() == [1.0, 1.0]
