@@ -4,13 +4,24 @@ VENV := .venv
 READY := $(VENV)/.ready
 RUN := $(VENV)/bin
 
-.PHONY: demo test lint format setup engine docs constraints clean
+VERL := .venv-verl
+VERL_READY := $(VERL)/.ready
+
+.PHONY: demo test train train-smoke lint format setup engine verl docs constraints clean
 
 demo: engine  ## 64 real rollouts of a real agent on this machine
 	$(RUN)/rollout demo
 
-test: lint engine  ## the whole suite
+test: lint engine verl  ## the whole suite
 	$(RUN)/pytest
+	$(VERL)/bin/pytest tests/verl
+
+train: engine verl  ## verl trains a small model on sums: about 10 minutes
+	$(VERL)/bin/python examples/train_arithmetic/train.py
+
+train-smoke: engine verl  ## two steps of a tiny model, on both of verl's trainers
+	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --work runs/smoke-v1
+	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --trainer legacy --work runs/smoke-legacy
 
 lint: setup
 	$(RUN)/ruff check .
@@ -32,6 +43,15 @@ $(READY): pyproject.toml constraints/dev.txt
 engine: setup  ## SGLang for the CPU and a small model, in the cache folder; at once if they are there
 	@$(RUN)/rollout engine install
 
+verl: $(VERL_READY)
+
+# torch first: what asks for a range of it would take its newest build, with gigabytes of GPU libraries.
+$(VERL_READY): pyproject.toml constraints/verl.txt
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints/verl.txt -e '.[verl-local]'
+	@touch $(VERL_READY)
+
 docs: setup  ## pages that are made from the code
 	$(RUN)/python docs/make_settings.py
 
@@ -41,6 +61,9 @@ constraints: setup  ## pin anew what the extras install
 	  $(RUN)/uv pip compile pyproject.toml --extra $$extra --python-version 3.11 --universal --upgrade \
 	    --no-annotate --no-header --quiet -o constraints/$$extra.txt; \
 	done
+	# Without torch's own needs, which differ by its build.
+	$(RUN)/uv pip compile pyproject.toml --extra verl-local --python-version 3.11 --upgrade \
+	  --no-annotate --no-header --quiet | grep -Ev '^(nvidia|cuda)-|^(torch|triton)==' > constraints/verl.txt
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info runs
+	rm -rf $(VENV) $(VERL) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info runs

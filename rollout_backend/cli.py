@@ -164,23 +164,9 @@ async def _collect(config: RolloutConfig, tasks: Sequence[Task]) -> bool:
 
 
 async def _check(config: RolloutConfig) -> bool:
-    from rollout_backend.collect.queue import AnnouncementQueue
-    from rollout_backend.collect.store import ResultStore
-    from rollout_backend.manager import open_runtime
+    from rollout_backend import preflight
 
-    async with contextlib.AsyncExitStack() as stack:
-        store = await ResultStore.open(config.storage, config.aws)
-        stack.push_async_callback(store.aclose)
-        await store.check()
-        console.print(f"bucket {config.storage.bucket}: there, and can be listed")
-        runtime = await open_runtime(config)
-        stack.push_async_callback(runtime.aclose)
-        await runtime.check()
-        console.print("runtime: there, and ready")
-        if config.queue.enabled and config.queue.url is not None:
-            queue = await AnnouncementQueue.open(config.queue, config.aws, config.run_id)
-            stack.push_async_callback(queue.aclose)
-            console.print("queue: there")
+    await preflight.check(config, console.print)
     return True
 
 

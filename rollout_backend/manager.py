@@ -27,14 +27,14 @@ from agent_wrapper.contract import Sampling
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.queue import AnnouncementQueue
 from rollout_backend.collect.store import ResultStore
-from rollout_backend.config import AgentCoreConfig, RolloutConfig
+from rollout_backend.config import RolloutConfig
 from rollout_backend.dispatch.closer import SessionCloser
 from rollout_backend.dispatch.dispatcher import Dispatcher
-from rollout_backend.dispatch.runtime import AgentRuntime
 from rollout_backend.errors import ServingError
 from rollout_backend.gateway.process import GatewayProcess, GatewayStats
 from rollout_backend.ledger import Phase
 from rollout_backend.observe.archive import RunArchive
+from rollout_backend.preflight import open_runtime
 from rollout_backend.report import GroupResult, StepResult
 from rollout_backend.serving.fleet import Fleet, ServerState, ServingEvent
 from rollout_backend.step import Step, StepServices
@@ -265,16 +265,6 @@ class BlockingRolloutManager:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-async def open_runtime(config: RolloutConfig) -> AgentRuntime:
-    if isinstance(config.runtime, AgentCoreConfig):
-        from rollout_backend.dispatch.agentcore import AgentCoreRuntime
-
-        return await AgentCoreRuntime.open(config.runtime)
-    from rollout_backend.dispatch.http import HttpRuntime
-
-    return await HttpRuntime.open(config.runtime)
 
 
 async def _serving_fails(fleet: Fleet) -> None:

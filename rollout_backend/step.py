@@ -77,7 +77,7 @@ class Step:
         sampling: Sampling | None,
         on_group: Callable[[GroupResult], None] = lambda group: None,
     ) -> None:
-        """`on_group` is told of each group once: as soon as all of it is settled by itself, else when the step is over."""
+        """`on_group` is told of each group once: when all of it is settled by itself, or the step is over."""
         self.step = number
         self._on_group = on_group
         self._told: set[str] = set()

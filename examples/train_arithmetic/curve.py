@@ -20,7 +20,6 @@ COLUMNS = {  # ours: verl's
 }
 STALENESS = "training/off_policy/trajectory_staleness_worst/max"  # of the v1 trainer alone
 TABLE = {"step": "d", "reward": ".3f", "rollout_probs_diff_max": ".1e", "grad_norm": ".3f", "weight_version": "d"}
-WIDTH = max(map(len, TABLE))
 FIELDS = ["step", *COLUMNS, "weight_version"]
 
 
@@ -42,9 +41,12 @@ class Curve:
         """Prints what has come since the last time."""
         rows = self.rows()
         if rows and not self.shown:
-            print("  ".join(f"{name:>{WIDTH}}" for name in TABLE), flush=True)
+            print("  ".join(f"{name:>9}" for name in TABLE), flush=True)
         for new in rows[self.shown :]:
-            print("  ".join(f"{shown(new[name], form):>{WIDTH}}" for name, form in TABLE.items()), flush=True)
+            print(
+                "  ".join(f"{shown(new[name], form):>{max(len(name), 9)}}" for name, form in TABLE.items()),
+                flush=True,
+            )
         self.shown = len(rows)
 
     def write(self, folder: Path) -> None:

@@ -75,6 +75,7 @@ def training_overrides(options: argparse.Namespace, model: Path) -> list[str]:
         f"trainer.use_v1={options.trainer != 'legacy'}",
         f"trainer.v1.trainer_mode={'separate_async' if options.trainer == 'async' else 'sync'}",
         f"trainer.total_training_steps={options.steps}",
+        "trainer.v1.separate_async.parameter_sync_step=1",
         "trainer.project_name=train-arithmetic",
         f"trainer.experiment_name={options.work.name}",
         "trainer.logger=[console,file]",

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 
 from rollout_backend.errors import TaskFileError
 from rollout_backend.tasks import Task, read_rows
+from rollout_backend.verl import preflight
 
 PLACEHOLDER = "(the agent makes its prompt from its payload)"
 _CARRIED = ("data_source", "extra_info", "task_id")  # of a row of verl's own dataset, to the agent
@@ -53,8 +54,11 @@ class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
 
         Raises:
             TaskFileError: the file and the row at fault, and what to change.
+            ConfigError, PreflightError: the run could not start; verl has started no engine yet.
         """
         from verl.utils.fs import copy_to_local
+
+        preflight.check(config)
 
         prompt_key = str(config.get("prompt_key", "prompt"))
         rows: list[dict[str, Any]] = []

@@ -50,7 +50,7 @@ def overrides(trainer_devices: int = 1, rollout_devices: int = 0, attention: str
         f"{rollout}.nnodes=1",
         f"{rollout}.n_gpus_per_node={rollout_devices}",
         f"{rollout}.checkpoint_engine.backend=shared_folder",
-        f"+{rollout}.checkpoint_engine.custom_backend_module=rollout_backend.local.verl_cpu.folder_engine",
+        f"{rollout}.checkpoint_engine.custom_backend_module=rollout_backend.local.verl_cpu.folder_engine",
     ]
     return [
         *(standalone if rollout_devices else []),
