@@ -78,6 +78,7 @@ class RolloutManager:
         self._gateway: GatewayProcess | None = None
         self._fleet: Fleet | None = None
         self._watching: list[asyncio.Task[None]] = []
+        self._collecting: set[asyncio.Task[StepResult]] = set()
 
     # --- start and end ------------------------------------------------------------------------------------
 
@@ -126,6 +127,7 @@ class RolloutManager:
             asyncio.create_task(_gateway_ends(gateway)),
         ]
         stack.push_async_callback(self._end_watching)
+        stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
         runtime_config = config.runtime
         return StepServices(
             config=config,
@@ -142,6 +144,11 @@ class RolloutManager:
             revoke=gateway.revoke,
             keep=self.archive.keep,
         )
+
+    async def _end_steps(self) -> None:
+        for step in self._collecting:
+            step.cancel()
+        await asyncio.gather(*self._collecting, return_exceptions=True)
 
     async def _end_watching(self) -> None:
         for task in self._watching:
@@ -174,6 +181,8 @@ class RolloutManager:
         current = Step(number, wanted, self._services, sampling, on_group)
         self._steps[number] = current
         running = asyncio.create_task(current.run())
+        self._collecting.add(running)
+        running.add_done_callback(self._collecting.discard)
         try:
             await asyncio.wait([running, *self._watching], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
@@ -219,8 +228,11 @@ class RolloutManager:
 class BlockingRolloutManager:
     """A RolloutManager on an event loop in a thread of its own."""
 
-    def __init__(self, config: RolloutConfig) -> None:
-        self._manager = RolloutManager(config)
+    def __init__(
+        self, config: RolloutConfig, on_serving: Callable[[ServingEvent], None] = lambda event: None
+    ) -> None:
+        """`on_serving` is told, in that thread, what happens to engines and router."""
+        self._manager = RolloutManager(config, on_serving=on_serving)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-manager", daemon=True)
 
@@ -236,10 +248,16 @@ class BlockingRolloutManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            asyncio.run_coroutine_threadsafe(self._manager.__aexit__(kind, error, trace), self._loop).result()
-        finally:
-            self._end_loop()
+        self.close()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ends the steps that still run, and everything that was started.
+
+        Raises:
+            TimeoutError: it was not done in time; what is left ends with this process.
+        """
+        self.submit(self._manager.__aexit__(None, None, None)).result(timeout_s)
+        self._end_loop()
 
     @property
     def manager(self) -> RolloutManager:

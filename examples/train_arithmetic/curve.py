@@ -90,7 +90,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     reward.plot(steps, [row["reward"] for row in rows], marker="o")
     reward.set(ylabel="mean reward", ylim=(-0.02, 1.02))
     match.semilogy(steps, [row["rollout_probs_diff_max"] for row in rows], marker="o", color="tab:red")
-    match.set(xlabel="step", ylabel="engine vs. trainer\nprobability, worst")
+    match.set(xlabel="step", ylabel="engine vs. trainer\nprobability, worst", ylim=(1e-9, 1))
     match.xaxis.get_major_locator().set_params(integer=True)
     for axes in (reward, match):
         axes.grid(alpha=0.3)

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
+import functools
 import logging
+import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +30,7 @@ from agent_wrapper.contract import Rollout
 from rollout_backend.errors import ConfigError, RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
 from rollout_backend.report import GroupResult, StepResult
+from rollout_backend.serving.fleet import ServingEvent
 from rollout_backend.tasks import Task
 from rollout_backend.verl import rows
 from rollout_backend.verl.advantage import knows_sessions, row_uid
@@ -37,6 +40,7 @@ from rollout_backend.verl.settings import engine_urls, sampling_of, settings_of
 log = logging.getLogger(__name__)
 
 _FOLLOW_EVERY_S = 5.0
+_CLOSE_S = 60.0
 _CONTROL = ("validate", "__rollout_n__", "__do_sample__")  # verl's word to us, not the agent's data
 
 
@@ -50,11 +54,9 @@ class CloudAgentLoopManager:
         self.settings = settings_of(config, self._addresses())
         self._row_uids = knows_sessions(str(config.algorithm.adv_estimator))
         self._pad_token_id = _pad_token_id(self.settings.model.path)
-        self._blocking = BlockingRolloutManager(self.settings)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="transfer-queue")
-        self._running: set[Future[Any]] = set()
+        self._blocking = BlockingRolloutManager(self.settings, on_serving=_tell_serving)
         self._failure: BaseException | None = None
-        self._lock = threading.Lock()
+        self._writer = _Writer(self._note_failure)
         self._blocking.__enter__()
         atexit.register(self.close)
         self._follow = self._blocking.submit(self._follow_engines())
@@ -80,11 +82,13 @@ class CloudAgentLoopManager:
         return cls(config, llm_client, replay_buffer)
 
     def close(self) -> None:
-        """Ends what was started. Called at the end of the process, too."""
+        """Ends what was started, and steps that still run. Called at the end of the process, and does not hold it up."""
         atexit.unregister(self.close)
         self._follow.cancel()
-        self._blocking.__exit__(None, None, None)
-        self._writer.shutdown()
+        try:
+            self._blocking.close(_CLOSE_S)
+        except TimeoutError:
+            log.warning("the backend was not ended within %g s; its servers end with this process", _CLOSE_S)
 
     def generate_sequences(self, prompts: Any) -> Any:
         """Takes a batch of either trainer: see the module.
@@ -120,13 +124,11 @@ class CloudAgentLoopManager:
             tq.kv_put(key=uid, partition_id=batch.partition, tag={"status": "running"})
         work = self._blocking.manager.collect(tasks, on_group=lambda group: self._write_later(batch, group))
         future = self._blocking.submit(work)
-        with self._lock:
-            self._running.add(future)
         future.add_done_callback(lambda done: self._v1_ended(batch, done))
 
     def _write_later(self, batch: _Batch, group: GroupResult) -> None:
         batch.told.add(group.task.task_id)
-        self._writer.submit(self._write, batch, group).add_done_callback(self._note_failure)
+        self._writer.submit(functools.partial(self._write, batch, group))
 
     def _write(self, batch: _Batch, group: GroupResult) -> None:
         """All of a group's rows, and then its status: in one thread, so nothing comes after it."""
@@ -156,8 +158,6 @@ class CloudAgentLoopManager:
             tq.kv_put(key=uid, partition_id=batch.partition, tag={"status": status})
 
     def _v1_ended(self, batch: _Batch, done: Future[StepResult]) -> None:
-        with self._lock:
-            self._running.discard(done)
         error = done.exception() if not done.cancelled() else None
         if error is None and not done.cancelled():
             self._tell(done.result())
@@ -165,13 +165,11 @@ class CloudAgentLoopManager:
         self._failure = error or RolloutBackendError("the step was cancelled")
         log.error("a batch failed as a whole: %s", self._failure)
         for uid in batch.rows.keys() - batch.told:
-            self._writer.submit(_mark_failed, uid, batch.partition)
+            self._writer.submit(functools.partial(_mark_failed, uid, batch.partition))
 
-    def _note_failure(self, written: Future[None]) -> None:
-        error = written.exception()
-        if error is not None:
-            log.error("rows could not be handed to the trainer", exc_info=error)
-            self._failure = error
+    def _note_failure(self, error: BaseException) -> None:
+        log.error("rows could not be handed to the trainer", exc_info=error)
+        self._failure = error
 
     # --- legacy -------------------------------------------------------------------------------------------
 
@@ -239,16 +237,18 @@ class CloudAgentLoopManager:
 
     def _tell(self, result: StepResult) -> None:
         report = result.report
+        explained = [failure for failure in result.failures if failure.message]
         # What is left out must be seen; that all is well need not.
         log.log(
             logging.WARNING if report.reasons else logging.INFO,
-            "step %d: %d planned, %d trainable, %d of %d groups usable, left out: %s",
+            "step %d: %d planned, %d trainable, %d of %d groups usable, left out: %s%s",
             result.step,
             report.planned,
             report.trainable,
             sum(group.usable for group in result.groups),
             len(result.groups),
             report.reasons or "none",
+            "".join(f"; {failure.rollout_id}: {failure.message}" for failure in explained[:1]),
         )
 
     def _addresses(self) -> list[str]:
@@ -258,8 +258,31 @@ class CloudAgentLoopManager:
     async def _follow_engines(self) -> None:
         while True:
             await asyncio.sleep(_FOLLOW_EVERY_S)
-            addresses = await asyncio.to_thread(self._addresses)
-            await self._blocking.manager.follow_engines(engine_urls(addresses))
+            try:
+                addresses = await asyncio.to_thread(self._addresses)
+                await self._blocking.manager.follow_engines(engine_urls(addresses))
+            except (RolloutBackendError, ray.exceptions.RayError) as error:
+                log.warning("verl's servers could not be followed, and are asked for again: %s", error)
+
+
+class _Writer:
+    """One thread that writes to TransferQueue, in order. A daemon: TransferQueue may be gone before the last write is
+    done, which then never ends and must not keep the process from ending."""
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="transfer-queue", daemon=True).start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._work.get()()
+            except Exception as error:
+                self._failed(error)
 
 
 class _Batch:
@@ -269,6 +292,12 @@ class _Batch:
         self.partition = partition
         self.rows: dict[str, dict[str, Any]] = {}
         self.told: set[str] = set()
+
+
+def _tell_serving(event: ServingEvent) -> None:
+    # A router is mended, and Ray ends it first when the run is over; an engine is verl's to mend.
+    lost = event.kind == "died" and event.server != "router"
+    log.log(logging.WARNING if lost else logging.INFO, "%s %s %s", event.server, event.kind, event.detail)
 
 
 def _mark_failed(uid: str, partition: str) -> None:
