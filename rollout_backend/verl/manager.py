@@ -82,7 +82,7 @@ class CloudAgentLoopManager:
         return cls(config, llm_client, replay_buffer)
 
     def close(self) -> None:
-        """Ends what was started, and steps that still run. Called at the end of the process, and does not hold it up."""
+        """Ends what was started, and steps that still run. Called at the end of the process, for a minute at most."""
         atexit.unregister(self.close)
         self._follow.cancel()
         try:

@@ -61,7 +61,7 @@ def test_configs_can_be_loaded(tmp_path: Path) -> None:
     for text in configs:
         path = tmp_path / "config.yaml"
         path.write_text(text)
-        load_config(path, env={})
+        load_config(path, env={}, base={"model": {"path": "/the/trainer/knows"}})  # under verl it is not said twice
 
 
 def test_settings_that_pages_name_exist() -> None:

@@ -61,7 +61,7 @@ def test_they_may_stand_in_a_file(tmp_path):
     ("own", "match"),
     [
         (None, r"\+actor_rollout_ref\.rollout\.custom\.rollout_backend is missing.*storage\.bucket"),
-        ({**OWN, "bukcet": 1}, r"under actor_rollout_ref\.rollout\.custom\.rollout_backend: .*\s+bukcet: no such setting"),
+        ({**OWN, "bukcet": 1}, r"under actor_rollout_ref\.rollout\.custom\.rollout_backend: .*\s+bukcet: no such"),
         ({"runtime": OWN["runtime"]}, r"storage: is missing"),
         ({**OWN, "serving": {"servers": 2}}, r"rollout_backend\.serving cannot be set here: verl runs the servers"),
         ("/no/such/file.yaml", r"cannot read the settings /no/such/file\.yaml"),
