@@ -79,6 +79,8 @@ def engine_command(
         env["SGLANG_USE_CPU_ENGINE"] = "1"  # else rotary embedding imports CUDA operations and dies
         env["PYTHONPATH"] = str(_STUBS)  # stands in for two GPU packages: see sitecustomize.py there
         env["OMP_NUM_THREADS"] = str(serving.threads)  # else each server takes every core
+        # Agents run on the same cores here: threads that spin while they wait would take turns with them for nothing.
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
         argv += [
             *("--attention-backend", "torch_native"),  # the others are kernels for GPUs, or for AMX
             *("--sampling-backend", "pytorch"),

@@ -15,6 +15,7 @@ from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
 
 KEY = "actor_rollout_ref.rollout.custom.rollout_backend"
+_OURS_OF_SERVING = frozenset({"max_restarts", "startup_timeout_s"})
 
 
 def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
@@ -33,10 +34,12 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
         "sampling": sampling_of(rollout, validate=False, greedy=False).model_dump(),
         "group": {"size": int(rollout.n)},
     }
-    _forbid(inline, "serving", "verl runs the servers")
+    serving = _patience(inline.pop("serving", {}))
     try:
         return load_config(
-            path, base=base, top={**inline, "serving": {"kind": "external", "urls": engine_urls(addresses)}}
+            path,
+            base=base,
+            top={**inline, "serving": {**serving, "kind": "external", "urls": engine_urls(addresses)}},
         )
     except ConfigError as error:
         raise ConfigError(f"under {KEY}: {error}") from None
@@ -80,6 +83,10 @@ def _run_id(trainer: Any) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-")[:100] or "verl"
 
 
-def _forbid(tree: Mapping[str, Any], key: str, why: str) -> None:
-    if key in tree:
-        raise ConfigError(f"{KEY}.{key} cannot be set here: {why}")
+def _patience(serving: object) -> Mapping[str, Any]:
+    """Of `serving` only what says how long an engine of verl's is waited for that answers no more."""
+    if not isinstance(serving, Mapping) or not serving.keys() <= _OURS_OF_SERVING:
+        raise ConfigError(
+            f"{KEY}.serving: verl runs the servers, so only {' and '.join(sorted(_OURS_OF_SERVING))} can be set here"
+        )
+    return serving

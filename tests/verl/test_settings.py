@@ -51,6 +51,12 @@ def test_ones_own_settings_lie_above():
     assert config.model.context_length == 4096
 
 
+def test_how_long_a_dead_engine_is_waited_for_is_ones_own():
+    config = settings_of(verl_config({**OWN, "serving": {"startup_timeout_s": 30, "max_restarts": 0}}), ["a:1"])
+    assert (config.serving.startup_timeout_s, config.serving.max_restarts) == (30, 0)
+    assert config.serving.urls == ("http://a:1",)
+
+
 def test_they_may_stand_in_a_file(tmp_path):
     file = tmp_path / "backend.yaml"
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(OWN)))
@@ -63,7 +69,10 @@ def test_they_may_stand_in_a_file(tmp_path):
         (None, r"\+actor_rollout_ref\.rollout\.custom\.rollout_backend is missing.*storage\.bucket"),
         ({**OWN, "bukcet": 1}, r"under actor_rollout_ref\.rollout\.custom\.rollout_backend: .*\s+bukcet: no such"),
         ({"runtime": OWN["runtime"]}, r"storage: is missing"),
-        ({**OWN, "serving": {"servers": 2}}, r"rollout_backend\.serving cannot be set here: verl runs the servers"),
+        (
+            {**OWN, "serving": {"servers": 2}},
+            r"rollout_backend\.serving: verl runs the servers, so only max_restarts and",
+        ),
         ("/no/such/file.yaml", r"cannot read the settings /no/such/file\.yaml"),
         ([1], r"must be the path of a YAML file or a tree of settings"),
     ],
