@@ -49,6 +49,7 @@ class Publisher:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._sessions: dict[str | None, Any] = {}
         self._clients: dict[tuple[str, str | None], Any] = {}
 
     def prepare(self, target: ResultTarget) -> None:
@@ -128,8 +129,10 @@ class Publisher:
                     retries={"total_max_attempts": 1},  # one layer of retries: ours
                 )
                 # A session of our own: boto3's default one is the agent's to set up, and keeps what it first read.
-                session = boto3.Session(region_name=region)
-                self._clients[service, region] = session.client(service, config=config)  # type: ignore[call-overload]
+                if region not in self._sessions:
+                    self._sessions[region] = boto3.Session(region_name=region)
+                session = self._sessions[region]
+                self._clients[service, region] = session.client(service, config=config)
             return self._clients[service, region]
 
 
