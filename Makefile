@@ -16,7 +16,7 @@ test: lint engine verl  ## the whole suite
 	$(RUN)/pytest
 	$(VERL)/bin/pytest tests/verl
 
-train: engine verl  ## verl trains a small model on sums: about 10 minutes
+train: engine verl  ## verl trains a small model on sums: a quarter of an hour
 	$(VERL)/bin/python examples/train_arithmetic/train.py
 
 train-smoke: engine verl  ## two steps of a tiny model, on both of verl's trainers
