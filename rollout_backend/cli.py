@@ -130,11 +130,10 @@ async def _demo(
         "timeouts": {"model_call_s": 120, "agent_s": 240, "publish_grace_s": 60, "collection_s": 600, "token_s": 900},
     }
     placeholder = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}}
-    run_id = load_config(config, overrides, base={**base, **placeholder}).run_id
-    settings = load_config(config, overrides, base=base, top={"run_id": run_id, **placeholder})
-    async with LocalCloud(agent, run_dir=settings.run_dir / "logs", bucket=settings.storage.bucket) as cloud:
+    early = load_config(config, overrides, base=base, top=placeholder)  # what is wrong shows before the cloud starts
+    async with LocalCloud(agent, run_dir=early.run_dir / "logs", bucket=early.storage.bucket) as cloud:
         os.environ.update(cloud.environ)
-        settings = load_config(config, overrides, base=base, top={"run_id": run_id, **cloud.settings()})
+        settings = load_config(config, overrides, base=base, top={"run_id": early.run_id, **cloud.settings()})
         balanced = await _collect(settings, wanted)
         sessions = (await cloud.sessions())["sessions"]
         console.print(f"the runtime itself counts {len(sessions)} open sessions")

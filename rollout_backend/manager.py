@@ -123,7 +123,7 @@ class RolloutManager:
         buffer = RolloutBuffer(config.run_id, store, queue, config.collect.fetches)
         self._watching = [
             asyncio.create_task(buffer.run(config.queue.receivers)),
-            asyncio.create_task(_serving_fails(fleet)),
+            asyncio.create_task(fleet.failed()),
             asyncio.create_task(_gateway_ends(gateway)),
         ]
         stack.push_async_callback(self._end_watching)
@@ -283,10 +283,6 @@ class BlockingRolloutManager:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-async def _serving_fails(fleet: Fleet) -> None:
-    await fleet.failed()
 
 
 async def _gateway_ends(gateway: GatewayProcess) -> None:

@@ -32,7 +32,6 @@ class Message:
     body: str
     receipt: str
     message_id: str
-    receives: int  # how often it has been received, this time included
     sent_at: float  # unix seconds, by SQS's clock
 
 
@@ -80,14 +79,13 @@ class AnnouncementQueue:
             MaxNumberOfMessages=_BATCH,
             WaitTimeSeconds=self._config.wait_s,
             VisibilityTimeout=self._config.visibility_s,
-            AttributeNames=["ApproximateReceiveCount", "SentTimestamp"],
+            AttributeNames=["SentTimestamp"],
         )
         return [
             Message(
                 body=item["Body"],
                 receipt=item["ReceiptHandle"],
                 message_id=item["MessageId"],
-                receives=int(item["Attributes"]["ApproximateReceiveCount"]),
                 sent_at=int(item["Attributes"]["SentTimestamp"]) / 1000,
             )
             for item in reply.get("Messages", ())

@@ -8,7 +8,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ import httpx
 import pytest
 
 from agent_wrapper.contract import Announcement, Rollout, RolloutRequest, Segment, Trajectory, Turn
+from rollout_backend.process import free_port
 
 AGENT = Path(__file__).with_name("agent_under_test.py")
 AWS_ENV = {
@@ -34,12 +34,6 @@ AWS_ENV = {
 }
 _numbers = itertools.count(1)
 CUT = 0  # for a status: the connection ends before the body does
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def await_answer(url: str, process: subprocess.Popen[bytes]) -> None:

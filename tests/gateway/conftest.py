@@ -1,4 +1,3 @@
-import os
 import threading
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.gateway.tokens import SessionClaims, issue
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.process import free_port
+from rollout_backend.serving.install import cache_dir, model_path
 
 
 @pytest.fixture(scope="session")
@@ -31,9 +31,7 @@ def bundle(byte_model) -> RendererBundle:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache / "rollout-backend" / "models" / "SmolLM2-135M-Instruct"
-    path = Path(os.environ.get("ROLLOUT_TEST_MODEL", path))
+    path = model_path(cache_dir())
     if not (path / "tokenizer.json").is_file():
         pytest.skip("the small model is not installed")
     return path
