@@ -1,0 +1,1 @@
+"""The APIs that agents speak: each translates to and from `gateway.call`."""
