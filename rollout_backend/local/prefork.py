@@ -6,6 +6,8 @@ milliseconds. What must always hold:
 - The agent's own files are never imported here. Each session runs them from their first line, as `__main__`.
 - Each session is a process of its own, leads a process group of its own, and dies with this one.
 - Anything that cannot be preloaded is left to the session, which reports it as if nothing had been preloaded.
+- What the first session imports later on, while it runs, is imported here too, for the sessions after it: modules of
+  the standard library and of installed packages, and only if a trial process shows that this starts no thread.
 
 It is a program, run by path with the agent's interpreter, and so needs the standard library alone:
 
@@ -27,7 +29,9 @@ import runpy
 import select
 import signal
 import sys
+import sysconfig
 import threading
+import time
 from pathlib import Path
 
 # What libraries import only once they are used, and every agent does use.
@@ -36,6 +40,10 @@ DEFERRED = {
     "boto3": ("boto3.s3.inject", "botocore.signers", "s3transfer.manager"),
     "openai": ("openai.resources.chat.completions", "openai.resources.responses", "openai.types.chat"),
 }
+
+
+_LEARN_S = 30.0  # for so long the first session tells what it imports
+_LEARN_EVERY_S = 0.2
 
 
 def imported_by(script: Path) -> list[str]:
@@ -80,8 +88,10 @@ def serve() -> tuple[Path, dict[str, str]]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _say({"ready": True})
     sessions: set[int] = set()
+    lessons, teach = os.pipe()
+    learned, waits_on = _Lines(lessons), [lines.fd, awake, lessons]
     while True:
-        readable, _, _ = select.select([lines.fd, awake], [], [])
+        readable, _, _ = select.select(waits_on, [], [])
         if awake in readable:
             os.read(awake, 4096)
             for pid, code in _ended():
@@ -93,17 +103,27 @@ def serve() -> tuple[Path, dict[str, str]]:
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
-                    os.close(awake)
-                    os.close(wake)
+                    for fd in (awake, wake, lessons):
+                        os.close(fd)
                     _become_session(order["log"])
+                    if teach is not None:
+                        threading.Thread(target=_teach, args=(teach, set(sys.modules)), daemon=True).start()
                     return script, order["env"]
                 sessions.add(pid)
                 _say({"id": order["id"], "pid": pid})
-            if lines.ended:
-                for pid in sessions:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(pid, signal.SIGTERM)
-                sys.exit(0)
+                if teach is not None:  # the first session has it now, and it alone
+                    os.close(teach)
+                    teach = None
+        if lessons in readable:
+            for line in learned.read():
+                _learn(json.loads(line))
+            if learned.ended:
+                waits_on.remove(lessons)
+        if lines.ended:
+            for pid in sessions:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGTERM)
+            sys.exit(0)
 
 
 def _become_session(log: str) -> None:
@@ -120,6 +140,44 @@ def _become_session(log: str) -> None:
     gc.unfreeze()
     if "numpy" in sys.modules:  # `random` reseeds itself after a fork; numpy would draw the same in every session
         sys.modules["numpy"].random.seed()
+
+
+def _teach(fd: int, known: set[str]) -> None:
+    """Runs in the first session: tells what it imports by and by."""
+    installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")}
+    end = time.monotonic() + _LEARN_S
+    with contextlib.suppress(BrokenPipeError):
+        while time.monotonic() < end:
+            time.sleep(_LEARN_EVERY_S)
+            new = [name for name in list(sys.modules) if name not in known]
+            known.update(new)
+            if names := [name for name in new if _is_installed(name, installed)]:
+                os.write(fd, json.dumps(names).encode() + b"\n")
+    os.close(fd)
+
+
+def _is_installed(name: str, folders: set[str]) -> bool:
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    origin = Path(spec.origin or "") if spec else Path()
+    return spec is not None and spec.name == name and any(str(parent) in folders for parent in origin.parents)
+
+
+def _learn(names: list[str]) -> None:
+    """Imports them, if a trial shows that it does no harm."""
+    trial = os.fork()
+    if trial == 0:
+        _import(names)
+        os._exit(threading.active_count() > 1)
+    if os.waitpid(trial, 0)[1] == 0:
+        _import(names)
+        gc.collect()
+        gc.freeze()
+
+
+def _import(names: list[str]) -> None:
+    for name in names:
+        with contextlib.suppress(Exception):  # a session will fail on it with its own traceback
+            importlib.import_module(name)
 
 
 def _ended() -> list[tuple[int, int]]:

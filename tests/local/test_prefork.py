@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,47 @@ def test_each_session_is_a_fresh_run_of_the_script(agent, tmp_path):
         drawn |= set(draws.split())
     assert len(drawn) == 4
     assert os.getpid() not in pids.values()
+
+
+def test_what_the_first_session_imports_later_is_there_for_those_after_it(tmp_path):
+    folder = tmp_path / "agent"
+    folder.mkdir()
+    (folder / "helper.py").write_text("")
+    (folder / "agent.py").write_text(
+        "import os, sys\n"
+        "print(*(name in sys.modules for name in ('colorsys', 'helper')), flush=True)\n"
+        "def work():\n"
+        "    import colorsys, helper\n"
+        "work()\n"
+        "sys.stdin = open(os.environ['GO'])\n"
+        "sys.stdin.read()\n"
+    )
+    go = [tmp_path / f"go{i}" for i in range(30)]
+    for path in go:
+        os.mkfifo(path)
+    process = subprocess.Popen(
+        [sys.executable, prefork.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    with process:
+
+        def send(message: dict) -> None:
+            print(json.dumps(message), file=process.stdin, flush=True)
+
+        def session(i: int) -> str:
+            """Runs one session to its end, while the first one still lives; what it printed."""
+            log = tmp_path / f"{i}.log"
+            send({"id": str(i), "env": {"GO": str(go[i])}, "log": str(log)})
+            assert json.loads(process.stdout.readline())["id"] == str(i)
+            go[i].write_text("")
+            assert json.loads(process.stdout.readline())["code"] == 0
+            return log.read_text()
+
+        send({"script": str(folder / "agent.py"), "preload": []})
+        assert json.loads(process.stdout.readline()) == {"ready": True}
+        send({"id": "0", "env": {"GO": str(go[0])}, "log": str(tmp_path / "0.log")})
+        assert json.loads(process.stdout.readline())["id"] == "0"
+        said = next(text for i in range(1, 30) if (text := session(i)) != "False False\n" or time.sleep(0.1))
+        assert said == "True False\n"  # and never the agent's own files
+        go[0].write_text("")
+        process.stdin.close()
+        assert process.wait(10) == 0
