@@ -88,6 +88,7 @@ def serve() -> tuple[Path, dict[str, str]]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _say({"ready": True})
     sessions: set[int] = set()
+    teach: int | None
     lessons, teach = os.pipe()
     learned, waits_on = _Lines(lessons), [lines.fd, awake, lessons]
     while True:
