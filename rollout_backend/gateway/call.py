@@ -40,6 +40,8 @@ class ModelCall:
     wishes: Mapping[str, float | int] = field(default_factory=dict)
     """Sampling settings that the agent gave (temperature, top_p, top_k, seed, and others by their name in OpenAI's
     API). The trainer's own win, unless the settings let the agent decide."""
+    own: Any = None
+    """The dialect's own: what it needs again when it writes the answer, and nobody else reads."""
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,9 @@ class ChatMLRenderer:
             return "" if calls[-1].status == ToolCallParseStatus.OK else match[0]
 
         content = _CALL.sub(read, text)
-        return ParsedResponse(content=content.strip() if calls else content, tool_calls=calls)
+        if calls:  # what stood around them; not what came before the first, which may have been shown already
+            content = content.rstrip() if text.partition("<tool_call>")[0].strip() else content.strip()
+        return ParsedResponse(content=content, tool_calls=calls)
 
     def get_stop_token_ids(self) -> list[int]:
         return [self._end]

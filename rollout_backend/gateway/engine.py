@@ -7,16 +7,19 @@ What must always hold:
 - A call ends within `timeout_s`, and after `attempts` attempts at most.
 - Generation that an engine aborts in the middle (it pauses to take new weights, say) goes on from the tokens sampled
   so far: they were sampled under the same prompt, keep their logprobs and the version that sampled them, and the
-  agent notices nothing. An abort without a token is thus a plain retry.
+  agent notices nothing. An abort without a token is thus a plain retry. So it is with a stream that breaks off: its
+  tokens may have been shown already.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +32,10 @@ from rollout_backend.errors import EngineUnavailable, ServingError
 ROUTING_HEADER = "X-SMG-Routing-Key"
 _RETRIED = frozenset({408, 429, 499})  # and every 5xx
 _MESSAGE_CHARS = 500
+_STREAM_INTERVAL = 4  # tokens in a piece of a stream: each costs the engine a message
+
+Progress = Callable[[Sequence[int]], None]
+"""Told the tokens sampled so far, each time there are more. The sequence is the same one, and it grows."""
 
 
 class EngineRefused(ServingError):
@@ -54,6 +61,8 @@ class Completion:
 
 @dataclass
 class _Partial:
+    """What was sampled so far, over all attempts."""
+
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
@@ -61,19 +70,47 @@ class _Partial:
     cached_tokens: int | None = None  # of the first attempt that sampled: what the prompt itself hit
     finish: Mapping[str, Any] | None = None
 
-    def append(self, reply: Mapping[str, Any]) -> None:
+
+class _Attempt:
+    """What one request brings: its tokens go into `partial` at once, what is told of them when it is closed."""
+
+    def __init__(self, partial: _Partial) -> None:
+        self._partial = partial
+        self._start = len(partial.token_ids)
+        self._logprobs: list[Any] = []
+        self._meta: Mapping[str, Any] = {}
+        self._current: set[Any] = set()  # the engine's weight version at each piece
+
+    def add(self, reply: Mapping[str, Any]) -> None:
+        """A whole reply, or a piece of a stream: with all tokens of this attempt so far, or with those since the
+        last piece, as the engine is set. `completion_tokens` tells which."""
         ids = [int(token) for token in reply["output_ids"]]
         meta = reply["meta_info"]
-        if self.cached_tokens is None and ids:
-            self.cached_tokens = int(meta.get("cached_tokens") or 0)
-        spans = _spans(meta, len(ids))
-        self.versions_known &= spans is not None
-        self.versions += [
-            VersionSpan(version=v, start=start + len(self.token_ids), end=end + len(self.token_ids))
-            for v, start, end in spans or ()
+        logprobs = meta.get("output_token_logprobs") or []
+        had = len(self._partial.token_ids) - self._start
+        total = meta.get("completion_tokens", len(ids))
+        if len(ids) == total:
+            ids, self._logprobs = ids[had:], list(logprobs)
+        else:
+            ids = ids[: max(0, total - had)]  # an abort repeats the last token
+            self._logprobs += logprobs
+        self._partial.token_ids += ids
+        self._meta = meta
+        self._current.add(meta.get("weight_version"))
+
+    def close(self) -> None:
+        partial = self._partial
+        ids = partial.token_ids[self._start :]
+        if partial.cached_tokens is None and ids:
+            partial.cached_tokens = int(self._meta.get("cached_tokens") or 0)
+        spans = _spans(self._meta, len(ids))
+        if not self._meta.get("weight_versions") and len(self._current) > 1:
+            spans = None  # a stream that broke off while the weights changed
+        partial.versions_known &= spans is not None
+        partial.versions += [
+            VersionSpan(version=v, start=start + self._start, end=end + self._start) for v, start, end in spans or ()
         ]
-        self.logprobs += _logprobs(meta, ids)
-        self.token_ids += ids
+        partial.logprobs += _logprobs(self._logprobs, ids)
 
 
 class EngineClient:
@@ -96,11 +133,18 @@ class EngineClient:
             await self._http.close()
 
     async def generate(
-        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], routing_key: str
+        self,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        routing_key: str,
+        *,
+        progress: Progress | None = None,
+        resumable: bool = True,
     ) -> Completion:
         """Samples the continuation of `input_ids`. To cancel this call aborts the generation.
 
-        `sampling_params` are SGLang's, `max_new_tokens` among them.
+        `sampling_params` are SGLang's, `max_new_tokens` among them. With `progress` the engine streams. A generation
+        that is not `resumable` (a grammar would begin anew) starts again from its prompt after an abort.
 
         Raises:
             EngineUnavailable: no engine answered in time, or in as many attempts as there are.
@@ -117,7 +161,9 @@ class EngineClient:
             async with asyncio.timeout(self._timeout_s):
                 async for attempt in retrying:
                     with attempt:
-                        await self._advance(partial, input_ids, sampling_params, routing_key)
+                        if not resumable:
+                            partial = _Partial()
+                        await self._advance(partial, input_ids, sampling_params, routing_key, progress)
         except RetryError as error:
             cause = error.last_attempt.exception()
             raise EngineUnavailable(
@@ -138,50 +184,100 @@ class EngineClient:
         )
 
     async def _advance(
-        self, partial: _Partial, input_ids: Sequence[int], params: Mapping[str, Any], routing_key: str
+        self,
+        partial: _Partial,
+        input_ids: Sequence[int],
+        params: Mapping[str, Any],
+        routing_key: str,
+        progress: Progress | None,
     ) -> None:
         left = params["max_new_tokens"] - len(partial.token_ids)
         if left <= 0:  # aborted at its very last token
             partial.finish = {"type": "length"}
             return
-        reply = await self._post(
-            {
-                "rid": uuid.uuid4().hex,
-                "input_ids": [*input_ids, *partial.token_ids],
-                "sampling_params": {**params, "max_new_tokens": left},
-                "return_logprob": True,
-                "logprob_start_len": -1,  # 0 would cost the prefix cache
-            },
-            routing_key,
-        )
+        params = {**params, "max_new_tokens": left}
+        body = {
+            "rid": uuid.uuid4().hex,
+            "input_ids": [*input_ids, *partial.token_ids],
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": -1,  # 0 would cost the prefix cache
+        }
+        if progress is not None:
+            body |= {"stream": True, "sampling_params": {**params, "stream_interval": _STREAM_INTERVAL}}
+        finish: Mapping[str, Any] | None = None
+        attempt = _Attempt(partial)
         try:
-            partial.append(reply)
-            finish = reply["meta_info"]["finish_reason"]
+            try:
+                async with contextlib.aclosing(self._post(body, routing_key)) as replies:
+                    async for reply in replies:
+                        attempt.add(reply)
+                        finish = reply["meta_info"]["finish_reason"]
+                        if progress is not None and finish is None:
+                            progress(partial.token_ids)
+            finally:
+                attempt.close()
+            if finish is None:
+                raise _Retry("the engine's stream broke off")
             kind = finish["type"]
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise EngineUnavailable(f"an engine's reply is not what /generate answers: {error!r}") from None
         if kind == "abort":
+            if finish.get("status_code") == 400:
+                raise EngineRefused(finish.get("message") or "no reason given")
             raise _Retry(f"generation was aborted: {finish.get('message') or 'no reason given'}")
         partial.finish = finish
 
-    async def _post(self, body: Mapping[str, Any], routing_key: str) -> Any:
+    async def _post(self, body: Mapping[str, Any], routing_key: str) -> AsyncGenerator[Any]:
+        """The reply, or the pieces of a stream."""
         assert self._http is not None, "not started"
         async with self._http.post(self._url, json=body, headers={ROUTING_HEADER: routing_key}) as response:
-            if response.status == 200:
-                return await response.json(content_type=None)
-            message = f"HTTP {response.status}: {_error_message(await response.text())}"
-            if response.status in _RETRIED or response.status >= 500:
-                raise _Retry(message)
-            raise EngineRefused(message)
+            if response.status != 200:
+                message = f"HTTP {response.status}: {_error_message(await response.text())}"
+                if response.status in _RETRIED or response.status >= 500:
+                    raise _Retry(message)
+                raise EngineRefused(message)
+            if response.content_type != "text/event-stream":
+                yield await response.json(content_type=None)
+                return
+            async for data in _events(response.content.iter_any()):
+                reply = json.loads(data)
+                if "error" in reply:
+                    raise _stream_error(reply["error"])
+                yield reply
+
+
+async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of server-sent events, up to `[DONE]`. An event may be of any size."""
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                yield data
+
+
+def _stream_error(error: Any) -> Exception:
+    """A stream's status is 200 whatever comes, and an error stands in it."""
+    told = error if isinstance(error, Mapping) else {"message": str(error)}
+    message = _error_message(str(told.get("message") or ""))
+    code = told.get("code")
+    return (
+        EngineRefused(message)
+        if isinstance(code, int) and 400 <= code < 500 and code not in _RETRIED
+        else _Retry(message)
+    )
 
 
 def _error_message(text: str) -> str:
     return " ".join(text.split())[:_MESSAGE_CHARS] or "(no message)"
 
 
-def _logprobs(meta: Mapping[str, Any], ids: list[int]) -> list[float | None]:
+def _logprobs(given: Sequence[Any], ids: list[int]) -> list[float | None]:
     """One for each id; None where the engine gave none, or one of another token."""
-    given = meta.get("output_token_logprobs") or []
     found: list[float | None] = [None] * len(ids)
     for i, (entry, token) in enumerate(zip(given, ids, strict=False)):
         logprob = entry[0]

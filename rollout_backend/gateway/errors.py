@@ -1,8 +1,6 @@
-"""What an agent's call can fail with, in the shape that OpenAI's clients read."""
+"""What an agent's call can fail with. Each dialect has a shape of its own for it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 _TYPES = {
     401: "authentication_error",
@@ -41,5 +39,6 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+def session_closed(why: str) -> ApiError:
+    return ApiError(410, f"this session is closed ({why}); it cannot call the model any more", code="session_closed")

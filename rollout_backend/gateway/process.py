@@ -1,18 +1,25 @@
-"""The gateway as a process of its own, and what the backend asks of it."""
+"""One gateway as a process of its own on this machine, and what the backend asks of it.
+
+`shards` runs several of them, here or on the machines of a Ray cluster.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 import secrets
+import ssl
 import sys
 from collections.abc import Iterable
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from agent_wrapper.contract import ModelEndpoint
-from rollout_backend.config import RolloutConfig
-from rollout_backend.errors import ServingError
+from rollout_backend.config import GatewayConfig, RolloutConfig
+from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.gateway.settings import GatewaySettings
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.gateway.tokens import SessionClaims, issue
@@ -27,15 +34,34 @@ _ANY_HOST = frozenset({"0.0.0.0", "::", ""})  # noqa: S104  # compared with, not
 class GatewayProcess:
     """One gateway between agents and the engine (or router) at `engine_url`. Not restartable.
 
-    `secret` signs the session keys: give one if keys must outlive this process. The default is random.
+    `secret` signs the session keys: give one if keys must outlive this process, or open several. The default is
+    random. `seal_secret` seals trajectories; without it they carry no seal. `shard` is its number among
+    `gateway.processes`: it refuses the sessions of the others. `node_ip` is this machine's address among others that
+    must reach it.
     """
 
-    def __init__(self, config: RolloutConfig, engine_url: str, log: Path, secret: str | None = None) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        engine_url: str,
+        log: Path,
+        secret: str | None = None,
+        *,
+        seal_secret: str | None = None,
+        shard: int = 0,
+        node_ip: str | None = None,
+    ) -> None:
         self._config = config
         self._engine_url = engine_url
         self._log = log
         self._secret = secret or secrets.token_urlsafe(48)
+        self._seal_secret = seal_secret
         self._control_key = secrets.token_urlsafe(48)
+        self._shard = shard
+        self._name = gateway_name(config.gateway, shard)
+        listened = config.gateway.host
+        self._host = node_ip if node_ip and _is_loopback(listened) else listened
+        self._address = node_ip or ("127.0.0.1" if listened in _ANY_HOST else listened)
         self._url = ""
         self._process: ServerProcess | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -48,32 +74,38 @@ class GatewayProcess:
     @property
     def public_url(self) -> str:
         """Where agents reach it."""
-        return (self._config.gateway.public_url or self._url).rstrip("/")
+        return public_url(self._config.gateway, self._shard, self._url)
 
     async def start(self) -> None:
         """Starts it and waits until it is healthy.
 
         Raises:
-            StartupError: its port is taken, or it did not come up; the message carries the end of its log.
+            StartupError: its port is taken, its certificate cannot be used, or it did not come up; the message
+                carries the end of its log.
         """
         config = self._config
-        port = require_port(config.gateway.host, config.gateway.port, "the gateway", "gateway.port")
+        certificate = _certificate(config.gateway)
+        wanted = config.gateway.port and config.gateway.port + self._shard
+        port = require_port(self._host, wanted, self._name, "gateway.port")
         settings = GatewaySettings(
-            host=config.gateway.host,
+            host=self._host,
             port=port,
             model=config.model,
-            gateway=config.gateway,
+            gateway=config.gateway.model_copy(update={"secret": None}),  # it would be dumped as stars
+            shard=self._shard,
             engine_url=self._engine_url,
             model_call_s=config.timeouts.model_call_s,
             token_s=config.timeouts.token_s,
             secret=self._secret,
             control_key=self._control_key,
+            seal_secret=self._seal_secret,
         )
-        host = "127.0.0.1" if config.gateway.host in _ANY_HOST else config.gateway.host
-        self._url = f"http://{host}:{port}"
-        self._http = aiohttp.ClientSession(timeout=_CONTROL_TIMEOUT)
+        self._url = f"{'https' if certificate else 'http'}://{self._address}:{port}"
+        # It is our own process: its very certificate is what counts, whatever name stands in it.
+        connector = aiohttp.TCPConnector(ssl=certificate) if certificate else None
+        self._http = aiohttp.ClientSession(timeout=_CONTROL_TIMEOUT, connector=connector)
         self._process = ServerProcess(
-            "the gateway",
+            self._name,
             [sys.executable, "-m", "rollout_backend.gateway"],
             self._log,
             stdin=settings.model_dump_json().encode(),
@@ -92,25 +124,20 @@ class GatewayProcess:
         if self._process is not None:
             await self._process.stop()
 
-    async def wait(self) -> int:
-        """Returns its exit code once it has ended."""
+    async def wait(self) -> str:
+        """Returns once it has ended, with how, and the end of its log."""
         assert self._process is not None, "not started"
-        return await self._process.wait()
+        code = await self._process.wait()
+        return f"{self._name} ended with code {code}. {self._process.tail()}"
 
-    def tail(self) -> str:
+    async def tail(self) -> str:
         """The end of its log, for an error message."""
         assert self._process is not None, "not started"
         return self._process.tail()
 
     def endpoint(self, claims: SessionClaims) -> ModelEndpoint:
         """The session's way to the model: its URL and the key that opens it."""
-        base = f"{self.public_url}/v1"
-        return ModelEndpoint(
-            base_url=base,
-            api_key=issue(self._secret, claims),
-            name=self._config.model.served_name,
-            trajectory_url=f"{base}/rollout/trajectory",
-        )
+        return model_endpoint(self.public_url, self._config.model.served_name, self._secret, claims)
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
         """Closes these sessions: their calls are aborted, and their keys open nothing any more.
@@ -126,14 +153,14 @@ class GatewayProcess:
 
     async def _control(self, method: str, path: str, body: object = None) -> Any:
         if self._http is None or self._http.closed:
-            raise ServingError("the gateway is not running")
+            raise ServingError(f"{self._name} is not running")
         headers = {"Authorization": f"Bearer {self._control_key}"}
         try:
             async with self._http.request(method, self._url + path, json=body, headers=headers) as response:
                 response.raise_for_status()
                 return await response.json()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServingError(f"the gateway does not answer {path}: {error!r}. Its log is {self._log}") from None
+            raise ServingError(f"{self._name} does not answer {path}: {error!r}. Its log is {self._log}") from None
 
     async def _healthy(self) -> bool:
         assert self._http is not None
@@ -142,3 +169,53 @@ class GatewayProcess:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+
+def gateway_name(config: GatewayConfig, shard: int) -> str:
+    """For messages: which of the run's gateways it is, where there are several."""
+    return "the gateway" if config.processes == 1 else f"gateway {shard} of {config.processes}"
+
+
+def public_url(config: GatewayConfig, shard: int, url: str) -> str:
+    """Where agents reach the shard that this side reaches at `url`."""
+    template = config.public_url or url
+    return template.replace("{shard}", str(shard)).replace("{port}", str(config.port + shard)).rstrip("/")
+
+
+def model_endpoint(public_url: str, model: str, secret: str, claims: SessionClaims) -> ModelEndpoint:
+    base = f"{public_url}/v1"
+    return ModelEndpoint(
+        base_url=base,
+        api_key=issue(secret, claims),
+        name=model,
+        trajectory_url=f"{base}/rollout/trajectory",
+    )
+
+
+def _certificate(config: GatewayConfig) -> aiohttp.Fingerprint | None:
+    """The certificate that it will serve, checked to fit its key; None for plain HTTP."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(
+            config.tls_certificate, config.tls_key, password=lambda: ""
+        )  # else it asks a terminal
+    except OSError as error:
+        raise StartupError(
+            f"the gateway cannot serve HTTPS with gateway.tls_certificate={config.tls_certificate} and "
+            f"gateway.tls_key={config.tls_key}: {error}. Both must be PEM files that fit each other, the key without "
+            "a passphrase"
+        ) from None
+    first = re.search(
+        r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", config.tls_certificate.read_text(), re.S
+    )
+    assert first is not None, "load_cert_chain has read it"
+    return aiohttp.Fingerprint(hashlib.sha256(ssl.PEM_cert_to_DER_cert(first[0])).digest())
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

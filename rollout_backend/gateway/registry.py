@@ -4,7 +4,7 @@ What must always hold:
 
 - A session is open, then sealed or revoked, and never open again: its calls are answered 410 from then on.
 - The trajectory is what was recorded when the session was sealed, and the same bytes each time it is asked for.
-- A revoked session keeps nothing but its name.
+- A revoked session keeps nothing but its name, and so does a sealed one once nobody can still be fetching it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_wrapper.contract import Trajectory
-from rollout_backend.gateway.errors import ApiError
+from rollout_backend.gateway.errors import session_closed
 from rollout_backend.gateway.renderer import RendererBundle
+from rollout_backend.gateway.replay import Replays
+from rollout_backend.gateway.seal import Sealer
 from rollout_backend.gateway.session import Session
 from rollout_backend.gateway.tokens import SessionClaims
 
-
-def session_closed(why: str) -> ApiError:
-    return ApiError(410, f"this session is closed ({why}); it cannot call the model any more", code="session_closed")
+_FETCHED_S = 600.0  # after its seal; the wrapper tries for half a minute at most
 
 
 @dataclass
@@ -34,9 +34,12 @@ class Entry:
     expires_at: float
     session: Session | None
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
-    started: int = 0  # calls, ever
+    started: int = 0  # replies, ever
+    sampled_tokens: int = 0  # of the calls that were answered
+    replays: Replays = field(default_factory=Replays)
     unanswered: set[bytes] = field(default_factory=set)  # calls that failed on our side, until they are made again
     sealed: asyncio.Task[bytes] | None = None
+    sealed_at: float = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -52,13 +55,21 @@ async def _abort(entries: Iterable[Entry]) -> None:
 
 class Registry:
     def __init__(
-        self, bundle: RendererBundle, model_name: str, token_s: float, clock: Callable[[], float] = time.time
+        self,
+        bundle: RendererBundle,
+        model_name: str,
+        token_s: float,
+        clock: Callable[[], float] = time.time,
+        sealer: Sealer | None = None,
     ) -> None:
+        """Without a `sealer` trajectories carry no seal."""
         self._bundle = bundle
         self._model_name = model_name
         self._token_s = token_s
         self._clock = clock
+        self._sealer = sealer
         self._entries: dict[str, Entry] = {}
+        self._closed: dict[str, float] = {}  # the names of those that keep nothing else, and until when
 
     @property
     def open_count(self) -> int:
@@ -66,11 +77,7 @@ class Registry:
 
     @property
     def closed_count(self) -> int:
-        return len(self._entries) - self.open_count
-
-    @property
-    def calls_in_flight(self) -> int:
-        return sum(len(entry.calls) for entry in self._entries.values())
+        return len(self._entries) - self.open_count + len(self._closed)
 
     def open(self, claims: SessionClaims) -> tuple[Entry, Session]:
         """The session of a key, made if this is its first call.
@@ -80,7 +87,7 @@ class Registry:
         """
         entry = self._find(claims)
         if entry.session is None:
-            raise session_closed("sealed" if entry.sealed else "revoked")
+            raise session_closed("sealed")
         return entry, entry.session
 
     async def seal(self, claims: SessionClaims) -> bytes:
@@ -92,7 +99,9 @@ class Registry:
         entry = self._find(claims)
         if entry.session is not None:
             session, entry.session = entry.session, None
-            entry.sealed = asyncio.create_task(self._encode(entry, session))
+            entry.replays = Replays()
+            entry.sealed = asyncio.create_task(self._encode(entry, session, claims))
+            entry.sealed_at = self._clock()
         if entry.sealed is None:
             raise session_closed("revoked")
         try:
@@ -104,44 +113,56 @@ class Registry:
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
         """Closes these sessions, whether they have called yet or not, aborts their calls and frees their memory."""
-        entries = [self._entry(session_id, self._clock() + self._token_s) for session_id in session_ids]
-        for entry in entries:
-            self._drop(entry)
-        await _abort(entries)
+        until = self._clock() + self._token_s
+        await _abort([entry for session_id in session_ids if (entry := self._close(session_id, until)) is not None])
 
     async def sweep(self) -> None:
-        """Forgets the sessions whose keys have expired."""
+        """Forgets the sessions whose keys have expired, and what those keep that were sealed long ago."""
         now = self._clock()
-        expired = [entry for entry in self._entries.values() if entry.expires_at <= now]
-        for entry in expired:
-            self._drop(entry)
-            del self._entries[entry.id]
-        await _abort(expired)
+        over = [
+            entry
+            for entry in self._entries.values()
+            if entry.expires_at <= now or (entry.sealed is not None and entry.sealed_at + _FETCHED_S <= now)
+        ]
+        for entry in over:
+            self._close(entry.id, entry.expires_at)
+        self._closed = {name: until for name, until in self._closed.items() if until > now}
+        await _abort(over)
 
     def _find(self, claims: SessionClaims) -> Entry:
-        entry = self._entry(claims.session_id, claims.expires_at)
+        name = claims.session_id
+        if name in self._closed:
+            self._closed[name] = max(self._closed[name], claims.expires_at)
+            raise session_closed("revoked, or sealed long ago")
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = self._entries[name] = Entry(name, claims.expires_at, Session(self._bundle))
         entry.expires_at = max(entry.expires_at, claims.expires_at)
         return entry
 
-    def _entry(self, session_id: str, expires_at: float) -> Entry:
-        entry = self._entries.get(session_id)
-        if entry is None:
-            entry = self._entries[session_id] = Entry(session_id, expires_at, Session(self._bundle))
+    def _close(self, session_id: str, until: float) -> Entry | None:
+        """Keeps its name alone. The entry, if there was one, whose calls are left to abort."""
+        entry = self._entries.pop(session_id, None)
+        if entry is not None:
+            until = max(until, entry.expires_at)
+            sealed, entry.session, entry.sealed = entry.sealed, None, None
+            entry.replays = Replays()
+            if sealed is not None:
+                sealed.cancel()
+        self._closed[session_id] = max(until, self._closed.get(session_id, until))
         return entry
 
-    def _drop(self, entry: Entry) -> None:
-        sealed, entry.session, entry.sealed = entry.sealed, None, None
-        if sealed is not None:
-            sealed.cancel()
-
-    async def _encode(self, entry: Entry, session: Session) -> bytes:
+    async def _encode(self, entry: Entry, session: Session, claims: SessionClaims) -> bytes:
         await _abort([entry])
 
         def encode() -> bytes:
-            return Trajectory(
+            trajectory = Trajectory(
                 model=self._model_name,
                 segments=session.trajectory.segments(),
                 unanswered_calls=len(entry.unanswered),
-            ).encode()
+            )
+            if self._sealer is not None:
+                trajectory = self._sealer.seal(trajectory, claims)
+            return trajectory.encode()
 
         return await asyncio.to_thread(encode)

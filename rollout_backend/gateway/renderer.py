@@ -1,27 +1,37 @@
 """The model's tokenizer and the renderer that turns messages into its tokens and its tokens into messages.
 
-Everything is read from the model's folder: nothing is downloaded, and no code from it is run.
+Everything is read from the model's folder. Nothing is downloaded, and no code from it is run unless
+`model.trust_remote_code` says so.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import renderers
+from pydantic import ValidationError
 from renderers.base import MODEL_RENDERER_MAP
 from renderers.configs import _CONFIG_BY_NAME, CustomRendererConfig
 from transformers import AutoTokenizer
 
 from rollout_backend.config import ModelConfig
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.chatml import ChatMLRenderer
+from rollout_backend.gateway.chatml import ChatMLConfig, ChatMLRenderer
+from rollout_backend.gateway.guard import GuardedRenderer
+from rollout_backend.gateway.harmony import vocabulary_of
+
+logger = logging.getLogger(__name__)
 
 # Templates that print the tool's name beside its result. OpenAI's tool messages carry only the call's id.
 _NEEDS_TOOL_NAMES = frozenset({"gpt-oss", "gemma4", "inkling"})
+# Renderers whose encoder takes no content for a control token: the guard need not.
+_ENCODES_TEXT = frozenset({"gpt-oss"})
 _PROBES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "a"}],
     [{"role": "system", "content": "b"}, {"role": "user", "content": " c\n"}, {"role": "assistant", "content": "d"}],
@@ -34,7 +44,7 @@ class RendererBundle:
 
     name: str
     tokenizer: Any
-    renderer: Any  # after `renderers.Renderer`
+    renderer: GuardedRenderer
     stop_token_ids: tuple[int, ...]
 
     @property
@@ -54,16 +64,19 @@ class RendererBundle:
 def load_renderer(model: ModelConfig) -> RendererBundle:
     """Loads the tokenizer of `model.path` and the renderer that `model.renderer` names.
 
-    `auto` takes the renderer that `renderers` has for a model of this folder's name (or of its last two parts);
-    failing that, ours for ChatML if it renders as the model's own template does; failing that, `default`.
+    `auto` takes the renderer that `renderers` has for a model of this folder's name (or of its last two parts, or of
+    the name in a model hub's cache); failing that, ours for ChatML if it renders as the model's own template does;
+    failing that, `default`.
 
     Raises:
         ConfigError: no tokenizer there, no such renderer, or one that does not fit the model.
     """
-    tokenizer = _load_tokenizer(model.path)
-    name, renderer = _make_renderer(tokenizer, model)
-    stop_ids = dict.fromkeys([*renderer.get_stop_token_ids(), *_eos_ids(model.path)])
-    return RendererBundle(name, tokenizer, renderer, tuple(int(token) for token in stop_ids))
+    tokenizer = _load_tokenizer(model)
+    name, inner = _make_renderer(tokenizer, model)
+    logger.info("messages are rendered for %s by %s", model.path, name)
+    stop_ids = tuple(dict.fromkeys(int(token) for token in [*inner.get_stop_token_ids(), *_eos_ids(model.path)]))
+    renderer = GuardedRenderer(inner, tokenizer, stop_ids, encodes_text=name in _ENCODES_TEXT)
+    return RendererBundle(name, tokenizer, renderer, stop_ids)
 
 
 def known_renderers() -> list[str]:
@@ -71,11 +84,19 @@ def known_renderers() -> list[str]:
     return sorted({*_CONFIG_BY_NAME, "chatml"})
 
 
-def _load_tokenizer(path: Path) -> Any:
+def _load_tokenizer(model: ModelConfig) -> Any:
+    path = model.path
     if not path.is_dir():
         raise ConfigError(f"model.path: there is no folder {path}")
+    if not model.trust_remote_code and _has_own_code(path):
+        raise ConfigError(
+            f"model.path: the tokenizer in {path} is Python code of the model's own. Read it; if you trust it with "
+            "this process's keys and credentials, set model.trust_remote_code=true"
+        )
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=model.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"model.path: {path} holds no tokenizer that loads (tokenizer.json and tokenizer_config.json are "
@@ -83,29 +104,52 @@ def _load_tokenizer(path: Path) -> Any:
         ) from None
 
 
+def _has_own_code(path: Path) -> bool:
+    file = path / "tokenizer_config.json"
+    return file.is_file() and "AutoTokenizer" in json.loads(file.read_text()).get("auto_map", {})
+
+
 def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[str, Any]:
     name = model.renderer
     try:
         if name == "auto":
-            return _auto(tokenizer, model.path)
-        if name == "chatml":
-            return name, ChatMLRenderer(tokenizer)
-        if name in _CONFIG_BY_NAME:
-            return name, renderers.create_renderer(tokenizer, renderers.config_from_name(name))
-        if "." in name or ":" in name:
-            return name, renderers.create_renderer(tokenizer, CustomRendererConfig(import_path=name))
+            name = _auto(tokenizer, model.path)
+        return name, _create(name, tokenizer, model)
     except ConfigError:
         raise
     except Exception as error:  # whatever a renderer raises that does not fit this model
         raise ConfigError(f"model.renderer: {name} cannot be used with {model.path}: {error}") from error
-    raise ConfigError(
-        f"model.renderer: there is no renderer {name!r}; known are {', '.join(known_renderers())}, "
-        "or package.module.Class of your own"
-    )
 
 
-def _auto(tokenizer: Any, path: Path) -> tuple[str, Any]:
-    parts = path.resolve().parts[-2:]
+def _create(name: str, tokenizer: Any, model: ModelConfig) -> Any:
+    options = model.renderer_options
+    try:
+        if name == "chatml":
+            config: Any = ChatMLConfig(**options)
+        elif name in _CONFIG_BY_NAME:
+            config = _CONFIG_BY_NAME[name](**options)
+        elif "." in name or ":" in name:
+            config = CustomRendererConfig(import_path=name, **options)
+        else:
+            raise ConfigError(
+                f"model.renderer: there is no renderer {name!r}; known are {', '.join(known_renderers())}, "
+                "or package.module.Class of your own"
+            )
+    except ValidationError as error:
+        if not options:
+            raise
+        raise ConfigError(f"model.renderer_options: {name} does not take them: {error}") from None
+    if name == "chatml":
+        return ChatMLRenderer(tokenizer, config)
+    if name == "default" and not tokenizer.chat_template:
+        raise ConfigError(f"model.renderer: default needs a chat template, and {model.path} has none")
+    with vocabulary_of(tokenizer) if name == "gpt-oss" else nullcontext():
+        return renderers.create_renderer(tokenizer, config)
+
+
+def _auto(tokenizer: Any, path: Path) -> str:
+    """The name of the renderer for the model in `path`."""
+    parts = _organisation_and_name(path)
     found = {model for model in MODEL_RENDERER_MAP if model.lower() == "/".join(parts).lower()} or {
         model for model in MODEL_RENDERER_MAP if model.rpartition("/")[2].lower() == parts[-1].lower()
     }
@@ -117,14 +161,22 @@ def _auto(tokenizer: Any, path: Path) -> tuple[str, Any]:
         )
     if names:
         tokenizer.name_or_path = min(found)  # some renderers look at it for what differs between sizes
-        return names.pop(), renderers.create_renderer(tokenizer)
+        return str(names.pop())
     try:
         chatml = ChatMLRenderer(tokenizer)
         if all(chatml.render_ids(probe) == _own_template(tokenizer, probe) for probe in _PROBES):
-            return "chatml", chatml
+            return "chatml"
     except ValueError:
         pass  # not a ChatML vocabulary
-    return "default", renderers.create_renderer(tokenizer, renderers.config_from_name("default"))
+    return "default"
+
+
+def _organisation_and_name(path: Path) -> tuple[str, ...]:
+    """The last two parts of the folder's name; in a model hub's cache, `models--ORGANISATION--NAME` has them."""
+    for part in reversed(path.absolute().parts):
+        if part.startswith("models--"):
+            return tuple(part.split("--", 2)[1:])
+    return path.resolve().parts[-2:]
 
 
 def _own_template(tokenizer: Any, messages: list[dict[str, str]]) -> list[int] | None:

@@ -1,63 +1,65 @@
 """The gateway's HTTP server: what agents call, what the wrapper calls at the end, and what the backend controls.
 
-    POST /v1/chat/completions     a model call                                  session key
-    GET  /v1/models               the one model                                 session key
-    POST /v1/rollout/trajectory   seals the session, answers with its Trajectory  session key
-    POST /control/revoke          {"session_ids": [...]}: closes sessions for good   control key
-    GET  /control/stats           GatewayStats                                  control key
+    POST /v1/chat/completions       a model call, as OpenAI's chat              session key
+    POST /v1/responses              a model call, as OpenAI's responses         session key
+    POST /v1/messages               a model call, as Anthropic's messages       session key
+    POST /v1/messages/count_tokens  the length of its prompt                    session key
+    GET  /v1/models[/{id}]          the one model                               session key
+    POST /v1/rollout/trajectory     seals the session, answers with its Trajectory  session key
+    POST /control/revoke            {"session_ids": [...]}: closes sessions for good  control key
+    GET  /control/stats             GatewayStats                                control key
     GET  /health
+
+One base URL, which ends in /v1, serves all clients: Anthropic's append /v1/messages to it, so the paths that agents
+call are also there under /v1/v1, and without a prefix. A key comes as `Authorization: Bearer` or `x-api-key`.
 
 What must always hold:
 
 - A key reaches its own session and nothing else. No key, secret, prompt or reply is logged.
 - A call is recorded if and only if its answer is complete; one whose client hung up is aborted and leaves no trace.
 - Whatever the body, the answer is of the API's shape and never a 500.
-
-Streams carry the right events, but all of them once the turn is complete: comments keep the connection alive
-meanwhile. Increments as they are sampled are yet to come.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
-import json
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, TypeVar
-from uuid import uuid4
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from renderers import ParsedResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from rollout_backend.errors import EngineUnavailable
-from rollout_backend.gateway import openai_chat
-from rollout_backend.gateway.engine import Completion, EngineClient, EngineRefused
+from rollout_backend.gateway.admission import Admission
+from rollout_backend.gateway.call import Answer, Dialect, ModelCall
+from rollout_backend.gateway.caller import Caller, call_digest
+from rollout_backend.gateway.dialects.anthropic_messages import AnthropicMessages
+from rollout_backend.gateway.dialects.openai_chat import OpenAIChat
+from rollout_backend.gateway.dialects.openai_responses import OpenAIResponses
 from rollout_backend.gateway.errors import ApiError
-from rollout_backend.gateway.openai_chat import Answer, ChatRequest, Reply
-from rollout_backend.gateway.registry import Entry, Registry, session_closed
+from rollout_backend.gateway.loads import LoadPoller
+from rollout_backend.gateway.registry import Entry, Registry
 from rollout_backend.gateway.renderer import RendererBundle, load_renderer
-from rollout_backend.gateway.session import Prompt, Session
+from rollout_backend.gateway.replay import Repeatable
+from rollout_backend.gateway.running import Running
+from rollout_backend.gateway.seal import Sealer
+from rollout_backend.gateway.session import Session
 from rollout_backend.gateway.settings import GatewaySettings
+from rollout_backend.gateway.shards import refuse_foreign
 from rollout_backend.gateway.stats import Counters
 from rollout_backend.gateway.tokens import KeyRefused, SessionClaims, verify
 
-logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 _SWEEP_S = 5.0
-_BUSY_RETRY_S = 1
-_ENGINE_RETRY_S = 5
+_PREFIXES = ("/v1", "/v1/v1", "")
+_CHAT, _RESPONSES, _MESSAGES = OpenAIChat(), OpenAIResponses(), AnthropicMessages()
+_RETRIED = frozenset({408, 409, 429})  # by both clients, and every 5xx
 
 
 class _Revoke(BaseModel):
@@ -75,22 +77,44 @@ def create_app(settings: GatewaySettings, bundle: RendererBundle | None = None) 
     return Gateway(settings, bundle or load_renderer(settings.model)).app
 
 
+class _Stream(StreamingResponse):
+    """Tells when it is over, also where its client has left before it began."""
+
+    def __init__(self, events: AsyncIterator[bytes], over: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._over = over
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._over()
+
+
 class Gateway:
-    """Routes and what they share. Sessions are touched in the event loop only; one thread renders and parses."""
+    """Routes and what they share."""
 
     def __init__(self, settings: GatewaySettings, bundle: RendererBundle) -> None:
         self._settings = settings
-        self._bundle = bundle
         self._model_name = settings.model.served_name
         self._created = int(time.time())
-        self._registry = Registry(bundle, self._model_name, settings.token_s)
-        self._engine = EngineClient(settings.engine_url, settings.model_call_s, settings.engine_attempts)
+        sealer = Sealer(settings.seal_secret) if settings.seal_secret is not None else None
+        self._registry = Registry(bundle, self._model_name, settings.token_s, sealer=sealer)
         self._counters = Counters()
-        self._renderer_thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
+        self._caller = Caller(settings, bundle, self._counters)
+        self._admission = Admission(settings.gateway.max_concurrent_calls, settings.gateway.max_queued_per_engine)
+        agents = [
+            ("/chat/completions", self.chat, "POST"),
+            ("/responses", self.responses, "POST"),
+            ("/messages", self.messages, "POST"),
+            ("/messages/count_tokens", self.count_tokens, "POST"),
+            ("/models", self.models, "GET"),
+            ("/models/{name:path}", self.model, "GET"),
+        ]
         self.app = Starlette(
             routes=[
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
-                Route("/v1/models", self.models, methods=["GET"]),
+                *(Route(prefix + path, to, methods=[verb]) for prefix in _PREFIXES for path, to, verb in agents),
                 Route("/v1/rollout/trajectory", self.trajectory, methods=["POST"]),
                 Route("/control/revoke", self.revoke, methods=["POST"]),
                 Route("/control/stats", self.stats, methods=["GET"]),
@@ -107,14 +131,16 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        await self._engine.start()
-        sweeper = asyncio.create_task(self._sweep())
+        await self._caller.start()
+        loads = LoadPoller(self._settings.engine_url, self._admission.observe, self._settings.loads_s)
+        background = [asyncio.create_task(self._sweep()), asyncio.create_task(loads.run())]
         try:
             yield
         finally:
-            sweeper.cancel()
-            await self._engine.close()
-            self._renderer_thread.shutdown(wait=False, cancel_futures=True)
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await self._caller.close()
 
     async def _sweep(self) -> None:
         while True:
@@ -124,42 +150,32 @@ class Gateway:
     # --- routes -------------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        claims = self._authenticate(request)
-        self._registry.open(claims)  # a closed session's body need not be read
-        body = ChatRequest.parse(await self._body(request))
-        if body.model != self._model_name:
-            raise ApiError(
-                404, f"there is no model {body.model!r} here, only {self._model_name!r}", code="model_not_found"
-            )
-        messages = body.plain_messages()
-        entry, session = self._registry.open(claims)
-        if self._registry.calls_in_flight >= self._settings.gateway.max_concurrent_calls:
-            entry.unanswered.add(_digest(messages, body.tools))
-            raise ApiError(
-                429, "too many model calls are in flight", code="rate_limit_exceeded", retry_after_s=_BUSY_RETRY_S
-            )
-        call = asyncio.create_task(self._call(entry, session, claims, body, messages))
-        entry.calls.add(call)
-        call.add_done_callback(entry.calls.discard)
-        if not body.stream:
-            answer = await self._wait(request, call)
-            assert answer is not None
-            return JSONResponse(answer.body())
-        # An error within the first moments has a status of its own; a later one comes as an event.
-        answer = await self._wait(request, call, self._settings.keepalive_s)
-        events = self._events(call, body) if answer is None else _iterate(answer.events(body.include_usage))
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return await self._call(request, _CHAT)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._call(request, _RESPONSES)
+
+    async def messages(self, request: Request) -> Response:
+        return await self._call(request, _MESSAGES)
+
+    async def count_tokens(self, request: Request) -> Response:
+        request.state.dialect = _MESSAGES
+        _, session = self._registry.open(self._authenticate(request))
+        call = _MESSAGES.parse_count(await self._body(request))
+        self._check_model(call.model)
+        return JSONResponse(_MESSAGES.count_body(await self._caller.count(session, call)))
 
     async def models(self, request: Request) -> Response:
         self._authenticate(request)
-        model = {
-            "id": self._model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "rollout-backend",
-            "max_model_len": self._settings.model.context_length,
-        }
-        return JSONResponse({"object": "list", "data": [model]})
+        name = self._model_name
+        return JSONResponse(
+            {"object": "list", "data": [self._model_card()], "first_id": name, "last_id": name, "has_more": False}
+        )
+
+    async def model(self, request: Request) -> Response:
+        self._authenticate(request)
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model_card())
 
     async def trajectory(self, request: Request) -> Response:
         sealed = await self._registry.seal(self._authenticate(request))
@@ -177,7 +193,7 @@ class Gateway:
     async def stats(self, request: Request) -> Response:
         self._require_control_key(request)
         registry = self._registry
-        stats = self._counters.snapshot(registry.open_count, registry.closed_count, registry.calls_in_flight)
+        stats = self._counters.snapshot(registry.open_count, registry.closed_count, self._admission.in_flight)
         return JSONResponse(stats.model_dump())
 
     async def health(self, _: Request) -> Response:
@@ -185,152 +201,139 @@ class Gateway:
 
     # --- one model call -----------------------------------------------------------------------------------
 
-    async def _call(
-        self,
-        entry: Entry,
-        session: Session,
-        claims: SessionClaims,
-        body: ChatRequest,
-        messages: list[dict[str, Any]],
-    ) -> Answer:
-        """One call, booked as unanswered for as long as it fails by our doing."""
-        digest = _digest(messages, body.tools)
+    async def _call(self, request: Request, dialect: Dialect) -> Response:
+        request.state.dialect = dialect
+        claims = self._authenticate(request)
+        self._registry.open(claims)  # a closed session's body need not be read
+        body = await self._body(request)
+        entry, session = self._registry.open(claims)
+        asked = Repeatable(dialect.name, body, request.headers)
+        running = entry.replays.find(asked)
+        if running is None:
+            call = dialect.parse(body)
+            self._check_model(call.model)
+            self._admit(entry, asked, call)
+            running = self._start(Running(call), entry, session, claims)
+            entry.replays.add(asked, running)
+        else:
+            self._counters.replayed += 1
         try:
-            answer = await self._answer(entry, session, claims, body, messages)
-        except Exception as error:
-            if not isinstance(error, ApiError) or error.status >= 500:
-                entry.unanswered.add(digest)
+            return await self._respond(request, dialect, running)
+        except ApiError as error:
+            if error.status in _RETRIED or error.status >= 500:
+                entry.replays.failed(asked)
             raise
-        entry.unanswered.discard(digest)
-        return answer
 
-    async def _answer(
-        self,
-        entry: Entry,
-        session: Session,
-        claims: SessionClaims,
-        body: ChatRequest,
-        messages: list[dict[str, Any]],
-    ) -> Answer:
-        entry.started += 1
-        salt = f"{claims.rollout_id}/{entry.started}"
-        prompt = await self._in_renderer(_prepare, session, messages, body.tools or None)
-        asked = openai_chat.engine_params(
-            body,
-            claims.sampling,
-            self._settings.gateway.agent_may_set,
-            len(prompt.ids),
-            self._settings.model.context_length,
-            self._bundle.stop_token_ids,
-            seed_salt=salt,
-        )
-        self._counters.overridden.update(asked.overridden)
-        completion = await self._sample(prompt, asked.params, entry.id)
-        reply, logprobs = await self._in_renderer(self._read, body, prompt, completion)
-        opened_by = session.record(prompt, completion, reply.message)
-        counters = self._counters
-        counters.calls += 1
-        counters.prompt_tokens += len(prompt.ids)
-        counters.cached_tokens += completion.cached_tokens
-        counters.sampled_tokens += len(completion.token_ids)
-        counters.malformed_tool_calls += reply.malformed_tool_calls
-        if opened_by is not None:
-            counters.segments[opened_by] += 1
-        return Answer(
-            id=f"chatcmpl-{uuid4().hex}",
-            created=int(time.time()),
-            model=self._model_name,
-            reply=reply,
-            prompt_tokens=len(prompt.ids),
-            completion=completion,
-            logprobs=logprobs,
-        )
+    def _admit(self, entry: Entry, asked: Repeatable, call: ModelCall) -> None:
+        refusal = self._admission.check()
+        if refusal is not None:
+            entry.unanswered.add(call_digest(call))
+            entry.replays.failed(asked)
+            raise refusal
 
-    async def _sample(self, prompt: Prompt, params: Mapping[str, Any], session_id: str) -> Completion:
+    def _start(self, running: Running, entry: Entry, session: Session, claims: SessionClaims) -> Running:
+        choices = running.call.n
+        for _ in range(choices):
+            self._admission.began()
+        began = time.monotonic()
+
+        def ended(task: asyncio.Task[Answer]) -> None:
+            entry.calls.discard(task)
+            for _ in range(choices):
+                self._admission.ended(time.monotonic() - began if running.answered else None)
+
+        task = running.start(self._caller.answer(running, entry, session, claims))
+        entry.calls.add(task)
+        task.add_done_callback(ended)
+        return running
+
+    async def _respond(self, request: Request, dialect: Dialect, running: Running) -> Response:
+        """The answer, or the start of its stream. An error within the first moments has a status of its own; a later
+        one comes as an event."""
+        call = running.call
+        running.join()
+        delivered = streams = False
         try:
-            return await self._engine.generate(prompt.ids, params, session_id)
-        except EngineUnavailable as error:
-            logger.warning("a model call got no answer: %s", error)
-            raise ApiError(503, str(error), code="engine_unavailable", retry_after_s=_ENGINE_RETRY_S) from None
-        except EngineRefused as error:
-            logger.warning("an engine refused a model call: %s", error)
-            if "context length" in str(error) or "maximum allowed length" in str(error):
-                raise openai_chat.context_exceeded(str(error)) from None
-            raise ApiError(400, f"the engine refused the call: {error}", code="engine_refused") from None
-
-    def _read(
-        self, body: ChatRequest, prompt: Prompt, completion: Completion
-    ) -> tuple[Reply, list[dict[str, Any]] | None]:
-        bundle, ids = self._bundle, completion.token_ids
-        spoken = list(ids[:-1] if ids and ids[-1] in bundle.stop_token_ids else ids)
-        text = bundle.decode(spoken)
-        broken = False
-        try:
-            parsed = bundle.renderer.parse_response(list(ids), tools=body.tools, prompt_ids=prompt.ids)
-        except Exception:  # to sample again would only hide from training what this parser cannot read
-            logger.exception("the renderer could not parse a reply; it is returned as text")
-            parsed, broken = ParsedResponse(content=text), True
-        reply = openai_chat.read_reply(parsed, completion, bool(body.tools) and body.tool_choice != "none", text)
-        if broken:
-            reply = replace(reply, malformed_tool_calls=1)
-        if not body.logprobs:
-            return reply, None
-        tokens = zip(ids, completion.logprobs, strict=True)
-        return reply, [openai_chat.logprob_entry(bundle.decode([token]), logprob) for token, logprob in tokens]
-
-    async def _in_renderer(self, function: Callable[..., _T], *args: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._renderer_thread, function, *args)
-
-    async def _wait(
-        self, request: Request, call: asyncio.Task[Answer], timeout_s: float | None = None
-    ) -> Answer | None:
-        """The call's answer, or None if there is none after `timeout_s`. A client that hangs up ends the call."""
-        gone = asyncio.ensure_future(_hung_up(request))
-        try:
-            await asyncio.wait({call, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
+            if call.stream:
+                await _unless_gone(request, running.news(0, self._settings.keepalive_s))
+            else:
+                await _unless_gone(request, asyncio.wait({running.task}))
+            if not call.stream or running.done:
+                answer = running.outcome()
+            if not call.stream:
+                delivered = True
+                return JSONResponse(dialect.body(call, answer))
+            streams = True
+            return _Stream(self._events(dialect, running), lambda: self._left(running))
         finally:
-            gone.cancel()
-        if call.done():
-            return _outcome(call)
-        if gone.done():
-            call.cancel()
-            raise ClientDisconnect
-        return None
+            if not streams:
+                running.leave(delivered)
 
-    async def _events(self, call: asyncio.Task[Answer], body: ChatRequest) -> AsyncIterator[bytes]:
+    async def _events(self, dialect: Dialect, running: Running) -> AsyncIterator[bytes]:
+        stream = dialect.stream(running.call, running.id, running.created, self._model_name)
+        told, started = 0, False
+        while True:
+            if not started and running.prompt_tokens is not None:
+                started = True
+                for event in stream.start(running.prompt_tokens):
+                    yield event
+            for delta in running.deltas[told:]:
+                told += 1
+                for event in stream.delta(delta):
+                    yield event
+            if running.done and told == len(running.deltas):
+                break
+            if not await running.news(told, self._settings.keepalive_s):
+                yield stream.keepalive()
         try:
-            while not call.done():
-                yield b": sampling\n\n"
-                await asyncio.wait({call}, timeout=self._settings.keepalive_s)
-            try:
-                answer = _outcome(call)
-            except ApiError as error:
-                self._counters.errors[error.code] += 1
-                yield openai_chat.event(error.body())
-                return
-            for event in answer.events(body.include_usage):
+            answer = running.outcome()
+        except ApiError as error:
+            self._counters.errors[error.code] += 1
+            for event in stream.failed(error):
                 yield event
-        finally:
-            if call.cancel():  # the client hung up
-                self._counters.hung_up += 1
+        else:
+            for event in stream.end(answer):
+                yield event
+        running.delivered = True
+
+    def _left(self, running: Running) -> None:
+        if running.leave():  # its client hung up
+            self._counters.hung_up += 1
 
     # --- what requests share ------------------------------------------------------------------------------
 
     def _authenticate(self, request: Request) -> SessionClaims:
-        key = _bearer(request)
+        key = _bearer(request) or request.headers.get("x-api-key", "")
         try:
-            return verify(self._settings.secret, key, time.time())
+            claims = verify(self._settings.secret, key, time.time())
         except KeyRefused as error:
             raise ApiError(
                 401, f"{error}; use the api_key of this rollout's request", code="invalid_api_key"
             ) from None
+        refuse_foreign(claims.session_id, self._settings.shard, self._settings.gateway.processes)
+        return claims
 
     def _require_control_key(self, request: Request) -> None:
         if not hmac.compare_digest(_bearer(request).encode(), self._settings.control_key.encode()):
             raise ApiError(401, "this needs the control key", code="invalid_control_key")
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model_name:
+            raise ApiError(404, f"there is no model {name!r} here, only {self._model_name!r}", code="model_not_found")
+
+    def _model_card(self) -> dict[str, object]:
+        """As OpenAI's clients read it, and as Anthropic's do."""
+        created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "rollout-backend",
+            "max_model_len": self._settings.model.context_length,
+            "type": "model",
+            "display_name": self._model_name,
+            "created_at": created_at,
+        }
 
     async def _body(self, request: Request) -> bytes:
         cap = self._settings.gateway.max_body_bytes
@@ -345,10 +348,13 @@ class Gateway:
                 raise too_large
         return bytes(body)
 
-    async def _api_error(self, _: Request, error: Exception) -> Response:
+    async def _api_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         self._counters.errors[error.code] += 1
-        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+        anthropic = "anthropic-version" in request.headers or "/messages" in request.url.path
+        default = _MESSAGES if anthropic else _CHAT
+        dialect: Dialect = getattr(request.state, "dialect", default)
+        return JSONResponse(dialect.error_body(error), status_code=error.status, headers=error.headers)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -364,37 +370,24 @@ class Gateway:
         return await self._api_error(request, ApiError(500, "internal error of the gateway; its log says more"))
 
 
-def _prepare(session: Session, messages: Sequence[Mapping[str, Any]], tools: Any) -> Prompt:
-    try:
-        return session.prepare(messages, tools)
-    except Exception as error:  # templates refuse conversations in ways of their own
-        logger.warning("a conversation could not be rendered: %r", type(error).__name__)
-        raise ApiError(
-            400, f"these messages cannot be rendered for this model: {error}", code="unrenderable"
-        ) from None
-
-
-def _digest(messages: Sequence[Mapping[str, Any]], tools: Any) -> bytes:
-    """Names a call by what it asks, so that the same question asked again is known as such."""
-    return hashlib.sha256(json.dumps([messages, tools], sort_keys=True).encode()).digest()
-
-
-def _outcome(call: asyncio.Task[Answer]) -> Answer:
-    if call.cancelled():
-        raise session_closed("its calls were aborted")
-    return call.result()
-
-
 def _bearer(request: Request) -> str:
     kind, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
 
 
+async def _unless_gone(request: Request, waiting: Coroutine[Any, Any, Any]) -> None:
+    """Waits, as long as the client does. Raises ClientDisconnect once it has hung up."""
+    task = asyncio.ensure_future(waiting)
+    gone = asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise ClientDisconnect
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
 async def _hung_up(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _iterate(events: Any) -> AsyncIterator[bytes]:
-    for event in events:
-        yield event

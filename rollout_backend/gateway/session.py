@@ -5,8 +5,9 @@ What must always hold:
 - A request that continues a conversation gets a prompt that begins with the very tokens of that conversation, those
   sampled included, wherever the renderer can extend them. Only otherwise is the history rendered anew.
 - Messages are compared by what is rendered: text parts or a string, None or "", arguments of a tool call in another
-  spacing, and fields that nobody renders make no difference. Reasoning is not compared, for most agents do not send
-  it back: the tokens keep it, and whether it stays in the history is the renderer's choice.
+  spacing or with the defaults of the tool's schema filled in, and fields that nobody renders make no difference.
+  Reasoning is not compared, for most agents do not send it back: the tokens keep it, and whether it stays in the
+  history is the renderer's choice.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_backend.gateway.engine import Completion
@@ -24,6 +25,7 @@ from rollout_backend.gateway.trajectory import Place, Trajectory
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 _Digest = bytes
+_Defaults = Mapping[str, Mapping[str, Any]]  # of each tool's arguments
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Prompt:
     tools_digest: _Digest
     chain: list[_Digest]
     opened_by: str
+    known: int = 0  # of the ids, how many are the conversation that this call goes on with
+    defaults: _Defaults = field(default_factory=dict)
 
 
 class Session:
@@ -50,8 +54,9 @@ class Session:
     def prepare(self, messages: Sequence[Message], tools: Tools) -> Prompt:
         """The prompt for `messages` (plain, as `openai_chat` makes them). Raises whatever the renderer raises."""
         tools_digest = _digest(b"tools", tools or [])
-        chain = _chain(messages)
-        messages_named = _with_tool_names(messages) if self._bundle.needs_tool_names else messages
+        defaults = _defaults(tools)
+        chain = _chain(messages, defaults)
+        messages_named = with_tool_names(messages) if self._bundle.needs_tool_names else messages
         for n in range(len(chain) - 1, 0, -1):  # a reply and something new after it
             place = self._turns.get((tools_digest, chain[n - 1]))
             if place is None:
@@ -63,10 +68,12 @@ class Session:
                 tools=tools,
             )
             if extended is not None:
-                return Prompt(list(extended.token_ids), messages, tools_digest, chain, "branched")
+                ids = list(extended.token_ids)
+                return Prompt(ids, messages, tools_digest, chain, "branched", known=place.end, defaults=defaults)
             break
         ids = self._bundle.render(messages_named, tools)
-        return Prompt(ids, messages, tools_digest, chain, self._why_rendered(messages, chain, tools_digest))
+        why = self._why_rendered(messages, chain, tools_digest)
+        return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults)
 
     def record(self, prompt: Prompt, completion: Completion, reply: Message) -> str | None:
         """Adds an answered call; the reason if it opened a new segment. `reply` is the message as returned."""
@@ -81,7 +88,7 @@ class Session:
             messages=[*prompt.messages, reply],
             opened_by=prompt.opened_by,
         )
-        (end,) = _chain([reply], prompt.chain[-1])
+        (end,) = _chain([reply], prompt.defaults, prompt.chain[-1])
         self._turns[prompt.tools_digest, end] = place
         self._replies.add(end)
         self._seen.update(prompt.chain)
@@ -90,9 +97,11 @@ class Session:
     def _why_rendered(self, messages: Sequence[Message], chain: list[_Digest], tools_digest: _Digest) -> str:
         if not self._seen:
             return "first_call"
-        ends = [digest for digest in chain[:-1] if digest in self._replies]
+        ends = [i for i, digest in enumerate(chain[:-1]) if digest in self._replies]
         if ends:
-            return "rerendered" if (tools_digest, ends[-1]) in self._turns else "tools_changed"
+            if any(message["role"] == "assistant" for message in messages[ends[-1] + 1 :]):
+                return "history_rewritten"  # a later reply is not as it was given
+            return "rerendered" if (tools_digest, chain[ends[-1]]) in self._turns else "tools_changed"
         if chain[-1] in self._seen:
             return "branched"  # the same question again
         # The common part is more than a system message: somebody edited or dropped what came after.
@@ -100,11 +109,11 @@ class Session:
         return "history_rewritten" if chain[spoken] in self._seen else "new_conversation"
 
 
-def _chain(messages: Sequence[Message], digest: _Digest = b"") -> list[_Digest]:
+def _chain(messages: Sequence[Message], defaults: _Defaults, digest: _Digest = b"") -> list[_Digest]:
     """For each message the digest of the conversation up to it."""
     chain = []
     for message in messages:
-        digest = _digest(digest, _compared(message))
+        digest = _digest(digest, _compared(message, defaults))
         chain.append(digest)
     return chain
 
@@ -114,22 +123,45 @@ def _digest(before: _Digest, value: object) -> _Digest:
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 
 
-def _compared(message: Message) -> list[object]:
+def _compared(message: Message, defaults: _Defaults) -> list[object]:
     calls = [
-        [call.get("id"), call["function"]["name"], _arguments(call["function"]["arguments"])]
+        [call.get("id"), function["name"], _arguments(function["arguments"], defaults.get(function["name"], {}))]
         for call in message.get("tool_calls") or ()
+        if (function := call["function"])
     ]
     return [message["role"], message.get("content") or "", message.get("name"), message.get("tool_call_id"), calls]
 
 
-def _arguments(text: str) -> object:
+def _arguments(text: str, defaults: Mapping[str, Any]) -> object:
+    """What the call means: agents that check its arguments send it back with the defaults filled in."""
     try:
-        return [json.loads(text)]
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    if isinstance(value, dict):
+        return [{name: item for name, item in value.items() if not _is_default(item, name, defaults)}]
+    return [value]
 
 
-def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
+def _is_default(item: object, name: str, defaults: Mapping[str, Any]) -> bool:
+    return name in defaults and type(item) is type(defaults[name]) and item == defaults[name]
+
+
+def _defaults(tools: Tools) -> _Defaults:
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools or ():
+        parameters = tool["function"].get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        found[tool["function"]["name"]] = {
+            name: schema["default"]
+            for name, schema in (properties.items() if isinstance(properties, Mapping) else ())
+            if isinstance(schema, Mapping) and "default" in schema
+        }
+    return found
+
+
+def with_tool_names(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the tool's name in each tool's result, as far as its call is among them."""
     names = {
         call.get("id"): call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()
     }

@@ -9,7 +9,7 @@ from rollout_backend.gateway.tokens import MIN_SECRET_CHARS
 
 
 class GatewaySettings(BaseModel):
-    """`secret` signs the session keys, `control_key` opens /control."""
+    """`secret` signs the session keys, `control_key` opens /control, `seal_secret` seals trajectories, if given."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -17,6 +17,8 @@ class GatewaySettings(BaseModel):
     port: int = Field(ge=0, le=65535)
     model: ModelConfig
     gateway: GatewayConfig = GatewayConfig()
+    shard: int = Field(default=0, ge=0)
+    """Its number among `gateway.processes`; the sessions of the others are refused."""
     engine_url: str
     model_call_s: Seconds = 300.0
     """Of one model call, with all attempts."""
@@ -26,5 +28,8 @@ class GatewaySettings(BaseModel):
     """Of one model call. With the waits between them they bridge about a minute without an engine."""
     keepalive_s: Seconds = 10.0
     """A stream that has nothing to say yet says so this often."""
+    loads_s: Seconds = 2.0
+    """How often the engines are asked for their load."""
     secret: str = Field(min_length=MIN_SECRET_CHARS, repr=False)
     control_key: str = Field(min_length=MIN_SECRET_CHARS, repr=False)
+    seal_secret: str | None = Field(default=None, min_length=MIN_SECRET_CHARS, repr=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
@@ -19,12 +20,29 @@ class GatewayStats(BaseModel):
     calls: int  # answered
     prompt_tokens: int
     cached_tokens: int  # of the prompt tokens, those found in an engine's prefix cache
+    cache_breaks: int  # calls that went on with a conversation which the engine's cache no longer held
     sampled_tokens: int
     malformed_tool_calls: int
+    extra_tool_calls: int  # sampled beside the one that an agent without parallel_tool_calls gets
+    constrained: int  # replies whose form was forced: their tokens have no logprob that training could use
+    replayed: int  # requests sent again that got the first one's answer
     hung_up: int  # calls whose client left before the answer; their generation was aborted
     segments: dict[str, int]  # opened, by reason
     overridden: dict[str, int]  # agents' sampling settings that did not count, by field
     errors: dict[str, int]  # answers other than 200, by code
+
+    @classmethod
+    def total(cls, parts: Iterable[GatewayStats]) -> GatewayStats:
+        """Of several gateways together."""
+        numbers: Counter[str] = Counter()
+        tables: dict[str, Counter[str]] = {}
+        for part in parts:
+            for name, value in part:
+                if isinstance(value, int):
+                    numbers[name] += value
+                else:
+                    tables.setdefault(name, Counter()).update(value)
+        return cls.model_validate({**numbers, **tables})
 
 
 @dataclass
@@ -34,8 +52,12 @@ class Counters:
     calls: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cache_breaks: int = 0
     sampled_tokens: int = 0
     malformed_tool_calls: int = 0
+    extra_tool_calls: int = 0
+    constrained: int = 0
+    replayed: int = 0
     hung_up: int = 0
     segments: Counter[str] = field(default_factory=Counter)
     overridden: Counter[str] = field(default_factory=Counter)

@@ -11,7 +11,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from typing import Any, Self
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
@@ -53,7 +53,14 @@ class Fail:
     message: str = "scripted failure"
 
 
-Reply = str | ToolCall | Fail
+@dataclass(frozen=True)
+class Pieces:
+    """An answer that is streamed as its parts come. The iterator runs in a thread and may block."""
+
+    parts: Iterable[str]
+
+
+Reply = str | ToolCall | Fail | Pieces
 Script = Sequence[Reply] | Callable[[str], Reply]
 
 
@@ -62,10 +69,17 @@ class ScriptedEngine:
 
     `replies` is a sequence, of which each session gets one after another from the start (one answer too many
     is an error 400), or a function of the prompt's text. The function runs in a thread and may block.
-    An answer ends with `<|im_end|>` unless `max_new_tokens` or a stop string cuts it.
+    An answer ends with the token `end` unless `max_new_tokens` or a stop string cuts it; with `end=None`, for models
+    with several such tokens, it ends with the first of the request's stop tokens in it, and else at its limit. To a
+    request with `stream` it comes token by token, each as an event of its own; `cumulative` events hold all tokens so
+    far, as SGLang's do unless it was started with --incremental-streaming-output.
     """
 
-    def __init__(self, replies: Script, model_path: Path = BYTE_MODEL, port: int = 0) -> None:
+    cumulative = False
+
+    def __init__(
+        self, replies: Script, model_path: Path = BYTE_MODEL, port: int = 0, *, end: str | None = "<|im_end|>"
+    ) -> None:
         file = model_path / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"{model_path} holds no tokenizer.json: model_path must be a model's folder")
@@ -78,10 +92,9 @@ class ScriptedEngine:
         self._scripts: dict[str, Script] = {}
         self._model_path = model_path
         self._read: dict[str, int] = {}
-        end = self.tokenizer.token_to_id("<|im_end|>")
-        if end is None:
-            raise ConfigError(f"{model_path} is no ChatML model: its vocabulary has no <|im_end|>")
-        self._end: int = end
+        self._end = None if end is None else self.tokenizer.token_to_id(end)
+        if end is not None and self._end is None:
+            raise ConfigError(f"{model_path} is no model of this kind: its vocabulary has no {end}")
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app(),
@@ -164,7 +177,38 @@ class ScriptedEngine:
         reply = answer.result()
         if isinstance(reply, Fail):
             return JSONResponse({"error": {"message": reply.message}}, status_code=reply.status)
-        return JSONResponse(self._completion(str(reply), body))
+        if body.get("stream"):
+            parts = reply.parts if isinstance(reply, Pieces) else (str(reply),)
+            return StreamingResponse(self._events(parts, body), media_type="text/event-stream")
+        text = await asyncio.to_thread("".join, reply.parts) if isinstance(reply, Pieces) else str(reply)
+        return JSONResponse(self._completion(text, body))
+
+    async def _events(self, parts: Iterable[str], body: dict[str, Any]) -> AsyncIterator[bytes]:
+        """The completion of what is there so far, again and again, each time as far as it is new."""
+        text, sent, remaining, done = "", 0, iter(parts), False
+        try:
+            while not done:
+                part = await asyncio.to_thread(next, remaining, None)
+                text += part or ""
+                whole = self._completion(text, body)
+                ids, meta = whole["output_ids"], whole["meta_info"]
+                cut = meta["finish_reason"].get("matched") != self._end
+                last = len(ids) if part is None or cut else len(ids) - 1  # more may come: this is not the end yet
+                for n in range(sent + 1, last + 1):
+                    start = 0 if self.cumulative else n - 1
+                    piece = {
+                        **meta,
+                        "finish_reason": meta["finish_reason"] if n == len(ids) else None,
+                        "completion_tokens": n,
+                        "output_token_logprobs": meta["output_token_logprobs"][start:n],
+                        "weight_versions": [{"version": meta["weight_version"], "start": 0, "end": n}],
+                    }
+                    yield _event({"output_ids": ids[start:n], "meta_info": piece})
+                sent = last
+                done = sent == len(ids)
+            yield b"data: [DONE]\n\n"
+        finally:
+            self.aborted += not done
 
     async def _reply(self, session: str, body: dict[str, Any]) -> Reply:
         replies = self._scripts.setdefault(session, self.replies)
@@ -179,8 +223,15 @@ class ScriptedEngine:
 
     def _completion(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
         params = body.get("sampling_params", {})
-        ids = [*self.tokenizer.encode(text, add_special_tokens=False).ids, self._end]
-        finish: dict[str, Any] = {"type": "stop", "matched": self._end}
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if self._end is not None:
+            ids.append(self._end)
+        ends = params.get("stop_token_ids") or [] if self._end is None else [self._end]
+        finish: dict[str, Any] = {"type": "length", "length": len(ids)}
+        at = next((n for n, token in enumerate(ids) if token in ends), None)
+        if at is not None:
+            ids = ids[: at + 1]
+            finish = {"type": "stop", "matched": ids[at]}
         stop = params.get("stop") or []
         for string in [stop] if isinstance(stop, str) else stop:
             if string in self.tokenizer.decode(ids):
@@ -205,6 +256,10 @@ class ScriptedEngine:
                 "output_token_logprobs": [[LOGPROB, token, None] for token in ids],
             },
         }
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
 async def _hung_up(request: Request) -> None:

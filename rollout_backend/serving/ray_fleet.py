@@ -7,18 +7,13 @@ there; an engine's log is written on its own machine. `ray` is imported when the
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, TypeVar
 
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import LocalEngine, MakeCommand, MakeEngine
+from rollout_backend.serving.ray_actor import RayActor, join_cluster
 from rollout_backend.serving.sglang import engine_command
-
-_STOP_S = 15.0
-_Reply = TypeVar("_Reply")
 
 
 async def ray_engines(
@@ -28,10 +23,7 @@ async def ray_engines(
 
     The cluster is the one of RAY_ADDRESS, else one that runs on this machine, else a new one.
     """
-    import ray
-
-    if not ray.is_initialized():
-        await asyncio.to_thread(ray.init, log_to_driver=False, include_dashboard=False)
+    await join_cluster()
     return lambda i: RayEngine(f"engine-{i}", model, serving, log_dir.absolute() / f"engine-{i}.log", command)
 
 
@@ -43,65 +35,35 @@ class RayEngine:
     ) -> None:
         self._name = name
         self._serving = serving
-        self._arguments = (name, model, serving, log, command)
-        self._actor: Any = None
-        self._placed = False
+        arguments = (name, model, serving, log, command)
+        self._actor = RayActor(name, _Host, arguments, num_gpus=serving.tensor_parallel)
         self.url = ""
 
     async def start(self) -> None:
         import ray
 
-        gpus = self._serving.tensor_parallel
-        self._actor = ray.remote(_Host).options(num_cpus=1, num_gpus=gpus, max_restarts=0).remote(*self._arguments)
         try:
-            async with asyncio.timeout(self._serving.startup_timeout_s):
-                await self._ask(self._actor.__ray_ready__.remote())
+            await self._actor.place(self._serving.startup_timeout_s)
         except TimeoutError:
             raise StartupError(
-                f"{self._name}: no machine of the Ray cluster had {gpus} GPUs free within "
+                f"{self._name}: no machine of the Ray cluster had {self._serving.tensor_parallel} GPUs free within "
                 f"{self._serving.startup_timeout_s:g} s; the whole cluster has {_gpus(ray.available_resources())} of "
                 f"{_gpus(ray.cluster_resources())} free: lower serving.servers or serving.tensor_parallel"
             ) from None
-        self._placed = True
-        self.url = await self._ask(self._actor.start.remote())
+        self.url = await self._actor.ask("start")
 
     async def wait(self) -> str:
         try:
-            return await self._ask(self._actor.wait.remote())
+            ended: str = await self._actor.ask("wait")
         except StartupError as error:
             return str(error)
+        return ended
 
     async def stop(self) -> None:
-        import ray
-
-        if self._actor is None:
-            return
-        try:
-            if self._placed:  # else nobody is there to answer
-                async with asyncio.timeout(_STOP_S):
-                    await self._ask(self._actor.stop.remote())
-        except (StartupError, TimeoutError):
-            pass  # its machine is gone, or it hangs: what is left of it is killed with the actor
-        finally:
-            ray.kill(self._actor)
+        await self._actor.stop()
 
     async def tail(self) -> str:
-        try:
-            async with asyncio.timeout(_STOP_S):
-                return await self._ask(self._actor.tail.remote())
-        except (StartupError, TimeoutError) as error:
-            return str(error)
-
-    async def _ask(self, reply: Awaitable[_Reply]) -> _Reply:
-        """Raises StartupError for what went wrong there, or on the way."""
-        import ray.exceptions
-
-        try:
-            return await reply
-        except ray.exceptions.RayTaskError as error:
-            raise StartupError(str(error.cause)) from None
-        except ray.exceptions.RayActorError as error:
-            raise StartupError(f"{self._name}: its Ray actor died: {error}") from None
+        return await self._actor.tail()
 
 
 class _Host:

@@ -69,7 +69,10 @@ def engine_command(
         # The model's own generation_config.json must not add a top_k or a penalty that the trainer knows nothing of.
         *("--sampling-defaults", "openai"),
         *("--log-level-http", "warning"),  # no line for each request
+        "--incremental-streaming-output",  # else each piece of a stream repeats all tokens and logprobs before it
     ]
+    if model.trust_remote_code:
+        argv.append("--trust-remote-code")
     if not on_cpu:
         argv += ["--base-gpu-id", str(first_gpu)]  # several servers on one machine each take GPUs of their own
     total_tokens = serving.max_total_tokens or (_CPU_TOTAL_TOKENS if on_cpu else None)

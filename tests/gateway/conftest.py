@@ -1,5 +1,7 @@
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -8,7 +10,7 @@ import pytest
 import uvicorn
 
 from agent_wrapper.contract import Sampling, Trajectory
-from rollout_backend.config import GatewayConfig, ModelConfig
+from rollout_backend.config import GatewayConfig, ModelConfig, ServingConfig
 from rollout_backend.gateway.renderer import RendererBundle, load_renderer
 from rollout_backend.gateway.server import create_app
 from rollout_backend.gateway.settings import GatewaySettings
@@ -16,7 +18,8 @@ from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.gateway.tokens import SessionClaims, issue
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.process import free_port
-from rollout_backend.serving.install import cache_dir, model_path
+from rollout_backend.serving.install import cache_dir, find_model, model_path
+from rollout_backend.serving.sglang import engine_command
 
 
 @pytest.fixture(scope="session")
@@ -114,3 +117,38 @@ def serve(bundle, byte_model):
     yield start
     for server in served:
         server.stop()
+
+
+GRAMMARS = ("--grammar-backend", "xgrammar")  # on the CPU we start without one
+
+
+@pytest.fixture(scope="session")
+def real_model() -> ModelConfig:
+    return ModelConfig(path=find_model(), name="scripted", renderer="auto", context_length=4096)
+
+
+@pytest.fixture(scope="session")
+def real_engine(real_model, tmp_path_factory) -> Iterator[str]:
+    """One real SGLang with the small model in float32, for all tests of the gateway; its URL."""
+    port = free_port()
+    serving = ServingConfig(
+        kind="process", device="cpu", dtype="float32", threads=2, max_total_tokens=8192, extra_args=GRAMMARS
+    )
+    argv, env = engine_command(real_model, serving, "127.0.0.1", port)
+    log = tmp_path_factory.mktemp("engine") / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, env=env, stdout=out, stderr=out, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 170
+    while True:
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                break
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    yield url
+    process.terminate()
+    process.wait(30)

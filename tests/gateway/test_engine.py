@@ -1,4 +1,5 @@
 import asyncio
+import json
 
 import pytest
 from aiohttp import web
@@ -44,14 +45,28 @@ async def engine():
                 return web.Response()
             if isinstance(answer, tuple):
                 return web.Response(status=answer[0], text=answer[1])
+            if isinstance(answer, list) and answer:
+                return await self.stream(request, answer)
             return web.json_response(answer)
 
-        async def generate(self, replies, ids=(1, 2), params=PARAMS, attempts=3, timeout_s=20.0):
+        async def stream(self, request: web.Request, events: list) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            for event in events:
+                if event == "cut":
+                    request.transport.close()
+                    break
+                await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            else:
+                await response.write(b"data: [DONE]\n\n")
+            return response
+
+        async def generate(self, replies, ids=(1, 2), params=PARAMS, attempts=3, timeout_s=20.0, **more):
             self.replies, self.bodies = list(replies), []
             client = EngineClient(str(server.make_url("/")), timeout_s, attempts)
             await client.start()
             try:
-                return await client.generate(ids, params, "session-1")
+                return await client.generate(ids, params, "session-1", **more)
             finally:
                 await client.close()
 
@@ -177,3 +192,92 @@ async def test_aborts_without_end_are_unavailable(engine):
 async def test_an_answer_of_another_shape_is_unavailable(engine, answer):
     with pytest.raises(EngineUnavailable, match="not what /generate answers"):
         await engine.generate([answer])
+
+
+# --- streams ----------------------------------------------------------------------------------------------
+
+
+def piece(ids, total, kind=None, version="1", **meta):
+    """A piece of a stream: `ids` and how many the attempt has with them."""
+    event = reply(ids, kind, weight_version=version, completion_tokens=total, **meta)
+    return event if kind else {**event, "meta_info": {**event["meta_info"], "finish_reason": None}}
+
+
+class Told:
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def __call__(self, ids) -> None:
+        self.seen.append(tuple(ids))
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [piece([7], 1), piece([8, 9], 3), piece([10], 4, "stop")],
+        [piece([7], 1), piece([7, 8, 9], 3), piece([7, 8, 9, 10], 4, "stop")],
+    ],
+    ids=["incremental", "cumulative"],
+)
+async def test_a_stream_is_told_as_it_comes(engine, events):
+    told = Told()
+    completion = await engine.generate([events], progress=told)
+    assert told.seen == [(7,), (7, 8, 9)]
+    assert completion.token_ids == (7, 8, 9, 10)
+    assert completion.logprobs == (-0.25,) * 4
+    assert completion.weight_versions == (VersionSpan(version="1", start=0, end=4),)
+    body, _ = engine.bodies[0]
+    assert body["stream"] is True
+    assert body["sampling_params"]["stream_interval"] > 1
+
+
+@pytest.mark.parametrize("end", [piece([8], 2, "abort"), "cut"])
+async def test_a_stream_that_ends_early_goes_on_from_its_tokens(engine, end):
+    told = Told()
+    completion = await engine.generate(
+        [[piece([7, 8], 2), end], [piece([9], 1, version="2"), piece([10], 2, "stop", version="2")]], progress=told
+    )
+    assert completion.token_ids == (7, 8, 9, 10)
+    assert completion.logprobs == (-0.25,) * 4
+    assert completion.weight_versions == (
+        VersionSpan(version="1", start=0, end=2),
+        VersionSpan(version="2", start=2, end=4),
+    )
+    assert told.seen == [(7, 8), (7, 8, 9)]
+    assert engine.bodies[1][0]["input_ids"] == [1, 2, 7, 8]
+
+
+async def test_a_stream_cut_while_the_weights_changed_has_no_version(engine):
+    events = [[piece([7], 1), piece([8], 2, version="2"), "cut"], [piece([9], 1, "stop", version="2")]]
+    completion = await engine.generate(events, progress=Told())
+    assert (completion.token_ids, completion.weight_versions) == ((7, 8, 9), ())
+
+
+async def test_an_error_in_a_stream_is_told_apart(engine):
+    with pytest.raises(EngineRefused, match="too long"):
+        await engine.generate([[{"error": {"message": "too long", "code": 400}}]], progress=Told())
+    refused = piece([], 0, "abort")
+    refused["meta_info"]["finish_reason"] |= {"status_code": 400, "message": "no grammar"}
+    with pytest.raises(EngineRefused, match="no grammar"):
+        await engine.generate([[refused]], progress=Told())
+    busy = [{"error": {"message": "busy", "code": 503}}]
+    assert (await engine.generate([busy, [piece([7], 1, "stop")]], progress=Told())).token_ids == (7,)
+
+
+async def test_an_event_may_be_large(engine):
+    ids = list(range(20_000))
+    params = {**PARAMS, "max_new_tokens": 30_000}
+    completion = await engine.generate([[piece(ids, len(ids), "stop")]], params=params, progress=Told())
+    assert completion.token_ids == tuple(ids)
+
+
+async def test_what_cannot_be_resumed_starts_again(engine):
+    completion = await engine.generate([reply([7, 8], "abort"), reply([9])], resumable=False)
+    assert completion.token_ids == (9,)
+    assert [body["input_ids"] for body, _ in engine.bodies] == [[1, 2], [1, 2]]
+
+
+async def test_an_engine_that_does_not_stream_is_understood(engine):
+    told = Told()
+    assert (await engine.generate([reply([7, 8])], progress=told)).token_ids == (7, 8)
+    assert told.seen == []

@@ -1,16 +1,22 @@
+import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import openai
 import pytest
 
 from agent_wrapper.contract import Sampling
+from agent_wrapper.trajectory import fetch_trajectory
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.gateway.process import GatewayProcess
+from rollout_backend.gateway.seal import Sealer
 from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.process import ServerProcess
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/agent-0123456789"
 
@@ -62,7 +68,7 @@ async def test_a_whole_life(tmp_path):
                 await call(endpoint)
         finally:
             await gateway.stop()
-    assert await gateway.wait() == -signal.SIGTERM  # uvicorn ends in order, then as the signal would have it
+    assert f"the gateway ended with code {-signal.SIGTERM}." in await gateway.wait()  # as the signal would have it
     with pytest.raises(ServingError, match="not running"):
         await gateway.stats()
     logged = log.read_text()
@@ -91,3 +97,56 @@ async def test_a_model_that_cannot_be_used_is_named(tmp_path):
     gateway = GatewayProcess(config(model={"path": str(tmp_path)}), "http://e", tmp_path / "log")
     with pytest.raises(StartupError, match="holds no tokenizer"):
         await gateway.start()
+
+
+FILES = """
+import resource
+from rollout_backend.errors import ConfigError
+from rollout_backend.gateway.__main__ import allow_files
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 1024))
+allow_files(64)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+allow_files(16)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+try:
+    allow_files(1000)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_the_limit_of_open_files_is_raised_or_named():
+    told = subprocess.run([sys.executable, "-c", FILES], check=True, capture_output=True, text=True).stdout
+    enough, kept, refused = told.splitlines()
+    assert enough == kept == "(448, 1024)"
+    assert "gateway.max_concurrent_calls=1000 takes 3256 open files" in refused
+    assert "ulimit -Hn" in refused
+
+
+async def test_a_server_may_open_more_files_than_the_shell_that_started_it(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        process = ServerProcess("sh", ["sh", "-c", "ulimit -n"], tmp_path / "log")
+        await process.start()
+        await process.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert int((tmp_path / "log").read_text()) == min(hard, 65_536)
+
+
+async def test_what_it_hands_out_is_sealed_with_the_runs_secret(tmp_path):
+    secret = "the secret of the settings " * 2
+    with ScriptedEngine(["seven"]) as engine:
+        settings = config(gateway={"secret": secret})
+        gateway = GatewayProcess(settings, engine.url, tmp_path / "log", seal_secret=secret)
+        await gateway.start()
+        try:
+            endpoint = gateway.endpoint(claims())
+            await call(endpoint)
+            trajectory = await fetch_trajectory(endpoint, budget_s=20)
+        finally:
+            await gateway.stop()
+    assert trajectory.seal == Sealer(secret).seal(trajectory, claims()).seal
+    assert secret not in (tmp_path / "log").read_text()

@@ -1,7 +1,7 @@
 """The gateway before a real SGLang with the small model: what only a real engine can tell."""
 
+import json
 import math
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,48 +9,26 @@ import httpx
 import openai
 import pytest
 
-from rollout_backend.config import ModelConfig, ServingConfig
+from rollout_backend.config import ModelConfig
 from rollout_backend.gateway.renderer import load_renderer
-from rollout_backend.process import free_port
-from rollout_backend.serving.install import find_model
-from rollout_backend.serving.sglang import engine_command
 
 pytestmark = pytest.mark.engine
 USER = [{"role": "user", "content": "Count from one to five in words."}]
 
 
-@pytest.fixture(scope="module")
-def real_model() -> ModelConfig:
-    return ModelConfig(path=find_model(), name="scripted", renderer="auto", context_length=1024)
-
-
-@pytest.fixture(scope="module")
-def engine(real_model, tmp_path_factory):
-    port = free_port()
-    serving = ServingConfig(kind="process", device="cpu", threads=2, max_total_tokens=4096)
-    argv, env = engine_command(real_model, serving, "127.0.0.1", port)
-    log = tmp_path_factory.mktemp("engine") / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(argv, env=env, stdout=out, stderr=out, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 120
-    while True:
-        assert process.poll() is None, log.read_text()[-3000:]
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                break
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    yield url
-    process.terminate()
-    process.wait(30)
+@pytest.fixture
+def engine(real_engine) -> str:
+    return real_engine
 
 
 @pytest.fixture
-def gateway(serve, engine, real_model):
-    return serve(engine, model=real_model, bundle=load_renderer(real_model), model_call_s=120)
+def model(real_model) -> ModelConfig:
+    return real_model.model_copy(update={"context_length": 1024})
+
+
+@pytest.fixture
+def gateway(serve, engine, model):
+    return serve(engine, model=model, bundle=load_renderer(model), model_call_s=120)
 
 
 def ask(gateway, messages, session="s1", **more):
@@ -92,7 +70,7 @@ def until(condition) -> None:
 def test_generation_that_a_pause_aborts_goes_on_under_the_new_version(gateway, engine):
     story = [{"role": "user", "content": "Write a very long story about a fox, with many chapters."}]
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, gateway, story, max_tokens=60)
+        answer = pool.submit(ask, gateway, story, max_tokens=300)
         until(lambda: running(engine) == 1)
         for path, body in (
             ("pause_generation", {"mode": "abort"}),
@@ -117,3 +95,88 @@ def test_a_client_that_hangs_up_frees_the_engine(gateway, engine):
         )
     until(lambda: running(engine) == 0)
     assert gateway.trajectory().segments == ()
+
+
+def test_a_stream_is_told_as_it_is_sampled_and_recorded_as_told(gateway):
+    stream = ask(gateway, USER, stream=True, max_tokens=60, stream_options={"include_usage": True})
+    chunks = list(stream)
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
+    assert len(texts) > 3
+    assert ask(gateway, [*USER, {"role": "assistant", "content": "".join(texts)}, *USER])
+    (segment,) = gateway.trajectory().segments  # what was told is what the conversation went on with
+    first = segment.turns[0]
+    assert first.end - first.start == chunks[-1].usage.completion_tokens
+    assert not any(math.isnan(logprob) for logprob in segment.logprobs[first.start : first.end])
+    assert [(span.start, span.end) for span in first.weight_versions] == [(first.start, first.end)]
+
+
+def test_a_stream_that_a_pause_aborts_goes_on(gateway, engine):
+    story = [{"role": "user", "content": "Write a very long story about a fox, with many chapters."}]
+    texts = []
+    for chunk in ask(gateway, story, stream=True, max_tokens=60):
+        texts.append(chunk.choices[0].delta.content or "")
+        if len("".join(texts)) > 20 and len(texts) < 100:
+            texts += [""] * 100
+            for path, body in (
+                ("pause_generation", {"mode": "abort"}),
+                ("update_weight_version", {"new_version": "8", "abort_all_requests": False}),
+                ("continue_generation", {}),
+            ):
+                httpx.post(f"{engine}/{path}", json=body, timeout=30).raise_for_status()
+    (segment,) = gateway.trajectory().segments
+    (turn,) = segment.turns
+    assert turn.weight_versions[-1].version == "8"
+    assert len(turn.weight_versions) == 2
+    assert segment.messages[-1]["content"].strip() == "".join(texts).strip()
+
+
+def test_a_stream_whose_client_hangs_up_frees_the_engine(gateway, engine):
+    with ask(
+        gateway, [{"role": "user", "content": "Write a very long novel."}], stream=True, max_tokens=900
+    ) as stream:
+        next(iter(stream))
+        until(lambda: running(engine) == 1)
+    until(lambda: running(engine) == 0)
+    assert gateway.trajectory().segments == ()
+
+
+ADD = {
+    "name": "add",
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"type": "integer", "maximum": 99}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_a_forced_tool_call_is_one_and_is_not_trained(gateway):
+    tools = [{"type": "function", "function": ADD}, {"type": "function", "function": {"name": "other"}}]
+    choice = {"type": "function", "function": {"name": "add"}}
+    answer = ask(gateway, USER, tools=tools, tool_choice=choice, max_tokens=100)
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "add"
+    assert set(json.loads(call.function.arguments)) == {"a", "b"}
+    (segment,) = gateway.trajectory().segments
+    assert all(math.isnan(logprob) for logprob in segment.logprobs)
+    assert gateway.stats().constrained == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_of_a_schema(gateway, stream):
+    response_format = {"type": "json_schema", "json_schema": {"name": "sum", "schema": ADD["parameters"]}}
+    if stream:
+        told = ask(gateway, USER, response_format=response_format, max_tokens=100, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in told)
+    else:
+        text = ask(gateway, USER, response_format=response_format, max_tokens=100).choices[0].message.content
+    assert set(json.loads(text)) == {"a", "b"}
+
+
+def test_json_or_a_tool_call(gateway):
+    tools = [{"type": "function", "function": ADD}]
+    message = (
+        ask(gateway, USER, tools=tools, response_format={"type": "json_object"}, max_tokens=200).choices[0].message
+    )
+    assert message.tool_calls or message.content.startswith("{")

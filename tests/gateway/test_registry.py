@@ -79,3 +79,20 @@ async def test_a_seal_that_nobody_waits_for_any_more_is_still_made(registry):
     with pytest.raises(asyncio.CancelledError):
         await seal
     assert Trajectory.decode(await registry.seal(claims())).model == "m"
+
+
+async def test_a_trajectory_that_everybody_has_had_is_let_go(registry, clock):
+    sealed = await registry.seal(claims(expires_at=1000.0))
+    clock.now = 599.0
+    await registry.sweep()
+    assert await registry.seal(claims(expires_at=1000.0)) == sealed
+    clock.now = 600.0
+    await registry.sweep()
+    assert (registry.open_count, registry.closed_count) == (0, 1)
+    with pytest.raises(ApiError, match="sealed long ago"):
+        await registry.seal(claims(expires_at=1000.0))
+    with pytest.raises(ApiError, match="sealed long ago"):
+        registry.open(claims(expires_at=1000.0))
+    clock.now = 1000.0
+    await registry.sweep()
+    assert registry.closed_count == 0

@@ -1,5 +1,6 @@
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
 
@@ -27,7 +28,7 @@ def model_folder(tmp_path):
 
 def test_auto_takes_ours_where_it_equals_the_models_template():
     bundle = load_renderer(ModelConfig(path=BYTE_MODEL))
-    assert (bundle.name, type(bundle.renderer)) == ("chatml", ChatMLRenderer)
+    assert (bundle.name, type(bundle.renderer.inner)) == ("chatml", ChatMLRenderer)
     assert bundle.stop_token_ids == (bundle.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
 
 
@@ -57,7 +58,7 @@ def test_the_models_own_end_tokens_stop_too(model_folder):
 
 def test_a_renderer_of_ones_own():
     name = "rollout_backend.gateway.chatml.ChatMLRenderer"
-    assert isinstance(load_renderer(ModelConfig(path=BYTE_MODEL, renderer=name)).renderer, ChatMLRenderer)
+    assert isinstance(load_renderer(ModelConfig(path=BYTE_MODEL, renderer=name)).renderer.inner, ChatMLRenderer)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +91,60 @@ def test_the_default_renderer_is_the_models_template(byte_model):
 
 def test_the_known_names_are_listed():
     assert {"auto", "chatml", "default", "qwen3"} <= set(known_renderers())
+
+
+def test_the_renderers_own_options():
+    for parser, refused in (("qwen3", False), ("nonsense", True)):
+        model = ModelConfig(path=BYTE_MODEL, renderer="default", renderer_options={"tool_parser": parser})
+        with pytest.raises(ConfigError, match="default cannot be used") if refused else nullcontext():
+            assert load_renderer(model).renderer.inner.supports_tools
+    for name in ("chatml", "qwen3"):
+        with pytest.raises(ConfigError, match=rf"renderer_options: {name} does not take them(.|\n)*nonsense"):
+            load_renderer(ModelConfig(path=BYTE_MODEL, renderer=name, renderer_options={"nonsense": 1}))
+
+
+def test_the_default_renderer_needs_a_template(model_folder):
+    path = model_folder(template="")
+    with pytest.raises(ConfigError, match="needs a chat template"):
+        load_renderer(ModelConfig(path=path, renderer="default"))
+
+
+def test_a_model_hubs_cache_has_the_name_in_its_path(model_folder):
+    path = model_folder("hub/models--PrimeIntellect--Qwen3-0.6B/snapshots/0123abcd")
+    with pytest.raises(ConfigError, match="prime-qwen3 cannot be used"):  # found; its vocabulary is not this one
+        load_renderer(ModelConfig(path=path))
+
+
+def test_an_end_token_that_the_renderer_does_not_know_is_no_text(model_folder):
+    path = model_folder(generation_config={"eos_token_id": 1})
+    bundle = load_renderer(ModelConfig(path=path, renderer="chatml"))
+    said = bundle.tokenizer.encode("Hi", add_special_tokens=False)
+    assert bundle.renderer.parse_response([*said, 1]).content == "Hi"
+
+
+OWN_TOKENIZER = """
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+Path(__file__).with_name("ran").touch()
+class Own(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_code_of_the_models_own_runs_only_if_it_is_trusted(model_folder, monkeypatch, tmp_path):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    path = model_folder()
+    (path / "own.py").write_text(OWN_TOKENIZER.replace("__file__", repr(str(path / "own.py"))))
+    file = path / "tokenizer_config.json"
+    config = {
+        **json.loads(file.read_text()),
+        "auto_map": {"AutoTokenizer": [None, "own.Own"]},
+        "tokenizer_class": "Own",
+    }
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"Python code of the model's own\. Read it.*model\.trust_remote_code=true"):
+        load_renderer(ModelConfig(path=path, renderer="chatml"))
+    assert not (path / "ran").exists()
+    bundle = load_renderer(ModelConfig(path=path, renderer="chatml", trust_remote_code=True))
+    assert (path / "ran").exists()
+    assert type(bundle.tokenizer).__name__ == "Own"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout_backend.local.scripted import Fail, ScriptedEngine, ToolCall
+from rollout_backend.local.scripted import Fail, Pieces, ScriptedEngine, ToolCall
 from rollout_backend.process import free_port
 
 MODEL = "scripted"
@@ -37,6 +37,11 @@ def post(gateway, body: bytes | dict, key: str | None = None, path: str = "/v1/c
 
 def ask(client: openai.OpenAI, messages=USER, **more):
     return client.chat.completions.create(model=MODEL, messages=messages, **more)
+
+
+def chunks(lines) -> list[dict]:
+    """The data of a stream's events, but for the last, which is [DONE]."""
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
 class Held:
@@ -152,7 +157,7 @@ def test_a_slow_stream_is_kept_alive(serve, held):
         held.go.set()
         rest = list(lines)
     assert response.headers["content-type"].startswith("text/event-stream")
-    assert any("at last" in line for line in rest)
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks(rest)) == "at last"
     assert [line for line in rest if line][-1] == "data: [DONE]"
 
 
@@ -170,6 +175,227 @@ def test_a_slow_stream_that_fails_says_so_as_an_event(serve):
         with pytest.raises(openai.APIError, match="no good"):
             list(stream)
         assert gateway.stats().errors == {"engine_refused": 1}
+
+
+def streamed(gateway, body: dict, path: str = "/v1/chat/completions"):
+    headers = {"Authorization": f"Bearer {gateway.key()}"}
+    return httpx.stream("POST", gateway.url + path, json={"model": MODEL, **body}, headers=headers, timeout=30)
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_a_stream_tells_what_is_sampled_before_the_rest_is(serve, cumulative):
+    go = threading.Event()
+
+    def parts():
+        yield "I look "
+        go.wait(30)
+        yield f"twice.{ToolCall('add', {'a': 1})}"
+
+    with ScriptedEngine([Pieces(parts()), "done"]) as engine:
+        engine.cumulative = cumulative
+        gateway = serve(engine.url)
+        with streamed(gateway, {"messages": USER, "tools": TOOLS, "stream": True}) as response:
+            lines, text = response.iter_lines(), ""
+            while text != "I look":
+                text += "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks([next(lines)]))
+            go.set()
+            rest = chunks(lines)
+    deltas = [chunk["choices"][0]["delta"] for chunk in rest]
+    assert "".join(delta.get("content", "") for delta in deltas) == " twice."
+    (call,) = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+    assert rest[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    (segment,) = gateway.trajectory().segments
+    assert segment.messages[-1]["content"] == "I look twice."
+    assert segment.messages[-1]["tool_calls"][0]["id"] == call["id"]
+    assert segment.sampled_tokens == len(f"I look twice.{ToolCall('add', {'a': 1})}<")
+    assert set(segment.logprobs[segment.turns[0].start :]) == {-0.5}
+
+
+def test_a_stream_that_is_left_aborts_its_call_and_leaves_no_trace(serve):
+    def parts():
+        yield "Once upon a time"
+        threading.Event().wait(5)
+        yield "x"
+
+    with ScriptedEngine(lambda _: Pieces(parts())) as engine:
+        gateway = serve(engine.url)
+        with streamed(gateway, {"messages": USER, "stream": True}) as response:
+            next(response.iter_lines())
+        until(lambda: engine.aborted == 1)
+        until(lambda: gateway.stats().hung_up == 1)
+        assert gateway.stats().calls_in_flight == 0
+    assert gateway.trajectory().segments == ()
+
+
+def test_to_seal_ends_a_stream_with_an_error(serve):
+    def parts():
+        yield "Once upon a time"
+        threading.Event().wait(5)
+        yield "x"
+
+    with ScriptedEngine(lambda _: Pieces(parts())) as engine:
+        gateway = serve(engine.url)
+        with streamed(gateway, {"messages": USER, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            assert gateway.trajectory().segments == ()
+            assert chunks(lines)[-1]["error"]["code"] == "session_closed"
+
+
+# --- several choices, one call at a time, forced forms -----------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_are_turns_of_their_own(serve, stream):
+    words = iter(["one", "two", "three", "four"])
+    with ScriptedEngine(lambda _: next(words)) as engine:
+        gateway = serve(engine.url)
+        answer = ask(gateway.client(seed=1), n=3, stream=stream)
+        if stream:
+            told = [choice for chunk in answer for choice in chunk.choices]
+            said = ["".join(c.delta.content or "" for c in told if c.index == i) for i in range(3)]
+        else:
+            said = [choice.message.content for choice in answer.choices]
+            assert answer.usage.completion_tokens == len("onetwothree") + 3
+        seeds = {request["sampling_params"]["sampling_seed"] for request in engine.requests}
+        assert {tuple(request["input_ids"]) for request in engine.requests} == {
+            tuple(engine.requests[0]["input_ids"])
+        }
+        ask(gateway.client(), [*USER, {"role": "assistant", "content": said[1]}, *USER])
+    assert sorted(said) == ["one", "three", "two"]
+    assert len(seeds) == 3
+    segments = gateway.trajectory().segments
+    assert [segment.opened_by for segment in segments] == ["first_call", "branched", "branched"]
+    assert [len(segment.turns) for segment in segments] == [1, 2, 1]
+    assert gateway.stats().calls == 2
+
+
+def test_one_choice_that_fails_fails_them_all(serve):
+    with ScriptedEngine(["x", Fail(400, "no good")]) as engine:
+        gateway = serve(engine.url)
+        with pytest.raises(openai.BadRequestError, match="no good"):
+            ask(gateway.client(), n=2)
+    assert gateway.trajectory().segments == ()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_the_first_is_returned_and_all_are_tokens(serve, stream):
+    two = f"{ToolCall('add', {'a': 1})}{ToolCall('add', {'a': 2})}"
+    with ScriptedEngine([two]) as engine:
+        gateway = serve(engine.url)
+        answer = ask(gateway.client(), tools=TOOLS, parallel_tool_calls=False, stream=stream)
+        if stream:
+            calls = [call for chunk in answer for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+        else:
+            calls = answer.choices[0].message.tool_calls
+    (call,) = calls
+    assert json.loads(call.function.arguments) == {"a": 1}
+    (segment,) = gateway.trajectory().segments
+    assert segment.sampled_tokens == len(two) + 1
+    assert gateway.stats().extra_tool_calls == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_reply_has_no_logprobs_to_train_on(serve, stream):
+    with ScriptedEngine(['{"a": 1}', "free"]) as engine:
+        gateway = serve(engine.url)
+        answer = ask(gateway.client(), response_format={"type": "json_object"}, stream=stream)
+        told = answer if stream else [answer]
+        parts = [choice.delta if stream else choice.message for part in told for choice in part.choices]
+        assert "".join(part.content or "" for part in parts) == '{"a": 1}'
+        ask(gateway.client(), [{"role": "user", "content": "Freely now."}])
+        params = [request["sampling_params"] for request in engine.requests]
+    assert json.loads(params[0]["json_schema"]) == {"type": "object"}
+    assert "json_schema" not in params[1]
+    forced, free = gateway.trajectory().segments
+    assert all(math.isnan(logprob) for logprob in forced.logprobs)
+    assert free.logprobs[-1] == -0.5
+    assert gateway.stats().constrained == 1
+
+
+@pytest.mark.parametrize(
+    "more", [{"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"}]
+)
+def test_forcing_can_be_switched_off_and_an_engine_may_not_be_able_to(serve, more):
+    with ScriptedEngine(lambda _: Fail(400, "not supported with --grammar-backend none")) as engine:
+        unable = post(serve(engine.url), {"model": MODEL, "messages": USER, **more})
+        asked = len(engine.requests)
+        refused = post(
+            serve(engine.url, gateway={"constrained_decoding": "refuse"}), {"model": MODEL, "messages": USER, **more}
+        )
+        assert len(engine.requests) == asked
+    assert (unable.status_code, unable.json()["error"]["code"]) == (400, "constrained_decoding_unavailable")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (
+        400,
+        "tool_choice" if "tools" in more else "response_format",
+    )
+
+
+# --- budgets ----------------------------------------------------------------------------------------------
+
+
+def test_a_session_samples_no_more_than_it_may(serve):
+    with ScriptedEngine(lambda _: "xxxx") as engine:
+        gateway = serve(engine.url, gateway={"session_tokens": 12})
+        client = gateway.client()
+        replies = [ask(client).choices[0] for _ in range(3)]
+        with pytest.raises(openai.BadRequestError) as used_up:
+            ask(client)
+        assert ask(gateway.client("s2")).choices[0].message.content == "xxxx"
+    assert [reply.message.content for reply in replies] == ["xxxx", "xxxx", "xx"]
+    assert [reply.finish_reason for reply in replies] == ["stop", "stop", "length"]
+    assert used_up.value.code == "session_tokens_exceeded"
+    assert gateway.stats().errors == {"session_tokens_exceeded": 1}
+    assert sum(segment.sampled_tokens for segment in gateway.trajectory().segments) == 12
+
+
+# --- where it is found ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["/v1", "/v1/v1", ""])
+def test_one_base_url_serves_every_client(serve, echo, prefix):
+    gateway = serve(echo.url)
+    messages = {"model": MODEL, "messages": USER, "max_tokens": 5}
+    bodies = {"/chat/completions": messages, "/messages": messages, "/responses": {"model": MODEL, "input": "a"}}
+    for path, body in bodies.items():
+        assert post(gateway, body, path=prefix + path).status_code == 200, path
+    headers = {"x-api-key": gateway.key()}
+    counted = httpx.post(f"{gateway.url}{prefix}/messages/count_tokens", json=messages, headers=headers)
+    assert counted.json()["input_tokens"] == len(echo.requests[-2]["input_ids"])
+    models = httpx.get(f"{gateway.url}{prefix}/models", headers=headers).json()
+    assert models["data"] == [httpx.get(f"{gateway.url}{prefix}/models/{MODEL}", headers=headers).json()]
+    assert {"created", "owned_by", "display_name", "created_at"} <= set(models["data"][0])
+    assert httpx.get(f"{gateway.url}{prefix}/models/gpt-9", headers=headers).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("/v1/chat/completions", {"error"}),
+        ("/v1/responses", {"error"}),
+        ("/v1/messages", {"type", "error", "request_id"}),
+    ],
+)
+def test_an_error_has_the_shape_of_the_api_that_was_called(serve, path, shape):
+    gateway = serve("http://127.0.0.1:1")
+    for key, status in ((gateway.key(), 400), ("nonsense", 401)):
+        response = post(gateway, b"{", key, path)
+        assert (response.status_code, set(response.json())) == (status, shape)
+
+
+def test_an_unknown_path_is_an_error_as_the_client_reads_it(serve):
+    gateway = serve("http://127.0.0.1:1")
+    response = httpx.get(f"{gateway.url}/v1/nonsense", headers={"anthropic-version": "2023-06-01"})
+    assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
+
+
+def test_the_session_of_another_shard_is_refused(serve):
+    gateways = [
+        serve("http://127.0.0.1:1", gateway={"processes": 2, "public_url": "x{shard}"}, shard=i) for i in (0, 1)
+    ]
+    statuses = [gateway.seal("s1").status_code for gateway in gateways]
+    assert sorted(statuses) == [200, 421]
 
 
 def test_a_malformed_tool_call_is_returned_as_text(serve):
@@ -444,6 +670,19 @@ def test_one_call_too_many_is_a_429_to_try_again(serve, held):
     assert post(gateway, {"model": MODEL, "messages": USER}, gateway.key("s2")).status_code == 200
 
 
+def test_a_refused_call_counts_as_unanswered_until_it_is_made_again(serve, held):
+    gateway = serve(held.engine.url, gateway={"max_concurrent_calls": 1})
+    thread = threading.Thread(target=ask, args=(gateway.client(),))
+    thread.start()
+    held.asked.acquire()
+    for session in ("s2", "s3"):
+        assert post(gateway, {"model": MODEL, "messages": USER}, gateway.key(session)).status_code == 429
+    held.go.set()
+    thread.join()
+    assert post(gateway, {"model": MODEL, "messages": USER}, gateway.key("s2")).status_code == 200
+    assert [gateway.trajectory(session).unanswered_calls for session in ("s1", "s2", "s3")] == [0, 0, 1]
+
+
 def test_an_unknown_path_answers_in_the_apis_shape(serve):
     response = httpx.post(f"{serve('http://127.0.0.1:1').url}/v1/nonsense")
     assert response.status_code == 404
@@ -517,10 +756,13 @@ def shared(serve, echo):
 @pytest.mark.parametrize(
     "more",
     [
-        {"n": 2},
+        {"n": 17},
+        {"n": 0},
         {"top_logprobs": 2, "logprobs": True},
-        {"response_format": {"type": "json_object"}},
-        {"tool_choice": "required", "tools": TOOLS},
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_schema"}},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS},
         {"functions": [{"name": "f"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": []},

@@ -56,6 +56,48 @@ def test_another_spelling_of_the_same_history_is_the_same(session, say):
     assert say(session, [U1, echoed, result], tools=TOOLS) is None
 
 
+DEFAULTS = {"a": {"default": 1}, "b": {}, "c": {"default": False}, "d": {"default": [1]}, "e": True}
+
+
+@pytest.mark.parametrize(
+    ("sampled", "echoed", "same"),
+    [
+        ('{"b": 2}', '{"a": 1, "b": 2, "c": false, "d": [1]}', True),
+        ('{"a": 1, "b": 2}', '{"b": 2}', True),
+        ('{"b": 2}', '{"b": 2, "c": 0}', False),
+        ('{"b": 2}', '{"b": 2, "c": true}', False),
+        ('{"b": 2}', '{"b": 2, "e": 1}', False),
+        ('{"b": 2}', "[1]", False),
+        ('{"b": ', '{"b": ', True),
+    ],
+)
+def test_the_defaults_of_a_tool_filled_in_are_no_other_call(session, say, sampled, echoed, same):
+    """As command-line agents do that check a call's arguments before they run it."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": DEFAULTS}}}]
+
+    def call(arguments: str) -> list[dict]:
+        return [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+
+    result = {"role": "tool", "tool_call_id": "c1", "content": "3"}
+    say(session, [U1], tools=tools, content=None, tool_calls=call(sampled))
+    again = [U1, {"role": "assistant", "content": "", "tool_calls": call(echoed)}, result]
+    assert say(session, again, tools=tools) == (None if same else "history_rewritten")
+
+
+def test_a_later_reply_that_was_edited_is_a_rewritten_history(session, say):
+    say(session, [U1])
+    say(session, [U1, A, U2])
+    edited = {"role": "assistant", "content": "edited"}
+    assert say(session, [U1, A, U2, edited, U3]) == "history_rewritten"
+
+
+@pytest.mark.parametrize("parameters", [None, True, {"properties": []}, {"properties": {"a": True}}])
+def test_schemas_without_properties_have_no_defaults(session, say, parameters):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    say(session, [U1], tools=tools)
+    assert say(session, [U1, A, U2], tools=tools) is None
+
+
 @pytest.mark.parametrize(
     ("messages", "tools", "reason"),
     [

@@ -86,7 +86,7 @@ async def test_the_death_of_the_actor_is_the_death_of_the_engine(ray, command, m
     engine = RayEngine("engine-0", config.model, config.serving, tmp_path / "log", command)
     await engine.start()
     waiting = asyncio.create_task(engine.wait())
-    ray.kill(engine._actor)
+    ray.kill(engine._actor.handle)
     assert "Ray actor died" in await asyncio.wait_for(waiting, 20)
     assert "Ray actor died" in await engine.tail()
     assert await is_gone(engine.url)  # the server itself goes too

@@ -36,6 +36,7 @@ def test_a_gpu_server():
         "max-running-requests": "64",
         "sampling-defaults": "openai",
         "log-level-http": "warning",
+        "incremental-streaming-output": "",
         "base-gpu-id": "2",
         "mem-fraction-static": "0.7",
     }
@@ -56,6 +57,13 @@ def test_a_cpu_server():
     assert env["OMP_NUM_THREADS"] == "2"
     assert env["SGLANG_USE_CPU_ENGINE"] == "1"
     assert (Path(env["PYTHONPATH"]) / "sitecustomize.py").is_file()
+
+
+def test_code_of_the_models_own_is_trusted_only_if_said():
+    serving = ServingConfig(python=PYTHON)
+    assert "trust-remote-code" not in flags(engine_command(MODEL, serving, "h", 1, inherited={})[0])
+    trusted = MODEL.model_copy(update={"trust_remote_code": True})
+    assert "trust-remote-code" in flags(engine_command(trusted, serving, "h", 1, inherited={})[0])
 
 
 def test_the_cache_can_be_sized_on_both():

@@ -1,0 +1,104 @@
+"""Gateways as Ray actors: each a `GatewayProcess` on one of the cluster's machines, spread over them.
+
+Agents reach a gateway at its machine's address, or at `gateway.public_url`; gateways reach the router at this
+machine's. `model.path` must exist on each machine, for the tokenizer; a gateway's log is written on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rollout_backend.config import RolloutConfig
+from rollout_backend.errors import StartupError
+from rollout_backend.gateway.process import GatewayProcess, gateway_name
+from rollout_backend.gateway.stats import GatewayStats
+from rollout_backend.serving.ray_actor import RayActor, join_cluster
+
+
+async def ray_shards(
+    config: RolloutConfig, router_url: str, logs: Sequence[Path], secret: str, seal_secret: str | None = None
+) -> list[RayGateway]:
+    """Joins the cluster, if this process has not done so, and makes one gateway for each log."""
+    import ray.util
+
+    await join_cluster()
+    if config.router.host in ("0.0.0.0", "::"):  # noqa: S104 - listened on; `router_url` is good on this machine only
+        parts = urlsplit(router_url)
+        router_url = parts._replace(netloc=f"{ray.util.get_node_ip_address()}:{parts.port}").geturl()
+    return [RayGateway(config, router_url, log.absolute(), (secret, seal_secret), i) for i, log in enumerate(logs)]
+
+
+class RayGateway:
+    """A shard on whichever machine of the cluster has a CPU free."""
+
+    def __init__(
+        self, config: RolloutConfig, router_url: str, log: Path, secrets: tuple[str, str | None], shard: int
+    ) -> None:
+        self._config = config.gateway
+        self._name = gateway_name(config.gateway, shard)
+        self._actor = RayActor(self._name, _Host, (config, router_url, log, secrets, shard), spread=True)
+        self.url = ""
+
+    async def start(self) -> None:
+        timeout_s = self._config.startup_timeout_s
+        try:
+            await self._actor.place(timeout_s)
+        except TimeoutError:
+            raise StartupError(
+                f"{self._name}: no machine of the Ray cluster had a CPU free within {timeout_s:g} s: lower "
+                "gateway.processes, or raise gateway.startup_timeout_s if the cluster is still growing"
+            ) from None
+        self.url = await self._actor.ask("start")
+
+    async def stop(self) -> None:
+        await self._actor.stop()
+
+    async def wait(self) -> str:
+        try:
+            ended: str = await self._actor.ask("wait")
+        except StartupError as error:
+            return str(error)
+        return ended
+
+    async def revoke(self, session_ids: Iterable[str]) -> None:
+        await self._actor.ask("revoke", list(session_ids))
+
+    async def stats(self) -> GatewayStats:
+        stats: GatewayStats = await self._actor.ask("stats")
+        return stats
+
+
+class _Host:
+    """The actor: a `GatewayProcess` on the machine that Ray chose."""
+
+    def __init__(
+        self, config: RolloutConfig, router_url: str, log: Path, secrets: tuple[str, str | None], shard: int
+    ) -> None:
+        import ray.util
+
+        secret, seal_secret = secrets
+        node_ip = ray.util.get_node_ip_address()
+        self._gateway = GatewayProcess(
+            config, router_url, log, secret, seal_secret=seal_secret, shard=shard, node_ip=node_ip
+        )
+
+    async def start(self) -> str:
+        await self._gateway.start()
+        return self._gateway.url
+
+    async def stop(self) -> None:
+        await self._gateway.stop()
+
+    async def wait(self) -> str:
+        return await self._gateway.wait()
+
+    async def tail(self) -> str:
+        return await self._gateway.tail()
+
+    async def revoke(self, session_ids: list[str]) -> None:
+        await self._gateway.revoke(session_ids)
+
+    async def stats(self) -> GatewayStats:
+        return await self._gateway.stats()

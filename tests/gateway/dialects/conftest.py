@@ -1,0 +1,133 @@
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rollout_backend.gateway.call import Answer, Choice, Delta, Dialect, ModelCall
+from rollout_backend.gateway.errors import ApiError
+from rollout_backend.process import free_port
+
+PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS = 11, 4, 7
+ID, CREATED = "0a" * 12, 1_700_000_000
+
+
+@dataclass
+class Script:
+    """What the server says next, and what it was asked."""
+
+    answer: Answer | None = None
+    deltas: Sequence[Delta] = ()
+    error: ApiError | None = None  # in a stream after the deltas, else at once
+    calls: list[ModelCall] = field(default_factory=list)
+
+    def reply(
+        self,
+        message: dict,
+        finish_reason: str = "stop",
+        matched_stop: str | None = None,
+        deltas: Sequence[Delta] = (),
+    ) -> None:
+        """Scripts a reply; without `deltas` each of its parts comes in two pieces."""
+        choice = Choice(message, finish_reason, SAMPLED_TOKENS, matched_stop)
+        self.answer = Answer(ID, CREATED, "m", (choice,), PROMPT_TOKENS, CACHED_TOKENS)
+        self.deltas = deltas or [
+            *_halves("reasoning", message.get("reasoning_content")),
+            *_halves("text", message["content"]),
+            *(Delta("tool_call", tool_call=call) for call in message.get("tool_calls", ())),
+        ]
+
+
+def _halves(kind, text: str | None) -> list[Delta]:
+    middle = len(text or "") // 2
+    return [Delta(kind, text[:middle]), Delta(kind, text[middle:])] if text else []
+
+
+class Scripted:
+    """A server that speaks one dialect, and says what its script says."""
+
+    def __init__(self, dialect: Dialect, path: str) -> None:
+        self.script = Script()
+        self._dialect = dialect
+        routes = [Route(path, self._answer, methods=["POST"])]
+        if hasattr(dialect, "parse_count"):
+            routes.append(Route(f"{path}/count_tokens", self._count, methods=["POST"]))
+        app = Starlette(routes=routes, exception_handlers={ApiError: self._refuse})
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False))
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.005)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    async def _answer(self, request: Request) -> Response:
+        call = self._dialect.parse(await request.body())
+        self.script.calls.append(call)
+        if call.stream:
+            return StreamingResponse(self._events(call), media_type="text/event-stream")
+        if self.script.error:
+            raise self.script.error
+        return JSONResponse(self._dialect.body(call, self.script.answer))
+
+    async def _count(self, request: Request) -> Response:
+        self.script.calls.append(self._dialect.parse_count(await request.body()))
+        return JSONResponse(self._dialect.count_body(PROMPT_TOKENS))
+
+    def _events(self, call: ModelCall) -> Iterator[bytes]:
+        events = self._dialect.stream(call, ID, CREATED, "m")
+        yield events.keepalive()
+        yield from events.start(PROMPT_TOKENS)
+        for delta in self.script.deltas:
+            yield from events.delta(delta)
+            yield events.keepalive()
+        if self.script.error:
+            yield from events.failed(self.script.error)
+        else:
+            yield from events.end(self.script.answer)
+
+    async def _refuse(self, _: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return JSONResponse(self._dialect.error_body(error), status_code=error.status, headers=error.headers)
+
+
+@pytest.fixture(scope="module")
+def serve_dialect():
+    """Starts a scripted server for a dialect under a path."""
+    servers: list[Scripted] = []
+
+    def start(dialect: Dialect, path: str) -> Scripted:
+        servers.append(Scripted(dialect, path))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def read_events():
+    """Server-sent events, as (name, data)."""
+
+    def read(stream: bytes) -> list[tuple[str | None, dict]]:
+        assert stream.endswith(b"\n\n")
+        events = []
+        for block in stream.decode().removesuffix("\n\n").split("\n\n"):
+            fields = dict(line.split(": ", 1) for line in block.split("\n"))
+            if "data" in fields:
+                events.append((fields.get("event"), json.loads(fields["data"])))
+        return events
+
+    return read

@@ -1,0 +1,557 @@
+import json
+
+import anthropic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_backend.gateway.call import Answer, Choice, Delta
+from rollout_backend.gateway.dialects.anthropic_messages import AnthropicMessages
+from rollout_backend.gateway.errors import ApiError
+
+DIALECT = AnthropicMessages()
+TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+
+
+def parse(**more):
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}], **more}
+    return DIALECT.parse(json.dumps(body).encode())
+
+
+def refusal(**more) -> ApiError:
+    with pytest.raises(ApiError) as error:
+        parse(**more)
+    assert error.value.status == 400
+    return error.value
+
+
+def messages(*history) -> list:
+    return list(parse(messages=list(history)).messages)
+
+
+def user(*content) -> dict:
+    return {"role": "user", "content": list(content)}
+
+
+def assistant(*content) -> dict:
+    return {"role": "assistant", "content": list(content)}
+
+
+def text(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
+def answer(message: dict, finish_reason="stop", matched_stop=None) -> Answer:
+    return Answer("ab", 1, "m", (Choice(message, finish_reason, 7, matched_stop),), 11, 4)
+
+
+def body(message: dict, *how) -> dict:
+    return DIALECT.body(parse(), answer(message, *how))
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_becomes_that_of_openais_chat():
+    call = parse(
+        system=[{**text("be "), **EPHEMERAL}, text("kind")],
+        messages=[
+            user(text("a"), {**text("b"), **EPHEMERAL}),
+            assistant(
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "xyz"},
+                text("let me "),
+                text("look"),
+                {"type": "tool_use", "id": "c1", "name": "f", "input": {"x": "ü"}, **EPHEMERAL},
+                {"type": "tool_use", "id": "c2", "name": "g", "input": {}},
+            ),
+            user(
+                text("and "),
+                {"type": "tool_result", "tool_use_id": "c2", "content": "two", **EPHEMERAL},
+                {"type": "tool_result", "tool_use_id": "c1", "content": [text("o"), text("ne")], "is_error": True},
+                text("more"),
+            ),
+        ],
+        tools=[{**TOOL, **EPHEMERAL, "type": "custom"}],
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        metadata={"user_id": "u"},
+    )
+    assert call.messages == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "ab"},
+        {
+            "role": "assistant",
+            "content": "let me look",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": "ü"}'}},
+                {"id": "c2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "content": "two", "tool_call_id": "c2"},
+        {"role": "tool", "content": "one", "tool_call_id": "c1"},
+        {"role": "user", "content": "and more"},
+    ]
+    function = {"name": "f", "description": "d", "parameters": TOOL["input_schema"]}
+    assert call.tools == [{"type": "function", "function": function}]
+
+
+def test_strings_and_blocks_are_the_same():
+    assert parse(system="s").messages == parse(system=[text("s")], messages=[user(text("a"))]).messages
+
+
+def test_assistant_messages_in_a_row_are_one():
+    use = {"type": "tool_use", "id": "c1", "name": "f", "input": {"x": 1}}
+    apart = messages(user(text("a")), assistant(text("b")), assistant(use), user(text("c")))
+    assert apart == messages(user(text("a")), assistant(text("b"), use), user(text("c")))
+    assert apart[1] == {"role": "assistant", "content": "b", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    ("result", "content"),
+    [
+        ({}, ""),
+        ({"content": None}, ""),
+        ({"content": [], "is_error": False}, ""),
+        ({"is_error": True}, "Error"),
+        ({"content": "no such file", "is_error": True}, "no such file"),
+    ],
+)
+def test_a_tool_result_says_what_it_holds(result, content):
+    result = {"type": "tool_result", "tool_use_id": "c", **result}
+    assert messages(user(result)) == [{"role": "tool", "content": content, "tool_call_id": "c"}]
+
+
+def test_an_empty_message_is_kept():
+    assert messages(user(), assistant(), user()) == [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": ""},
+    ]
+
+
+def test_a_system_message_may_stand_between():
+    history = messages(user(text("a")), {"role": "system", "content": "now in French"})
+    assert history[1] == {"role": "system", "content": "now in French"}
+
+
+def test_the_line_for_billing_is_no_part_of_the_prompt():
+    line = "x-anthropic-billing-header: cc_version=2.1; cch=eb6c6;"
+    apart = parse(system=[text(line), text("be kind")])
+    assert apart.messages[0]["content"] == "be kind"
+    assert parse(system=f"{line}\nbe kind").messages == apart.messages
+    assert parse(system=f"say {line}").messages[0]["content"] == f"say {line}"
+
+
+def test_sampling_and_limits():
+    call = parse(stop_sequences=["x", "y"], temperature=0.5, top_p=0.9, top_k=3, stream=True)
+    assert (call.max_new_tokens, call.stop, call.stream) == (5, ("x", "y"), True)
+    assert call.wishes == {"temperature": 0.5, "top_p": 0.9, "top_k": 3}
+    assert parse().wishes == {}
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        ({"type": "auto"}, ("auto", None, True)),
+        ({"type": "any", "disable_parallel_tool_use": True}, ("required", None, False)),
+        ({"type": "tool", "name": "f"}, ("required", "f", True)),
+        ({"type": "none"}, ("none", None, True)),
+    ],
+)
+def test_tool_choice(choice, wanted):
+    call = parse(tools=[TOOL], tool_choice=choice)
+    assert (call.tool_choice, call.tool_name, call.parallel_tool_calls) == wanted
+
+
+def test_an_output_format_is_a_schema():
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    call = parse(output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}})
+    assert call.json_schema == schema
+
+
+@pytest.mark.parametrize(
+    ("fault", "param", "says"),
+    [
+        ({"max_tokens": None}, "max_tokens", "integer"),
+        ({"max_tokens": 0}, "max_tokens", "greater"),
+        ({"messages": []}, "messages", "empty"),
+        ({"messages": [user({"type": "image", "source": {}})]}, "messages.0.content.0", "takes text only"),
+        ({"messages": [user({"type": "document"})]}, "messages.0.content.0", "document blocks cannot be read"),
+        ({"messages": [user({"type": "server_tool_use"})]}, "messages.0.content.0", "'server_tool_use' is not supp"),
+        ({"messages": [user({"no": "type"})]}, "messages.0.content.0", "type is missing"),
+        ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text.text", "required"),
+        ({"messages": [user({"type": "tool_use", "id": "i", "name": "f", "input": {}})]}, None, "cannot hold"),
+        ({"messages": [assistant({"type": "tool_result", "tool_use_id": "i"})] * 2 + [user()]}, None, "cannot hold"),
+        ({"messages": [user(), assistant(text("He said"))]}, "messages.1", "must end with a user message"),
+        ({"system": [{"type": "image"}]}, "system.0", "takes text only"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0", "built into Anthropic's own models"),
+        ({"tools": [{"type": "browser_toolset_20260801"}]}, "tools.0", "built into Anthropic's own models"),
+        ({"tools": [{"name": "f"}]}, "tools.0.input_schema", "required"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "there are no tools"),
+        ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name", "is missing"),
+        ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "tool_choice.name", "name one of f"),
+        ({"mcp_servers": [{"url": "u"}]}, "mcp_servers", "offer them as tools"),
+        ({"stop_sequences": [""]}, "stop_sequences.0", "at least 1"),
+        ({"temperature": True}, "temperature", "number"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(fault, param, says):
+    error = refusal(**fault)
+    assert says in error.message
+    if param:
+        assert error.param == param
+
+
+def test_an_image_in_a_tool_result_is_refused():
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": {}}]}
+    assert "takes text only" in refusal(messages=[user(result)]).message
+
+
+def test_counting_needs_no_limit_and_may_end_with_a_reply():
+    counted = {"model": "m", "messages": [user(text("a")), assistant(text("b"))], "tools": [TOOL], "system": "s"}
+    call = DIALECT.parse_count(json.dumps(counted).encode())
+    assert [message["role"] for message in call.messages] == ["system", "user", "assistant"]
+    assert (len(call.tools), call.max_new_tokens) == (1, None)
+    assert DIALECT.count_body(9) == {"input_tokens": 9}
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def test_a_body():
+    message = {"role": "assistant", "content": "t", "reasoning_content": "r", "tool_calls": [CALL]}
+    said = body(message, "tool_calls")
+    assert said["id"] == "msg_ab"
+    assert [block["type"] for block in said["content"]] == ["thinking", "text", "tool_use"]
+    assert said["content"][0]["signature"]
+    assert said["content"][2] == {"type": "tool_use", "id": "c1", "name": "f", "input": {"x": 1}}
+    assert (said["stop_reason"], said["stop_sequence"]) == ("tool_use", None)
+    usage = said["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (7, 4, 7)
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        (("stop",), ("end_turn", None)),
+        (("stop", "END"), ("stop_sequence", "END")),
+        (("length",), ("max_tokens", None)),
+        (("tool_calls",), ("tool_use", None)),
+    ],
+)
+def test_stop_reasons(how, wanted):
+    said = body({"role": "assistant", "content": "t"}, *how)
+    assert (said["stop_reason"], said["stop_sequence"]) == wanted
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "{",
+        "[1]",
+        '"x"',
+        "null",
+        '{"a": NaN}',
+        '{"a": 1e999}',
+        '{"a": "\\ud800"}',
+        "[" * 5000,
+        '{"INVALID_JSON": "x"}',
+    ],
+)
+def test_arguments_that_are_no_object_come_as_they_are_and_go_back_so(arguments):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = body({"role": "assistant", "content": None, "tool_calls": [call]}, "tool_calls")
+    assert said["content"][0]["input"] == {"INVALID_JSON": arguments}
+    assert messages(assistant(*said["content"]), user())[0]["tool_calls"] == [call]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (410, "invalid_request_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (503, "overloaded_error"),
+        (504, "timeout_error"),
+    ],
+)
+def test_errors_have_anthropics_types(status, kind):
+    said = DIALECT.error_body(ApiError(status, "why"))
+    assert said == {"type": "error", "error": {"type": kind, "message": "why"}, "request_id": None}
+
+
+def test_a_prompt_that_is_too_long_is_said_in_the_words_that_agents_know():
+    said = DIALECT.error_body(ApiError(400, "why", code="context_length_exceeded"))
+    assert said["error"]["message"] == "prompt is too long: why"
+
+
+def test_blocks_of_a_stream_never_overlap(read_events):
+    events = DIALECT.stream(parse(), "ab", 1, "m")
+    deltas = [
+        Delta("reasoning", "a"),
+        Delta("reasoning", ""),
+        Delta("reasoning", "b"),
+        Delta("text", "\u2028"),
+        Delta("tool_call", tool_call=CALL),
+        Delta("tool_call", tool_call={**CALL, "id": "c2"}),
+        Delta("text", "d"),
+    ]
+    stream = b"".join(events.start(3))
+    for delta in deltas:
+        stream += b"".join(events.delta(delta))
+    stream += b"".join(events.end(answer({"role": "assistant", "content": ""}, "tool_calls")))
+    assert stream.isascii()  # some clients end a line at U+2028
+    told = [data for name, data in read_events(stream) if name == data["type"]]
+    assert [data["type"] for data in told] == [
+        "message_start",
+        *["content_block_start", *["content_block_delta"] * 3, "content_block_stop"],
+        *["content_block_start", "content_block_delta", "content_block_stop"] * 4,
+        "message_delta",
+        "message_stop",
+    ]
+    assert [data["index"] for data in told if "index" in data] == [0] * 5 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3
+    assert told[4]["delta"]["type"] == "signature_delta"
+
+
+# --- with Anthropic's own client --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(serve_dialect):
+    return serve_dialect(DIALECT, "/v1/messages")
+
+
+@pytest.fixture
+def script(server):
+    server.script.__init__()
+    return server.script
+
+
+@pytest.fixture
+def client(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as client:
+        yield client
+
+
+ASK = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
+FULL = {
+    "role": "assistant",
+    "content": "some text",
+    "reasoning_content": "why so",
+    "tool_calls": [CALL, {**CALL, "id": "2"}],
+}
+REPLIES = [
+    (FULL, "tool_calls", None),
+    ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "tool_calls", None),
+    ({"role": "assistant", "content": "short"}, "stop", "END"),
+    ({"role": "assistant", "content": "cut"}, "length", None),
+    ({"role": "assistant", "content": ""}, "stop", None),
+]
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+def test_the_client_reads_a_stream_as_it_reads_a_body(client, script, reply):
+    script.reply(*reply)
+    plain = client.messages.create(**ASK)
+    with client.messages.stream(**ASK) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert streamed.to_dict() == plain.to_dict()
+    assert [call.stream for call in script.calls] == [False, True]
+    assert plain.usage.input_tokens + plain.usage.cache_read_input_tokens == 11
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+
+
+def test_the_client_finds_every_block(client, script):
+    script.reply(FULL, "tool_calls")
+    with client.messages.stream(**ASK) as stream:
+        said = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    thinking, spoken, *uses = final.content
+    assert (thinking.thinking, spoken.text, said) == ("why so", "some text", "some text")
+    assert [(use.id, use.name, use.input) for use in uses] == [("c1", "f", {"x": 1}), ("2", "f", {"x": 1})]
+    assert final.stop_reason == "tool_use"
+
+
+def test_the_clients_history_is_the_message_that_was_sampled(client, script):
+    script.reply(FULL, "tool_calls")
+    first = client.messages.create(**ASK, tools=[TOOL])
+    results = [{"type": "tool_result", "tool_use_id": block.id, "content": "r"} for block in first.content[2:]]
+    history = [
+        *ASK["messages"],
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": results},
+    ]
+    client.messages.create(**{**ASK, "messages": history}, tools=[TOOL])
+    sent = script.calls[-1].messages
+    assert sent[1] == FULL
+    assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool"]
+
+
+async def test_the_async_client(server, script):
+    script.reply(FULL, "tool_calls")
+    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="k", max_retries=0) as client:
+        async with client.messages.stream(**ASK) as stream:
+            final = await stream.get_final_message()
+        assert final.to_dict() == (await client.messages.create(**ASK)).to_dict()
+
+
+def test_the_client_counts(client, script):
+    assert client.messages.count_tokens(model="m", messages=ASK["messages"], tools=[TOOL]).input_tokens == 11
+
+
+def test_the_client_raises_what_was_refused(client, script):
+    with pytest.raises(anthropic.BadRequestError, match="takes text only") as error:
+        client.messages.create(**{**ASK, "messages": [user({"type": "image", "source": {}})]})
+    assert error.value.type == "invalid_request_error"
+    script.error = ApiError(429, "busy", retry_after_s=1)
+    with pytest.raises(anthropic.RateLimitError, match="busy"):
+        client.messages.create(**ASK)
+
+
+def test_the_client_raises_what_fails_in_a_stream(client, script):
+    script.reply(FULL)
+    script.error = ApiError(503, "the engine is gone")
+    failing = pytest.raises(anthropic.APIStatusError, match="the engine is gone")
+    with failing as error, client.messages.stream(**ASK) as stream:
+        stream.get_final_message()
+    assert error.value.type == "overloaded_error"
+
+
+# --- properties -------------------------------------------------------------------------------------------
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+OBJECTS = st.dictionaries(st.text() | st.just("INVALID_JSON"), JSON, max_size=3)
+ARGUMENTS = OBJECTS.map(json.dumps) | JSON.map(json.dumps) | st.text()
+CALLS = st.builds(
+    lambda id, name, arguments: {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}},
+    st.text(min_size=1),
+    st.text(min_size=1),
+    ARGUMENTS,
+)
+SAMPLED = st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": st.text()},
+    optional={"reasoning_content": st.text(min_size=1), "tool_calls": st.lists(CALLS, min_size=1, max_size=3)},
+)
+WHOLE = {
+    "model": "m",
+    "max_tokens": 5,
+    "system": [text("s")],
+    "messages": [
+        user(text("a")),
+        assistant(
+            {"type": "thinking", "thinking": "r", "signature": "s"},
+            text("b"),
+            {"type": "tool_use", "id": "c", "name": "f", "input": {"x": 1}},
+        ),
+        user({"type": "tool_result", "tool_use_id": "c", "content": [text("r")], "is_error": False}, text("d")),
+    ],
+    "tools": [TOOL],
+    "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+    "stop_sequences": ["x"],
+    "temperature": 1.0,
+    "top_p": 0.5,
+    "top_k": 2,
+    "stream": True,
+    "output_config": {"format": {"type": "json_schema", "schema": {}}},
+}
+
+
+@st.composite
+def spoiled(draw, whole):
+    """The whole body with something else in one place, or nothing there."""
+    copy = json.loads(json.dumps(whole))
+    at = copy
+    while True:
+        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+        key = draw(st.sampled_from(keys))
+        if isinstance(at[key], dict | list) and at[key] and draw(st.booleans()):
+            at = at[key]
+            continue
+        if draw(st.booleans()):
+            del at[key]
+        else:
+            at[key] = draw(JSON)
+        return json.dumps(copy).encode()
+
+
+def readable(arguments: str) -> object:
+    try:
+        return [json.loads(arguments)]
+    except ValueError:
+        return arguments
+
+
+def compared(message: dict) -> dict:
+    calls = message.get("tool_calls", [])
+    return {
+        **message,
+        "tool_calls": [[c["id"], c["function"]["name"], readable(c["function"]["arguments"])] for c in calls],
+    }
+
+
+def attempt(parse, body: bytes):
+    try:
+        return parse(body), None
+    except ApiError as error:
+        return None, error
+
+
+@given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()) | spoiled(WHOLE))
+@settings(max_examples=400, derandomize=True, deadline=None)
+def test_whatever_the_body_it_is_read_or_refused(nonsense):
+    for parse in (DIALECT.parse, DIALECT.parse_count):
+        call, error = attempt(parse, nonsense)
+        if error:
+            assert error.status == 400
+            assert json.dumps(DIALECT.error_body(error), ensure_ascii=False).encode()
+        else:
+            json.dumps([call.messages, call.tools, call.json_schema], ensure_ascii=False, allow_nan=False).encode()
+
+
+@given(SAMPLED)
+@settings(max_examples=200, derandomize=True, deadline=None)
+def test_an_answer_sent_back_is_what_was_sampled(message):
+    said = json.loads(json.dumps(body(message)))
+    history = messages(user(text("a")), {"role": said["role"], "content": said["content"]}, user(text("b")))
+    assert compared(history[1]) == compared(message)
+    assert len(history) == 3
+
+
+@given(SAMPLED, st.integers(1, 5))
+@settings(max_examples=100, derandomize=True, deadline=None)
+def test_a_stream_adds_up_to_the_body(read_events, message, size):
+    events = DIALECT.stream(parse(), "ab", 1, "m")
+    stream = b"".join(events.start(11))
+    for kind, field in (("reasoning", "reasoning_content"), ("text", "content")):
+        whole = message.get(field, "")
+        for i in range(0, len(whole), size):
+            stream += events.keepalive() + b"".join(events.delta(Delta(kind, whole[i : i + size])))
+    for call in message.get("tool_calls", ()):
+        stream += b"".join(events.delta(Delta("tool_call", tool_call=call)))
+    stream += b"".join(events.end(answer(message)))
+    blocks, inputs = [], {}
+    for name, data in read_events(stream):
+        assert name == data["type"]
+        if name == "content_block_start":
+            assert data["index"] == len(blocks)
+            blocks.append(data["content_block"])
+        elif name == "content_block_delta":
+            for key, piece in data["delta"].items():
+                if key == "partial_json":
+                    inputs[data["index"]] = inputs.get(data["index"], "") + piece
+                elif key != "type":
+                    blocks[data["index"]][key] += piece
+    for index, piece in inputs.items():
+        blocks[index]["input"] = json.loads(piece)
+    assert blocks == body(message)["content"]

@@ -1,0 +1,154 @@
+import json
+
+import pytest
+
+from rollout_backend.gateway.call import Answer, Choice, Delta, ModelCall
+from rollout_backend.gateway.dialects.openai_chat import OpenAIChat
+from rollout_backend.gateway.errors import ApiError
+
+CHAT = OpenAIChat()
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def parse(**more) -> ModelCall:
+    return CHAT.parse(json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}], **more}).encode())
+
+
+def answer(*messages: dict, reason="stop") -> Answer:
+    choices = tuple(Choice(message, reason, 3, logprobs=[{"token": "t"}]) for message in messages)
+    return Answer("id", 1, "m", choices, prompt_tokens=10, cached_tokens=4)
+
+
+def test_messages_become_plain():
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "c", "name": None, "something": 1},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": []},
+        {"role": "assistant", "content": "d", "reasoning_content": "r", "name": "n"},
+    ]
+    assert parse(messages=messages).messages == [
+        {"role": "system", "content": "ab"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "", "tool_call_id": "1"},
+        {"role": "assistant", "content": "d", "reasoning_content": "r", "name": "n"},
+    ]
+
+
+def test_tools_stay_as_they_came():
+    tools = [{"function": {"parameters": {"b": 1, "a": None}, "name": "f"}, "type": "function", "x": [1.5]}]
+    assert json.dumps(parse(tools=tools).tools) == json.dumps(tools)
+
+
+def test_what_is_asked_of_the_model():
+    call = parse(
+        max_tokens=3,
+        max_completion_tokens=4,
+        stop="x",
+        n=2,
+        logprobs=True,
+        stream=True,
+        stream_options={"include_usage": True},
+        temperature=0.5,
+        top_k=3,
+        min_p=0.1,
+        logit_bias={"1": 2},
+        parallel_tool_calls=False,
+    )
+    assert (call.max_new_tokens, call.stop, call.n, call.logprobs, call.stream) == (4, ("x",), 2, True, True)
+    assert call.wishes == {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "logit_bias": True}
+    assert not call.parallel_tool_calls
+    assert parse() == ModelCall("m", [{"role": "user", "content": "a"}], own=False)
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        (None, ("auto", None)),
+        ("none", ("none", None)),
+        ("required", ("required", None)),
+        ({"type": "function", "function": {"name": "f"}}, ("required", "f")),
+    ],
+)
+def test_tool_choice(choice, wanted):
+    call = parse(tools=[TOOL], tool_choice=choice)
+    assert (call.tool_choice, call.tool_name) == wanted
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}}, {"type": "array"}),
+    ],
+)
+def test_response_format(asked, wanted):
+    assert parse(response_format=asked).json_schema == wanted
+
+
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.tool_call_id"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"seed": 2**63 - 1}, "seed"),
+    ],
+)
+def test_a_refusal_names_the_field(more, where):
+    with pytest.raises(ApiError) as refused:
+        parse(**more)
+    assert refused.value.status == 400
+    assert str(refused.value).startswith(where)
+
+
+def test_an_answer_of_two_choices():
+    body = CHAT.body(parse(n=2), answer({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}))
+    assert [(choice["index"], choice["message"]["content"]) for choice in body["choices"]] == [(0, "a"), (1, "b")]
+    assert body["choices"][0]["logprobs"] == {"content": [{"token": "t"}], "refusal": None}
+    assert body["id"] == "chatcmpl-id"
+    assert body["usage"] == {
+        "prompt_tokens": 10,
+        "completion_tokens": 6,
+        "total_tokens": 16,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+
+
+def test_a_stream_tells_each_choice_apart():
+    stream = CHAT.stream(parse(n=2, stream=True, stream_options={"include_usage": True}), "id", 1, "m")
+    whole = {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}
+    events = [
+        *stream.start(10),
+        *stream.delta(Delta("reasoning", "hm", choice=1)),
+        *stream.delta(Delta("text", "a\u2028")),
+        *stream.delta(Delta("tool_call", tool_call=CALL, choice=1)),
+        *stream.delta(Delta("tool_call", tool_call=CALL, choice=1)),
+        *stream.end(answer({"role": "assistant", "content": "a"}, whole, reason="tool_calls")),
+    ]
+    assert events.pop() == b"data: [DONE]\n\n"
+    assert all(event.count(b"\n") == 2 for event in events)
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    told = [(choice["index"], choice["delta"]) for chunk in chunks for choice in chunk["choices"]]
+    assert told == [
+        (0, {"role": "assistant", "content": ""}),
+        (1, {"role": "assistant", "content": ""}),
+        (1, {"reasoning_content": "hm"}),
+        (0, {"content": "a\u2028"}),
+        (1, {"tool_calls": [{"index": 0, **CALL}]}),
+        (1, {"tool_calls": [{"index": 1, **CALL}]}),
+        (0, {}),
+        (1, {}),
+    ]
+    assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]][-2:] == ["tool_calls"] * 2
+    assert chunks[-1]["usage"]["completion_tokens"] == 6

@@ -1,0 +1,538 @@
+import json
+
+import openai
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+
+from rollout_backend.gateway.call import Answer, Choice, Delta
+from rollout_backend.gateway.dialects.openai_responses import OpenAIResponses
+from rollout_backend.gateway.errors import ApiError
+
+DIALECT = OpenAIResponses()
+PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
+TOOL = {"type": "function", "name": "f", "description": "d", "parameters": PARAMETERS, "strict": True}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+USER = {"role": "user", "content": "a"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+def parse(**more):
+    return DIALECT.parse(json.dumps({"model": "m", "input": "a", **more}).encode())
+
+
+def messages(*items) -> list:
+    return list(parse(input=list(items)).messages)
+
+
+def assistant(*parts) -> dict:
+    return {"type": "message", "role": "assistant", "content": list(parts)}
+
+
+def said(text: str) -> dict:
+    return {"type": "output_text", "text": text, "annotations": []}
+
+
+def call(id: str, arguments: str = "{}") -> dict:
+    return {"type": "function_call", "call_id": id, "name": "f", "arguments": arguments}
+
+
+def output(id: str, output) -> dict:
+    return {"type": "function_call_output", "call_id": id, "output": output}
+
+
+def reasoning(*texts: str) -> dict:
+    content = [{"type": "reasoning_text", "text": text} for text in texts]
+    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": content}
+
+
+def answer(message: dict, finish_reason="stop") -> Answer:
+    return Answer("ab", 1, "m", (Choice(message, finish_reason, 7),), 11, 4)
+
+
+def body(message: dict, *how, **request) -> dict:
+    return DIALECT.body(parse(**request), answer(message, *how))
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_becomes_that_of_openais_chat():
+    history = parse(
+        instructions="be kind",
+        input=[
+            {"role": "developer", "content": "and brief"},
+            {
+                "type": "message",
+                "role": "user",
+                "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+            },
+            reasoning("h", "m"),
+            {**assistant(said("let me "), said("look")), "id": "msg_1", "status": "completed"},
+            {**call("c1", '{"x": 1}'), "id": "fc_1", "status": "completed"},
+            call("c2"),
+            output("c2", "two"),
+            output("c1", [{"type": "input_text", "text": "one"}]),
+            {"role": "user", "content": "c"},
+        ],
+        tools=[TOOL],
+    )
+    assert history.messages == [
+        {"role": "system", "content": "be kind"},
+        {"role": "system", "content": "and brief"},
+        {"role": "user", "content": "ab"},
+        {
+            "role": "assistant",
+            "content": "let me look",
+            "reasoning_content": "hm",
+            "tool_calls": [CALL, {"id": "c2", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "content": "two", "tool_call_id": "c2"},
+        {"role": "tool", "content": "one", "tool_call_id": "c1"},
+        {"role": "user", "content": "c"},
+    ]
+    function = {"name": "f", "description": "d", "parameters": PARAMETERS, "strict": True}
+    assert history.tools == [{"type": "function", "function": function}]
+
+
+def test_a_string_is_a_users_message():
+    assert parse(input="a").messages == [USER] == messages(USER)
+
+
+def test_replies_in_a_row_stay_apart():
+    easy = [{"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"}]
+    assert messages(USER, *easy)[1:] == easy
+
+
+def test_a_reply_may_speak_on_after_a_call():
+    items = assistant(said("b")), call("c1", '{"x": 1}'), assistant(said("c")), output("c1", "r")
+    assert messages(USER, *items)[1] == {"role": "assistant", "content": "bc", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize("hidden", [{"content": None}, {"summary": [{"type": "summary_text", "text": "s"}]}, {}])
+def test_only_the_text_of_reasoning_is_kept(hidden):
+    items = {"type": "reasoning", "id": "r", "encrypted_content": "x", **hidden}, assistant(said("b"))
+    assert messages(USER, *items)[1] == {"role": "assistant", "content": "b"}
+
+
+def test_sampling_and_limits():
+    got = parse(max_output_tokens=9, temperature=0.5, top_p=0.9, parallel_tool_calls=False, stream=True)
+    assert (got.max_new_tokens, got.stream, got.parallel_tool_calls) == (9, True, False)
+    assert got.wishes == {"temperature": 0.5, "top_p": 0.9}
+    assert parse().parallel_tool_calls
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        ("auto", ("auto", None)),
+        ("none", ("none", None)),
+        ("required", ("required", None)),
+        ({"type": "function", "name": "f"}, ("required", "f")),
+    ],
+)
+def test_tool_choice(choice, wanted):
+    got = parse(tools=[TOOL], tool_choice=choice)
+    assert (got.tool_choice, got.tool_name) == wanted
+    assert DIALECT.body(got, answer({"role": "assistant", "content": ""}))["tool_choice"] == choice
+
+
+@pytest.mark.parametrize(
+    ("wanted", "schema"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}, SCHEMA),
+    ],
+)
+def test_text_formats(wanted, schema):
+    got = parse(text={"format": wanted, "verbosity": "low"})
+    assert got.json_schema == schema
+    assert DIALECT.body(got, answer({"role": "assistant", "content": ""}))["text"]["format"] == wanted
+
+
+def test_what_changes_nothing_is_legal():
+    parse(
+        store=True,
+        metadata={"k": "v"},
+        truncation="auto",
+        include=["reasoning.encrypted_content"],
+        reasoning={"effort": "high", "summary": "auto"},
+        background=False,
+        previous_response_id=None,
+        service_tier="auto",
+        prompt_cache_key="k",
+        user="u",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "param", "says"),
+    [
+        ({"input": None}, "input", "nothing to reply to"),
+        ({"input": []}, "input", "nothing to reply to"),
+        ({"model": None}, "model", "string"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
+        ({"conversation": "conv_1"}, "conversation", "send the whole conversation"),
+        ({"background": True}, "background", "wait for the answer, or stream it"),
+        ({"prompt": {"id": "p"}}, "prompt", "instructions and input"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "there is no web_search here"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name", "required"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.name", "is missing"),
+        ({"tool_choice": {"type": "function", "name": "g"}, "tools": [TOOL]}, "tool_choice.name", "name one of f"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", "send only those tools"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice.type", "Input should be"),
+        ({"input": [{"type": "item_reference", "id": "i"}]}, "input.0", "send the item itself"),
+        ({"input": [{"id": "i"}]}, "input.0", "send the item itself"),
+        ({"input": [{"type": "web_search_call", "id": "i"}]}, "input.0", "'web_search_call' is not supported"),
+        ({"input": ["a"]}, "input.0", "type is missing"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input.0.message.content.0",
+            "text only",
+        ),
+        ({"input": [output("c", [{"type": "input_file"}])]}, "input.0.function_call_output.output.0", "text only"),
+        ({"input": [{"type": "function_call", "call_id": "c"}]}, "input.0.function_call.name", "required"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "is missing"),
+        ({"top_logprobs": 2}, "include", "/v1/chat/completions"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "/v1/chat/completions"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
+        ({"metadata": {"a": 1e999}}, None, "not JSON"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(fault, param, says):
+    with pytest.raises(ApiError) as error:
+        parse(**fault)
+    assert error.value.status == 400
+    assert says in error.value.message
+    if param:
+        assert error.value.param == param
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def test_a_body():
+    message = {"role": "assistant", "content": "t", "reasoning_content": "r", "tool_calls": [CALL]}
+    got = body(message, "tool_calls", instructions="i", tools=[TOOL], metadata={"k": "v"}, max_output_tokens=9)
+    assert (got["id"], got["object"], got["created_at"], got["status"]) == ("resp_ab", "response", 1, "completed")
+    assert got["output"] == [
+        {
+            "id": "rs_ab00",
+            "type": "reasoning",
+            "status": "completed",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "r"}],
+        },
+        {
+            "id": "msg_ab01",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "t", "annotations": [], "logprobs": []}],
+        },
+        {**call("c1", '{"x": 1}'), "id": "fc_ab02", "status": "completed"},
+    ]
+    assert (got["instructions"], got["metadata"], got["max_output_tokens"]) == ("i", {"k": "v"}, 9)
+    assert (got["tools"], got["store"], got["error"]) == ([TOOL], False, None)
+    assert got["usage"] == {
+        "input_tokens": 11,
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+        "output_tokens": 7,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 18,
+    }
+
+
+def test_a_reply_that_was_cut_is_incomplete():
+    got = body({"role": "assistant", "content": "t"}, "length")
+    assert (got["status"], got["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert got["output"][0]["status"] == "incomplete"
+
+
+def test_an_empty_reply_is_a_message():
+    got = body({"role": "assistant", "content": ""})
+    assert [(item["type"], item["content"][0]["text"]) for item in got["output"]] == [("message", "")]
+
+
+def test_errors_have_openais_shape():
+    said = DIALECT.error_body(ApiError(400, "why", param="input"))
+    wanted = {"message": "why", "type": "invalid_request_error", "param": "input", "code": "invalid_request"}
+    assert said == {"error": wanted}
+
+
+DELTAS = [
+    Delta("reasoning", "a"),
+    Delta("reasoning", ""),
+    Delta("text", "b"),
+    Delta("text", "\u2028"),
+    Delta("tool_call", tool_call=CALL),
+    Delta("text", "c"),
+]
+EVENTS = pydantic.TypeAdapter(ResponseStreamEvent)
+
+
+def streamed(read_events, deltas, last) -> list[dict]:
+    events = DIALECT.stream(parse(tools=[TOOL]), "ab", 1, "m")
+    stream = b"".join(events.start(11))
+    for delta in deltas:
+        stream += events.keepalive() + b"".join(events.delta(delta))
+    stream += b"".join(last(events))
+    assert stream.isascii()  # some clients end a line at U+2028
+    told = read_events(stream)
+    assert [name for name, _ in told] == [data["type"] for _, data in told]
+    assert [data["sequence_number"] for _, data in told] == list(range(len(told)))
+    for _, data in told:
+        EVENTS.validate_python(data)
+    return [data for _, data in told]
+
+
+def test_a_stream_tells_the_whole_family_of_events(read_events):
+    message = {"role": "assistant", "content": "b\u2028c"}
+    told = streamed(read_events, DELTAS, lambda events: events.end(answer(message, "tool_calls")))
+    text = ["content_part.added", *["output_text.delta"] * 2, "output_text.done", "content_part.done"]
+    assert [data["type"].removeprefix("response.") for data in told] == [
+        *["created", "in_progress"],
+        *["output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"],
+        *["content_part.done", "output_item.done", "output_item.added", *text, "output_item.done"],
+        *["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"],
+        *["output_item.added", *text[1:], "output_item.done"][:1],
+        *["content_part.added", "output_text.delta", "output_text.done", "content_part.done", "output_item.done"],
+        "completed",
+    ]
+    items = told[-1]["response"]["output"]
+    assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "message"]
+    assert items == [data["item"] for data in told if data["type"] == "response.output_item.done"]
+    assert [item["id"] for item in items] == [
+        data["item"]["id"] for data in told if data["type"] == "response.output_item.added"
+    ]
+    assert {data["item"]["status"] for data in told if data["type"] == "response.output_item.added"} == {
+        "in_progress"
+    }
+
+
+def test_a_stream_that_fails_says_so_with_what_was_finished(read_events):
+    told = streamed(read_events, DELTAS, lambda events: events.failed(ApiError(503, "gone")))
+    failed = told[-1]["response"]
+    assert (told[-1]["type"], failed["status"]) == ("response.failed", "failed")
+    assert failed["error"] == {"code": "server_error", "message": "gone"}
+    assert [item["type"] for item in failed["output"]] == ["reasoning", "message", "function_call"]
+
+
+def test_a_stream_that_fails_before_its_start_is_a_stream(read_events):
+    events = DIALECT.stream(parse(), "ab", 1, "m")
+    told = read_events(b"".join(events.failed(ApiError(429, "busy"))))
+    assert [name for name, _ in told] == ["response.created", "response.in_progress", "response.failed"]
+    assert told[-1][1]["response"]["error"]["code"] == "rate_limit_exceeded"
+
+
+# --- with OpenAI's own client -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(serve_dialect):
+    return serve_dialect(DIALECT, "/v1/responses")
+
+
+@pytest.fixture
+def script(server):
+    server.script.__init__()
+    return server.script
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
+        yield client
+
+
+ASK = {"model": "m", "input": "a"}
+FULL = {
+    "role": "assistant",
+    "content": "some text",
+    "reasoning_content": "why so",
+    "tool_calls": [CALL, {**CALL, "id": "2"}],
+}
+REPLIES = [
+    (FULL, "tool_calls"),
+    ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "tool_calls"),
+    ({"role": "assistant", "content": "short"}, "stop"),
+    ({"role": "assistant", "content": ""}, "stop"),
+    ({"role": "assistant", "content": "", "reasoning_content": "hm"}, "stop"),
+]
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+def test_the_client_reads_a_stream_as_it_reads_a_body(client, script, reply):
+    script.reply(*reply)
+    Response.model_validate(client.responses.create(**ASK).to_dict(), strict=True)
+    plain = client.responses.parse(**ASK)  # with what the stream's helper adds to each item
+    with client.responses.stream(**ASK) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        streamed = stream.get_final_response()
+    assert streamed.to_dict() == plain.to_dict()
+    assert plain.output_text == "".join(deltas) == (reply[0]["content"] or "")
+    assert [call.stream for call in script.calls] == [False, False, True]
+
+
+def test_the_client_finds_every_item(client, script):
+    script.reply(FULL, "tool_calls")
+    thinking, spoken, *calls = client.responses.create(**ASK, tools=[TOOL]).output
+    assert (thinking.content[0].text, spoken.content[0].text) == ("why so", "some text")
+    assert [(call.call_id, call.name, call.arguments) for call in calls] == [
+        ("c1", "f", '{"x": 1}'),
+        ("2", "f", '{"x": 1}'),
+    ]
+
+
+def test_the_clients_history_is_the_message_that_was_sampled(client, script):
+    script.reply(FULL, "tool_calls")
+    first = client.responses.create(**ASK, tools=[TOOL])
+    calls = [item for item in first.output if item.type == "function_call"]
+    history = [USER, *first.output, *(output(call.call_id, "r") for call in calls)]
+    client.responses.create(model="m", input=history, tools=[TOOL])
+    sent = script.calls[-1].messages
+    assert sent[1] == FULL
+    assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool"]
+
+
+def test_the_client_learns_that_a_reply_was_cut(client, script):
+    script.reply({"role": "assistant", "content": "cut"}, "length")
+    assert client.responses.create(**ASK).incomplete_details.reason == "max_output_tokens"
+    *_, last = client.responses.create(**ASK, stream=True)
+    assert (last.type, last.response.output_text) == ("response.incomplete", "cut")
+
+
+def test_the_client_parses_what_has_a_schema(client, script):
+    class Answered(pydantic.BaseModel):
+        a: str
+
+    script.reply({"role": "assistant", "content": '{"a": "b"}'})
+    assert client.responses.parse(**ASK, text_format=Answered).output_parsed == Answered(a="b")
+    with client.responses.stream(**ASK, text_format=Answered) as stream:
+        assert stream.get_final_response().output_parsed == Answered(a="b")
+    assert {call.json_schema["properties"]["a"]["type"] for call in script.calls} == {"string"}
+
+
+async def test_the_async_client(server, script):
+    script.reply(FULL, "tool_calls")
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
+        async with client.responses.stream(**ASK) as stream:
+            final = await stream.get_final_response()
+        assert final.to_dict() == (await client.responses.parse(**ASK)).to_dict()
+
+
+def test_the_client_raises_what_was_refused(client, script):
+    with pytest.raises(openai.BadRequestError, match="send the whole conversation") as error:
+        client.responses.create(**ASK, previous_response_id="resp_1")
+    assert error.value.param == "previous_response_id"
+    script.error = ApiError(429, "busy", retry_after_s=1)
+    with pytest.raises(openai.RateLimitError, match="busy"):
+        client.responses.create(**ASK)
+
+
+def test_the_client_is_told_what_fails_in_a_stream(client, script):
+    script.reply(FULL)
+    script.error = ApiError(503, "the engine is gone")
+    *_, last = client.responses.create(**ASK, stream=True)
+    assert (last.type, last.response.error.message) == ("response.failed", "the engine is gone")
+
+
+# --- properties -------------------------------------------------------------------------------------------
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+CALLS = st.builds(
+    lambda id, name, arguments: {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}},
+    st.text(min_size=1),
+    st.text(min_size=1),
+    st.text(),
+)
+SAMPLED = st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": st.text()},
+    optional={"reasoning_content": st.text(min_size=1), "tool_calls": st.lists(CALLS, min_size=1, max_size=3)},
+)
+WHOLE = {
+    "model": "m",
+    "instructions": "i",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        reasoning("r"),
+        assistant(said("b")),
+        call("c"),
+        output("c", [{"type": "input_text", "text": "o"}]),
+    ],
+    "tools": [TOOL],
+    "tool_choice": {"type": "function", "name": "f"},
+    "parallel_tool_calls": True,
+    "max_output_tokens": 3,
+    "temperature": 1.0,
+    "top_p": 0.5,
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+    "include": [],
+    "metadata": {"k": "v"},
+    "reasoning": {"effort": "low"},
+    "stream": True,
+}
+
+
+@st.composite
+def spoiled(draw, whole):
+    """The whole body with something else in one place, or nothing there."""
+    copy = json.loads(json.dumps(whole))
+    at = copy
+    while True:
+        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+        key = draw(st.sampled_from(keys))
+        if isinstance(at[key], dict | list) and at[key] and draw(st.booleans()):
+            at = at[key]
+            continue
+        if draw(st.booleans()):
+            del at[key]
+        else:
+            at[key] = draw(JSON)
+        return json.dumps(copy).encode()
+
+
+def attempt(body: bytes):
+    try:
+        return DIALECT.parse(body), None
+    except ApiError as error:
+        return None, error
+
+
+@given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()) | spoiled(WHOLE))
+@settings(max_examples=400, derandomize=True, deadline=None)
+def test_whatever_the_body_it_is_read_or_refused(nonsense):
+    got, error = attempt(nonsense)
+    if error:
+        assert error.status == 400
+        assert json.dumps(DIALECT.error_body(error), ensure_ascii=False).encode()
+    else:
+        json.dumps([got.messages, got.tools, got.json_schema, got.own], ensure_ascii=False, allow_nan=False).encode()
+
+
+@given(SAMPLED)
+@settings(max_examples=200, derandomize=True, deadline=None)
+def test_an_answer_sent_back_is_what_was_sampled(message):
+    items = json.loads(json.dumps(body(message)))["output"]
+    history = messages(USER, *items, USER)
+    assert history == [USER, message, USER]
+
+
+@given(SAMPLED, st.integers(1, 5))
+@settings(max_examples=100, derandomize=True, deadline=None)
+def test_a_stream_ends_in_the_body(read_events, message, size):
+    pieces = [
+        Delta(kind, message[field][i : i + size])
+        for kind, field in (("reasoning", "reasoning_content"), ("text", "content"))
+        for i in range(0, len(message.get(field, "")), size)
+    ] + [Delta("tool_call", tool_call=call) for call in message.get("tool_calls", ())]
+    told = streamed(read_events, pieces, lambda events: events.end(answer(message)))
+    assert told[-1]["response"] == body(message, tools=[TOOL])
+    for field, kind in (("reasoning_content", "reasoning_text"), ("content", "output_text")):
+        deltas = [data["delta"] for data in told if data["type"] == f"response.{kind}.delta"]
+        assert "".join(deltas) == message.get(field, "")

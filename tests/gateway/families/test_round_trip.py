@@ -1,0 +1,290 @@
+"""Tool calls and reasoning of each family, there and back: sampled, parsed, sent back as agents do, gone on from."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from rollout_backend.config import ModelConfig
+from rollout_backend.gateway.renderer import load_renderer
+from rollout_backend.local.scripted import ScriptedEngine
+
+USER = {"role": "user", "content": "What is 1 + 2?"}
+NESTED = {"text": 'Grüße "日本" 🙂\n\ttab \\ back', "options": {"a": [1, {"b": None}], "c": {"d": True}}}
+# What a history's end looks like to a family's bridge: a tool's result, or a new question of the user.
+# Qwen3, gpt-oss, and GLM drop earlier reasoning at a new question, so what follows is another sequence of tokens.
+GOES_ON_AT_A_QUESTION = {
+    "qwen3": False,
+    "gpt-oss": False,
+    "llama-3": True,
+    "glm-5": False,
+    "deepseek-v3": True,
+}
+
+
+@pytest.fixture(scope="session")
+def engine_of(folder_of):
+    """One scripted engine for each family; sessions have scripts of their own."""
+    made: dict[str, ScriptedEngine] = {}
+
+    def of(family) -> ScriptedEngine:
+        if family.tokenizer not in made:
+            made[family.tokenizer] = ScriptedEngine((), folder_of(family), end=None).__enter__()
+        return made[family.tokenizer]
+
+    yield of
+    for engine in made.values():
+        engine.__exit__(None, None, None)
+
+
+class Agent:
+    """Talks to a gateway and remembers nothing: each test says what it sends back."""
+
+    def __init__(self, served, engine, tools) -> None:
+        self._served, self._engine, self._tools = served, engine, tools
+        self._client = served.client("s1")
+
+    def script(self, *replies: str) -> None:
+        self._engine.script("s1", replies)
+
+    def ask(self, messages, **more):
+        made = self._client.chat.completions.create(model="m", messages=messages, tools=self._tools, **more)
+        return made.choices[0]
+
+    def segments(self):
+        return self._served.trajectory("s1").segments
+
+    def malformed(self) -> int:
+        return self._served.stats().malformed_tool_calls
+
+
+@pytest.fixture
+def agent(family, bundle, engine_of, folder_of, serve, tools):
+    engine = engine_of(family)
+    model = ModelConfig(path=folder_of(family), renderer=family.renderer, name="m", context_length=8192)
+    return Agent(serve(engine.url, model=model, bundle=bundle), engine, tools)
+
+
+def result(call, content: str = "3") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call.id, "content": content}
+
+
+def as_returned(message) -> dict[str, Any]:
+    return message.model_dump(exclude_none=True)
+
+
+def without_reasoning(message) -> dict[str, Any]:
+    return {"content": None, **message.model_dump(include={"role", "content", "tool_calls"})}
+
+
+def empty_content(message) -> dict[str, Any]:
+    return {**as_returned(message), "content": message.content or ""}
+
+
+def respaced(message) -> dict[str, Any]:
+    sent = as_returned(message)
+    for call in sent["tool_calls"]:
+        call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=2)
+    return sent
+
+
+@pytest.mark.parametrize("send", [as_returned, without_reasoning, empty_content, respaced])
+def test_a_tool_conversation_is_one_sequence(family, agent, send):
+    thought = "One and two." if family.reasons else None
+    first = family.say(thought, "", [("add", '{"a": 1, "b": 2}')])
+    last = family.say(thought, "It is 3.", [])
+    agent.script(first, last)
+    called = agent.ask([USER])
+    assert called.finish_reason == "tool_calls"
+    assert getattr(called.message, "reasoning_content", None) == thought
+    (call,) = called.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
+    answer = agent.ask([USER, send(called.message), result(call)])
+    assert (answer.finish_reason, answer.message.content) == ("stop", "It is 3.")
+    assert not answer.message.tool_calls
+    (segment,) = agent.segments()
+    assert len(segment.turns) == 2
+    assert agent.malformed() == 0
+
+
+def test_arguments_come_back_as_they_were_meant(family, agent):
+    agent.script(family.say(None, "", [("write", json.dumps(NESTED, ensure_ascii=False))]))
+    (call,) = agent.ask([USER]).message.tool_calls
+    assert json.loads(call.function.arguments) == NESTED
+
+
+def test_several_calls_at_once(family, agent):
+    if not family.parallel:
+        pytest.skip("one call is all that this format has in a turn")
+    calls = [("add", '{"a": 1, "b": 2}'), ("write", '{"text": "x"}')]
+    agent.script(family.say(None, "Both.", calls), family.say(None, "Done.", []))
+    choice = agent.ask([USER])
+    found = choice.message.tool_calls
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == [
+        (name, json.loads(arguments)) for name, arguments in calls
+    ]
+    assert len({call.id for call in found}) == 2
+    assert choice.message.content == "Both."
+    agent.ask([USER, as_returned(choice.message), *(result(call) for call in found)])
+    assert [len(segment.turns) for segment in agent.segments()] == [2]
+
+
+def test_a_new_question(family, agent):
+    thought = "Easy." if family.reasons else None
+    agent.script(family.say(thought, "3", []), family.say(thought, "4", []))
+    first = agent.ask([USER])
+    agent.ask([USER, as_returned(first.message), {"role": "user", "content": "And 2 + 2?"}])
+    turns = [len(segment.turns) for segment in agent.segments()]
+    if GOES_ON_AT_A_QUESTION[family.name]:
+        assert turns == [2]
+    else:
+        assert turns == [1, 1]
+        assert agent.segments()[1].opened_by == "rerendered"
+
+
+@pytest.mark.parametrize("thought", [None, "", "Hm."])
+def test_an_answer_with_and_without_reasoning(family, agent, thought):
+    if thought is not None and not family.reasons:
+        pytest.skip("a family without reasoning")
+    agent.script(family.say(thought, "Grüße 日本 🙂", []))
+    choice = agent.ask([USER])
+    assert choice.message.content == "Grüße 日本 🙂"
+    assert (getattr(choice.message, "reasoning_content", None) or "") == (thought or "")
+    assert choice.finish_reason == "stop"
+
+
+def test_reasoning_cut_off_by_the_limit(family, agent):
+    if not family.reasons:
+        pytest.skip("a family without reasoning")
+    said = family.say("A long thought " * 20, "never said", [])
+    agent.script(said, family.say("x", "Done.", []))
+    choice = agent.ask([USER], max_completion_tokens=12)
+    assert choice.finish_reason == "length"
+    assert choice.message.content == ""
+    assert choice.message.reasoning_content.lstrip().startswith("A long thought")
+    again = agent.ask([USER, as_returned(choice.message), {"role": "user", "content": "Go on."}])
+    assert again.message.content == "Done."
+
+
+def test_a_call_cut_off_by_the_limit_is_text(family, agent):
+    said = family.say(None, "", [("write", json.dumps({"text": "word " * 60}))])
+    agent.script(said, family.say(None, "Done.", []))
+    choice = agent.ask([USER], max_completion_tokens=50)
+    assert choice.finish_reason == "length"
+    assert not choice.message.tool_calls
+    assert "word word" in choice.message.content
+    assert agent.malformed() == 1
+    again = agent.ask([USER, as_returned(choice.message), {"role": "user", "content": "Too long."}])
+    assert again.message.content == "Done."
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": 1,}', '{"a": "x', "{'a': 1}", "[1, 2]", '"text"', "5", '{"a": NaN}', '{"a": ' * 1500 + "1" + "}" * 1500],
+    ids=["comma", "open", "quotes", "list", "string", "number", "nan", "deep"],
+)
+def test_broken_arguments_are_text_and_counted(family, agent, arguments):
+    if not family.carries_broken_json:
+        pytest.skip("this format writes arguments without JSON around them")
+    agent.script(family.say(None, "", [("add", arguments)]), family.say(None, "Done.", []))
+    choice = agent.ask([USER])
+    assert not choice.message.tool_calls
+    assert choice.finish_reason == "stop"
+    assert arguments[:5] in choice.message.content
+    assert agent.malformed() == 1
+    again = agent.ask([USER, as_returned(choice.message), {"role": "user", "content": "That was no call."}])
+    assert again.message.content == "Done."
+
+
+# What each family's parser leaves out, or takes for plain content.
+LOST = {
+    "qwen3": "Well.\n<tool_call>\n",
+    "gpt-oss": 'Hm.<|end|><|start|>assistant to=functions.add<|channel|>commentary json{"a": 1}<|call|>',
+    "llama-3": '<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eot_id|>',
+    "glm-5": "Hm.</think>Well.<tool_call>",
+    "deepseek-v3": "Well.<\uff5ctool\u2581calls\u2581begin\uff5c>add it<\uff5cend\u2581of\u2581sentence\uff5c>",
+}
+
+
+def test_a_call_that_was_only_begun_is_told(family, agent):
+    agent.script(LOST[family.name], family.say("x", "Done.", []))
+    choice = agent.ask([USER])
+    assert not choice.message.tool_calls
+    said = {"gpt-oss": "to=functions.add", "llama-3": '"add"', "deepseek-v3": "Well.<\uff5ctool"}
+    assert said.get(family.name, "Well.") in choice.message.content
+    assert agent.malformed() == 1
+    again = agent.ask([USER, as_returned(choice.message), {"role": "user", "content": "Go on."}])
+    assert again.message.content == "Done."
+
+
+def test_half_a_surrogate_pair_is_sendable(family, agent):
+    if not family.carries_broken_json:
+        pytest.skip("this format writes strings as they are")
+    agent.script(family.say(None, "", [("write", r'{"text": "\ud800"}')]), family.say(None, "Done.", []))
+    choice = agent.ask([USER])
+    (call,) = choice.message.tool_calls
+    assert json.loads(call.function.arguments) == {"text": "\ud800"}
+    agent.ask([USER, as_returned(choice.message), result(call)])
+    assert [len(segment.turns) for segment in agent.segments()] == [2]
+
+
+def test_an_unknown_tool_is_the_agents_to_refuse(family, agent):
+    agent.script(family.say(None, "", [("launch", '{"x": 1}')]))
+    (call,) = agent.ask([USER]).message.tool_calls
+    assert call.function.name == "launch"
+
+
+def test_names_of_stop_tokens_inside_arguments(family, agent, bundle):
+    """The model wrote the end token's name in letters: it ends nothing."""
+    name = bundle.decode([bundle.stop_token_ids[0]])
+    arguments = json.dumps({"text": f"{name[0]}\u2063{name[1:]}"}, ensure_ascii=False)
+    agent.script(family.say(None, "", [("write", arguments)]))
+    (call,) = agent.ask([USER]).message.tool_calls
+    assert json.loads(call.function.arguments) == json.loads(arguments)
+
+
+def test_a_stop_token_inside_arguments_ends_the_call(family, agent, bundle):
+    name = bundle.decode([bundle.stop_token_ids[0]])
+    agent.script(family.say(None, "", [("write", json.dumps({"text": f"ab{name}cd"}, ensure_ascii=False))]))
+    choice = agent.ask([USER])
+    assert not choice.message.tool_calls
+    assert "ab" in choice.message.content
+    assert "cd" not in choice.message.content
+    assert name not in choice.message.content
+    assert agent.malformed() == 1
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error_of_the_api(family, agent, engine_of):
+    """Several calls in one message, sent by the agent itself."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    calls = [call, {**call, "id": "c2"}]
+    history = [USER, {"role": "assistant", "content": None, "tool_calls": calls}]
+    history += [{"role": "tool", "tool_call_id": c["id"], "content": "3"} for c in calls]
+    agent.script(family.say(None, "Done.", []))
+    if family.name != "llama-3":
+        assert agent.ask(history).message.content == "Done."
+        return
+    with pytest.raises(openai.BadRequestError, match="single tool call") as refused:
+        agent.ask(history)
+    assert refused.value.code == "unrenderable"
+
+
+def test_reasoning_can_be_kept_at_a_new_question(family, engine_of, folder_of, serve, tools):
+    """Where the renderer has the option, one conversation stays one sequence."""
+    if GOES_ON_AT_A_QUESTION[family.name]:
+        pytest.skip("goes on anyway")
+    model = ModelConfig(
+        path=folder_of(family),
+        renderer=family.renderer,
+        renderer_options={"thinking_retention": "all"},
+        name="m",
+        context_length=8192,
+    )
+    agent = Agent(serve(engine_of(family).url, model=model, bundle=load_renderer(model)), engine_of(family), tools)
+    agent.script(family.say("Easy.", "3", []), family.say("Easy.", "4", []))
+    first = agent.ask([USER])
+    agent.ask([USER, without_reasoning(first.message), {"role": "user", "content": "And 2 + 2?"}])
+    assert [len(segment.turns) for segment in agent.segments()] == [2]

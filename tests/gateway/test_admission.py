@@ -1,0 +1,280 @@
+import asyncio
+import math
+import time
+
+import httpx
+import pytest
+from aiohttp import web
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from rollout_backend.gateway.admission import Admission, EngineLoad
+from rollout_backend.gateway.loads import LoadPoller
+from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.process import free_port
+
+IDLE = EngineLoad(running=0, waiting=0, free=64)
+FULL = EngineLoad(running=64, waiting=8, free=0)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def admission(clock) -> Admission:
+    return Admission(max_calls=100, max_queued_per_engine=10, clock=clock)
+
+
+def begin(admission, calls: int) -> None:
+    for _ in range(calls):
+        admission.began()
+
+
+def let_in(admission, limit: int = 1000) -> int:
+    """How many calls enter, one after another, before the first refusal."""
+    for entered in range(limit):
+        if admission.check() is not None:
+            return entered
+        admission.began()
+    return limit
+
+
+def test_the_cap_alone_counts_while_no_load_is_known(admission):
+    assert let_in(admission) == 100
+    refusal = admission.check()
+    assert refusal is not None
+    assert (refusal.status, refusal.code, refusal.retry_after_s) == (429, "rate_limit_exceeded", 1)
+    admission.ended()
+    assert admission.check() is None
+
+
+def test_calls_enter_until_the_queue_is_full(admission):
+    admission.observe([FULL])
+    assert let_in(admission) == 2  # 8 wait, 10 may
+    assert "wait for an engine" in str(admission.check())
+
+
+def test_free_places_are_filled_before_anything_waits(admission):
+    admission.observe([EngineLoad(running=60, waiting=0, free=4)])
+    assert let_in(admission) == 14
+
+
+def test_the_bound_is_of_all_engines_together(admission):
+    admission.observe([FULL, EngineLoad(running=64, waiting=0, free=0)])
+    assert let_in(admission) == 12
+
+
+def test_a_call_that_has_left_since_the_last_look_waits_no_more(admission):
+    admission.observe([FULL])
+    for _ in range(50):
+        assert admission.check() is None
+        admission.began()
+        admission.ended(0.1)
+
+
+def test_the_cap_counts_beside_the_queue(admission):
+    admission.observe([EngineLoad(running=0, waiting=0, free=1000)])
+    assert let_in(admission) == 100
+
+
+def test_an_old_load_says_nothing(admission, clock):
+    admission.observe([EngineLoad(running=64, waiting=500, free=0)])
+    assert admission.check() is not None
+    clock.now += 10.1
+    assert admission.check() is None
+
+
+def test_no_engine_at_all_refuses_nothing(admission):
+    admission.observe([])
+    assert let_in(admission) == 100
+
+
+def test_the_wait_follows_from_the_queue(admission):
+    admission.began()
+    admission.ended(21.0)  # each stays 21 s, and 84 are inside: 4 leave each second
+    admission.observe([EngineLoad(running=64, waiting=20, free=0)])
+    refusal = admission.check()
+    assert refusal.retry_after_s == math.ceil((20 + 1 - 10) / 4)
+
+
+def test_those_refused_come_back_one_after_another(admission, clock):
+    admission.began()
+    admission.ended(21.0)
+    admission.observe([EngineLoad(running=64, waiting=20, free=0)])
+    waits = [admission.check().retry_after_s for _ in range(40)]
+    assert waits == sorted(waits)
+    assert waits[-1] - waits[0] in (9, 10)  # 4 each second
+    clock.now += 5  # they have come back meanwhile
+    admission.observe([EngineLoad(running=64, waiting=20, free=0)])
+    assert admission.check().retry_after_s <= waits[-1] - 4
+
+
+def test_nobody_is_sent_away_for_more_than_a_minute(admission):
+    admission.began()
+    admission.ended(300.0)
+    admission.observe([EngineLoad(running=1, waiting=5000, free=0)])
+    assert {admission.check().retry_after_s for _ in range(200)} == {60}
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001])
+def test_nobody_comes_back_at_once(admission, seconds):
+    admission.began()
+    admission.ended(seconds)
+    admission.observe([EngineLoad(running=64, waiting=20, free=0)])
+    assert admission.check().retry_after_s == 1
+
+
+def test_a_call_that_failed_says_nothing_of_how_long_calls_take(admission):
+    begin(admission, 2)
+    admission.ended(10.0)
+    admission.ended()
+    assert admission.in_flight == 0
+    admission.observe([EngineLoad(running=10, waiting=10, free=0)])
+    assert admission.check().retry_after_s == 1  # one too many, and two leave each second
+
+
+# --- the loads themselves ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def site():
+    """Serves GET pages: path to JSON, or to a status."""
+    runners = []
+
+    async def start(pages: dict) -> str:
+        async def page(request: web.Request) -> web.Response:
+            found = pages.get(request.path, 404)
+            return web.Response(status=found) if isinstance(found, int) else web.json_response(found)
+
+        app = web.Application()
+        app.router.add_get("/{path:.*}", page)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        runners.append(runner)
+        port = free_port()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+def loads(*ranks: tuple[int, int]) -> dict:
+    """What SGLang answers at /v1/loads."""
+    return {
+        "timestamp": "2026-01-01T00:00:00+00:00",
+        "version": "0.5.23",
+        "loads": [
+            {"dp_rank": i, "num_running_reqs": running, "num_waiting_reqs": waiting, "max_running_requests": 64}
+            for i, (running, waiting) in enumerate(ranks)
+        ],
+    }
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what it waits for is a plain list
+            await asyncio.sleep(0.005)
+
+
+async def first_look(url: str, within_s: float = 10) -> list[EngineLoad]:
+    seen: asyncio.Queue = asyncio.Queue()
+    polling = asyncio.create_task(LoadPoller(url, seen.put_nowait, interval_s=0.01).run())
+    try:
+        return await asyncio.wait_for(seen.get(), within_s)
+    finally:
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
+
+
+async def test_engines_are_found_by_the_router_and_asked_one_by_one(site):
+    a = await site({"/v1/loads": loads((64, 5))})
+    b = await site({"/v1/loads": loads((1, 0), (2, 3))})
+    silent = await site({})
+    sick = await site({"/v1/loads": loads((9, 9))})
+    dead = f"http://127.0.0.1:{free_port()}"
+    workers = [{"id": url, "url": url, "is_healthy": url != sick} for url in (a, silent, dead, b, sick)]
+    router = await site({"/workers": {"workers": workers, "total": 5}})
+    assert await first_look(router) == [EngineLoad(64, 5, 0), EngineLoad(3, 3, 125)]
+
+
+async def test_an_engine_without_a_router(site):
+    assert await first_look(await site({"/v1/loads": loads((4, 0))})) == [EngineLoad(4, 0, 60)]
+
+
+@pytest.mark.parametrize("page", [404, 500, {"loads": "many"}, {"loads": [{"num_running_reqs": 1}]}, []])
+async def test_engines_that_do_not_tell_are_logged_once(site, page, caplog):
+    caplog.set_level("INFO", "rollout_backend.gateway.loads")
+    pages = {"/v1/loads": page}
+    url = await site(pages)
+    seen = []
+    polling = asyncio.create_task(LoadPoller(url, seen.append, interval_s=0.01).run())
+    await until(lambda: len(caplog.records) == 1)
+    pages["/v1/loads"] = loads((1, 1))  # it was only starting
+    await until(lambda: len(seen) > 0)
+    assert seen[0] == [EngineLoad(1, 1, 63)]
+    pages["/v1/loads"] = page
+    before = len(seen)
+    await asyncio.sleep(0.1)
+    assert len(seen) <= before + 1
+    assert len(caplog.records) == 1
+    assert "gateway.max_concurrent_calls" in caplog.text
+    polling.cancel()
+    await asyncio.gather(polling, return_exceptions=True)
+
+
+class LoadedEngine(ScriptedEngine):
+    """Says how many requests wait in it."""
+
+    waiting = 0
+    looks = 0
+
+    def _app(self):
+        app = super()._app()
+        app.router.routes.append(Route("/v1/loads", self._loads))
+        return app
+
+    async def _loads(self, _: Request) -> JSONResponse:
+        self.looks += 1
+        return JSONResponse(loads((64, self.waiting)))
+
+    def wait_for_looks(self) -> None:
+        """Until a gateway has seen what is true now: it looks again only when it has dealt with the look before."""
+        enough = self.looks + 2
+        deadline = time.monotonic() + 20
+        while self.looks < enough:
+            assert time.monotonic() < deadline, "nobody asks for the load"
+            time.sleep(0.005)
+
+
+def test_a_gateway_refuses_what_would_only_wait(serve):
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "Hello"}]}
+    with LoadedEngine(["Yes?"]) as engine:
+        gateway = serve(engine.url, gateway={"max_queued_per_engine": 4}, loads_s=0.02)
+
+        def ask() -> httpx.Response:
+            headers = {"Authorization": f"Bearer {gateway.key()}"}
+            return httpx.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers)
+
+        engine.waiting = 50
+        engine.wait_for_looks()
+        refused = ask()
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "wait for an engine" in refused.json()["error"]["message"]
+        engine.waiting = 0
+        engine.wait_for_looks()
+        assert ask().status_code == 200
+        assert gateway.stats().errors == {"rate_limit_exceeded": 1}
+        assert gateway.trajectory().unanswered_calls == 0

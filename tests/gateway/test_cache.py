@@ -1,0 +1,72 @@
+"""A session whose engine dies goes on at another one, and the break in the cache is counted."""
+
+import asyncio
+from itertools import takewhile
+from operator import eq
+
+import pytest
+
+from rollout_backend.config import RouterConfig
+from rollout_backend.gateway.cache import is_cache_break
+from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.serving.router import Router
+
+
+@pytest.mark.parametrize(
+    ("known", "cached", "broken"),
+    [
+        (0, 0, False),  # a first call
+        (255, 0, False),  # too short for an engine with large pages
+        (256, 0, True),
+        (1000, 999, False),
+        (1000, 1200, False),  # another session has asked the same before
+        (1000, 512, False),
+        (1000, 499, True),  # the system prompt alone, say
+    ],
+)
+def test_a_break_is_a_conversation_that_is_mostly_gone(known, cached, broken):
+    assert is_cache_break(known, cached) is broken
+
+
+class CachingEngine(ScriptedEngine):
+    """Finds as much of a prompt as it has seen before."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompt: "a long answer " * 30)
+        self.sequences: list[list[int]] = []
+
+    def _completion(self, text, body):
+        completion = super()._completion(text, body)
+        prompt = body["input_ids"]
+        shared = [sum(1 for _ in takewhile(bool, map(eq, prompt, seen))) for seen in self.sequences]
+        completion["meta_info"]["cached_tokens"] = max(shared, default=0)
+        self.sequences.append(prompt + completion["output_ids"])
+        return completion
+
+
+async def test_the_death_of_the_engine_that_a_session_is_pinned_to(serve, tmp_path):
+    with CachingEngine() as first, CachingEngine() as second:
+        async with Router(RouterConfig(), tmp_path / "router.log", model_call_s=20) as router:
+            await asyncio.gather(router.add(first.url), router.add(second.url))
+            gateway = serve(router.url, engine_attempts=10)
+            client = gateway.client()
+            messages = []
+
+            async def ask(question: str) -> None:
+                messages.append({"role": "user", "content": question})
+                reply = await asyncio.to_thread(client.chat.completions.create, model="scripted", messages=messages)
+                messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+
+            await ask("How are you?")
+            await ask("And now?")
+            assert gateway.stats().cache_breaks == 0
+            pinned, other = sorted((first, second), key=lambda engine: -len(engine.requests))
+            assert (len(pinned.requests), len(other.requests)) == (2, 0)
+            pinned.__exit__(None, None, None)
+            await ask("Are you still there?")
+            await ask("Good.")
+            assert len(other.requests) == 2
+            stats = gateway.stats()
+            assert (stats.calls, stats.cache_breaks, stats.errors) == (4, 1, {})
+            (segment,) = gateway.trajectory().segments  # to the trajectory it makes no difference
+            assert [turn.cached_tokens > 0 for turn in segment.turns] == [False, True, False, True]

@@ -1,0 +1,105 @@
+import dataclasses
+import json
+
+import pytest
+
+from rollout_backend.gateway.call import ModelCall
+from rollout_backend.gateway.constraint import Constraints
+from rollout_backend.gateway.errors import ApiError
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}}}
+SUB = {"type": "function", "function": {"name": "sub"}}
+SCHEMA = {"type": "array"}
+
+
+def tag(name: str, schema: dict) -> dict:
+    return {
+        "type": "tag",
+        "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": "}\n</tool_call>",
+    }
+
+
+def calls(*tags: dict, first: bool = False) -> dict:
+    return {
+        "type": "triggered_tags",
+        "triggers": ["<tool_call>"],
+        "tags": list(tags),
+        "at_least_one": True,
+        "stop_after_first": first,
+    }
+
+
+ADD_TAG, SUB_TAG = tag("add", {"type": "object", "required": ["a"]}), tag("sub", {"type": "object"})
+JSON = {"type": "json_schema", "json_schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({"tools": [ADD, SUB], "tool_choice": "required"}, calls(ADD_TAG, SUB_TAG)),
+        (
+            {"tools": [ADD, SUB], "tool_choice": "required", "parallel_tool_calls": False},
+            calls(ADD_TAG, SUB_TAG, first=True),
+        ),
+        ({"tools": [ADD, SUB], "tool_choice": "required", "tool_name": "sub"}, calls(SUB_TAG, first=True)),
+        ({"tools": [ADD], "tool_choice": "required", "json_schema": SCHEMA}, calls(ADD_TAG)),
+        ({"tools": [ADD], "json_schema": SCHEMA}, {"type": "or", "elements": [JSON, calls(ADD_TAG)]}),
+    ],
+)
+def test_a_form_with_tool_calls_is_a_structural_tag(bundle, asked, wanted):
+    params = Constraints(bundle, allowed=True).params(ModelCall("m", [], **asked), [])
+    assert json.loads(params.pop("structural_tag")) == {"type": "structural_tag", "format": wanted}
+    assert params == {}
+
+
+@pytest.mark.parametrize("asked", [{}, {"tools": [ADD]}, {"tools": [ADD], "tool_choice": "none"}])
+def test_what_forces_nothing_is_sampled_freely(bundle, asked):
+    for allowed in (True, False):
+        assert Constraints(bundle, allowed).params(ModelCall("m", [], **asked), []) == {}
+
+
+@pytest.mark.parametrize("asked", [{}, {"tools": [ADD], "tool_choice": "none"}])
+def test_json_alone_is_a_schema(bundle, asked):
+    call = ModelCall("m", [], json_schema=SCHEMA, **asked)
+    assert Constraints(bundle, True).params(call, []) == {"json_schema": json.dumps(SCHEMA)}
+
+
+def test_a_model_that_reasons_does_so_before_the_form(bundle):
+    class Reasons:
+        """Reads <think>...</think>, and a prompt that ends in token 7 has opened it."""
+
+        def parse_response(self, ids, tools=None, prompt_ids=None):
+            text = bundle.decode(ids)
+            opened = bool(prompt_ids) and prompt_ids[-1] == 7
+            parsed = bundle.renderer.parse_response(ids, tools=tools, prompt_ids=prompt_ids)
+            thought = text if opened else text.partition("<think>")[2].partition("</think>")[0]
+            return dataclasses.replace(parsed, reasoning_content=thought or None)
+
+    constraints = Constraints(dataclasses.replace(bundle, renderer=Reasons()), allowed=True)
+    call = ModelCall("m", [], json_schema=SCHEMA)
+
+    def after(begin: str) -> dict:
+        thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
+        return {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": "\\n*"}, JSON]}
+
+    forms = [json.loads(constraints.params(call, prompt)["structural_tag"])["format"] for prompt in ([3], [7])]
+    assert forms == [{"type": "or", "elements": [after("<think>"), JSON]}, after("")]
+
+
+def test_what_is_switched_off_or_not_known_is_refused(bundle):
+    call = ModelCall("m", [], tools=[ADD], tool_choice="required")
+    with pytest.raises(ApiError, match=r"tool_choice.*sampled freely"):
+        Constraints(bundle, allowed=False).params(call, [])
+
+    class Reads:
+        def parse_response(self, ids, tools=None, prompt_ids=None):
+            return bundle.renderer.parse_response([], tools=tools, prompt_ids=prompt_ids)
+
+    unknown = Constraints(dataclasses.replace(bundle, renderer=Reads()), allowed=True)
+    with pytest.raises(ApiError, match="tool_choice: how the renderer chatml writes tool calls"):
+        unknown.params(call, [])
+    with pytest.raises(ApiError, match="response_format: how the renderer"):
+        unknown.params(ModelCall("m", [], tools=[ADD], json_schema=SCHEMA), [])
+    assert unknown.params(ModelCall("m", [], json_schema=SCHEMA), []) == {"json_schema": json.dumps(SCHEMA)}

@@ -1,0 +1,100 @@
+"""A gateway that has served thousands of sessions is no larger than one that has served few."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from agent_wrapper.contract import Sampling, Trajectory
+from rollout_backend.config import RolloutConfig
+from rollout_backend.gateway.process import GatewayProcess
+from rollout_backend.gateway.tokens import SessionClaims
+from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.process import free_port
+
+SESSIONS = 5_000
+WARM_UP = 2_000
+AT_ONCE = 16
+KEPT_BYTES = 4096  # of a session, once it is closed; in truth it is 250, and the allocator wavers
+
+
+async def serve_engine() -> tuple[web.AppRunner, str]:
+    answer = {
+        "output_ids": [72, 105, 257],
+        "meta_info": {"finish_reason": {"type": "stop"}, "cached_tokens": 0, "weight_version": "0"},
+    }
+
+    async def generate(request: web.Request) -> web.Response:
+        await request.read()
+        return web.json_response(answer)
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    return runner, f"http://127.0.0.1:{port}"
+
+
+def claims(session: str) -> SessionClaims:
+    return SessionClaims(
+        run_id="r",
+        step=0,
+        rollout_id=session,
+        attempt=1,
+        session_id=session,
+        sampling=Sampling(),
+        expires_at=time.time() + 600,
+    )
+
+
+def rss_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_what_is_closed_takes_no_room(tmp_path):
+    runner, url = await serve_engine()
+    config = RolloutConfig.parse(
+        {
+            "model": {"path": BYTE_MODEL, "name": "m"},
+            "storage": {"bucket": "bucket"},
+            "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
+        }
+    )
+    gateway = GatewayProcess(config, url, tmp_path / "log")
+    body = {"model": "m", "messages": [{"role": "user", "content": "x" * 512}]}
+
+    async def live(http: aiohttp.ClientSession, numbers) -> None:
+        for number in numbers:
+            endpoint = gateway.endpoint(claims(f"session-{number}"))
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            async with http.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers) as reply:
+                assert reply.status == 200, await reply.text()
+            async with http.post(endpoint.trajectory_url, headers=headers) as reply:
+                sealed = await reply.read()
+        assert len(Trajectory.decode(sealed).segments) == 1
+
+    async def serve(sessions: range) -> None:
+        numbers = iter(sessions)
+        async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(live(http, numbers))
+        await gateway.revoke(f"session-{number}" for number in sessions)  # as a step does at its end
+
+    try:
+        await gateway.start()
+        await serve(range(WARM_UP))
+        before = rss_bytes(gateway._process.pid)
+        for first in range(WARM_UP, SESSIONS, 1000):
+            await serve(range(first, first + 1000))
+        grown = rss_bytes(gateway._process.pid) - before
+        stats = await gateway.stats()
+    finally:
+        await gateway.stop()
+        await runner.cleanup()
+    assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (SESSIONS, 0, SESSIONS)
+    assert grown < (SESSIONS - WARM_UP) * KEPT_BYTES, f"{grown / (SESSIONS - WARM_UP):.0f} bytes of each session stay"

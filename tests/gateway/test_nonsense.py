@@ -1,0 +1,648 @@
+"""Nonsense on every endpoint: never a 500, errors in the API's own shape, and nothing of one session in another's.
+
+The engine echoes its prompt, so whatever a session is sent of another one's conversation would show.
+"""
+
+import base64
+import json
+import logging
+import socket
+import time
+import zlib
+from collections.abc import AsyncIterator
+
+import anthropic.types
+import httpx
+import openai.types.chat
+import openai.types.responses
+import pytest
+from anyio.from_thread import start_blocking_portal
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from agent_wrapper.contract import Sampling, Trajectory
+from rollout_backend.config import GatewayConfig
+from rollout_backend.gateway.server import create_app
+from rollout_backend.gateway.settings import GatewaySettings
+from rollout_backend.gateway.tokens import SessionClaims, issue
+from rollout_backend.local.scripted import ScriptedEngine
+
+MODEL = "scripted"
+SECRET_TEXT = "the launch code is 7401"
+SIGNING, CONTROL = "signing-" * 6, "control-" * 6
+MAX_BODY_BYTES = 65_536
+EXAMPLES = 120
+
+quick = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+# --- a gateway in this process ----------------------------------------------------------------------------
+
+SAID = (
+    "well",
+    "",
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call> and <tool_call>',
+    '<tool_call>\n{"name": "add", "arguments": {"a": ' + '{"a": ' * 150 + "1" + "}" * 152 + "\n</tool_call>",
+    '<tool_call>\n{"name": "\\ud800", "arguments": {"a": "\\udfff", "b": 1e999, "c": NaN}}\n</tool_call>',
+    "</think><|im_start|>\u2028\x00",
+)
+
+
+def echo(prompt: str) -> str:
+    return f"{SAID[zlib.crc32(prompt.encode()) % len(SAID)]}{prompt[-300:].replace('<|im_end|>', '')}"
+
+
+def key(session: str = "mine", *, secret: str = SIGNING, lives_s: float = 3600) -> str:
+    claims = SessionClaims(
+        run_id="run",
+        step=0,
+        rollout_id="r",
+        attempt=1,
+        session_id=session,
+        sampling=Sampling(max_tokens=600),
+        expires_at=time.time() + lives_s,
+    )
+    return issue(secret, claims)
+
+
+class InProcess:
+    """The gateway's application, called without a socket; what it raises is raised here."""
+
+    def __init__(self, app, portal) -> None:
+        self._portal = portal
+        self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", timeout=60)
+
+    def __call__(self, method: str, path: str, body=b"", headers=None, session: str = "mine") -> httpx.Response:
+        headers = {"authorization": f"Bearer {key(session)}"} if headers is None else headers
+        return self._portal.call(self._send, method, path, body, headers)
+
+    async def _send(self, method: str, path: str, body, headers) -> httpx.Response:
+        content = _stream(body) if isinstance(body, list) else body
+        return await self._client.request(method, path, content=content, headers=headers)
+
+
+async def _stream(chunks: list[bytes]) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
+
+
+@pytest.fixture(scope="module")
+def send(bundle, byte_model):
+    """Calls a gateway whose engine echoes. Another session, `theirs`, has told it a secret."""
+    with ScriptedEngine(echo) as engine, start_blocking_portal() as portal:
+        app = create_app(
+            GatewaySettings(
+                port=0,
+                gateway=GatewayConfig(max_body_bytes=MAX_BODY_BYTES),
+                engine_url=engine.url,
+                secret=SIGNING,
+                control_key=CONTROL,
+                model=byte_model.model_copy(update={"context_length": 16_384}),
+                model_call_s=20,
+                engine_attempts=2,
+            ),
+            bundle,
+        )
+        with portal.wrap_async_context_manager(app.router.lifespan_context(app)):
+            send = InProcess(app, portal)
+            for path, base in BASES.items():
+                told = json.loads(json.dumps(base).replace(ASK, f"{ASK} {SECRET_TEXT}"))
+                assert send("POST", path, json.dumps(base).encode()).status_code == 200
+                answer = send("POST", path, json.dumps(told).encode(), session="theirs")
+                assert answer.status_code == 200
+                assert SECRET_TEXT in answer.text or path.endswith("count_tokens")
+            yield send
+            sealed = Trajectory.decode(send("POST", "/v1/rollout/trajectory", session="mine").content)
+            assert sealed.segments
+            for segment in sealed.segments:
+                assert SECRET_TEXT not in bundle.decode(segment.token_ids)
+
+
+# --- bodies -----------------------------------------------------------------------------------------------
+
+ASK = "What is 2 + 3?"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+_CONVERSATION = {
+    "model": MODEL,
+    "system": [{"type": "text", "text": "Be brief."}],
+    "messages": [
+        {"role": "user", "content": ASK},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "I add."},
+                {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 1}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "5"}]},
+    ],
+    "tools": [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
+}
+BASES = {
+    "/v1/chat/completions": {
+        "model": MODEL,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": ASK}], "name": "ann"},
+            {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "response_format": {"type": "text"},
+        "max_completion_tokens": 500,
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "seed": 1,
+        "n": 1,
+        "stop": ["END"],
+        "logprobs": True,
+        "stream": False,
+        "stream_options": {"include_usage": True},
+        "logit_bias": {"5": 1},
+        "user": "u",
+    },
+    "/v1/responses": {
+        "model": MODEL,
+        "instructions": "Be brief.",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": ASK}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "call_1", "output": "5"},
+        ],
+        "tools": [{"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": True}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "max_output_tokens": 500,
+        "temperature": 1.0,
+        "text": {"format": {"type": "text"}},
+        "include": ["reasoning.encrypted_content"],
+        "metadata": {"a": "b"},
+        "reasoning": {"effort": "low"},
+        "store": False,
+        "stream": False,
+    },
+    "/v1/messages": {
+        **_CONVERSATION,
+        "max_tokens": 500,
+        "stop_sequences": ["END"],
+        "temperature": 1.0,
+        "top_k": 5,
+        "output_config": {"effort": "low"},
+        "thinking": {"type": "disabled"},
+        "stream": False,
+    },
+    "/v1/messages/count_tokens": _CONVERSATION,
+}
+AGENTS_POST = [*BASES, "/v1/rollout/trajectory"]
+EVERY_PATH = [*AGENTS_POST, "/v1/models", f"/v1/models/{MODEL}", "/control/revoke", "/control/stats", "/health"]
+
+DEEP = {levels: "[" * levels + "]" * levels for levels in (100, 300, 20_000)}
+DEEP_OBJECTS = {levels: '{"a":' * levels + "1" + "}" * levels for levels in (100, 300)}
+RAW = {  # what `json.dumps` would not write
+    "@infinite@": "1e999",
+    "@nan@": "NaN",
+    "@digits@": "9" * 5000,
+    "@surrogate@": r'"\ud800 a"',
+    "@nul@": r'"\u0000"',
+    "@repeated@": '{"a": 1, "a": {"a": 2}}',
+    **{f"@array{levels}@": text for levels, text in DEEP.items()},
+    **{f"@object{levels}@": text for levels, text in DEEP_OBJECTS.items()},
+    "@schema@": '{"type": "object", "properties": ' + DEEP_OBJECTS[100] + "}",
+}
+numbers = st.sampled_from([0, -1, 1, 17, 2**31, 2**63, 2**64, 10**30, 10**400, 0.5, -0.0, 1e308, 5e-324])
+texts = st.one_of(
+    st.sampled_from(
+        ["", "auto", "none", "required", "function", "text", "json_object", "image", "\u2028", "a" * 3000]
+    ),
+    st.sampled_from(["user", "assistant", "system", "developer", "tool", "<|im_end|>\n<|im_start|>user", "add"]),
+    st.sampled_from(["@nul@", "@surrogate@", '{"a": ', "</tool_call>", '{"a": 1e999}', "[" * 300]),
+    st.text(max_size=20),
+)
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    numbers,
+    texts,
+    st.sampled_from(list(RAW)),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value: object, at: tuple = ()) -> list[tuple]:
+    """The ways to everything in it."""
+    found = [at] if at else []
+    if isinstance(value, dict):
+        return found + [place for name in value for place in places(value[name], (*at, name))]
+    if isinstance(value, list):
+        return found + [place for i in range(len(value)) for place in places(value[i], (*at, i))]
+    return found
+
+
+def alike(value: object) -> st.SearchStrategy:
+    """Values of the same type: what is let in must be right further inside."""
+    match value:
+        case bool():
+            return st.booleans()
+        case int() | float():
+            return numbers
+        case str():
+            return texts
+        case dict():
+            return st.dictionaries(texts, values, max_size=3).map(lambda more: {**value, **more})
+        case list():
+            return st.integers(0, 3).map(lambda times: value * times)
+    return values
+
+
+@st.composite
+def almost(draw, base: dict) -> bytes:
+    """The body with a few things changed, dropped, doubled or added."""
+    body = json.loads(json.dumps(base))
+    body["stream"] = draw(st.booleans())
+    for _ in range(draw(st.integers(1, 3))):
+        *way, last = draw(st.sampled_from([place for place in places(body) if place != ("model",)]))
+        holder = body
+        for step in way:
+            holder = holder[step]
+        match draw(st.sampled_from(["alike", "alike", "alike", "alike", "replace", "drop", "double", "add"])):
+            case "alike":
+                holder[last] = draw(alike(holder[last]))
+            case "replace":
+                holder[last] = draw(values)
+            case "drop":
+                del holder[last]
+            case "double":
+                holder[last] = [holder[last], holder[last]]
+            case "add" if isinstance(holder[last], dict):
+                holder[last][draw(texts)] = draw(values)
+    return write(body)
+
+
+def write(value: object) -> bytes:
+    text = json.dumps(value)
+    for name, raw in RAW.items():
+        text = text.replace(f'"{name}"', raw)
+    return text.encode()
+
+
+anything = st.one_of(
+    st.binary(max_size=200),
+    values.map(write),
+    st.dictionaries(st.sampled_from(["model", "messages", "input", "max_tokens", "stream"]), values).map(write),
+    st.sampled_from([write(base) for base in BASES.values()]).flatmap(
+        lambda body: st.sampled_from(
+            [
+                body.decode().encode("utf-16"),
+                b"\xef\xbb\xbf" + body,
+                body[:-1],
+                body + b"]",
+                body.replace(b"What", b"\xff\xfe"),
+                body.replace(b"What", b"\x00"),
+                body.replace(b"What", rb"\udc00"),
+                b"[" * 30_000,
+                b" " * (MAX_BODY_BYTES + 1),
+            ]
+        )
+    ),
+)
+
+
+# --- what must hold of every answer -----------------------------------------------------------------------
+
+
+def check(answer: httpx.Response, path: str) -> None:
+    """Never a 500, never another session's secret, and of the shape that the API's clients read."""
+    assert answer.status_code < 500, answer.text[:500]
+    assert SECRET_TEXT not in answer.text
+    assert SIGNING not in answer.text
+    assert CONTROL not in answer.text
+    if answer.status_code == 200:
+        if answer.headers["content-type"].startswith("text/event-stream"):
+            check_stream(answer.text, path)
+        elif path in _ANSWERS:
+            body = json.loads(answer.content, parse_constant=refuse)
+            _ANSWERS[path].model_validate({name: value for name, value in body.items() if name not in _REPEATED})
+    elif answer.request.method != "HEAD":
+        check_error(answer.json(), path in _ANTHROPICS)
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def check_error(body: dict, anthropics: bool) -> None:
+    if anthropics:
+        assert set(body) == {"type", "error", "request_id"}
+        assert body["type"] == "error"
+        assert set(body["error"]) == {"type", "message"}
+    else:
+        assert set(body) == {"error"}
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["message"], str)
+    assert body["error"]["type"]
+    json.dumps(body).encode()
+
+
+def check_stream(text: str, path: str) -> None:
+    """Every event can be read, and the last one says that it is over."""
+    assert text.endswith("\n\n")
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    if path == "/v1/chat/completions" and data[-1] == "[DONE]":
+        data.pop()
+        for event in data:
+            openai.types.chat.ChatCompletionChunk.model_validate_json(event)
+        return
+    events = [json.loads(event, parse_constant=refuse) for event in data]
+    if "error" in events[-1]:
+        check_error(events[-1], path in _ANTHROPICS)
+    else:
+        assert events[-1]["type"] in ("message_stop", "response.completed", "response.incomplete", "response.failed")
+
+
+_REPEATED = ("metadata", "reasoning")  # as they came
+_ANTHROPICS = ("/v1/messages", "/v1/messages/count_tokens", "/v2/messages")
+_ANSWERS = {
+    "/v1/chat/completions": openai.types.chat.ChatCompletion,
+    "/v1/responses": openai.types.responses.Response,
+    "/v1/messages": anthropic.types.Message,
+    "/v1/messages/count_tokens": anthropic.types.MessageTokensCount,
+}
+
+
+# --- in this process --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_what_is_almost_right(send, path):
+    answered = 0
+
+    @quick
+    @given(body=almost(BASES[path]))
+    def run(body):
+        nonlocal answered
+        answer = send("POST", path, body)
+        check(answer, path)
+        answered += answer.status_code == 200
+
+    run()
+    assert answered > EXAMPLES / 5, "nearly all are refused at the door: this tests little"
+
+
+@pytest.mark.parametrize("path", [*AGENTS_POST[:-1], "/control/revoke"])
+def test_anything_as_a_body(send, path):
+    token = CONTROL if path.startswith("/control") else key()
+
+    @quick
+    @given(body=anything, cuts=st.lists(st.integers(0, 200), max_size=4), kind=st.sampled_from(_CONTENT_TYPES))
+    @example(body=b"", cuts=[], kind=None)
+    def run(body, cuts, kind):
+        ends = [*sorted(cuts), len(body)]
+        chunks = [body[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        headers = {"authorization": f"Bearer {token}"} | ({"content-type": kind} if kind else {})
+        check(send("POST", path, chunks, headers), path)
+
+    run()
+
+
+_CONTENT_TYPES = [
+    None,
+    "application/json",
+    "application/json; charset=utf-16",
+    "text/plain",
+    "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=b",
+    "\u00e9".encode("latin-1"),
+]
+
+
+def forged(header: object, payload: object, signature: bytes = b"x" * 32) -> str:
+    def part(value: object) -> str:
+        raw = value if isinstance(value, bytes) else json.dumps(value).encode()
+        return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+    return f"{part(header)}.{part(payload)}.{part(signature)}"
+
+
+_BAD_KEYS = [
+    "",
+    "a.b.c",
+    "....",
+    key(secret="other-" * 8),
+    key(lives_s=-1),
+    key()[:-2],
+    forged({"alg": "none"}, {"session_id": "theirs"}, b""),
+    forged({"alg": ["HS256"]}, {}),
+    forged({"alg": "HS256", "crit": ["b64"], "b64": False}, {}),
+    forged(b"[" * 5000 + b"]" * 5000, {}),
+    forged(b'{"alg": "HS256", "a": ' + b"9" * 5000 + b"}", {}),
+    forged(b"\xff", b"\xff"),
+]
+
+
+@pytest.mark.parametrize("path", EVERY_PATH[:-1])
+def test_any_key_but_the_right_one(send, path):
+    method = "GET" if "models" in path or path.endswith("stats") else "POST"
+    body = json.dumps(BASES[path]).encode() if path in BASES else b"{}"
+
+    @quick
+    @given(st.text(st.characters(min_codepoint=32, max_codepoint=255), max_size=60), st.sampled_from(["x", "a"]))
+    def run(token, header):
+        headers = {"x-api-key": token} if header == "x" else {"authorization": token}
+        answer = send(method, path, body, {name: value.encode("latin-1") for name, value in headers.items()})
+        assert answer.status_code == 401
+        check(answer, path)
+
+    run()
+    for token in [*_BAD_KEYS, key() if path.startswith("/control") else CONTROL]:
+        for headers in ({"authorization": f"Bearer {token}"}, {"x-api-key": token}):
+            answer = send(method, path, body, headers)
+            assert answer.status_code == 401, headers
+            check(answer, path)
+
+
+@pytest.mark.parametrize(
+    "path", [*EVERY_PATH, "/", "/v1", "/v2/messages", "/v1/chat/completions/x", "/v1/models/a%00%ff"]
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
+def test_wrong_methods_and_paths(send, path, method):
+    answer = send(method, path, b"{}", session=f"{method}{path}")
+    check(answer, path)
+    right = "GET" if "models" in path or path in ("/control/stats", "/health") else "POST"
+    if path in EVERY_PATH and method not in (right, "HEAD"):
+        assert answer.status_code == 405
+
+
+def nested(levels: int) -> str:
+    return '{"a": ' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("path", [path for path in BASES if not path.endswith("count_tokens")])
+@pytest.mark.parametrize("levels", [150, 185, 190, 195, 200, 300, 900])
+def test_deep_arguments_come_back_or_are_refused(bundle, byte_model, serve, path, levels):
+    """Each reader of JSON has its own depth. A call that was answered is either read again, or refused in words."""
+    call = f'<tool_call>\n{{"name": "add", "arguments": {nested(levels)}}}\n</tool_call>'
+    with ScriptedEngine([call, "so be it"]) as engine:
+        model = byte_model.model_copy(update={"context_length": 32_768})
+        gateway = serve(engine.url, model=model)
+        headers = {"authorization": f"Bearer {gateway.key()}"}
+        body = {**BASES[path], "stop": None, "stop_sequences": None}
+        for limit in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+            if limit in body:
+                body[limit] = 20_000
+        first = httpx.post(gateway.url + path, json=body, headers=headers)
+        assert first.status_code == 200, first.text[:300]
+        check(first, path)
+        again = httpx.post(gateway.url + path, content=with_history(path, body, first.text), headers=headers)
+    assert again.status_code in (200, 400), again.text[:300]
+    check(again, path)
+
+
+def with_history(path: str, body: dict, answer: str) -> bytes:
+    """The body that goes on after the answer. Spliced as text, for this side's JSON has a depth as well."""
+    said = json.loads(answer)
+    if path == "/v1/messages":
+        more = [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": "Go on."}]
+        return json.dumps({**body, "messages": [*body["messages"], *more]}).encode()
+    more = [{"role": "user", "content": "Go on."}]
+    if path == "/v1/responses":
+        return json.dumps({**body, "input": [*body["input"], *said["output"], *more]}).encode()
+    return json.dumps({**body, "messages": [*body["messages"], said["choices"][0]["message"], *more]}).encode()
+
+
+def test_one_session_gets_no_answer_of_another(send):
+    """Also where it asks the very same thing in the same words, and says that it asks again."""
+    body = json.dumps(BASES["/v1/chat/completions"]).encode()
+
+    def ask(session: str) -> str:
+        headers = {
+            "authorization": f"Bearer {key(session)}",
+            "idempotency-key": "same",
+            "x-stainless-retry-count": "1",
+        }
+        answer = send("POST", "/v1/chat/completions", body, headers)
+        check(answer, "/v1/chat/completions")
+        return answer.json()["id"]
+
+    assert ask("twin-1") == ask("twin-1")
+    assert ask("twin-1") != ask("twin-2")
+
+
+# --- over HTTP --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gateway(serve):
+    """A gateway behind a real socket, and what its server logged as an error."""
+    errors: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: errors.append(record.getMessage())
+    log = logging.getLogger("uvicorn.error")
+    with ScriptedEngine(echo) as engine:
+        gateway = serve(engine.url, gateway={"max_body_bytes": MAX_BODY_BYTES})
+        log.addHandler(handler)
+        yield gateway
+        log.removeHandler(handler)
+    assert errors == []
+
+
+def raw(gateway, *pieces: bytes, wait_s: float = 0.0, hang_up: bool = True) -> bytes:
+    """What comes back on one connection for bytes sent one piece after another; b"" where it is only closed.
+
+    Who says that nothing more will come has hung up, as far as the gateway can tell.
+    """
+    host, port = gateway.url.removeprefix("http://").split(":")
+    answer = b""
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+                if wait_s:
+                    time.sleep(wait_s)  # a client that is slow, not one that is waited for
+            if hang_up:
+                connection.shutdown(socket.SHUT_WR)
+            while more := connection.recv(65536):
+                answer += more
+        except TimeoutError:
+            raise
+        except OSError:
+            pass  # the gateway closed the connection first
+    return answer
+
+
+def head(gateway, path: str, *more: str, method: str = "POST") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: gateway", f"Authorization: Bearer {gateway.key()}", *more]
+    return "\r\n".join([*lines, "Connection: close", "", ""]).encode("latin-1")
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_bodies_that_come_slowly_in_pieces_or_not_at_all(gateway, path):
+    body = json.dumps(BASES[path]).encode()
+    pieces = [body[i : i + 200] for i in range(0, len(body), 200)]
+    chunked = [b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces]
+    whole = head(gateway, path, f"Content-Length: {len(body)}")
+    in_chunks = head(gateway, path, "Transfer-Encoding: chunked")
+    for request in ((whole, *pieces), (in_chunks, *chunked, b"0\r\n\r\n")):
+        assert raw(gateway, *request, wait_s=0.01, hang_up=False).startswith(b"HTTP/1.1 200 ")
+    flood = b"%x\r\n" % 10**6, b" " * (MAX_BODY_BYTES + 1)
+    assert raw(gateway, in_chunks, *flood, hang_up=False).startswith(b"HTTP/1.1 413 ")
+    raw(gateway, whole, body[:-1])  # and it hangs up
+    raw(gateway, in_chunks, chunked[0])
+    raw(gateway, in_chunks, b"zz\r\n")
+    for length in ("-1", "1e3", "9" * 30, "1, 2", ""):
+        raw(gateway, head(gateway, path, f"Content-Length: {length}"), body)
+    assert httpx.get(f"{gateway.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", EVERY_PATH)
+def test_requests_that_are_none(gateway, path):
+    for request in (
+        head(gateway, path, method="G\x00T"),
+        head(gateway, path + "\x00"),
+        head(gateway, path + "?" + "a" * 70_000),
+        head(gateway, path, "Content-Length: 0", "X-Long: " + "a" * 70_000),
+        head(gateway, path, "Content-Length: 0", "Content-Length: 5"),
+        head(gateway, path, "No colon"),
+        head(gateway, path, "Upgrade: websocket", "Sec-WebSocket-Version: 13", method="GET"),
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\r\n" * 100,
+        b"",
+    ):
+        status = raw(gateway, request).partition(b"\r\n")[0]
+        assert b" 50" not in status, request[:80]
+    assert httpx.get(f"{gateway.url}/health").status_code == 200
+
+
+def run_over_http(client: httpx.Client, path: str, base: dict) -> None:
+    @settings(quick, max_examples=EXAMPLES // 4)
+    @given(body=almost(base) | anything)
+    def run(body):
+        check(client.post(path, content=body), path)
+
+    run()
+
+
+def test_nonsense_over_http(gateway):
+    """The same bodies as in this process, some of them."""
+    with httpx.Client(base_url=gateway.url, headers={"authorization": f"Bearer {gateway.key()}"}) as client:
+        for path, base in BASES.items():
+            run_over_http(client, path, base)
+    assert gateway.stats().errors.get("server_error", 0) == 0

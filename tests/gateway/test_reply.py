@@ -1,0 +1,57 @@
+import pytest
+from renderers import ParsedResponse, ParsedToolCall, ToolCallParseStatus
+
+from rollout_backend.gateway.reply import read_reply
+
+GOOD = ParsedToolCall(raw="{}", name="f", arguments={"a": "ü"})
+BAD = ParsedToolCall(raw='{"name": "f"', status=ToolCallParseStatus.UNCLOSED_BLOCK)
+UNKNOWN = ParsedToolCall(raw="{}", name="g", arguments={}, status=ToolCallParseStatus.UNKNOWN_TOOL, id="own")
+
+
+def test_a_reply_carries_what_could_be_read_and_what_could_not():
+    parsed = ParsedResponse(content="text", reasoning_content="why", tool_calls=[GOOD, BAD, UNKNOWN])
+    reply = read_reply(parsed, "all of it", finish_reason="stop", tools_offered=True)
+    assert reply.message["content"] == 'text\n{"name": "f"'
+    assert reply.message["reasoning_content"] == "why"
+    assert [call["function"]["name"] for call in reply.message["tool_calls"]] == ["f", "g"]
+    assert reply.message["tool_calls"][0]["function"]["arguments"] == '{"a": "ü"}'
+    assert reply.message["tool_calls"][1]["id"] == "own"
+    assert (reply.finish_reason, reply.malformed_tool_calls) == ("tool_calls", 1)
+
+
+def test_a_reply_that_is_only_a_broken_call_is_not_empty():
+    parsed = ParsedResponse(content="", tool_calls=[BAD])
+    reply = read_reply(parsed, "", finish_reason="stop", tools_offered=True)
+    assert reply.message == {"role": "assistant", "content": '{"name": "f"'}
+    assert reply.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("<f>", "", None),
+        ("<think>why</think>\n\nso <f>{}", "so", "why"),
+        ("<think>\n</think><f>{}", "", ""),
+    ],
+)
+def test_without_tools_the_text_is_the_content(text, content, reasoning):
+    parsed = ParsedResponse(content=content, reasoning_content=reasoning, tool_calls=[GOOD])
+    reply = read_reply(parsed, text, finish_reason="stop")
+    assert reply.message["content"] == text.rpartition("</think>")[2].strip()
+    assert reply.message.get("reasoning_content") == (reasoning or None)
+
+
+def test_one_call_at_a_time_is_the_first():
+    parsed = ParsedResponse(content="", tool_calls=[UNKNOWN, GOOD, GOOD])
+    reply = read_reply(parsed, "", finish_reason="stop", tools_offered=True, parallel=False)
+    assert [call["id"] for call in reply.message["tool_calls"]] == ["own"]
+    assert reply.extra_tool_calls == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "wanted"), [("one two", None, ("one", None)), ("", "one two", ("", "one"))]
+)
+def test_a_stop_string_is_not_part_of_the_reply(content, reasoning, wanted):
+    parsed = ParsedResponse(content=content, reasoning_content=reasoning)
+    reply = read_reply(parsed, "", finish_reason="stop", matched_stop=" two")
+    assert (reply.message["content"], reply.message.get("reasoning_content")) == wanted

@@ -1,0 +1,57 @@
+import pytest
+
+from agent_wrapper.contract import Sampling
+from rollout_backend.gateway.call import ModelCall
+from rollout_backend.gateway.errors import ApiError
+from rollout_backend.gateway.sampling import Budget, engine_params
+
+
+def params(sampling=Sampling(), may_set=(), prompt=10, context=100, left=None, choice=0, **more) -> dict:  # noqa: B008
+    call = ModelCall("m", [], **more)
+    return engine_params(call, sampling, may_set, Budget(prompt, context, left), [2], choice=choice).params
+
+
+@pytest.mark.parametrize(
+    ("asked", "trainers", "prompt", "left", "wanted"),
+    [
+        (None, None, 10, None, 90),
+        (7, None, 10, None, 7),
+        (7, 5, 10, None, 5),
+        (None, 50, 60, None, 40),
+        (500, 500, 99, None, 1),
+        (None, 50, 10, 8, 8),
+        (3, 50, 10, 8, 3),
+    ],
+)
+def test_a_reply_is_as_long_as_everybody_allows(asked, trainers, prompt, left, wanted):
+    found = params(Sampling(max_tokens=trainers), prompt=prompt, left=left, max_new_tokens=asked)
+    assert found["max_new_tokens"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("room", "code"), [({"prompt": 100}, "context_length_exceeded"), ({"left": 0}, "session_tokens_exceeded")]
+)
+def test_no_room_for_a_reply_is_refused(room, code):
+    with pytest.raises(ApiError) as error:
+        params(**room)
+    assert (error.value.status, error.value.code) == (400, code)
+
+
+def test_what_the_trainer_left_open_is_not_sent():
+    assert params() == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_new_tokens": 90,
+        "stop_token_ids": [2],
+    }
+
+
+def test_an_agents_seed_differs_between_choices():
+    assert [params(may_set=["seed"], wishes={"seed": 5}, choice=i)["sampling_seed"] for i in range(2)] == [5, 6]
+
+
+def test_wishes_that_change_nothing_are_not_counted():
+    call = ModelCall("m", [], wishes={"temperature": 1.0, "top_p": 0.5, "min_p": 0.0, "presence_penalty": 1})
+    asked = engine_params(call, Sampling(), (), Budget(1, 10), [])
+    assert asked.overridden == ["top_p", "presence_penalty"]

@@ -1,0 +1,50 @@
+"""The benchmark of token identity, smaller: an agent with a tool, on the real engine and on a script."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.serving.install import find_model
+
+ROLLOUTS = 6
+WORST_DIFFERENCE = 1e-4  # in probability, as in tests/serving/test_forward_pass.py
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("token_identity")
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(500)  # conversations on the real engine, then a plain forward pass
+async def test_what_is_trained_is_what_was_sampled(benchmark, real_engine):
+    measured = await benchmark.measure(benchmark.BRIDGED, ROLLOUTS, real_engine, find_model())
+    assert (measured.rows, measured.breaks, measured.repeated_tokens) == (ROLLOUTS, 0, 0)
+    assert measured.turns >= ROLLOUTS * benchmark.QUESTIONS
+    assert measured.tool_calls > 0
+    benchmark.check_logprobs([measured], find_model())
+    assert measured.worst_difference < WORST_DIFFERENCE
+
+
+@pytest.mark.parametrize("bridged", [True, False])
+async def test_a_call_in_the_models_own_spelling(benchmark, byte_model, monkeypatch, bridged):
+    """It is read as the same call, and rendered anew it is other tokens: a break, unless the tokens are kept."""
+    monkeypatch.setattr(benchmark, "MAX_TOKENS", 500)
+    monkeypatch.setattr(benchmark, "CONTEXT_LENGTH", 16_384)  # of bytes
+    odd = '<tool_call>{"name":"calculator","arguments":{"expression":"1 + 2"}}</tool_call>'
+    with ScriptedEngine([odd, "Answer: 3", odd, "Answer: 3", "Answer: 4"]) as engine:
+        renderer = benchmark.BRIDGED if bridged else benchmark.RERENDERED
+        measured = await benchmark.measure(renderer, 1, engine.url, byte_model.path)
+    assert (measured.turns, measured.tool_calls) == (5, 2)
+    assert measured.opened == ({"first_call": 1} if bridged else {"first_call": 1, "rerendered": 2})
+    assert measured.rows == (1 if bridged else 3)
+    assert (measured.repeated_tokens > 0) is not bridged
+    assert measured.retokenised_turns == 2
+    assert measured.sampled_tokens == 2 * (len(odd) + 1) + 3 * (len("Answer: 3") + 1)
+    for segment in measured.segments:
+        assert all(logprob == -0.5 for logprob, on in zip(segment.logprobs, segment.mask, strict=True) if on)
