@@ -1,0 +1,23 @@
+# syntax=docker/dockerfile:1
+# The image of the relay: the package's relay folder and what it needs, and nothing of the training side.
+#
+#   docker buildx build --platform linux/arm64,linux/amd64 --file infra/relay.Dockerfile --tag REPOSITORY:TAG --push .
+#
+# It wants ROLLOUT__RELAY__KEY in its environment. Options of `rollout relay` go behind the image's name.
+FROM python:3.12-slim
+
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1
+
+RUN useradd --create-home --uid 1000 relay
+COPY pyproject.toml README.md /relay/
+COPY rollout_backend/__init__.py rollout_backend/py.typed /relay/rollout_backend/
+COPY rollout_backend/relay /relay/rollout_backend/relay
+RUN pip install "/relay[relay]"
+
+USER 1000
+WORKDIR /home/relay
+EXPOSE 8080
+ENTRYPOINT ["python", "-m", "rollout_backend.relay", "--host", "0.0.0.0"]

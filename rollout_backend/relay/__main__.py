@@ -1,0 +1,15 @@
+"""`python -m rollout_backend.relay`: the relay, with its key in the environment."""
+
+from __future__ import annotations
+
+import logging
+
+import typer
+
+from rollout_backend.relay.cli import serve
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(serve)
+    app()

@@ -1,0 +1,272 @@
+"""The dialer: keeps one WebSocket to the relay open and makes the relay's calls at the gateway.
+
+    python -m rollout_backend.relay.dialer < settings.json
+
+It dials for as long as it runs, with back-off and jitter, and ends only where dialling again would be wrong: the keys
+differ, the versions differ, or another dialer has taken over.
+
+It trusts the relay with what passes through it and with nothing else: what may pass is decided here (`routes`), so a
+relay in wrong hands reaches no control path and no other server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import aiohttp
+import tenacity
+from multidict import CIMultiDict
+from yarl import URL
+
+from rollout_backend.relay import handshake
+from rollout_backend.relay.answers import error_body, error_headers
+from rollout_backend.relay.channel import Channel, chunks
+from rollout_backend.relay.exchange import CLOSE_TIMEOUT_S, CallLost, Close, Exchange, Link, LinkClosed
+from rollout_backend.relay.frames import (
+    MAX_FRAME,
+    VERSION,
+    Abort,
+    Challenge,
+    Chunk,
+    End,
+    FrameError,
+    Head,
+    Open,
+    Welcome,
+)
+from rollout_backend.relay.routes import METHODS, passed, route
+from rollout_backend.relay.settings import DialerSettings
+
+log = logging.getLogger(__name__)
+
+_CONNECT_S = 10.0
+_BACKOFF = tenacity.wait_random_exponential(multiplier=0.25, max=10.0)
+_GATEWAY_KEEPALIVE_S = 2.0  # shorter than the gateway's own, which would else close a connection that is being used
+_REFUSALS = {
+    Close.WRONG_KEY: "the relay refuses our key: relay.key here and ROLLOUT__RELAY__KEY there must be the same",
+    Close.REPLACED: "another training side with the same key has taken over the relay: give each its own relay",
+    Close.WRONG_VERSION: f"the relay does not speak protocol {VERSION}: install one release on both sides",
+}
+
+
+class RelayRefused(Exception):
+    """Dialling again would be of no use. The message says what to do."""
+
+
+class _NoLink(Exception):
+    """This attempt failed; the next one may not."""
+
+
+class Dialer(Exchange):
+    def __init__(self, settings: DialerSettings) -> None:
+        super().__init__(settings.reconnect_s)
+        self._settings = settings
+        self._relay = ""  # whose calls are in flight
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Dials until it is cancelled.
+
+        Raises:
+            RelayRefused: says why dialling again is of no use.
+        """
+        async with AsyncExitStack() as stack:
+            outside = await stack.enter_async_context(aiohttp.ClientSession(trust_env=True))  # HTTPS_PROXY counts
+            self._http = await stack.enter_async_context(
+                aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_GATEWAY_KEEPALIVE_S),
+                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                    auto_decompress=False,
+                    cookie_jar=aiohttp.DummyCookieJar(),
+                    skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+                )
+            )
+            stack.push_async_callback(self._end_calls)
+            dialling = tenacity.AsyncRetrying(
+                retry=tenacity.retry_if_exception_type(_NoLink), wait=_BACKOFF, before_sleep=_tell
+            )
+            while True:
+                link: Link = await dialling(self._dial, outside)
+                log.info("connected to %s", self._settings.url)
+                try:
+                    await self.serve(link)
+                except LinkClosed as closed:
+                    _stop_if_refused(closed)
+                    log.warning("the connection to the relay ended (code %s)", closed.code)
+                except FrameError as error:
+                    log.error("the relay does not speak the protocol: %s", error)  # noqa: TRY400
+                    await link.close(Close.BROKEN_FRAME, str(error))
+                finally:
+                    await link.close()
+                await asyncio.sleep(random.uniform(0, _BACKOFF.multiplier))  # noqa: S311
+
+    async def _dial(self, outside: aiohttp.ClientSession) -> Link:
+        settings = self._settings
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                socket = await outside.ws_connect(
+                    f"{settings.url.rstrip('/')}/relay",
+                    heartbeat=settings.heartbeat_s,
+                    max_msg_size=MAX_FRAME,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_TIMEOUT_S),
+                )
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _NoLink(f"{settings.url} cannot be reached: {error!r}") from None
+        link = Link(socket)
+        try:
+            async with asyncio.timeout(handshake.TIMEOUT_S):
+                relay = await self._shake_hands(link)
+        except LinkClosed as closed:
+            _stop_if_refused(closed)
+            raise _NoLink(f"{settings.url} ended the handshake (code {closed.code})") from None
+        except TimeoutError:
+            await link.close()
+            raise _NoLink(f"{settings.url} did not end the handshake in time") from None
+        except FrameError as error:
+            await link.close(Close.BROKEN_FRAME, str(error))
+            raise RelayRefused(f"{settings.url} is no relay: {error}") from None
+        except RelayRefused:
+            await link.close(Close.WRONG_KEY)
+            raise
+        if relay != self._relay:
+            self.lose(CallLost(502, "the relay was started again"))
+            self._relay = relay
+        return link
+
+    async def _shake_hands(self, link: Link) -> str:
+        """The relay's id."""
+        key = self._settings.key.get_secret_value()
+        challenge = await link.receive()
+        if not isinstance(challenge, Challenge):
+            raise FrameError(f"a {type(challenge).__name__} where a Challenge should come")
+        if challenge.version != VERSION:
+            raise RelayRefused(_REFUSALS[Close.WRONG_VERSION])
+        said = handshake.hello(key, challenge, self._settings.dialer_id)
+        await link.say(said)
+        welcome = await link.receive()
+        if not isinstance(welcome, Welcome) or not handshake.is_relay(key, challenge, said, welcome.proof):
+            raise RelayRefused(f"{self._settings.url} does not know our key: it is not the relay that we want")
+        return challenge.relay_id
+
+    # --- calls --------------------------------------------------------------------------------------------
+
+    def opened(self, frame: Open) -> None:
+        channel = self.channels.get(frame.call)
+        if channel is None:
+            if len(self._tasks) >= self._settings.max_calls:
+                raise FrameError(f"more than {self._settings.max_calls} calls at once")
+            channel = self.channels[frame.call] = Channel(frame.call, self.send)
+            self._tasks[frame.call] = asyncio.create_task(self._call(channel))
+        channel.offer(frame)
+
+    def cancelled(self, call: int) -> None:
+        self.channels.pop(call, None)
+        if (task := self._tasks.get(call)) is not None:
+            task.cancel()
+
+    def unknown_there(self, channel: Channel) -> None:
+        self.cancelled(channel.call)  # nobody waits for it any more
+
+    def lose(self, failure: CallLost) -> None:
+        super().lose(failure)
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _end_calls(self) -> None:
+        self.lose(CallLost(503, "the training side is stopping"))
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _call(self, channel: Channel) -> None:
+        """One call, until the relay has dealt with all of its answer."""
+        try:
+            async with asyncio.timeout(self._settings.call_s):
+                opened = await channel.receive()
+                assert isinstance(opened, Open)
+                channel.consumed(now=True)
+                await self._pass_on(channel, opened)
+                await channel.drained()
+        except TimeoutError:
+            log.warning("a call was given up after %g s", self._settings.call_s)
+        except CallLost as lost:
+            log.info("a call was lost: %s", lost)
+        finally:
+            if self.channels.get(channel.call) is channel:
+                del self.channels[channel.call]
+            if self._tasks.get(channel.call) is asyncio.current_task():
+                del self._tasks[channel.call]
+
+    async def _pass_on(self, channel: Channel, opened: Open) -> None:
+        begun = False
+        found = route(opened.path)
+        base = self._settings.gateways.get(found[0]) if found is not None else None
+        if found is None or base is None or opened.method not in METHODS:
+            await _answer(channel, 404, "there is no such gateway or path")
+            return
+        try:
+            headers = CIMultiDict(passed(opened.headers))
+            if not opened.has_body:
+                headers.popall("Content-Length", None)
+            async with self._http.request(
+                opened.method,
+                URL(base.rstrip("/") + found[1], encoded=True),
+                headers=headers,
+                data=_body(channel) if opened.has_body else None,
+                allow_redirects=False,
+            ) as response:
+                head = passed(response.headers.items())
+                begun = True
+                await channel.send(lambda call, seq: Head(call, seq, response.status, head))
+                async for read in response.content.iter_any():
+                    for data in chunks(read):
+                        await channel.send(lambda call, seq, data=data: Chunk(call, seq, data))  # type: ignore[misc]
+                await channel.send(End)
+        except (aiohttp.ClientError, ValueError) as error:
+            log.warning("a call to the gateway failed: %r", error)
+            if begun:
+                await channel.send(Abort)
+            else:
+                await _answer(channel, 502, "the gateway does not answer")
+
+
+async def _body(channel: Channel) -> AsyncIterator[bytes]:
+    while isinstance(frame := await channel.receive(), Chunk):
+        yield frame.data
+        channel.consumed()
+    channel.consumed(now=True)
+
+
+async def _answer(channel: Channel, status: int, message: str) -> None:
+    body = error_body(status, message)
+    headers = (*error_headers(status).items(), ("Content-Length", str(len(body))))
+    await channel.send(lambda call, seq: Head(call, seq, status, headers))
+    await channel.send(lambda call, seq: Chunk(call, seq, body))
+    await channel.send(End)
+
+
+def _stop_if_refused(closed: LinkClosed) -> None:
+    if closed.code in _REFUSALS:
+        raise RelayRefused(_REFUSALS[Close(closed.code)]) from None
+
+
+def _tell(state: tenacity.RetryCallState) -> None:
+    assert state.outcome is not None
+    wait_s = state.next_action.sleep if state.next_action is not None else 0.0
+    log.warning("%s; the next attempt is in %.1f s", state.outcome.exception(), wait_s)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = DialerSettings.model_validate_json(sys.stdin.buffer.read())
+    try:
+        asyncio.run(Dialer(settings).run())
+    except RelayRefused as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What the relay and the dialer say to each other: one msgpack array in each binary WebSocket message.
+
+A call is two streams of numbered frames: the request (`Open`, then `Chunk`s and an `End` if it has a body) and the
+response (`Head`, `Chunk`s, then `End` or `Abort`). `Ack` and `Cancel` are about a call and carry no number. A
+connection begins with `Challenge`, `Hello`, `Welcome` and one `Resume` from each side. Liveness is WebSocket's own
+ping and pong.
+
+Whatever is not of this form raises `FrameError`: the other side is not trusted to be well made.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import msgpack
+from pydantic import Field, TypeAdapter, ValidationError
+
+VERSION = 1
+"""Of this protocol. Two sides of different versions do not talk."""
+MAX_CHUNK = 64 * 1024
+"""Bytes of body that one frame may carry."""
+MAX_HEADERS = 64 * 1024
+"""Bytes of headers that one frame may carry."""
+MAX_PATH = 8 * 1024
+MAX_FRAME = 1024 * 1024
+"""Bytes of one message; a `Resume` of 65,536 calls fits."""
+MAX_CALLS = 65_536
+"""Calls that one link may carry."""
+
+Number = Annotated[int, Field(ge=0, lt=2**53)]
+Id = Annotated[str, Field(min_length=16, max_length=64)]
+Nonce = Annotated[bytes, Field(min_length=32, max_length=32)]
+Proof = Annotated[bytes, Field(min_length=32, max_length=32)]
+Headers = tuple[tuple[str, str], ...]
+
+
+class FrameError(ValueError):
+    """A message that is no frame, or one that has no business where it came."""
+
+
+class Challenge(NamedTuple):
+    """Relay: who it is, and what the dialer's proof must cover."""
+
+    version: int
+    relay_id: Id
+    nonce: Nonce
+
+
+class Hello(NamedTuple):
+    """Dialer: who it is, its proof, and what the relay's proof must cover."""
+
+    version: int
+    dialer_id: Id
+    nonce: Nonce
+    proof: Proof
+
+
+class Welcome(NamedTuple):
+    """Relay: its proof. The dialer may stay."""
+
+    proof: Proof
+
+
+class Resume(NamedTuple):
+    """The calls that this side knows, each with the number of the frame that it wants next."""
+
+    calls: Annotated[tuple[tuple[Number, Number], ...], Field(max_length=MAX_CALLS)]
+
+
+class Open(NamedTuple):
+    call: Number
+    seq: Number
+    method: Annotated[str, Field(max_length=16)]
+    path: Annotated[str, Field(max_length=MAX_PATH)]
+    """As it stood in the request line, with its query."""
+    headers: Headers
+    has_body: bool
+
+
+class Head(NamedTuple):
+    call: Number
+    seq: Number
+    status: Annotated[int, Field(ge=200, le=599)]
+    headers: Headers
+
+
+class Chunk(NamedTuple):
+    call: Number
+    seq: Number
+    data: Annotated[bytes, Field(max_length=MAX_CHUNK)]
+
+
+class End(NamedTuple):
+    """The stream is whole."""
+
+    call: Number
+    seq: Number
+
+
+class Abort(NamedTuple):
+    """The response breaks off."""
+
+    call: Number
+    seq: Number
+
+
+class Ack(NamedTuple):
+    """All frames of the call below this number are dealt with, and their memory is free again."""
+
+    call: Number
+    consumed: Number
+
+
+class Cancel(NamedTuple):
+    """Relay: nobody waits for this call any more."""
+
+    call: Number
+
+
+Numbered = Open | Head | Chunk | End | Abort
+Frame = Challenge | Hello | Welcome | Resume | Numbered | Ack | Cancel
+
+_KINDS: tuple[type[Frame], ...] = (
+    Challenge, Hello, Welcome, Resume, Open, Head, Chunk, End, Abort, Ack, Cancel
+)  # fmt: skip
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+_ADAPTERS = tuple(TypeAdapter[Frame](kind) for kind in _KINDS)
+
+
+def encode(frame: Frame) -> bytes:
+    packed: bytes = msgpack.packb((_CODES[type(frame)], *frame))
+    return packed
+
+
+def decode(message: bytes) -> Frame:
+    """Raises FrameError: says what the message is not."""
+    try:
+        fields = msgpack.unpackb(message, use_list=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise FrameError(f"a message that is no msgpack: {error}") from None
+    if not isinstance(fields, tuple) or not fields or type(fields[0]) is not int or not 0 <= fields[0] < len(_KINDS):
+        raise FrameError("a message of no known kind")
+    try:
+        return _ADAPTERS[fields[0]].validate_python(fields[1:], strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = _KINDS[fields[0]].__name__
+        raise FrameError(f"a {name} whose {'.'.join(map(str, first['loc']))} is wrong: {first['msg']}") from None

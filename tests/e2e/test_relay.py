@@ -1,0 +1,115 @@
+"""A whole run whose agents reach a relay and never a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from textwrap import dedent
+
+import aiohttp
+import pytest
+
+from agent_wrapper.contract import Outcome
+from rollout_backend.errors import ServingError
+from rollout_backend.process import ServerProcess, free_port
+from rollout_backend.tasks import Task
+
+KEY = "a-key-that-both-sides-know-" * 2
+AGENT = """
+from openai import AsyncOpenAI
+from agent_wrapper import RolloutApp
+
+app = RolloutApp()
+
+@app.entrypoint
+async def agent(context):
+    client = AsyncOpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=8)
+    messages = [{"role": "user", "content": "What is 3 + 4?"}]
+    reply = await client.chat.completions.create(model=context.model, messages=messages)
+    return {"reward": float("7" in reply.choices[0].message.content), "base_url": context.base_url}
+
+if __name__ == "__main__":
+    app.run()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "patient" / "agent.py"
+    path.parent.mkdir()
+    path.write_text(dedent(AGENT))
+    return path
+
+
+class Relay:
+    def __init__(self, log) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = log
+        self._process: ServerProcess | None = None
+
+    async def start(self) -> None:
+        argv = [sys.executable, "-m", "rollout_backend.relay", "--port", str(self.port)]
+        self._process = ServerProcess("the relay", argv, self._log, {**os.environ, "ROLLOUT__RELAY__KEY": KEY})
+        await self._process.start()
+        await self._process.wait_healthy(self._healthy, 30.0)
+
+    async def stop(self) -> None:
+        assert self._process is not None
+        await self._process.stop()
+
+    async def _healthy(self) -> bool:
+        try:
+            async with aiohttp.ClientSession() as http, http.get(f"{self.url}/health") as answer:
+                return answer.status == 200
+        except aiohttp.ClientError:
+            return False
+
+
+@pytest.fixture
+async def relay(tmp_path):
+    relay = Relay(tmp_path / "relay.log")
+    await relay.start()
+    yield relay
+    await relay.stop()
+
+
+async def test_a_run_through_a_relay(open_run, relay, script, held_back, monkeypatch):
+    monkeypatch.setenv("ROLLOUT__RELAY__KEY", KEY)
+    holding, asked = False, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def answer(prompt: str) -> str:
+        if holding:
+            loop.call_soon_threadsafe(asked.set)
+            held_back(prompt)  # its answer will find nobody
+        return "7"
+
+    run = await open_run(
+        f"relay.url=ws://127.0.0.1:{relay.port}", "gateway.processes=2", replies=answer, script=script
+    )
+    result = await run.manager.collect([Task(f"task-{i}", {}) for i in range(4)])
+    assert result.report.balanced
+    assert result.report.outcomes[Outcome.COMPLETED] == 8
+    urls = {rollout.extras["base_url"] for rollout in result.rollouts}
+    assert urls <= {f"{relay.url}/s/0/v1", f"{relay.url}/s/1/v1"}
+    assert all(rollout.reward == 1.0 and rollout.segments for rollout in result.rollouts)
+
+    # A relay that is started again in the middle of a step costs no rollout.
+    holding = True
+    collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))
+    async with asyncio.timeout(30):
+        await asked.wait()
+    await relay.stop()
+    holding = False
+    await relay.start()
+    result = await collecting
+    assert result.report.outcomes[Outcome.COMPLETED] == 2
+
+    # Without the dialer no call gets through: the run ends with the reason, and no session is left.
+    collecting = asyncio.create_task(run.manager.collect([Task("b", {})]))
+    run.manager._dialer._process._process.kill()
+    with pytest.raises(ServingError, match="the relay's dialer ended with code"):
+        await collecting
+    assert (await run.cloud.sessions())["sessions"] == []

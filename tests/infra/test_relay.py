@@ -1,0 +1,183 @@
+"""The relay's manifests: what they promise, and that they fit the relay and its page."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from rollout_backend.config import load_config
+from rollout_backend.relay.cli import KEY_ENV, serve
+from rollout_backend.relay.server import _KEEPALIVE_S
+from rollout_backend.relay.settings import RelaySettings
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "infra" / "relay-ecs.yaml"
+PAGE = (ROOT / "docs" / "relay.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def manifest() -> dict[str, Any]:
+    return {one["kind"]: one for one in yaml.safe_load_all((ROOT / "infra" / "relay-kubernetes.yaml").read_text())}
+
+
+def options() -> set[str]:
+    app = typer.Typer()
+    app.command()(serve)
+    return {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
+
+
+def given(args: list[Any]) -> dict[str, Any]:
+    return dict(zip(args[::2], args[1::2], strict=True))
+
+
+# --- Kubernetes -------------------------------------------------------------------------------------------
+
+
+def test_there_is_one_pod_and_never_two(manifest: dict[str, Any]) -> None:
+    spec = manifest["Deployment"]["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+
+
+def test_the_pod_starts_the_relay_with_its_key(manifest: dict[str, Any]) -> None:
+    (container,) = manifest["Deployment"]["spec"]["template"]["spec"]["containers"]
+    (env,) = container["env"]
+    assert env["name"] == KEY_ENV
+    assert env["valueFrom"]["secretKeyRef"] == {"name": "rollout-relay", "key": "key"}
+    args = given(container["args"])
+    assert args.keys() <= options()
+    (port,) = container["ports"]
+    assert args["--port"] == str(port["containerPort"])
+    for probe in ("readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
+    assert manifest["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert manifest["Service"]["spec"]["selector"] == manifest["Deployment"]["spec"]["selector"]["matchLabels"]
+    assert int(args["--max-calls"]) * 2 * 256 / 1024 < 1024 - 256  # MiB: below the limit, with room
+
+
+def test_the_pod_can_do_nothing_but_relay(manifest: dict[str, Any]) -> None:
+    pod = manifest["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def test_only_the_training_side_comes_in_from_outside(manifest: dict[str, Any]) -> None:
+    (rule,) = manifest["Ingress"]["spec"]["rules"]
+    paths = [(path["path"], path["pathType"]) for path in rule["http"]["paths"]]
+    assert paths == [("/relay", "Exact"), ("/health", "Exact")]
+    assert manifest["Ingress"]["spec"]["tls"][0]["hosts"] == [rule["host"]]
+
+
+# --- the image --------------------------------------------------------------------------------------------
+
+
+def test_the_image_holds_what_the_relay_imports_and_nothing_heavy() -> None:
+    dockerfile = (ROOT / "infra" / "relay.Dockerfile").read_text()
+    for path in re.findall(r"^COPY (.*) /relay/.*$", dockerfile, flags=re.M):
+        assert all((ROOT / name).exists() for name in path.split())
+    code = "import sys, rollout_backend.relay.server, rollout_backend.relay.cli; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    ours = {name for name in loaded if name.startswith(("rollout_backend.", "agent_wrapper"))}
+    assert all(name.startswith("rollout_backend.relay") for name in ours)
+    not_there = {"boto3", "httpx", "jwt", "numpy", "ray", "renderers", "starlette", "transformers", "uvicorn", "yaml"}
+    assert not_there & {name.partition(".")[0] for name in loaded} == set()
+
+
+# --- ECS --------------------------------------------------------------------------------------------------
+
+
+def test_cfn_lint_finds_nothing() -> None:
+    program = str(Path(sys.executable).with_name("cfn-lint"))
+    argv = [program, "--include-checks", "I", "--format", "json", "--", str(TEMPLATE)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (json.loads(done.stdout or "[]"), done.returncode) == ([], 0), done.stdout + done.stderr
+
+
+def test_there_is_one_task_and_never_two(relay_stack: dict[str, Any]) -> None:
+    service = relay_stack["Resources"]["Service"]["Properties"]
+    assert service["DesiredCount"] == 1
+    deployment = service["DeploymentConfiguration"]
+    assert (deployment["MaximumPercent"], deployment["MinimumHealthyPercent"]) == (100, 0)
+
+
+def test_the_task_has_its_key_and_no_role(relay_stack: dict[str, Any]) -> None:
+    task = relay_stack["Resources"]["Task"]["Properties"]
+    assert "TaskRoleArn" not in task
+    (container,) = task["ContainerDefinitions"]
+    assert container["Secrets"] == [{"Name": KEY_ENV, "ValueFrom": {"Ref": "Key"}}]
+    assert "Environment" not in container
+    args = given(container["Command"])
+    assert args.keys() <= options()
+    assert args["--port"] == str(container["PortMappings"][0]["ContainerPort"])
+
+
+def test_nothing_but_tls_comes_in_and_from_two_places(relay_stack: dict[str, Any]) -> None:
+    resources = relay_stack["Resources"]
+    rules = resources["BalancerGroup"]["Properties"]["SecurityGroupIngress"]
+    assert {(rule["FromPort"], rule["ToPort"], rule["CidrIp"]["Ref"]) for rule in rules} == {
+        (443, 443, "TrainerCidr"),
+        (443, 443, "AgentCidr"),
+    }
+    assert "SecurityGroupIngress" not in resources["TaskGroup"]["Properties"]
+    to_task = resources["BalancerToTask"]["Properties"]
+    assert (to_task["SourceSecurityGroupId"], to_task["FromPort"]) == ({"Ref": "BalancerGroup"}, 8080)
+    assert resources["Listener"]["Properties"]["Protocol"] == "HTTPS"
+    assert resources["Listener"]["Properties"]["DefaultActions"][0]["Type"] == "fixed-response"
+    (condition,) = resources["ListenerRule"]["Properties"]["Conditions"]
+    assert condition["PathPatternConfig"]["Values"] == ["/v1/*", "/s/*", "/relay", "/health"]
+
+
+def test_what_starts_the_task_reads_its_key_and_no_other(relay_stack: dict[str, Any]) -> None:
+    (policy,) = relay_stack["Resources"]["ExecutionRole"]["Properties"]["Policies"]
+    by_sid = {statement["Sid"]: statement for statement in policy["PolicyDocument"]["Statement"]}
+    assert by_sid["Key"]["Resource"] == {"Ref": "Key"}
+    assert by_sid["Logs"]["Resource"] == {"Fn::GetAtt": "LogGroup.Arn"}
+    assert [sid for sid, statement in by_sid.items() if statement["Resource"] == "*"] == ["Registry"]
+
+
+def test_the_load_balancer_waits_longer_than_a_model_call(relay_stack: dict[str, Any]) -> None:
+    parameters = relay_stack["Parameters"]
+    config = load_config(
+        None, ["model.path=m", "storage.bucket=bucket", "runtime.kind=http", "runtime.url=http://localhost"], env={}
+    )
+    assert parameters["IdleSeconds"]["Default"] > config.timeouts.model_call_s
+    assert parameters["IdleSeconds"]["MaxValue"] < _KEEPALIVE_S  # or it would use connections that are being closed
+    assert parameters["MaxCalls"]["Default"] == RelaySettings.model_fields["max_calls"].default
+
+
+# --- the page ---------------------------------------------------------------------------------------------
+
+
+def test_the_page_tells_every_parameter(relay_stack: dict[str, Any]) -> None:
+    table = PAGE.partition("## The stack's parameters")[2].partition("## ")[0]
+    told = set(re.findall(r"`([A-Z]\w+)`", " ".join(re.findall(r"^\| ([^|]*) \|", table, flags=re.M))))
+    assert told == set(relay_stack["Parameters"])
+    required = {name for name, parameter in relay_stack["Parameters"].items() if "Default" not in parameter}
+    assert required <= set(re.findall(r"(\w+)=", PAGE))
+    for output in re.findall(r"output `?([A-Z]\w+)", PAGE):
+        assert output in relay_stack["Outputs"]
+
+
+def test_the_pages_settings_can_be_loaded_and_its_options_exist(tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```yml\n(.*?)^```", PAGE, flags=re.M | re.S)
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert load_config(path, env={KEY_ENV: "k" * 32}).relay is not None
+    named = set(re.findall(r"`(--[a-z-]+)`", PAGE)) | set(
+        re.findall(r"(--[a-z-]+)", next(line for line in PAGE.splitlines() if "-m rollout_backend.relay" in line))
+    )
+    assert len(named) >= 6
+    assert named <= options()

@@ -1,0 +1,310 @@
+"""A relay in a process of its own, a dialer, something behind it, and a wire between the two that can be cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from anyio.from_thread import start_blocking_portal
+
+from rollout_backend.process import ServerProcess, free_port
+from rollout_backend.relay.dialer import Dialer
+from rollout_backend.relay.settings import DialerSettings
+
+KEY = "a-key-that-both-sides-know-" * 2
+
+
+async def eventually(condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while True:
+            said = condition()
+            if said is True or (said is not False and await said):
+                return
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def until() -> Callable[..., Awaitable[None]]:
+    return eventually
+
+
+@pytest.fixture
+def key() -> str:
+    return KEY
+
+
+@dataclass
+class RelayServer:
+    process: ServerProcess
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        await self.process.start()
+        await self.process.wait_healthy(self.healthy, 30.0)
+
+    async def health(self) -> dict[str, Any]:
+        async with aiohttp.ClientSession() as http, http.get(f"{self.url}/health") as response:
+            return dict(await response.json())
+
+    async def healthy(self) -> bool:
+        try:
+            return (await self.health())["status"] == "ok"
+        except aiohttp.ClientError:
+            return False
+
+    async def dialled(self, dialer_id: str | None = None) -> bool:
+        said = (await self.health())["dialer"]
+        return said is not None and dialer_id in (None, said)
+
+    def kill(self) -> None:
+        assert self.process._process is not None
+        self.process._process.kill()
+
+
+def relay_server(log: Path, *options: object, port: int = 0, key: str = KEY) -> RelayServer:
+    port = port or free_port()
+    argv = [sys.executable, "-m", "rollout_backend.relay", "--port", str(port), *map(str, options)]
+    return RelayServer(ServerProcess("the relay", argv, log, {**os.environ, "ROLLOUT__RELAY__KEY": key}), port)
+
+
+@pytest.fixture(scope="session")
+def shared_relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayServer]:
+    """A relay with the settings' defaults. Each test's dialer takes it over from the one before."""
+    relay = relay_server(tmp_path_factory.mktemp("relay") / "relay.log")
+    with start_blocking_portal() as portal:
+        portal.call(relay.start)
+        yield relay
+        portal.call(relay.process.stop)
+
+
+@pytest.fixture
+async def start_relay(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[RelayServer]]]:
+    """Starts `python -m rollout_backend.relay`; further arguments are its options."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*options: object, port: int = 0, key: str = KEY) -> RelayServer:
+            relay = relay_server(tmp_path / "relay.log", *options, port=port, key=key)
+            stack.push_async_callback(relay.process.stop)
+            await relay.start()
+            return relay
+
+        yield start
+
+
+class Wire:
+    """A TCP proxy to `port` that can be cut, held, and put up again."""
+
+    def __init__(self, port: int) -> None:
+        self.port = 0
+        self.connections = 0  # made so far
+        self.down = False
+        self.half = False  # when a connection ends on one side, the other is not told
+        self.cut_every = 0  # bytes; 0: never by itself
+        self._passed = 0
+        self._to = port
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._left: list[asyncio.StreamWriter] = []
+
+    @property
+    def url(self) -> str:
+        return f"ws://127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> Wire:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await self.cut()
+        for writer in self._left:
+            writer.transport.abort()
+
+    async def cut(self) -> None:
+        """Ends every connection at once, with whatever is on its way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def hold(self) -> None:
+        """Nothing gets through any more, and nobody is told."""
+        self._flowing.clear()
+
+    def release(self) -> None:
+        self._flowing.set()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        writers = [writer]
+        try:
+            if self.down:
+                return
+            self.connections += 1
+            there, back = await asyncio.open_connection("127.0.0.1", self._to)
+            writers.append(back)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pump(reader, back))
+                group.create_task(self._pump(there, writer))
+        except* (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.transport.abort()
+            if self.half:
+                self._left += writers[1:]
+            else:
+                for one in writers:
+                    one.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            await self._flowing.wait()
+            writer.write(data)
+            await writer.drain()
+            self._passed += len(data)
+            if self.cut_every and self._passed >= self.cut_every:
+                self._passed = 0
+                break
+        raise ConnectionResetError
+
+
+@pytest.fixture
+async def wire() -> AsyncIterator[Callable[[int], Awaitable[Wire]]]:
+    async with AsyncExitStack() as stack:
+
+        async def lay(port: int) -> Wire:
+            return await stack.enter_async_context(Wire(port))
+
+        yield lay
+
+
+@dataclass
+class Upstream:
+    """A server in the gateway's place. `handle` is what it does; the default tells what it was asked."""
+
+    url: str = ""
+    handle: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+    asked: list[str] = field(default_factory=list)
+    left: int = 0  # calls whose client hung up
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.raw_path)
+        try:
+            return await (self.handle or _echo)(request)
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+
+
+async def _echo(request: web.Request) -> web.StreamResponse:
+    body = await request.read()
+    told = {"path": request.raw_path, "method": request.method, "headers": dict(request.headers), "bytes": len(body)}
+    return web.json_response(told, headers={"X-Told": "yes"})
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[Upstream]:
+    server = Upstream()
+    app = web.Application(client_max_size=2**30)
+    app.router.add_route("*", "/{path:.*}", server.serve)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port := free_port())
+    await site.start()
+    server.url = f"http://127.0.0.1:{port}"
+    yield server
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def dial() -> AsyncIterator[Callable[..., tuple[Dialer, asyncio.Task[None]]]]:
+    """Starts a dialer here. One that ends by itself is looked at by the test."""
+    tasks: list[asyncio.Task[None]] = []
+
+    def start(url: str, gateway: str, **settings: Any) -> tuple[Dialer, asyncio.Task[None]]:
+        told = {"key": KEY, "gateways": {"": gateway, "0": gateway}, **settings}
+        dialer = Dialer(DialerSettings(url=url, **told))
+        tasks.append(asyncio.create_task(dialer.run()))
+        return dialer, tasks[-1]
+
+    yield start
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield session
+
+
+@pytest.fixture
+def get(http: aiohttp.ClientSession) -> Callable[[str], Awaitable[aiohttp.ClientResponse]]:
+    """Asks, and reads the whole answer."""
+
+    async def ask(url: str) -> aiohttp.ClientResponse:
+        async with http.get(url) as answer:
+            await answer.read()
+            return answer
+
+    return ask
+
+
+@dataclass
+class Line:
+    """All of it: agents' side at `url`, the wire that the dialer uses, the server behind."""
+
+    relay: RelayServer
+    wire: Wire
+    upstream: Upstream
+    dialer: Dialer
+    dialling: asyncio.Task[None]
+
+    @property
+    def url(self) -> str:
+        return self.relay.url
+
+
+@pytest.fixture
+async def line(
+    shared_relay: RelayServer,
+    start_relay: Callable[..., Awaitable[RelayServer]],
+    wire: Callable[[int], Awaitable[Wire]],
+    upstream: Upstream,
+    dial: Callable[..., tuple[Dialer, asyncio.Task[None]]],
+) -> Callable[..., Awaitable[Line]]:
+    async def lay(*options: object, **settings: Any) -> Line:
+        relay = await start_relay(*options) if options else shared_relay
+        laid = await wire(relay.port)
+        dialer, task = dial(laid.url, upstream.url, **settings)
+
+        async def dialled() -> bool:
+            return task.done() or await relay.dialled(dialer._settings.dialer_id)
+
+        await eventually(dialled)
+        if task.done():
+            await task
+        return Line(relay, laid, upstream, dialer, task)
+
+    return lay

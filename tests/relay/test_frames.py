@@ -1,0 +1,304 @@
+"""Frames, proofs, routes and channels by themselves."""
+
+import asyncio
+import json
+from functools import partial
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_backend.relay import handshake
+from rollout_backend.relay.answers import error_body, error_headers
+from rollout_backend.relay.channel import WINDOW, Channel, chunks
+from rollout_backend.relay.exchange import CallLost
+from rollout_backend.relay.frames import (
+    MAX_CALLS,
+    MAX_CHUNK,
+    MAX_FRAME,
+    Abort,
+    Ack,
+    Cancel,
+    Challenge,
+    Chunk,
+    End,
+    FrameError,
+    Head,
+    Hello,
+    Open,
+    Resume,
+    Welcome,
+    decode,
+    encode,
+)
+from rollout_backend.relay.routes import passed, route
+
+ALL = [
+    Challenge(1, "r" * 32, b"n" * 32),
+    Hello(1, "d" * 32, b"n" * 32, b"p" * 32),
+    Welcome(b"p" * 32),
+    Resume(((1, 2), (3, 4))),
+    Open(1, 0, "POST", "/v1/x?y", (("A", "b"), ("A", "c")), True),
+    Head(1, 0, 200, ()),
+    Chunk(1, 1, b"\x00\xff"),
+    End(1, 2),
+    Abort(1, 2),
+    Ack(1, 2),
+    Cancel(1),
+]
+
+
+@pytest.mark.parametrize("frame", ALL, ids=lambda frame: type(frame).__name__)
+def test_a_frame_comes_back_as_it_was(frame):
+    back = decode(encode(frame))
+    assert (type(back), back) == (type(frame), frame)
+
+
+@given(st.binary(max_size=200))
+def test_nonsense_is_no_frame(message):
+    try:
+        frame = decode(message)
+    except FrameError:
+        return
+    assert decode(encode(frame)) == frame
+
+
+things = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=20) | st.binary(max_size=40),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.integers(-2, 12), st.lists(things, max_size=6))
+def test_fields_that_are_wrong_are_refused(code, fields):
+    try:
+        frame = decode(msgpack.packb([code, *fields]))
+    except FrameError:
+        return
+    assert type(frame) in {type(one) for one in ALL}
+    assert decode(encode(frame)) == frame
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Chunk(1, 0, b"x" * (MAX_CHUNK + 1)),
+        Chunk(-1, 0, b""),
+        Head(1, 0, 101, ()),
+        Open(1, 0, "GET", "/" * 9000, (), False),
+        Challenge(1, "short", b"n" * 32),
+        Hello(1, "d" * 32, b"n" * 31, b"p" * 32),
+        Resume(((1, 2),) * (MAX_CALLS + 1)),
+        Ack(1, True),
+    ],
+    ids=repr,
+)
+def test_what_is_out_of_bounds_is_refused(frame):
+    with pytest.raises(FrameError, match=type(frame).__name__):
+        decode(encode(frame))
+
+
+def test_the_largest_frames_fit_into_a_message():
+    assert len(encode(Resume(tuple((2**53 - 1 - i, 2**40) for i in range(MAX_CALLS))))) < 2 * MAX_FRAME
+    assert len(encode(Resume(tuple((i, 100) for i in range(MAX_CALLS))))) < MAX_FRAME
+
+
+# --- the handshake ----------------------------------------------------------------------------------------
+
+K = "k" * 32
+CHALLENGE = Challenge(1, "r" * 32, b"1" * 32)
+
+
+def test_both_sides_prove_that_they_know_the_key():
+    said = handshake.hello(K, CHALLENGE, "d" * 32)
+    proof = handshake.relay_proof(K, CHALLENGE, said)
+    assert handshake.is_dialer(K, CHALLENGE, said)
+    assert handshake.is_relay(K, CHALLENGE, said, proof)
+    assert proof != said.proof  # or a relay could send back what it got
+    assert K.encode() not in encode(said) + proof
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"proof": b"p" * 32},
+        {"dialer_id": "e" * 32},
+        {"nonce": b"2" * 32},
+    ],
+)
+def test_a_proof_holds_for_one_handshake(other):
+    said = handshake.hello(K, CHALLENGE, "d" * 32)
+    assert not handshake.is_dialer(K, CHALLENGE, said._replace(**other))
+    assert not handshake.is_dialer("x" * 32, CHALLENGE, said)
+    assert not handshake.is_dialer(K, CHALLENGE._replace(nonce=b"9" * 32), said)
+    assert not handshake.is_dialer(K, CHALLENGE._replace(relay_id="s" * 32), said)
+    assert not handshake.is_relay(K, CHALLENGE, said, said.proof)
+
+
+# --- routes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "to"),
+    [
+        ("/v1/chat/completions", ("", "/v1/chat/completions")),
+        ("/v1/models?a=b/../c", ("", "/v1/models?a=b/../c")),
+        ("/s/3/v1/messages?beta=true", ("3", "/v1/messages?beta=true")),
+        ("/v1/responses/resp_1/input-items", ("", "/v1/responses/resp_1/input-items")),
+        ("/v1/models/a.b:c@d", ("", "/v1/models/a.b:c@d")),
+    ],
+)
+def test_paths_that_pass(path, to):
+    assert route(path) == to
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "/", "/v1", "/v1/", "/v1/./x", "/v1/../x", "/v1/x/..", "/v1//x", "/v1/%41", "/v1/x#y", "/v1/x y", "/v1/x\n",
+     "/v1/x\\y", "/v1/é", "/v2/x", "/control/stats", "/s/a/b/v1/x", "/s//v1/x", "/s/../v1/x", "/s/1/control/x",
+     "http://h/v1/x", "//h/v1/x", "/v1/x?a\r\nb", "/v1x/y"],
+)  # fmt: skip
+def test_paths_that_do_not_pass(path):
+    assert route(path) is None
+
+
+def test_headers_of_one_connection_stay_there():
+    sent = [("Host", "a"), ("Connection", "keep-alive, X-Own"), ("X-Own", "1"), ("Transfer-Encoding", "chunked"),
+            ("TE", "x"), ("Upgrade", "h2c"), ("Authorization", "Bearer k"), ("Content-Length", "3"), ("a", "1"), ("a", "2")]  # fmt: skip  # noqa: E501
+    assert passed(sent) == (("Authorization", "Bearer k"), ("Content-Length", "3"), ("a", "1"), ("a", "2"))
+
+
+@pytest.mark.parametrize(
+    "header", [("a", "b\r\nc: d"), ("a b", "c"), ("a:", "b"), ("a", "é"), ("", "x"), ("a", "x" * 65536)]
+)
+def test_headers_that_cannot_pass(header):
+    with pytest.raises(ValueError, match="headers"):
+        passed([header])
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_what_should_be_tried_again_says_when(status):
+    assert int(error_headers(status)["Retry-After"]) >= 1
+    body = json.loads(error_body(status, "why"))
+    assert (body["type"], body["error"]["message"]) == ("error", "the relay: why")
+
+
+def test_what_should_not_be_tried_again_does_not():
+    assert "Retry-After" not in error_headers(413)
+
+
+# --- channels ---------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """Two ends of one call and what is on the wire between them."""
+
+    def __init__(self) -> None:
+        self.there: list[bytes] = []
+        self.back: list[bytes] = []
+        self.a = Channel(1, self.there.append)
+        self.b = Channel(1, self.back.append)
+
+    def carry(self, lose_after: int | None = None) -> None:
+        for wire, end in ((self.there, self.b), (self.back, self.a)):
+            messages, wire[:] = wire[:lose_after], []
+            for message in messages:
+                match decode(message):
+                    case Ack(consumed=consumed):
+                        end.acknowledged(consumed)
+                    case frame:
+                        end.offer(frame)
+
+    def reconnect(self) -> None:
+        self.there.clear()
+        self.back.clear()
+        wanted_by_a, wanted_by_b = self.a.wanted, self.b.wanted
+        self.a.resume(wanted_by_b)
+        self.b.resume(wanted_by_a)
+
+
+def chunk(data: bytes, call: int, seq: int) -> Chunk:
+    return Chunk(call, seq, data)
+
+
+@given(st.data())
+async def test_whatever_is_lost_everything_arrives_once_and_in_order(data):
+    pair = Pair()
+    sent = [bytes([n]) * size for n, size in enumerate(data.draw(st.lists(st.integers(0, MAX_CHUNK), max_size=30)))]
+    got = []
+
+    async def send() -> None:
+        for part in sent:
+            await pair.a.send(partial(chunk, part))
+        await pair.a.send(End)
+
+    sending = asyncio.create_task(send())
+    draws = 0
+    while not (sending.done() and got and isinstance(got[-1], End)):
+        await asyncio.sleep(0)
+        draws += 1
+        if draws < 60 and data.draw(st.booleans()):
+            pair.carry(data.draw(st.integers(0, 3)))  # the rest of it is lost
+            pair.reconnect()
+        else:
+            pair.carry()
+        assert pair.a._kept_bytes <= WINDOW
+        assert pair.b._waiting_bytes <= WINDOW
+        while pair.b._waiting and (draws >= 60 or data.draw(st.booleans())):
+            got.append(await pair.b.receive())
+            pair.b.consumed(now=isinstance(got[-1], End))
+    assert [frame.data for frame in got[:-1]] == sent
+    pair.carry()
+    async with asyncio.timeout(1):
+        await pair.a.drained()
+
+
+async def test_a_sender_waits_for_room_and_a_failure_wakes_it():
+    pair = Pair()
+    for _ in range(3):
+        await pair.a.send(partial(chunk, b"x" * MAX_CHUNK))
+    full = asyncio.create_task(pair.a.send(partial(chunk, b"x" * MAX_CHUNK)))
+    waiting = asyncio.create_task(pair.a.receive())
+    await asyncio.sleep(0)
+    assert not full.done()
+    pair.a.fail(CallLost(502, "gone"))
+    for task in (full, waiting):
+        with pytest.raises(CallLost, match="gone"):
+            await task
+    with pytest.raises(CallLost):
+        await pair.a.send(End)
+
+
+async def test_what_was_received_is_given_out_before_a_failure():
+    pair = Pair()
+    pair.b.offer(End(1, 0))
+    pair.b.fail(CallLost(502, "gone"))
+    assert isinstance(await pair.b.receive(), End)
+    pair.b.consumed()
+    with pytest.raises(CallLost):
+        await pair.b.receive()
+
+
+async def test_a_window_is_kept_by_whoever_receives():
+    pair = Pair()
+    for n in range(3):
+        pair.b.offer(Chunk(1, n, b"x" * MAX_CHUNK))
+    with pytest.raises(FrameError, match="window"):
+        pair.b.offer(Chunk(1, 3, b"x" * MAX_CHUNK))
+    with pytest.raises(FrameError, match="should come"):
+        pair.a.offer(Chunk(1, 1, b""))
+    with pytest.raises(FrameError, match="should come"):
+        pair.b.offer(Chunk(1, 0, b""))  # once more
+    with pytest.raises(FrameError, match="Ack of 1"):
+        pair.a.acknowledged(1)
+    with pytest.raises(FrameError, match="is wanted"):
+        pair.a.resume(1)
+
+
+def test_what_was_read_is_cut_to_frames():
+    data = bytes(range(256)) * 1000
+    assert b"".join(chunks(data)) == data
+    assert max(map(len, chunks(data))) == MAX_CHUNK
+    assert list(chunks(b"")) == []

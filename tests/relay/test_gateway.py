@@ -1,0 +1,220 @@
+"""The whole of it: real gateways, the dialer as the manager runs it, and a real SDK on the agents' side."""
+
+import asyncio
+import threading
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import openai
+import pytest
+from pydantic import SecretStr
+
+from agent_wrapper.contract import ModelEndpoint, Sampling
+from agent_wrapper.trajectory import fetch_trajectory
+from rollout_backend.config import RelayConfig, RolloutConfig, load_config
+from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.gateway.shards import GatewayFleet, shard_of
+from rollout_backend.gateway.tokens import SessionClaims
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.process import free_port
+from rollout_backend.relay.process import DialerProcess, behind_relay
+
+USER = [{"role": "user", "content": "What is 3 + 4?"}]
+
+
+def config(url: str, key: str, **sections) -> RolloutConfig:
+    return RolloutConfig.parse(
+        {
+            "model": {"path": BYTE_MODEL, "name": "m", "renderer": "chatml"},
+            "storage": {"bucket": "bucket"},
+            "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
+            "gateway": {"processes": 2},
+            "relay": {"url": url, "key": key, "startup_timeout_s": 30},
+            **sections,
+        }
+    )
+
+
+class Held:
+    """A script that answers when it is let go."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.go = threading.Event()
+
+    def __call__(self, prompt: str) -> str:
+        self.asked.set()
+        self.go.wait(30)
+        return "It is 7."
+
+
+@pytest.fixture
+async def training_side(tmp_path: Path):
+    """Starts engine, two gateways and the dialer for a relay at `url`; what agents are given comes of `endpoint`."""
+    async with AsyncExitStack() as stack:
+
+        async def start(url: str, key: str, script, agents_url: str) -> tuple[GatewayFleet, ScriptedEngine]:
+            settings = config(url, key)
+            relay = settings.relay.model_copy(update={"public_url": agents_url})
+            settings = settings.model_copy(update={"relay": relay})
+            engine = stack.enter_context(ScriptedEngine(script))
+            fleet = GatewayFleet(behind_relay(settings), engine.url, tmp_path / "logs")
+            stack.push_async_callback(fleet.stop)
+            await fleet.start()
+            dialer = DialerProcess(relay, fleet.urls, tmp_path / "logs" / "relay.log")
+            stack.push_async_callback(dialer.stop)
+            await dialer.start()
+            return fleet, engine
+
+        yield start
+
+
+def endpoint(fleet: GatewayFleet, session: str) -> ModelEndpoint:
+    return fleet.endpoint(
+        SessionClaims(
+            run_id="r",
+            step=0,
+            rollout_id="x",
+            attempt=1,
+            session_id=session,
+            sampling=Sampling(),
+            expires_at=time.time() + 600,
+        )
+    )
+
+
+async def ask(given: ModelEndpoint, retries: int = 0) -> str | None:
+    async with openai.AsyncOpenAI(base_url=given.base_url, api_key=given.api_key, max_retries=retries) as client:
+        answer = await client.chat.completions.create(model=given.name, messages=USER)
+        return answer.choices[0].message.content
+
+
+async def ask_streamed(given: ModelEndpoint, question: str = "What is 3 + 4?") -> str:
+    async with openai.AsyncOpenAI(base_url=given.base_url, api_key=given.api_key, max_retries=0) as client:
+        chunks = await client.chat.completions.create(
+            model=given.name, messages=[{"role": "user", "content": question}], stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices])
+
+
+async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_side, key, until):
+    relay = await start_relay("--wait-s", 30)
+    laid = await wire(relay.port)
+    script = Held()
+    script.go.set()
+    fleet, engine = await training_side(laid.url, key, script, relay.url)
+    sessions = {shard_of(name, 2): name for name in ("session-0", "session-1", "session-2", "session-3")}
+    assert set(sessions) == {0, 1}
+    for shard, session in sessions.items():
+        given = endpoint(fleet, session)
+        assert given.base_url == f"{relay.url}/s/{shard}/v1"
+        assert await ask(given) == "It is 7."
+        assert await ask_streamed(given, "And 5 + 2?") == "It is 7."
+        trajectory = await fetch_trajectory(given, 10)
+        assert sum(len(segment.turns) for segment in trajectory.segments) == 2
+        with pytest.raises(openai.APIStatusError):
+            await ask(given)  # sealed
+
+    # A cut in the middle of a call, of either kind.
+    for number, how in enumerate((ask, ask_streamed)):
+        script.asked.clear()
+        script.go.clear()
+        made = laid.connections
+        call = asyncio.create_task(how(endpoint(fleet, f"cut-{number}")))
+        await until(script.asked.is_set)
+        await laid.cut()
+        await until(lambda made=made: laid.connections > made)
+        script.go.set()
+        assert await call == "It is 7."
+
+    # An agent that hangs up ends what the engine does for it.
+    script.asked.clear()
+    script.go.clear()
+    call = asyncio.create_task(ask(endpoint(fleet, "gone")))
+    await until(script.asked.is_set)
+    call.cancel()
+    await until(lambda: engine.aborted == 1)
+    script.go.set()
+
+    # The relay is killed and started again: the SDK asks again, and is answered.
+    script.asked.clear()
+    script.go.clear()
+    call = asyncio.create_task(ask(endpoint(fleet, "retried"), retries=8))
+    await until(script.asked.is_set)
+    relay.kill()
+    script.go.set()
+    await start_relay("--wait-s", 30, port=relay.port)
+    assert await call == "It is 7."
+
+    # What is not an agent's business does not pass, and a wrong session key is the gateway's to refuse.
+    stranger = endpoint(fleet, "session-0").model_copy(update={"api_key": "nothing"})
+    with pytest.raises(openai.AuthenticationError):
+        await ask(stranger)
+    log = (Path(laid.url).name, *(path.read_text() for path in fleet._log_dir.glob("*.log")))
+    assert all(endpoint(fleet, "cut-0").api_key not in text and key not in text for text in log)
+
+
+async def test_a_wrong_key_stops_the_run_before_it_begins(start_relay, key, tmp_path):
+    relay = await start_relay(key="another-key-" * 4)
+    settings = RelayConfig(url=relay.url.replace("http", "ws"), key=SecretStr(key), startup_timeout_s=20)
+    dialer = DialerProcess(settings, ["http://127.0.0.1:9"], tmp_path / "dialer.log")
+    with pytest.raises(StartupError, match=r"relay\.key here and ROLLOUT__RELAY__KEY there must be the same"):
+        await dialer.start()
+    assert key not in (tmp_path / "dialer.log").read_text()
+
+
+async def test_a_relay_that_is_not_there_is_named(key, tmp_path):
+    settings = RelayConfig(url=f"ws://127.0.0.1:{free_port()}", key=SecretStr(key), startup_timeout_s=2)
+    dialer = DialerProcess(settings, ["http://127.0.0.1:9"], tmp_path / "dialer.log")
+    with pytest.raises(StartupError, match=r"cannot be reached.*the next attempt"):
+        await dialer.start()
+
+
+# --- settings ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "agents"),
+    [
+        ({"url": "wss://relay.example.com"}, "https://relay.example.com"),
+        ({"url": "wss://relay.example.com/under/"}, "https://relay.example.com/under"),
+        ({"url": "ws://relay:8080"}, "http://relay:8080"),
+        (
+            {"url": "wss://relay.example.com", "public_url": "http://relay.agents.svc:8080/"},
+            "http://relay.agents.svc:8080",
+        ),
+    ],
+)
+def test_agents_are_sent_to_the_relay(section, agents, key):
+    settings = config("wss://x", key, relay={**section, "key": key})
+    assert settings.relay.agents_url == agents
+    assert behind_relay(settings).gateway.public_url == f"{agents}/s/{{shard}}"
+
+
+def test_without_a_relay_nothing_changes(key):
+    settings = config("wss://x", key, relay=None)
+    assert behind_relay(settings) is settings
+
+
+def test_the_key_comes_from_the_environment_and_is_not_shown(tmp_path, key):
+    base = config("wss://x", key).model_dump(mode="json", exclude={"relay"})
+    file = tmp_path / "config.yaml"
+    file.write_text("relay:\n  url: wss://relay.example.com\n")
+    settings = load_config(file, env={"ROLLOUT__RELAY__KEY": key}, base=base)
+    assert settings.relay.key.get_secret_value() == key
+    assert key not in repr(settings) + settings.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"relay": {"url": "https://relay", "key": "k" * 32}}, r"relay\.url"),
+        ({"relay": {"url": "wss://relay", "key": "short"}}, r"relay\.key"),
+        ({"relay": {"url": "wss://relay"}}, r"relay\.key: is missing"),
+        ({"gateway": {"public_url": "https://gateway"}}, "leave out gateway.public_url"),
+    ],
+)
+def test_settings_that_cannot_work(sections, message, key):
+    with pytest.raises(ConfigError, match=message):
+        config("wss://x", key, **sections)

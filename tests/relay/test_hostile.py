@@ -1,0 +1,232 @@
+"""The other side is not what it should be: nonsense at the relay's door, and a relay in wrong hands."""
+
+import asyncio
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rollout_backend.relay import handshake
+from rollout_backend.relay.exchange import Close
+from rollout_backend.relay.frames import (
+    VERSION,
+    Ack,
+    Challenge,
+    Chunk,
+    End,
+    Head,
+    Hello,
+    Open,
+    Resume,
+    Welcome,
+    decode,
+    encode,
+)
+
+
+async def door(http, url: str) -> tuple[aiohttp.ClientWebSocketResponse, Challenge]:
+    socket = await http.ws_connect(f"{url}/relay")
+    return socket, decode((await socket.receive()).data)
+
+
+NONSENSE = {
+    "text": "hello",
+    "no msgpack": b"\xc1",
+    "not at the door": encode(Resume(())),
+    "another kind": b"\x91\x63",
+    "short": encode(Hello(VERSION, "d" * 32, b"n" * 32, b"p" * 32))[:-1],
+    "a proof of nothing": encode(Hello(VERSION, "d" * 32, b"n" * 32, b"p" * 32)),
+    "another version": encode(Hello(VERSION + 1, "d" * 32, b"n" * 32, b"p" * 32)),
+}
+CODES = {"a proof of nothing": Close.WRONG_KEY, "another version": Close.WRONG_VERSION}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+async def test_nonsense_at_the_door(line, http, what, get):
+    laid = await line()
+    socket, _ = await door(http, laid.url)
+    said = NONSENSE[what]
+    await (socket.send_str(said) if isinstance(said, str) else socket.send_bytes(said))
+    assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+    assert socket.close_code == CODES.get(what, Close.BROKEN_FRAME)
+    assert (await get(f"{laid.url}/v1/x")).status == 200
+
+
+async def test_a_proof_cannot_be_used_again(line, http, key):
+    laid = await line()
+    first, challenge = await door(http, laid.url)
+    said = handshake.hello(key, challenge, "d" * 32)
+    second, other = await door(http, laid.url)
+    assert other.nonce != challenge.nonce
+    await second.send_bytes(encode(said))
+    assert (await second.receive()).type is aiohttp.WSMsgType.CLOSE
+    assert second.close_code == Close.WRONG_KEY
+    await first.close()
+    assert await laid.relay.dialled(laid.dialer._settings.dialer_id)
+
+
+async def test_many_strangers_at_the_door_are_sent_away(line, http, get):
+    laid = await line()
+    sockets = [(await door(http, laid.url))[0] for _ in range(32)]
+    with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+        await door(http, laid.url)
+    assert refused.value.status == 503
+    for socket in sockets:
+        await socket.close()
+    assert (await get(f"{laid.url}/v1/x")).status == 200
+
+
+async def test_a_plain_request_at_the_door(line, http, get):
+    laid = await line()
+    assert (await get(f"{laid.url}/relay")).status == 400
+
+
+class FalseRelay:
+    """Knows the key, as one that was taken over would, and says what the test wants."""
+
+    def __init__(self, upstream, key: str) -> None:
+        self.sockets: asyncio.Queue[web.WebSocketResponse] = asyncio.Queue()
+        self.id = "r" * 32
+        self.calls = ()  # that it says it knows
+        self.told: list[Resume] = []
+        self._key = key
+        upstream.handle = self.relay
+        self.url = upstream.url.replace("http", "ws")
+
+    async def relay(self, request: web.Request) -> web.StreamResponse:
+        if request.path != "/relay":
+            return web.json_response(request.raw_path)
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        challenge = Challenge(VERSION, self.id, b"n" * 32)
+        await socket.send_bytes(encode(challenge))
+        said = decode((await socket.receive()).data)
+        await socket.send_bytes(encode(Welcome(handshake.relay_proof(self._key, challenge, said))))
+        await socket.send_bytes(encode(Resume(self.calls)))
+        self.told.append(decode((await socket.receive()).data))
+        self.sockets.put_nowait(socket)
+        await asyncio.Event().wait()
+        return socket
+
+
+@pytest.fixture
+async def false_relay(upstream, dial, key):
+    relay = FalseRelay(upstream, key)
+    dial(relay.url, upstream.url)
+    return relay
+
+
+async def answer_of(socket, call: int = 1) -> tuple[int, bytes]:
+    status, body = 0, b""
+    while True:
+        match decode((await socket.receive()).data):
+            case Head() as head:
+                status = head.status
+            case Chunk() as chunk:
+                body += chunk.data
+            case End():
+                await socket.send_bytes(encode(Ack(call, 3)))
+                return status, body
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/control/stats"),
+        ("GET", "/v1/../control/stats"),
+        ("GET", "/s/9/v1/models"),
+        ("PUT", "/v1/models"),
+        ("GET", "//elsewhere/v1/models"),
+        ("GET", "http://elsewhere/v1/models"),
+        ("GET", "@elsewhere/v1/models"),
+        ("GET", "/v1/models\r\nX: y"),
+    ],
+)
+async def test_a_relay_in_wrong_hands_reaches_nothing_else(false_relay, upstream, method, path, get):
+    socket = await false_relay.sockets.get()
+    await socket.send_bytes(encode(Open(1, 0, method, path, (), False)))
+    assert (await answer_of(socket))[0] == 404
+    assert upstream.asked == ["/relay"]
+
+
+async def test_a_relay_in_wrong_hands_cannot_put_headers_into_headers(false_relay, upstream, get):
+    socket = await false_relay.sockets.get()
+    await socket.send_bytes(encode(Open(1, 0, "GET", "/v1/models", (("X-A", "b\r\nX-C: d"),), False)))
+    assert (await answer_of(socket))[0] == 502
+    await socket.send_bytes(encode(Open(2, 0, "GET", "/v1/models", (), False)))
+    assert (await answer_of(socket, 2)) == (200, b'"/v1/models"')
+
+
+async def test_a_relay_in_wrong_hands_cannot_say_where_a_request_ends(false_relay, upstream):
+    relay = upstream.handle
+
+    async def tells(request: web.Request) -> web.StreamResponse:
+        names = ("Host", "Transfer-Encoding", "Connection", "Upgrade", "Content-Length")
+        if request.path == "/relay":
+            return await relay(request)
+        return web.json_response([name for name in names if "bad" in request.headers.get(name, "")])
+
+    upstream.handle = tells
+    socket = await false_relay.sockets.get()
+    bad = tuple((name, "bad") for name in ("Host", "Transfer-Encoding", "Connection", "Upgrade", "Content-Length"))
+    await socket.send_bytes(encode(Open(1, 0, "GET", "/v1/models", bad, False)))
+    assert await answer_of(socket) == (200, b"[]")
+
+
+@pytest.mark.parametrize("started_again", [False, True])
+async def test_calls_of_a_relay_that_was_are_not_those_of_the_next(false_relay, upstream, until, started_again):
+    """Numbers begin anew with each relay: call 1 of the second is not call 1 of the first."""
+    hold = asyncio.Event()
+    relay = upstream.handle
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        if request.path != "/relay":
+            await hold.wait()
+        return await relay(request)
+
+    upstream.handle = slow
+    socket = await false_relay.sockets.get()
+    await socket.send_bytes(encode(Open(1, 0, "GET", "/v1/first", (), False)))
+    await until(lambda: "/v1/first" in upstream.asked)
+    false_relay.calls = ((1, 0),)
+    if started_again:
+        false_relay.id = "s" * 32
+    await socket.close()
+    await false_relay.sockets.get()
+    assert false_relay.told == [Resume(()), Resume(()) if started_again else Resume(((1, 1),))]
+
+
+BREACHES = {
+    "an ack of what was not sent": [Open(1, 0, "POST", "/v1/x", (), True), Ack(1, 99)],
+    "a gap": [Open(1, 0, "POST", "/v1/x", (), True), Chunk(1, 2, b"")],
+    "more than the window": [
+        Open(1, 0, "POST", "/v1/x", (), True),
+        *(Chunk(1, n, b"x" * 65536) for n in range(1, 9)),
+    ],
+    "a frame of the handshake": [Resume(())],
+    "a call that does not begin at its beginning": [Open(1, 1, "GET", "/v1/x", (), False)],
+}
+
+
+@pytest.mark.parametrize("what", BREACHES)
+async def test_a_breach_of_the_protocol_ends_the_connection_and_nothing_else(false_relay, upstream, what):
+    hold = asyncio.Event()
+    relay = upstream.handle
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        if request.path != "/relay":
+            await hold.wait()
+        return await relay(request)
+
+    upstream.handle = slow
+    socket = await false_relay.sockets.get()
+    for frame in BREACHES[what]:
+        await socket.send_bytes(encode(frame))
+    while (message := await socket.receive()).type is aiohttp.WSMsgType.BINARY:
+        pass
+    assert message.type is aiohttp.WSMsgType.CLOSE
+    assert message.data == Close.BROKEN_FRAME
+    hold.set()
+    socket = await false_relay.sockets.get()  # the dialer has dialled again
+    await socket.send_bytes(encode(Open(7, 0, "GET", "/v1/models", (), False)))
+    assert await answer_of(socket, 7) == (200, b'"/v1/models"')

@@ -1,0 +1,265 @@
+"""The wire is cut, or one of the two ends and starts again: calls go on, or fail in a way that SDKs try again."""
+
+import asyncio
+import hashlib
+import io
+import random
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rollout_backend.process import free_port
+from rollout_backend.relay.dialer import RelayRefused
+
+
+async def test_a_call_survives_a_cut(line, get, until):
+    laid = await line()
+    go = asyncio.Event()
+
+    async def waits(request: web.Request) -> web.Response:
+        await go.wait()
+        return web.json_response(dict(request.query))
+
+    laid.upstream.handle = waits
+    call = asyncio.create_task(get(f"{laid.url}/v1/x?n=1"))
+    await until(lambda: bool(laid.upstream.asked))
+    await laid.wire.cut()
+    go.set()
+    answer = await call
+    assert (answer.status, await answer.json()) == (200, {"n": "1"})
+    assert laid.wire.connections == 2
+    assert len(laid.upstream.asked) == 1  # the gateway was asked once
+
+
+async def test_a_call_that_is_made_while_the_wire_is_cut_waits(line, http, until, get):
+    laid = await line()
+    laid.wire.down = True
+    await laid.wire.cut()
+
+    async def noticed() -> bool:
+        return not await laid.relay.dialled()
+
+    await until(noticed)
+    call = asyncio.create_task(get(f"{laid.url}/v1/x"))
+
+    async def waiting() -> bool:
+        return (await laid.relay.health())["calls"] == 1
+
+    await until(waiting)
+    assert laid.upstream.asked == []
+    laid.wire.down = False
+    assert (await call).status == 200
+
+
+async def test_streams_in_both_directions_survive_many_cuts(line, http, until):
+    """Bodies of megabytes, cut again and again: each byte arrives once and in its order."""
+    laid = await line()
+    draw = random.Random(7)
+    sent = [draw.randbytes(3_000_000) for _ in range(6)]
+    laid.wire.cut_every = 4_000_000  # more than what may be on its way, which is sent again each time
+
+    async def mirror(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        async for part in request.content.iter_chunked(50_000):
+            await answer.write(part)
+        return answer
+
+    laid.upstream.handle = mirror
+
+    async def one(body: bytes) -> str:
+        async with http.post(f"{laid.url}/v1/x", data=io.BytesIO(body)) as answer:
+            return hashlib.sha256(await answer.read()).hexdigest()
+
+    got = await asyncio.gather(*(one(body) for body in sent))
+    assert got == [hashlib.sha256(body).hexdigest() for body in sent]
+    assert laid.wire.connections >= 8
+    assert len(laid.upstream.asked) == len(sent)
+    await until(lambda: not laid.dialer.channels)
+    assert (await laid.relay.health())["calls"] == 0
+
+
+async def test_a_wire_that_falls_silent_is_given_up(line, http, until, get):
+    laid = await line("--heartbeat-s", 0.4, heartbeat_s=0.4)
+    go = asyncio.Event()
+
+    async def waits(_: web.Request) -> web.Response:
+        await go.wait()
+        return web.Response(text="at last")
+
+    laid.upstream.handle = waits
+    call = asyncio.create_task(get(f"{laid.url}/v1/x"))
+    await until(lambda: bool(laid.upstream.asked))
+    laid.wire.hold()
+    await until(lambda: laid.wire.connections >= 2)
+    laid.wire.release()
+    go.set()
+    assert await (await call).text() == "at last"
+    assert len(laid.upstream.asked) == 1
+
+
+async def test_a_dialer_comes_back_before_the_relay_has_missed_it(line, get, until):
+    laid = await line()
+    go = asyncio.Event()
+
+    async def waits(_: web.Request) -> web.Response:
+        await go.wait()
+        return web.Response(text="at last")
+
+    laid.upstream.handle = waits
+    call = asyncio.create_task(get(f"{laid.url}/v1/x"))
+    await until(lambda: bool(laid.upstream.asked))
+    laid.wire.half = True
+    await laid.wire.cut()
+    laid.wire.half = False
+    await until(lambda: laid.wire.connections == 2)
+    go.set()
+    async with asyncio.timeout(10):  # well before the relay would have asked whether the first connection lives
+        assert await (await call).text() == "at last"
+    assert len(laid.upstream.asked) == 1
+    assert not laid.dialling.done()
+
+
+async def test_calls_end_when_the_dialer_stays_away(line, http, until, get):
+    laid = await line("--reconnect-s", 0.5, "--wait-s", 0.5, reconnect_s=0.5)
+
+    async def stuck(request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/stream":
+            answer = web.StreamResponse()
+            await answer.prepare(request)
+            await answer.write(b"data: one\n\n")
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    laid.upstream.handle = stuck
+    plain = asyncio.create_task(get(f"{laid.url}/v1/x"))
+    stream = await http.get(f"{laid.url}/v1/stream")
+    assert await stream.content.readline() == b"data: one\n"
+    await until(lambda: len(laid.upstream.asked) == 2)
+    laid.wire.down = True
+    await laid.wire.cut()
+    answer = await plain
+    assert (answer.status, answer.headers["Retry-After"]) == (504, "1")
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await stream.read()
+    await until(lambda: laid.upstream.left == 2)  # and at the gateway too
+    laid.wire.down = False
+    laid.upstream.handle = None
+    await until(laid.relay.dialled)
+    assert (await get(f"{laid.url}/v1/x")).status == 200
+
+
+async def test_a_relay_that_is_killed_and_started_again(start_relay, line, http, until, get):
+    """Agents see a broken connection, the gateway's calls are aborted, and the same dialer finds the new relay."""
+    laid = await line("--wait-s", 20)
+
+    async def stuck(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    laid.upstream.handle = stuck
+    call = asyncio.create_task(get(f"{laid.url}/v1/x"))
+    await until(lambda: bool(laid.upstream.asked))
+    laid.relay.kill()
+    with pytest.raises(aiohttp.ClientError):
+        await call
+    laid.upstream.handle = None
+    again = await start_relay("--wait-s", 20, port=laid.relay.port)
+    async with http.get(f"{again.url}/v1/x") as answer:
+        assert answer.status == 200
+    assert await again.dialled(laid.dialer._settings.dialer_id)
+    assert laid.upstream.left == 1
+
+
+async def test_a_relay_that_is_stopped_in_order_says_so(line, http, until, get):
+    laid = await line("--wait-s", 1)
+
+    async def stuck(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    laid.upstream.handle = stuck
+    call = asyncio.create_task(get(f"{laid.url}/v1/x"))
+    await until(lambda: bool(laid.upstream.asked))
+    laid.relay.process._process.terminate()
+    answer = await call
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
+    assert await laid.relay.process.wait() == 0
+
+
+async def test_a_trainer_that_starts_again_takes_over(line, dial, http, until, upstream, get):
+    laid = await line()
+
+    async def stuck(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    upstream.handle = stuck
+    call = asyncio.create_task(get(f"{laid.url}/v1/x"))
+    await until(lambda: bool(upstream.asked))
+    second, _ = dial(laid.relay.url.replace("http", "ws"), upstream.url)
+    answer = await call  # a call of the first one
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
+    upstream.handle = None
+    assert (await get(f"{laid.url}/v1/x")).status == 200
+    with pytest.raises(RelayRefused, match="has taken over"):
+        await laid.dialling
+    assert await laid.relay.dialled(second._settings.dialer_id)
+
+
+async def test_one_that_was_replaced_while_it_was_cut_off_does_not_come_back(line, dial, until, upstream):
+    laid = await line()
+    laid.wire.down = True
+    await laid.wire.cut()
+    second, task = dial(laid.relay.url.replace("http", "ws"), upstream.url)
+
+    async def taken_over() -> bool:
+        return await laid.relay.dialled(second._settings.dialer_id)
+
+    await until(taken_over)
+    laid.wire.down = False
+    with pytest.raises(RelayRefused, match="has taken over"):
+        await laid.dialling
+    assert not task.done()
+    assert await taken_over()
+
+
+async def test_a_dialer_with_another_key_is_refused_and_disturbs_nobody(line, dial, http, upstream, get):
+    laid = await line()
+    _, task = dial(laid.relay.url.replace("http", "ws"), upstream.url, key="another-key-" * 4)
+    with pytest.raises(RelayRefused, match=r"relay\.key"):
+        await task
+    assert await laid.relay.dialled(laid.dialer._settings.dialer_id)
+    assert (await get(f"{laid.url}/v1/x")).status == 200
+
+
+async def test_a_relay_that_does_not_know_the_key_is_not_served(dial, upstream):
+    """It says that the dialer may stay, and cannot prove that it knows the key."""
+    from rollout_backend.relay.frames import VERSION, Challenge, Welcome, encode
+
+    seen = []
+
+    async def false_relay(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.send_bytes(encode(Challenge(VERSION, "r" * 32, b"n" * 32)))
+        seen.append((await socket.receive()).data)
+        await socket.send_bytes(encode(Welcome(b"p" * 32)))
+        seen.append((await socket.receive()).type)
+        return socket
+
+    upstream.handle = false_relay
+    _, task = dial(upstream.url.replace("http", "ws"), upstream.url)
+    with pytest.raises(RelayRefused, match="does not know our key"):
+        await task
+    assert b"a-key-that-both-sides-know" not in seen[0]
+    assert seen[1] is aiohttp.WSMsgType.CLOSE
+
+
+async def test_a_dialer_waits_for_a_relay_that_is_not_up_yet(start_relay, dial, until, upstream):
+    port = free_port()
+    _, task = dial(f"ws://127.0.0.1:{port}", upstream.url)
+    relay = await start_relay(port=port)
+    await until(relay.dialled)
+    assert not task.done()

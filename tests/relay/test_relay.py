@@ -1,0 +1,425 @@
+"""Calls through a relay process and a dialer, to a server that does what the test says."""
+
+import asyncio
+import gzip
+import io
+import json
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rollout_backend.process import free_port
+from rollout_backend.relay.channel import WINDOW
+
+
+def sse(*texts: str) -> bytes:
+    return b"".join(f"data: {text}\n\n".encode() for text in texts)
+
+
+async def test_a_call_passes_as_it_is(line, http):
+    laid = await line()
+    body = b"x" * 1_000_000
+    headers = {"Authorization": "Bearer a-session-key", "X-Mine": "1", "Connection": "x-private", "X-Private": "1"}
+    async with http.post(f"{laid.url}/v1/chat/completions?a=%20b", data=body, headers=headers) as answer:
+        told = await answer.json()
+        assert (answer.status, answer.headers["X-Told"]) == (200, "yes")
+    assert (told["path"], told["method"], told["bytes"]) == ("/v1/chat/completions?a=%20b", "POST", 1_000_000)
+    assert told["headers"]["Authorization"] == "Bearer a-session-key"
+    assert told["headers"]["Content-Length"] == "1000000"
+    assert told["headers"]["X-Mine"] == "1"
+    assert told["headers"]["Host"] == laid.upstream.url.removeprefix("http://")
+    assert "X-Private" not in told["headers"]
+    assert (await laid.relay.health())["calls"] == 0
+    assert laid.dialer.channels == {}
+
+
+async def test_a_body_of_unknown_length_and_one_that_is_packed_pass(line, http):
+    laid = await line()
+
+    async def parts():
+        for _ in range(10):
+            yield b"y" * 50_000
+
+    async with http.post(f"{laid.url}/v1/x", data=parts()) as answer:
+        assert (await answer.json())["bytes"] == 500_000
+    packed = gzip.compress(b"z" * 10_000)
+
+    async def raw(request: web.Request) -> web.Response:  # aiohttp has unpacked it, and tells what came
+        return web.json_response([request.headers["Content-Encoding"], len(await request.read())])
+
+    laid.upstream.handle = raw
+    async with http.post(f"{laid.url}/v1/x", data=packed, headers={"Content-Encoding": "gzip"}) as answer:
+        assert await answer.json() == ["gzip", 10_000]
+
+
+async def test_an_answer_that_is_packed_stays_so(line, http, get):
+    laid = await line()
+
+    async def packed(_: web.Request) -> web.Response:
+        return web.Response(body=gzip.compress(b"z" * 10_000), headers={"Content-Encoding": "gzip"})
+
+    laid.upstream.handle = packed
+    async with http.get(f"{laid.url}/v1/x") as answer:
+        assert await answer.read() == b"z" * 10_000
+        assert answer.headers["Content-Encoding"] == "gzip"
+
+
+async def test_increments_come_as_they_are_made(line, http, get):
+    laid = await line()
+    go = asyncio.Queue()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        while text := await go.get():
+            await answer.write(sse(text))
+        return answer
+
+    laid.upstream.handle = stream
+    go.put_nowait("one")
+    async with http.post(f"{laid.url}/v1/x", json={}) as answer:
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        assert await answer.content.readline() == b"data: one\n"
+        go.put_nowait("two")
+        go.put_nowait("")
+        assert await answer.content.read() == b"\n" + sse("two")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/control/revoke",
+        "/v1/../control/stats",
+        "/v1/%2e%2e/control/stats",
+        "/v1/..%2fcontrol",
+        "/v1//control",
+        "/v1/",
+        "/v1",
+        "/s/0/control/stats",
+        "/s/../v1/x",
+        "/",
+        "/metrics",
+    ],
+)
+async def test_other_paths_do_not_pass(line, path):
+    laid = await line()
+    reader, writer = await asyncio.open_connection("127.0.0.1", laid.relay.port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert laid.upstream.asked == []
+
+
+async def test_a_shard_is_named_by_the_path(line, http, upstream, get):
+    laid = await line(gateways={"0": "http://127.0.0.1:9", "1": upstream.url})
+    async with http.get(f"{laid.url}/s/1/v1/models") as answer:
+        assert (await answer.json())["path"] == "/v1/models"
+    async with http.get(f"{laid.url}/s/2/v1/models") as answer:
+        assert answer.status == 404
+    async with http.get(f"{laid.url}/s/0/v1/models") as answer:  # nobody listens there
+        assert (answer.status, answer.headers["Retry-After"]) == (502, "1")
+        error = (await answer.json())["error"]
+        assert (error["type"], error["code"]) == ("api_error", "relay_502")
+
+
+async def test_a_body_that_is_too_large_is_refused(line, http):
+    laid = await line("--max-body-bytes", 200_000)
+    async with http.post(f"{laid.url}/v1/x", data=b"x" * 200_000) as answer:
+        assert answer.status == 200
+    async with http.post(f"{laid.url}/v1/x", data=b"x" * 200_001) as answer:
+        assert answer.status == 413
+
+    async def endless():
+        for _ in range(40):
+            yield b"x" * 10_000
+            await asyncio.sleep(0)
+
+    async with http.post(f"{laid.url}/v1/x", data=endless()) as answer:
+        assert (answer.status, (await answer.json())["error"]["type"]) == (413, "request_too_large")
+    await asyncio.sleep(0)
+    assert (await laid.relay.health())["calls"] == 0
+
+
+async def test_headers_that_cannot_pass_are_refused(line, http, get):
+    laid = await line()
+    async with http.get(f"{laid.url}/v1/x", headers={f"X-{i}": "y" * 7000 for i in range(10)}) as answer:
+        assert answer.status in (400, 431)
+    async with http.get(f"{laid.url}/v1/x", headers={"X-Odd": "café"}) as answer:
+        assert answer.status == 431
+    assert laid.upstream.asked == []
+
+
+async def test_an_agent_that_hangs_up_ends_its_call(line, http, until):
+    laid = await line()
+
+    async def never(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    laid.upstream.handle = never
+    call = asyncio.create_task(http.post(f"{laid.url}/v1/x", json={}))
+    await until(lambda: bool(laid.upstream.asked))
+    call.cancel()
+    await until(lambda: laid.upstream.left == 1)
+    await until(lambda: not laid.dialer.channels)
+    assert (await laid.relay.health())["calls"] == 0
+
+
+async def test_an_agent_that_hangs_up_while_the_wire_is_cut_ends_its_call_later(line, http, until):
+    laid = await line()
+
+    async def never(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    laid.upstream.handle = never
+    call = asyncio.create_task(http.post(f"{laid.url}/v1/x", json={}))
+    await until(lambda: bool(laid.upstream.asked))
+    laid.wire.down = True
+    await laid.wire.cut()
+    call.cancel()
+
+    async def no_calls() -> bool:
+        return (await laid.relay.health())["calls"] == 0
+
+    await until(no_calls)
+    assert laid.upstream.left == 0
+    laid.wire.down = False
+    await until(lambda: laid.upstream.left == 1)
+
+
+async def test_too_many_calls_are_told_to_come_again(line, http, until, get):
+    laid = await line("--max-calls", 2)
+    go = asyncio.Event()
+
+    async def held(_: web.Request) -> web.Response:
+        await go.wait()
+        return web.Response()
+
+    laid.upstream.handle = held
+    calls = [asyncio.create_task(get(f"{laid.url}/v1/x")) for _ in range(2)]
+    await until(lambda: len(laid.upstream.asked) == 2)
+    async with http.post(f"{laid.url}/v1/x") as answer:
+        assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+    go.set()
+    assert [(await call).status for call in calls] == [200, 200]
+
+
+async def test_without_a_dialer_calls_wait_and_are_then_told_to_come_again(
+    start_relay, dial, upstream, until, http, get
+):
+    relay = await start_relay("--wait-s", 0.3)
+    async with http.get(f"{relay.url}/v1/models") as answer:
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
+        assert "no training side" in (await answer.json())["error"]["message"]
+    await relay.process.stop()
+    relay = await start_relay("--wait-s", 30, port=relay.port)
+    waiting = asyncio.create_task(get(f"{relay.url}/v1/models"))
+
+    async def one_waits() -> bool:
+        return (await relay.health())["calls"] == 1
+
+    await until(one_waits)
+    dial(relay.url.replace("http", "ws"), upstream.url)
+    assert (await waiting).status == 200
+
+
+async def test_a_call_that_takes_too_long_is_ended(line, http, until, get):
+    laid = await line("--call-s", 0.5)
+
+    async def stuck(request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/stream":
+            answer = web.StreamResponse()
+            await answer.prepare(request)
+            await answer.write(sse("one"))
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    laid.upstream.handle = stuck
+    async with http.get(f"{laid.url}/v1/x") as answer:
+        assert answer.status == 504
+    with pytest.raises(aiohttp.ClientError):
+        await get(f"{laid.url}/v1/stream")
+    await until(lambda: laid.upstream.left == 2)
+
+
+async def test_an_answer_that_breaks_off_never_looks_whole(line, http, get):
+    laid = await line()
+
+    async def broken(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(sse("one"))
+        request.transport.close()
+        return answer
+
+    laid.upstream.handle = broken
+    async with http.get(f"{laid.url}/v1/x") as answer:
+        assert await answer.content.readexactly(len(sse("one"))) == sse("one")
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.read()
+
+
+async def test_an_error_before_the_body_was_read_is_passed_on(line, http):
+    laid = await line()
+
+    async def refuses(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "no"}}, status=401)
+
+    laid.upstream.handle = refuses
+    async with http.post(f"{laid.url}/v1/x", data=io.BytesIO(b"x" * 8_000_000)) as answer:
+        assert answer.status == 401
+        assert await answer.json() == {"error": {"message": "no"}}
+
+
+async def test_many_calls_at_once(line, http):
+    laid = await line()
+
+    async def one(number: int) -> None:
+        body = json.dumps({"n": number}).encode() + b" " * (number * 997)
+        async with http.post(f"{laid.url}/v1/n/{number}", data=body) as answer:
+            told = await answer.json()
+            assert (told["path"], told["bytes"]) == (f"/v1/n/{number}", len(body))
+
+    await asyncio.gather(*(one(number) for number in range(200)))
+
+
+# --- memory -----------------------------------------------------------------------------------------------
+
+
+async def slow_reader(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Asks, and reads the head of the answer and no more."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+    writer.write(b"GET /v1/flood HTTP/1.1\r\nHost: x\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")
+    return reader, writer
+
+
+def rss_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+async def test_an_agent_that_reads_slowly_holds_up_itself_alone(line, http, until, get):
+    laid = await line()
+    written = dict.fromkeys(range(20), 0)
+    numbers = iter(written)
+    size = 64 * 1024
+
+    async def flood(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        if request.path != "/v1/flood":
+            await answer.write(b"quick")
+            return answer
+        number = next(numbers)
+        for _ in range(1600):  # 100 MiB
+            await answer.write(b"x" * size)
+            written[number] += size
+        return answer
+
+    laid.upstream.handle = flood
+    before = rss_bytes(laid.relay.process.pid)
+    readers = [await slow_reader(laid.relay.port) for _ in written]
+    last = [-1]
+
+    def still() -> bool:  # nobody can write any more
+        total = sum(written.values())
+        same = total == last[0]
+        last[0] = total
+        return same
+
+    for _ in range(3):
+        await asyncio.sleep(0.2)
+        await until(still)
+    for channel in laid.dialer.channels.values():
+        assert channel._kept_bytes <= WINDOW
+    grown = rss_bytes(laid.relay.process.pid) - before
+    assert grown < len(readers) * 4 * WINDOW + 20 * 2**20, f"the relay has grown by {grown} bytes"
+    async with asyncio.timeout(5):
+        async with http.get(f"{laid.url}/v1/quick") as answer:
+            assert await answer.read() == b"quick"
+    reader, writer = readers[0]
+    for _ in range(100):  # whoever reads on gets on
+        await reader.readexactly(60_000)
+    for _, writer in readers:
+        writer.transport.abort()
+    await until(lambda: not laid.dialer.channels)
+
+
+async def test_a_gateway_that_reads_slowly_stops_the_agent(line, until):
+    laid = await line("--max-body-bytes", 10**9)
+    go = asyncio.Event()
+
+    async def waits(request: web.Request) -> web.Response:
+        await go.wait()
+        return web.json_response(len(await request.read()))
+
+    laid.upstream.handle = waits
+    reader, writer = await asyncio.open_connection("127.0.0.1", laid.relay.port)
+    writer.write(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 50000000\r\n\r\n")
+    sent = 0
+
+    async def send() -> None:
+        nonlocal sent
+        while sent < 50_000_000:
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+            sent += 100_000
+
+    sending = asyncio.create_task(send())
+    await until(lambda: bool(laid.upstream.asked))
+    done, _ = await asyncio.wait({sending}, timeout=1.0)
+    assert not done
+    assert sent < 45_000_000
+    (channel,) = laid.dialer.channels.values()
+    assert channel._waiting_bytes <= WINDOW
+    go.set()
+    await sending
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    assert await reader.readexactly(8) == b"50000000"
+    writer.close()
+
+
+async def test_calls_that_come_and_go_on_a_wire_that_stands_still_do_not_pile_up(line, http, until):
+    laid = await line()
+    laid.wire.hold()
+    before = rss_bytes(laid.relay.process.pid)
+    statuses: set[int] = set()
+
+    async def impatient() -> None:
+        while 429 not in statuses:
+            try:
+                data = io.BytesIO(b"x" * 400_000)
+                async with http.post(f"{laid.url}/v1/x", data=data, timeout=aiohttp.ClientTimeout(0.3)) as answer:
+                    statuses.add(answer.status)
+            except (TimeoutError, aiohttp.ClientError):
+                pass
+
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(impatient() for _ in range(40)))
+    assert statuses == {429}
+    assert rss_bytes(laid.relay.process.pid) - before < 150 * 2**20
+    laid.wire.release()
+    async with asyncio.timeout(20):
+        while True:
+            async with http.get(f"{laid.url}/v1/x") as answer:
+                if answer.status == 200:
+                    break
+
+
+# --- the command line -------------------------------------------------------------------------------------
+
+
+async def test_the_relay_wants_a_key(start_relay):
+    with pytest.raises(Exception, match="ROLLOUT__RELAY__KEY must hold the key"):
+        await start_relay(key="short")
+
+
+async def test_the_relay_wants_both_files_of_tls(start_relay, tmp_path):
+    certificate = tmp_path / "c.pem"
+    certificate.write_text("x")
+    with pytest.raises(Exception, match="belong together"):
+        await start_relay("--tls-certificate", certificate, port=free_port())
