@@ -9,6 +9,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
 from rollout_backend import aws
 from rollout_backend.config import AgentCoreConfig
+from rollout_backend.dispatch.control import control_client
 from rollout_backend.errors import (
     OutcomeUnknown,
     PreflightError,
@@ -24,36 +25,37 @@ from rollout_backend.errors import (
 class AgentCoreRuntime:
     """One agent runtime, by its ARN. Made with `open`."""
 
-    def __init__(self, config: AgentCoreConfig, data: Any, control: Any, stack: AsyncExitStack) -> None:
+    def __init__(self, config: AgentCoreConfig, arn: str, data: Any, control: Any, stack: AsyncExitStack) -> None:
         self._config = config
+        self.arn = arn
         self._data = data
         self._control = control
         self._stack = stack
 
     @classmethod
-    async def open(cls, config: AgentCoreConfig) -> Self:
-        region = config.arn.split(":")[3]
+    async def open(cls, config: AgentCoreConfig, arn: str | None = None) -> Self:
+        """`arn` is that of a runtime made from `config.image`; by default it is the settings' own."""
+        arn = arn or config.arn
+        assert arn is not None, "a runtime made from an image is made first"
         async with AsyncExitStack() as stack:
             data = await stack.enter_async_context(
                 aws.client(
                     "bedrock-agentcore",
-                    region=region,
+                    region=config.region,
                     endpoint_url=config.endpoint_url,
                     connect_timeout_s=config.connect_timeout_s,
                     read_timeout_s=config.read_timeout_s,
                     connections=min(256, config.max_sessions),
                 )
             )
-            control = await stack.enter_async_context(
-                aws.client("bedrock-agentcore-control", region=region, endpoint_url=config.endpoint_url, retries=2)
-            )
-            return cls(config, data, control, stack.pop_all())
+            control = await stack.enter_async_context(control_client(config))
+            return cls(config, arn, data, control, stack.pop_all())
         raise AssertionError("unreachable")
 
     async def check(self) -> None:
-        name = f"runtime {self._config.arn}"
+        name = f"runtime {self.arn}"
         try:
-            runtime = await self._control.get_agent_runtime(agentRuntimeId=self._config.arn.rsplit("/", 1)[1])
+            runtime = await self._control.get_agent_runtime(agentRuntimeId=self.arn.rsplit("/", 1)[1])
         except ClientError as error:
             if aws.code_of(error) == "AccessDeniedException":
                 return  # a trainer's role need not read the control plane; the first invoke will tell
@@ -67,7 +69,7 @@ class AgentCoreRuntime:
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         try:
             reply = await self._data.invoke_agent_runtime(
-                agentRuntimeArn=self._config.arn,
+                agentRuntimeArn=self.arn,
                 runtimeSessionId=session_id,
                 qualifier=self._config.qualifier,
                 contentType="application/json",
@@ -90,7 +92,7 @@ class AgentCoreRuntime:
     async def stop(self, session_id: str) -> None:
         try:
             await self._data.stop_runtime_session(
-                agentRuntimeArn=self._config.arn, runtimeSessionId=session_id, qualifier=self._config.qualifier
+                agentRuntimeArn=self.arn, runtimeSessionId=session_id, qualifier=self._config.qualifier
             )
         except ClientError as error:
             if aws.status_of(error) == 404:

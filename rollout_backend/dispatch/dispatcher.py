@@ -3,7 +3,8 @@
 What must always hold:
 
 - each attempt has a session id of its own, which is never used again: after a stop, an invoke with an old id would
-  start a fresh machine;
+  start a fresh machine. The id is known before the attempt (see `manifest`), so that no session is ever forgotten;
+- what an attempt's session says once the attempt is given up does not settle its rollout;
 - a rollout that cannot be submitted is settled at once, with the reason, and never waited for;
 - a session that may have been opened is closed; one that surely was not is not.
 """
@@ -15,7 +16,6 @@ import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from uuid import uuid4
 
 from tenacity import (
     AsyncRetrying,
@@ -44,9 +44,6 @@ log = logging.getLogger(__name__)
 
 _PAUSE = wait_exponential_jitter(multiplier=0.5, max=20, jitter=1.0)
 _AGAIN = (Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, OutcomeUnknown)
-# Refused before a session started: there is nothing to stop.
-_NEVER_OPENED = (Throttled, QuotaExceeded, RuntimeConflict)
-_NEVER_OPENED_REASONS = frozenset({"runtime_not_found", "access_denied"})
 _ACCEPTED = frozenset({"accepted", "running", "finished"})
 
 
@@ -85,14 +82,14 @@ class Dispatcher:
         self,
         rollout_id: str,
         ledger: Ledger,
-        prepare: Callable[[str, int], Submission],
+        prepare: Callable[[int], Submission],
         close: Callable[[str], Awaitable[None]],
     ) -> bool:
         """Makes attempts until the agent has accepted the rollout, or it is settled.
 
-        Called with a slot held. `prepare` makes the request for a session id and an attempt's number. `close` ends
-        the session of an attempt that failed, and sees it through even if its caller is cancelled. True if the
-        agent runs: then the session is the caller's to close.
+        Called with a slot held. `prepare` makes the request of the first, second, ... attempt. `close` ends the
+        session of an attempt that failed, and sees it through even if its caller is cancelled. True if the agent
+        runs: then the session is the caller's to close.
         """
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_AGAIN),
@@ -113,22 +110,23 @@ class Dispatcher:
         self,
         rollout_id: str,
         ledger: Ledger,
-        prepare: Callable[[str, int], Submission],
+        prepare: Callable[[int], Submission],
         close: Callable[[str], Awaitable[None]],
     ) -> bool:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._limiter.reserve(loop.time()))
         if not ledger.wants(rollout_id):
             return False  # settled while it waited
-        submission = prepare(_new_session_id(), ledger.entries[rollout_id].attempts + 1)
+        submission = prepare(ledger.entries[rollout_id].attempts + 1)
         session_id = submission.session_id
         ledger.attempt(rollout_id, session_id, submission.deadline)
         try:
             _check_accepted(await self._runtime.invoke(session_id, submission.payload))
         except RuntimeCallError as error:
+            ledger.give_up(rollout_id)
             if isinstance(error, Throttled):
                 self._limiter.pause(loop.time(), 1.0)
-            if isinstance(error, _NEVER_OPENED) or error.reason in _NEVER_OPENED_REASONS:
+            if error.never_opened:
                 ledger.session_closed(session_id)
             else:
                 await close(session_id)
@@ -138,10 +136,6 @@ class Dispatcher:
             raise
         ledger.accept(rollout_id)
         return True
-
-
-def _new_session_id() -> str:
-    return f"rollout-{uuid4().hex}"  # 40 characters; the runtime wants at least 33
 
 
 def _check_accepted(body: bytes) -> None:

@@ -21,10 +21,11 @@ import aiohttp
 from aiobotocore.session import AioSession
 
 from rollout_backend.errors import ConfigError, StartupError
-from rollout_backend.local.agentcore import StandInSettings
+from rollout_backend.local.agentcore import ROLE, StandInSettings
 from rollout_backend.local.sessions import Limits
 from rollout_backend.process import ServerProcess, free_port
 
+IMAGE = "000000000000.dkr.ecr.{region}.amazonaws.com/local/agent:latest"  # the agent, where a runtime is made of it
 ARN = "arn:aws:bedrock-agentcore:{region}:000000000000:runtime/local-0123456789"
 PRELOAD = sys.platform == "linux"  # elsewhere a process that has used the system's frameworks may not fork
 _START_S = 60.0
@@ -112,7 +113,8 @@ class LocalRuntime:
     `agent` is a Python file, run in its folder by `python` (default: this interpreter), or a whole command, run in
     the current folder. With `preload` a file's sessions are forked from an interpreter that has imported its
     libraries, which starts them ten times as fast. `env` is added to this process's environment, less what belongs
-    to AWS and to this backend.
+    to AWS and to this backend. A runtime of this agent is there, at `arn`; others can be made from `image` and from
+    `images`, which name further agents' commands.
 
     Raises:
         ConfigError: there is no such file, or the command is empty.
@@ -128,10 +130,13 @@ class LocalRuntime:
         python: Path | None = None,
         limits: Limits = Limits(),  # noqa: B008  # frozen
         preload: bool = PRELOAD,
+        images: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         command, cwd = _command(agent, python)
         port = free_port(_LOOPBACK)
         self.arn = ARN.format(region=region)
+        self.image = IMAGE.format(region=region)
+        self.role = ROLE
         self.limits = limits
         self.endpoint_url = f"http://{_LOOPBACK}:{port}"
         self.session_logs = (run_dir / "sessions").absolute()
@@ -139,6 +144,7 @@ class LocalRuntime:
         settings = StandInSettings(
             arn=self.arn,
             command=command,
+            images={self.image: command, **{name: tuple(other) for name, other in (images or {}).items()}},
             cwd=cwd,
             env={**own, "PYTHONUNBUFFERED": "1", **env},
             host=_LOOPBACK,
@@ -228,15 +234,17 @@ class LocalCloud:
         """For this process's own AWS clients, which are told their endpoints by the settings."""
         return self.storage.environ
 
-    def settings(self) -> dict[str, Any]:
-        """The part of a `RolloutConfig` that is known here; `load_config` takes it as `base`."""
-        limits = self.runtime.limits
+    def settings(self, *, by_image: bool = False) -> dict[str, Any]:
+        """The part of a `RolloutConfig` that is known here; `load_config` takes it as `base`. With `by_image` the
+        run makes its runtime from the agent's image, as it would on AWS."""
+        limits, runtime = self.runtime.limits, self.runtime
+        which = {"image": runtime.image, "role": runtime.role} if by_image else {"arn": runtime.arn}
         return {
             "aws": {"region": self.storage.region, "endpoint_url": self.storage.endpoint_url},
             "storage": {"bucket": self.storage.bucket},
             "runtime": {
                 "kind": "agentcore",
-                "arn": self.runtime.arn,
+                **which,
                 "endpoint_url": self.runtime.endpoint_url,
                 "max_sessions": limits.max_sessions,
                 # Below the stand-in's own, which allow a burst on top.

@@ -23,7 +23,15 @@ from unittest.mock import patch
 import httpx
 from botocore.exceptions import ClientError
 
-from agent_wrapper.contract import REQUEST_FIELD, ModelEndpoint, ResultTarget, Rollout, RolloutRequest, Sampling
+from agent_wrapper.contract import (
+    REQUEST_FIELD,
+    ModelEndpoint,
+    Outcome,
+    ResultTarget,
+    Rollout,
+    RolloutRequest,
+    Sampling,
+)
 from rollout_backend import aws
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import RolloutBackendError
@@ -159,13 +167,15 @@ class AgentHarness:
 
     async def _result(self, request: RolloutRequest, check: Callable[[], Awaitable[None]]) -> Rollout:
         next_check = time.time() + _CHECK_EVERY_S
+        keys = (request.key, request.key_for(Outcome.INFRA_ERROR))
         while True:
-            try:
-                answer = await self._s3.get_object(Bucket=request.result.bucket, Key=request.key)
-                return Rollout.decode(await answer["Body"].read())
-            except ClientError as error:
-                if aws.code_of(error) != "NoSuchKey":
-                    raise
+            for key in keys:
+                try:
+                    answer = await self._s3.get_object(Bucket=request.result.bucket, Key=key)
+                    return Rollout.decode(await answer["Body"].read())
+                except ClientError as error:
+                    if aws.code_of(error) != "NoSuchKey":
+                        raise
             now = time.time()
             if now > request.deadline + _AFTER_DEADLINE_S:
                 raise AgentRunError(f"the agent published nothing within {_AFTER_DEADLINE_S:g} s of its deadline")

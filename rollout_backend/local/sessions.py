@@ -64,6 +64,7 @@ class ServiceError(Exception):
         "ServiceQuotaExceededException": 402,
         "MissingAuthenticationTokenException": 403,
         "ResourceNotFoundException": 404,
+        "ConflictException": 409,
         "RuntimeClientError": 424,
         "ThrottlingException": 429,
     }
@@ -126,7 +127,7 @@ class Session:
 class SessionPool:
     def __init__(self, spawner: Spawner, limits: Limits, log_dir: Path) -> None:
         self.counters: Counter[str] = Counter()
-        self._spawner = spawner
+        self._spawners = [spawner]  # the last one starts new sessions
         self._limits = limits
         self._log_dir = log_dir
         self._open: dict[str, Session] = {}
@@ -198,7 +199,13 @@ class SessionPool:
         while self._lives:
             await asyncio.wait(self._lives)
         await self._http.close()
-        await self._spawner.close()
+        for spawner in self._spawners:
+            await spawner.close()
+
+    def use(self, spawner: Spawner, limits: Limits) -> None:
+        """Starts new sessions by another spawner from now on. Those that run go on."""
+        self._spawners.append(spawner)
+        self._limits = limits
 
     def snapshot(self) -> dict[str, Any]:
         """Plain values: the open sessions, how many processes are being ended, and what happened so far."""
@@ -256,7 +263,7 @@ class SessionPool:
     async def _start(self, session: Session) -> None:
         session.port = next(self._ports)
         env = {"PORT": str(session.port), "HOST": "127.0.0.1"}
-        session.process = await self._spawner.spawn(f"session {session.id}", env, session.log)
+        session.process = await self._spawners[-1].spawn(f"session {session.id}", env, session.log)
         deadline = time.monotonic() + self._limits.startup_timeout_s
         while not await self._ping(session):
             if not session.process.running:

@@ -48,5 +48,5 @@ def ledger() -> Ledger:
 
 
 @pytest.fixture
-def prepare() -> Callable[[str, int], Submission]:
-    return lambda session_id, attempt: Submission(session_id, b"{}", deadline=100.0)
+def prepare() -> Callable[[int], Submission]:
+    return lambda attempt: Submission(f"session-of-attempt-{attempt}", b"{}", deadline=100.0)

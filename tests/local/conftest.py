@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from botocore.config import Config
 
-from rollout_backend.local.agentcore import DataPlane, StandInSettings
+from rollout_backend.local.agentcore import StandIn, StandInSettings
 from rollout_backend.local.sessions import Limits
 from rollout_backend.process import free_port
 
@@ -94,7 +94,7 @@ ThreadingHTTPServer((os.environ["HOST"], int(os.environ["PORT"])), Handler).serv
 class Runtime:
     """A running stand-in, and a real client of it."""
 
-    def __init__(self, plane: DataPlane, url: str, client: Any) -> None:
+    def __init__(self, plane: StandIn, url: str, client: Any) -> None:
         self.plane = plane
         self.url = url
         self.client = client
@@ -159,7 +159,7 @@ async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime
                 preload=preload,
                 limits=Limits(**{"ping_every_s": 0.1, "grace_s": 2.0, **limits}),
             )
-            plane = DataPlane(settings)
+            plane = StandIn(settings)
             server = uvicorn.Server(uvicorn.Config(plane.app(), port=port, log_level="error", lifespan="on"))
             serving = asyncio.create_task(server.serve())
 

@@ -61,6 +61,8 @@ def overrides(trainer_devices: int = 1, rollout_devices: int = 0, attention: str
         f"+ray_kwargs.ray_init.num_gpus={trainer_devices + rollout_devices}",
         "ray_kwargs.ray_init.num_cpus=16",  # likewise logical: verl's helpers each claim one
         "+ray_kwargs.ray_init.include_dashboard=False",
+        # A cluster of the run's own: else Ray joins the one of another training on this machine.
+        "+ray_kwargs.ray_init.address=local",
         f"{model}.use_remove_padding=False",  # needs flash attention
         f"+{model}.override_config.attn_implementation={attention}",
         f"{actor}.strategy=fsdp2",

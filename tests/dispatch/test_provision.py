@@ -1,0 +1,344 @@
+"""A runtime made from an image: what is to be done, and real clients doing it against the stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from rollout_backend.config import AgentCoreConfig
+from rollout_backend.dispatch.agentcore import AgentCoreRuntime
+from rollout_backend.dispatch.control import control_client, look_at_runtime, make_runtime
+from rollout_backend.dispatch.provision import MARK, Action, RuntimeSpec, plan
+from rollout_backend.errors import PreflightError
+from rollout_backend.local.agentcore import ROLE, StandIn, StandInSettings
+from rollout_backend.process import free_port
+
+ECR = "000000000000.dkr.ecr.us-east-1.amazonaws.com"
+IMAGE, NEWER, MISSING = f"{ECR}/team/my-agent:1", f"{ECR}/team/my-agent:2", f"{ECR}/team/my-agent:missing"
+ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/first-0123456789"
+NAME = "rollout_my_agent"
+
+APP = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, body):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def do_GET(self):
+        self.answer(b'{"status": "HealthyBusy", "time_of_last_update": 1}')
+    def do_POST(self):
+        self.answer(json.dumps({"image": sys.argv[1], "greeting": os.environ.get("GREETING")}).encode())
+    def log_message(self, *_): pass
+ThreadingHTTPServer((os.environ["HOST"], int(os.environ["PORT"])), Handler).serve_forever()
+"""
+
+
+def config(**more: object) -> AgentCoreConfig:
+    return AgentCoreConfig.model_validate({"image": IMAGE, "role": ROLE, **more})
+
+
+# --- what is to be done -----------------------------------------------------------------------------------
+
+SPEC = RuntimeSpec.of(config(subnets=["subnet-01234567"], security_groups=["sg-01234567"], environment={"A": "1"}))
+
+
+def described(**more: object) -> dict[str, Any]:
+    """What the service would say of a runtime that is as SPEC wants it."""
+    metadata = {"requireMMDSV2": True}
+    fixed = {"agentRuntimeName": SPEC.name, "status": "READY", "metadataConfiguration": metadata}
+    return {**SPEC.definition(), **fixed, **more}
+
+
+def test_what_is_not_there_is_made():
+    assert plan(SPEC, None).action is Action.CREATE
+
+
+def test_what_is_as_it_should_be_is_left_alone():
+    assert plan(SPEC, described()).action is Action.READY
+    by_hand = described(description="by hand")
+    assert plan(SPEC, by_hand).action is Action.READY  # used as it is, whoever made it
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("image", NEWER),
+        ("role", ROLE.replace("local", "other")),
+        ("subnets", frozenset({"subnet-89abcdef"})),
+        ("security_groups", frozenset({"sg-89abcdef"})),
+        ("environment", {"A": "2"}),
+        ("environment", {}),
+        ("idle_timeout_s", 600),
+        ("max_lifetime_s", 600),
+    ],
+)
+def test_each_difference_is_an_update_that_names_it(setting, value):
+    wanted = dataclasses.replace(SPEC, **{setting: value})
+    found = plan(wanted, described())
+    assert (found.action, found.differs) == (Action.UPDATE, (setting,))
+    assert plan(wanted, described(**wanted.definition())).action is Action.READY
+    assert plan(wanted, described(description="by hand")).action is Action.LEAVE
+
+
+def test_the_order_of_a_network_is_no_difference():
+    wanted = dataclasses.replace(SPEC, subnets=frozenset({"subnet-01234567", "subnet-89abcdef"}))
+    network = {"subnets": ["subnet-89abcdef", "subnet-01234567"], "securityGroups": ["sg-01234567"]}
+    actual = described(networkConfiguration={"networkMode": "VPC", "networkModeConfig": network})
+    assert plan(wanted, actual).action is Action.READY
+
+
+def test_out_of_the_network_and_into_the_public_one():
+    public = dataclasses.replace(SPEC, subnets=frozenset(), security_groups=frozenset())
+    assert public.definition()["networkConfiguration"] == {"networkMode": "PUBLIC"}
+    assert plan(public, described()).differs == ("subnets", "security_groups")
+    assert plan(public, described(networkConfiguration={"networkMode": "PUBLIC"})).action is Action.READY
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"requireMMDSV2": False}])
+def test_a_runtime_that_could_not_be_invoked_is_updated(metadata):
+    assert plan(SPEC, described(metadataConfiguration=metadata)).differs == ("requireMMDSV2",)
+
+
+def test_another_protocol_and_another_kind_of_artifact():
+    assert plan(SPEC, described(protocolConfiguration={"serverProtocol": "MCP"})).differs == ("protocol",)
+    assert plan(SPEC, described(agentRuntimeArtifact={"codeConfiguration": {}})).differs == ("image",)
+
+
+@pytest.mark.parametrize("status", ["CREATING", "UPDATING", "DELETING"])
+def test_nothing_is_done_to_a_runtime_in_transition(status):
+    assert plan(dataclasses.replace(SPEC, image=NEWER), described(status=status)).action is Action.WAIT
+
+
+@pytest.mark.parametrize(("status", "action"), [("CREATE_FAILED", Action.REPLACE), ("UPDATE_FAILED", Action.UPDATE)])
+def test_what_failed_before_is_tried_again_if_it_is_ours(status, action):
+    assert plan(SPEC, described(status=status)).action is action
+    assert plan(SPEC, described(status=status, description="by hand")).action is Action.LEAVE
+
+
+def test_the_default_name_is_one_that_the_service_takes():
+    assert config().runtime_name == NAME
+    assert config(name="mine").runtime_name == "mine"
+    odd = config(image=f"{ECR}/a/{'b' * 60}.c__d@sha256:{'0' * 64}")
+    assert odd.runtime_name == f"rollout_{'b' * 40}"
+
+
+# --- doing it ---------------------------------------------------------------------------------------------
+
+
+class Cloud:
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.told: list[str] = []
+
+    def config(self, **more: object) -> AgentCoreConfig:
+        return config(endpoint_url=self.url, ready_timeout_s=20, **more)
+
+    async def make(self, **more: object) -> str:
+        return await make_runtime(self.config(**more), self.told.append)
+
+    async def look(self, **more: object) -> str:
+        return await look_at_runtime(self.config(**more))
+
+    async def describe(self, arn: str) -> dict[str, Any]:
+        async with control_client(self.config()) as client:
+            return dict(await client.get_agent_runtime(agentRuntimeId=arn.rsplit("/", 1)[1]))
+
+    async def names(self) -> list[str]:
+        async with control_client(self.config()) as client:
+            pages = client.get_paginator("list_agent_runtimes").paginate(PaginationConfig={"PageSize": 2})
+            return [found["agentRuntimeName"] async for page in pages for found in page["agentRuntimes"]]
+
+    async def invoke(self, arn: str) -> dict[str, str]:
+        runtime = await AgentCoreRuntime.open(self.config(), arn)
+        try:
+            await runtime.check()
+            return dict(json.loads(await runtime.invoke(f"rollout-{uuid.uuid4().hex}", b"{}")))
+        finally:
+            await runtime.aclose()
+
+
+StartCloud = Callable[..., Awaitable[Cloud]]
+
+
+@pytest.fixture
+async def start_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartCloud]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")
+    (tmp_path / "app.py").write_text(APP)
+    async with AsyncExitStack() as stack:
+
+        async def start(**more: object) -> Cloud:
+            port = free_port()
+            settings = StandInSettings.model_validate(
+                {
+                    "arn": ARN,
+                    "command": [sys.executable, str(tmp_path / "app.py"), "first"],
+                    "images": {image: [sys.executable, str(tmp_path / "app.py"), image] for image in (IMAGE, NEWER)},
+                    "cwd": tmp_path,
+                    "env": {},
+                    "log_dir": tmp_path,
+                    "port": port,
+                    "transition_s": 0.1,
+                    **more,
+                }
+            )
+            app = StandIn(settings).app()
+            server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="on"))
+            serving = asyncio.create_task(server.serve())
+
+            async def end() -> None:
+                server.should_exit = True
+                await serving
+
+            stack.push_async_callback(end)
+            while not server.started:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return Cloud(f"http://127.0.0.1:{port}")
+
+        yield start
+
+
+async def test_a_runtime_is_made_once_and_then_used_as_it_is(start_cloud):
+    cloud = await start_cloud()
+    assert await cloud.look() == f"runtime {NAME}: would be made from {IMAGE}"
+    assert await cloud.names() == ["first"]
+    arn = await cloud.make(environment={"GREETING": "hello"})
+    # Made, and then updated: the service makes a runtime that it would refuse to invoke.
+    assert cloud.told == [f"making runtime {NAME} from {IMAGE}", f"updating runtime {NAME} (requireMMDSV2)"]
+    assert await cloud.invoke(arn) == {"image": IMAGE, "greeting": "hello"}
+    made = await cloud.describe(arn)
+    assert (made["agentRuntimeVersion"], made["description"]) == ("2", MARK)
+    assert await cloud.look(environment={"GREETING": "hello"}) == f"runtime {NAME}: there, and ready"
+    cloud.told.clear()
+    assert await cloud.make(environment={"GREETING": "hello"}) == arn
+    assert cloud.told == []
+    assert (await cloud.describe(arn))["agentRuntimeVersion"] == "2"
+
+
+async def test_where_new_runtimes_can_be_invoked_one_version_is_enough(start_cloud):
+    cloud = await start_cloud(new_runtimes_require_mmdsv2=True)
+    arn = await cloud.make()
+    assert (await cloud.describe(arn))["agentRuntimeVersion"] == "1"
+    assert await cloud.invoke(arn) == {"image": IMAGE, "greeting": None}
+
+
+async def test_other_settings_make_a_new_version_that_is_served_at_once(start_cloud):
+    cloud = await start_cloud(new_runtimes_require_mmdsv2=True)
+    arn = await cloud.make()
+    network = {"subnets": ["subnet-01234567"], "security_groups": ["sg-01234567"]}
+    wanted = {"image": NEWER, "environment": {"GREETING": "bye"}, **network}
+    assert (
+        await cloud.look(**wanted)
+        == f"runtime {NAME}: would be updated (image, subnets, security_groups, environment)"
+    )
+    assert await cloud.make(**wanted) == arn
+    assert await cloud.invoke(arn) == {"image": NEWER, "greeting": "bye"}
+    described = await cloud.describe(arn)
+    assert described["agentRuntimeVersion"] == "2"
+    assert described["networkConfiguration"]["networkModeConfig"]["subnets"] == ["subnet-01234567"]
+
+
+async def test_a_runtime_is_found_behind_a_page_of_others(start_cloud):
+    cloud = await start_cloud()
+    async with control_client(cloud.config()) as client:
+        for i in range(105):
+            await client.create_agent_runtime(agentRuntimeName=f"other_{i}", **SPEC.definition())
+    arn = await cloud.make()
+    cloud.told.clear()
+    assert await cloud.make() == arn
+    assert cloud.told == []
+    assert sorted(await cloud.names()).count(NAME) == 1
+
+
+async def test_runs_that_start_at_once_share_one_runtime(start_cloud):
+    cloud = await start_cloud()
+    arns = await asyncio.gather(*(cloud.make() for _ in range(4)))
+    assert len(set(arns)) == 1
+    assert (await cloud.names()).count(NAME) == 1
+    assert await cloud.invoke(arns[0]) == {"image": IMAGE, "greeting": None}
+
+
+async def test_a_run_whose_runtime_another_run_changes_is_told(start_cloud):
+    cloud = await start_cloud(new_runtimes_require_mmdsv2=True)
+    arn = await cloud.make()
+    theirs = RuntimeSpec.of(config(environment={"GREETING": "theirs"})).definition()
+
+    async def change_it_back() -> None:
+        async with control_client(cloud.config()) as client:
+            runtime_id = arn.rsplit("/", 1)[1]
+            while True:
+                described = await client.get_agent_runtime(agentRuntimeId=runtime_id)
+                if (described["agentRuntimeVersion"], described["status"]) == ("2", "READY"):
+                    await client.update_agent_runtime(agentRuntimeId=runtime_id, **theirs)
+                    return
+
+    others: list[asyncio.Task[None]] = []
+    with pytest.raises(PreflightError, match=r"somebody else .*\(image, environment.*runtime\.name of its own"):
+        await make_runtime(
+            cloud.config(image=NEWER), lambda text: others.append(asyncio.create_task(change_it_back()))
+        )
+    await asyncio.gather(*others)
+
+
+async def test_an_image_that_is_not_there_is_told_and_mended(start_cloud):
+    cloud = await start_cloud()
+    with pytest.raises(PreflightError, match=r"CREATE_FAILED: .*does not exist.*missing.*runtime\.image") as caught:
+        await cloud.make(image=MISSING)
+    assert ROLE in str(caught.value)
+    assert "could not be made before" in await cloud.look()
+    arn = await cloud.make()  # the one that failed is deleted first
+    assert cloud.told[-3].startswith(f"deleting runtime {NAME}")
+    assert await cloud.invoke(arn) == {"image": IMAGE, "greeting": None}
+
+
+async def test_a_failed_update_is_told_leaves_the_old_version_served_and_is_mended(start_cloud):
+    cloud = await start_cloud()
+    arn = await cloud.make()
+    with pytest.raises(PreflightError, match=r"UPDATE_FAILED: .*does not exist"):
+        await cloud.make(image=MISSING)
+    assert await cloud.look() == f"runtime {NAME}: would be updated (image)"
+    assert await cloud.make() == arn
+    assert await cloud.invoke(arn) == {"image": IMAGE, "greeting": None}
+
+
+async def test_a_role_that_the_service_refuses(start_cloud):
+    cloud = await start_cloud()
+    with pytest.raises(PreflightError, match=r"refuses CreateAgentRuntime: Role validation failed.*runtime\.role"):
+        await cloud.make(role=ROLE.replace("local", "other"))
+    assert await cloud.names() == ["first"]
+
+
+async def test_somebody_elses_runtime_is_left_alone(start_cloud):
+    cloud = await start_cloud()
+    with pytest.raises(PreflightError, match=r"not made by this backend.*runtime\.name"):
+        await cloud.make(name="first")
+    with pytest.raises(PreflightError, match="not made by this backend"):
+        await cloud.look(name="first")
+    assert (await cloud.describe(ARN))["agentRuntimeVersion"] == "1"
+
+
+async def test_a_wait_has_an_end(start_cloud):
+    cloud = await start_cloud(transition_s=60)
+    with pytest.raises(PreflightError, match=r"not ready after 0\.5 s.*runtime\.ready_timeout_s"):
+        await make_runtime(cloud.config().model_copy(update={"ready_timeout_s": 0.5}))
+    assert await cloud.look() == f"runtime {NAME}: CREATING"
+
+
+async def test_a_control_plane_that_does_not_answer(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")
+    with pytest.raises(PreflightError, match="cannot be reached"):
+        await look_at_runtime(config(endpoint_url="http://127.0.0.1:9"))

@@ -1,0 +1,70 @@
+"""A run that is killed in mid-step: what it had open is put in order behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import yaml
+
+from rollout_backend.local.cloud import LocalCloud
+from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.local.sessions import Limits
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+
+def processes_of(mark: str) -> list[str]:
+    """The commands of live processes that carry MARK=mark in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"MARK={mark}".encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return [command for command in found if command]
+
+
+def queues(cloud: LocalCloud) -> list[str]:
+    keys = {"aws_access_key_id": "local", "aws_secret_access_key": "local"}
+    where = {"endpoint_url": cloud.storage.endpoint_url, "region_name": cloud.storage.region}
+    return list(boto3.client("sqs", **where, **keys).list_queues().get("QueueUrls", []))
+
+
+async def test_a_run_that_is_killed_leaves_no_process_no_session_and_no_queue(
+    agent: Path, base_settings: dict[str, Any], held_back: Callable[[str], str], tmp_path: Path
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"payload": {}}\n')
+    limits = Limits(grace_s=2.0)
+    with ScriptedEngine(held_back) as engine:
+        async with LocalCloud(agent, run_dir=tmp_path / "logs", limits=limits) as cloud:
+            tree = {**base_settings, **cloud.settings(by_image=True), "run_id": "killed", "janitor": {"grace_s": 0.5}}
+            tree["serving"] = {"kind": "external", "urls": [engine.url]}
+            (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+            argv = [sys.executable, "-m", "rollout_backend.cli", "run", "config.yaml", "--tasks", "tasks.jsonl"]
+            with (tmp_path / "run.log").open("wb") as log:
+                run = await asyncio.create_subprocess_exec(
+                    *argv, cwd=tmp_path, env={**os.environ, **cloud.environ, "MARK": "killed"}, stdout=log, stderr=log
+                )
+            while not engine.requests:
+                assert run.returncode is None, (tmp_path / "run.log").read_text()
+                await asyncio.sleep(0.05)
+            assert len(queues(cloud)) == 2
+            assert (await cloud.sessions())["sessions"]
+            assert any("rollout_backend.janitor" in command for command in processes_of("killed"))
+            run.send_signal(signal.SIGKILL)
+            await run.wait()
+            deadline = time.monotonic() + 30
+            while any(left := (queues(cloud), (await cloud.sessions())["sessions"], processes_of("killed"))):
+                assert time.monotonic() < deadline, f"queues, sessions, processes: {left}"
+                await asyncio.sleep(0.1)
+    assert "stopped" in (tmp_path / "runs" / "killed" / "logs" / "janitor.log").read_text()

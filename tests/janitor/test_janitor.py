@@ -1,0 +1,369 @@
+"""Runs that die without a word, and what is left: real processes, real SQS and S3, the sessions of the stand-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from anyio.from_thread import start_blocking_portal
+
+from rollout_backend.collect.queue import queue_name
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.config import load_config
+from rollout_backend.dispatch.agentcore import AgentCoreRuntime
+from rollout_backend.errors import QuotaExceeded
+from rollout_backend.janitor.__main__ import Books
+from rollout_backend.janitor.owner import Janitor
+from rollout_backend.local.cloud import LocalRuntime, LocalStorage
+from rollout_backend.local.sessions import Limits
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+APP = """
+import os
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def answer(self):
+        self.send_response(200)
+        body = b'{"status": "HealthyBusy", "time_of_last_update": 1}'
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    do_GET = do_POST = answer
+    def log_message(self, *_): pass
+ThreadingHTTPServer((os.environ["HOST"], int(os.environ["PORT"])), Handler).serve_forever()
+"""
+
+# A run, reduced to what the janitor has to do with: it takes orders on stdin and answers each with a line.
+OWNER = """
+import asyncio, json, os, sys, time
+from pathlib import Path
+from rollout_backend.collect.queue import AnnouncementQueue
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.config import load_config
+from rollout_backend.janitor.owner import Janitor
+from rollout_backend.preflight import open_runtime
+
+async def main():
+    config = load_config(base=json.loads(sys.argv[1]), env={})
+    store = await ResultStore.open(config.storage, config.aws)
+    runtime = await open_runtime(config)
+    janitor = await Janitor.start(config, store, runtime, config.run_dir / "janitor.log")
+    watched = janitor.watch(runtime)
+    queue = await AnnouncementQueue.open(config.queue, config.aws, config.run_id)
+    janitor.queue_made(queue)
+    print("started", flush=True)
+    while order := (await asyncio.to_thread(sys.stdin.readline)).split():
+        match order:
+            case ["open", name]:
+                await watched.invoke(name, b"{}")
+            case ["close", name]:
+                await watched.stop(name)
+            case ["fork"]:
+                if not os.fork():
+                    time.sleep(600)
+            case ["end"]:
+                await queue.aclose()
+                await janitor.aclose()
+                await runtime.aclose()
+                await store.aclose()
+                return
+        print("done", flush=True)
+
+asyncio.run(main())
+"""
+
+
+def sid(name: str) -> str:
+    return f"{name}-{'0' * 40}"[:40]
+
+
+def until(condition: Callable[[], object], what: str, within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        time.sleep(0.05)
+
+
+def janitors_of(pid: int) -> list[int]:
+    """The processes of the janitor of the run in process `pid`."""
+    wanted = f"-m\0rollout_backend.janitor\0{pid}\0".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "cmdline").read_bytes().endswith(wanted):
+                found.append(int(folder.name))
+        except OSError:  # it ended while we looked
+            continue
+    return found
+
+
+class Owner:
+    def __init__(self, settings: dict[str, Any], env: dict[str, str]) -> None:
+        argv = [sys.executable, "-c", OWNER, json.dumps(settings)]
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.hears("started")
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def do(self, *order: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(" ".join(order) + "\n")
+        self.process.stdin.flush()
+        if order != ("end",):
+            self.hears("done")
+
+    def hears(self, word: str) -> None:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], 60)[0], "the owner says nothing"
+        assert self.process.stdout.readline().strip() == word
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        self.do("end")
+        assert self.process.wait(30) == 0
+
+
+class Cloud:
+    """What AWS itself would say is there."""
+
+    def __init__(self, storage: LocalStorage, runtime: LocalRuntime, portal: Any, settings: dict[str, Any]) -> None:
+        where = {"endpoint_url": storage.endpoint_url, "region_name": storage.region}
+        keys = {"aws_access_key_id": "local", "aws_secret_access_key": "local"}
+        self.sqs = boto3.client("sqs", **where, **keys)
+        self.s3 = boto3.client("s3", **where, **keys)
+        self.settings = settings
+        self._runtime, self._portal = runtime, portal
+
+    @property
+    def queues(self) -> set[str]:
+        name = queue_name(self.settings["run_id"])
+        urls = self.sqs.list_queues(QueueNamePrefix=name).get("QueueUrls", [])
+        return {url.rpartition(name)[2] for url in urls}
+
+    @property
+    def sessions(self) -> set[str]:
+        return {session["id"] for session in self._portal.call(self._runtime.sessions)["sessions"]}
+
+    @property
+    def log(self) -> str:
+        return (Path(self.settings["output_dir"]) / self.settings["run_id"] / "janitor.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalRuntime, Any]]:
+    folder = tmp_path_factory.mktemp("runtime")
+    (folder / "agent.py").write_text(APP)
+    local = LocalRuntime(folder / "agent.py", run_dir=folder, env={}, preload=False, limits=Limits(grace_s=1.0))
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(local):
+        yield local, portal
+
+
+@pytest.fixture
+def cloud(runtime: tuple[LocalRuntime, Any], local_aws: LocalStorage, run_id: str, tmp_path: Path) -> Cloud:
+    local, portal = runtime
+    settings = {
+        "run_id": run_id,
+        "model": {"path": "/models/none"},
+        "storage": {"bucket": local_aws.bucket},
+        "aws": {"region": local_aws.region, "endpoint_url": local_aws.endpoint_url},
+        "runtime": {"kind": "agentcore", "arn": local.arn, "endpoint_url": local.endpoint_url},
+        "janitor": {"grace_s": 0.5},
+        "output_dir": str(tmp_path),
+    }
+    return Cloud(local_aws, local, portal, settings)
+
+
+@pytest.fixture
+def start(cloud: Cloud, local_aws: LocalStorage) -> Iterator[Callable[..., Owner]]:
+    started: list[Owner] = []
+
+    def start(**sections: object) -> Owner:
+        started.append(Owner({**cloud.settings, **sections}, {**os.environ, **local_aws.environ}))
+        return started[-1]
+
+    yield start
+    for owner in started:
+        with owner.process:  # closes its pipes
+            owner.process.kill()
+    for owner in started:
+        until(lambda owner=owner: not janitors_of(owner.pid), "the janitor has ended")
+
+
+def test_a_killed_run_leaves_no_queue_and_no_session(start, cloud):
+    owner = start()
+    assert cloud.queues == {"", "-dlq"}
+    for name in ("a", "b", "c"):
+        owner.do("open", sid(name))
+    owner.do("close", sid("b"))
+    assert cloud.sessions == {sid("a"), sid("c")}
+    [janitor] = janitors_of(owner.pid)
+    owner.kill()
+    until(lambda: not cloud.queues, "the queues are gone")
+    until(lambda: not cloud.sessions, "the sessions are stopped")
+    until(lambda: not janitors_of(owner.pid), "the janitor is gone")
+    assert f"(process {owner.pid}) is dead: 1 queues and 2 sessions are left" in cloud.log
+    assert "stopped 2 of 2 sessions" in cloud.log
+    assert janitor != owner.pid
+
+
+def test_a_run_that_ends_by_itself_takes_its_janitor_with_it(start, cloud):
+    owner = start(janitor={"grace_s": 600})
+    owner.do("open", sid("d"))
+    owner.do("close", sid("d"))
+    assert janitors_of(owner.pid)
+    owner.end()
+    assert not janitors_of(owner.pid)
+    assert not cloud.queues
+    assert cloud.log == ""
+
+
+def test_what_is_started_again_keeps_its_queue_and_its_sessions_until_it_dies_itself(start, cloud):
+    first = start()
+    first.do("open", sid("e"))
+    second = start()  # before the first is dead: its janitor's grace is shorter than a start
+    first.kill()
+    until(lambda: not janitors_of(first.pid), "the first janitor is gone")
+    assert "was started again" in cloud.log
+    assert cloud.queues == {"", "-dlq"}
+    assert cloud.sessions == {sid("e")}
+    second.do("close", sid("e"))
+    second.do("open", sid("f"))
+    second.kill()
+    until(lambda: not cloud.queues and not cloud.sessions, "all is gone")
+
+
+def test_neither_a_signal_nor_a_child_that_holds_the_pipe_keeps_it_from_its_errand(start, cloud):
+    owner = start()
+    [janitor] = janitors_of(owner.pid)
+    assert os.getsid(janitor) not in (os.getsid(owner.pid), os.getsid(0))
+    assert int(Path(f"/proc/{janitor}/stat").read_text().rpartition(")")[2].split()[1]) != owner.pid
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(janitor, number)
+    owner.do("fork")
+    [child] = map(int, Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split())
+    try:
+        owner.do("open", sid("g"))
+        assert janitors_of(owner.pid) == [janitor]
+        owner.kill()
+        until(lambda: not cloud.queues and not cloud.sessions, "all is gone")
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_evidence_stays(start, cloud):
+    owner = start()
+    dead = cloud.sqs.get_queue_url(QueueName=f"{queue_name(cloud.settings['run_id'])}-dlq")["QueueUrl"]
+    cloud.sqs.send_message(QueueUrl=dead, MessageBody="nobody could use this")
+    owner.kill()
+    until(lambda: cloud.queues == {"-dlq"}, "the queue is gone")
+    until(lambda: not janitors_of(owner.pid), "the janitor is gone")
+    assert "1 messages that nobody could use stay" in cloud.log
+
+
+def test_a_bucket_that_cannot_be_asked_leaves_all_as_it_is(start, cloud):
+    bucket = f"bucket-of-{cloud.settings['run_id']}"
+    cloud.s3.create_bucket(Bucket=bucket)
+    owner = start(storage={"bucket": bucket})
+    cloud.s3.delete_object(Bucket=bucket, Key=f"runs/{cloud.settings['run_id']}/owner")
+    cloud.s3.delete_bucket(Bucket=bucket)
+    owner.kill()
+    until(lambda: not janitors_of(owner.pid), "the janitor is gone")
+    assert "NoSuchBucket" in cloud.log
+    assert cloud.queues == {"", "-dlq"}
+
+
+def test_without_a_janitor_all_is_left(start, cloud):
+    owner = start(janitor={"enabled": False})
+    assert not janitors_of(owner.pid)
+    owner.kill()
+    assert cloud.queues == {"", "-dlq"}
+
+
+async def test_a_run_goes_on_without_its_janitor(cloud, caplog, tmp_path):
+    config = load_config(base=cloud.settings, env={})
+    store = await ResultStore.open(config.storage, config.aws)
+    runtime = await AgentCoreRuntime.open(config.runtime)
+    janitor = await Janitor.start(config, store, runtime, tmp_path / "janitor.log")
+    [pid] = janitors_of(os.getpid())
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not janitors_of(os.getpid()), "it is gone")
+    for name in ("a", "b"):
+        janitor.session_opened(sid(name))
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
+    assert "does not hear us" in caplog.text
+    await janitor.aclose()
+    await runtime.aclose()
+    await store.aclose()
+
+
+async def test_a_bucket_that_may_not_be_written_costs_the_janitor_and_no_run(cloud, caplog, tmp_path):
+    config = load_config(base={**cloud.settings, "storage": {"bucket": "no-such-bucket"}}, env={})
+    store = await ResultStore.open(config.storage, config.aws)
+    runtime = await AgentCoreRuntime.open(config.runtime)
+    janitor = await Janitor.start(config, store, runtime, tmp_path / "janitor.log")
+    janitor.session_opened(sid("a"))
+    await janitor.aclose()
+    await runtime.aclose()
+    await store.aclose()
+    assert "leaves its queue and its sessions behind" in caplog.text
+    assert not janitors_of(os.getpid())
+
+
+async def test_a_session_that_never_opened_is_not_told_of(cloud, tmp_path):
+    config = load_config(base=cloud.settings, env={})
+    told: list[tuple[str, str]] = []
+
+    class Heard(Janitor):
+        def session_opened(self, session_id: str) -> None:
+            told.append(("opened", session_id))
+
+        def session_closed(self, session_id: str) -> None:
+            told.append(("closed", session_id))
+
+    class Full(AgentCoreRuntime):
+        async def invoke(self, session_id: str, payload: bytes) -> bytes:
+            raise QuotaExceeded("too many")
+
+    runtime = await Full.open(config.runtime)
+    watched = Heard(None).watch(runtime)
+    with pytest.raises(QuotaExceeded):
+        await watched.invoke("x", b"{}")
+    assert told == [("opened", "x"), ("closed", "x")]
+    await watched.aclose()
+
+
+def test_the_books_are_read_in_pieces_of_any_size():
+    lines = [{"run": {"run_id": "r"}}, {"queue": "q", "dead": "d"}, {"opened": "a"}, {"opened": "b"}, {"closed": "a"}]
+    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines) + b'{"opened": "cut o'
+    whole, pieces = Books(), Books()
+    whole.read(data)
+    for i in range(len(data)):
+        pieces.read(data[i : i + 1])
+    assert whole == pieces
+    assert (whole.run["run_id"], whole.queues, list(whole.sessions)) == ("r", {"q": "d"}, ["b"])
+    assert not whole.done
+    whole.read(b'"}\n{"done": true}\n')
+    assert whole.done
+
+
+def test_it_is_light_while_it_waits():
+    program = "import rollout_backend.janitor.__main__, sys; print([m for m in sys.modules if m.startswith(HEAVY)])"
+    heavy = "('boto', 'aio', 'pydantic', 'asyncio', 'numpy', 'ray')"
+    argv = [sys.executable, "-c", program.replace("HEAVY", heavy)]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip() == "[]"
