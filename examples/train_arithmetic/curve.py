@@ -13,6 +13,9 @@ COLUMNS = {  # ours: verl's
     "grad_norm": "actor/grad_norm",
     "response_length": "response_length/mean",
     "entropy": "actor/entropy",
+    "rollouts": "rollouts/planned/sum",
+    "left_out": "rollouts/left_out/sum",
+    "staleness": "rollouts/staleness/mean",
     "seconds": "timing_s/step",
     "rollout_seconds": "timing_s/gen",
     "update_seconds": "timing_s/update_actor",
@@ -70,7 +73,8 @@ class Curve:
 
 def row(logged: dict[str, Any]) -> dict[str, Any]:
     step, data = int(logged["step"]), logged["data"]
-    found = {name: data.get(key) for name, key in COLUMNS.items()}
+    # The legacy trainer logs what is ours as if it were times.
+    found = {name: data.get(key, data.get(f"timing_s/{key}")) for name, key in COLUMNS.items()}
     # Weights bear the number of the step that made them; those of step 0 are the model's own. verl counts how many
     # steps the oldest token's weights lag behind those that a synchronous step samples with.
     lag = data.get(STALENESS)

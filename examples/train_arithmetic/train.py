@@ -46,6 +46,9 @@ def backend_overrides(tasks: Path, settings: Path) -> list[str]:
         f"data.val_files={tasks}",
         # GRPO that leaves out rollouts which were lost, instead of counting them as failures of the model.
         "algorithm.adv_estimator=grpo_present",
+        # What was left out, and how old the tokens are, among verl's metrics. Verl's own sampler stands behind it.
+        "trainer.v1.sampler.custom_sampler.path=pkg://rollout_backend.verl.sampler",
+        "trainer.v1.sampler.custom_sampler.name=RolloutSampler",
         # Tokens are sampled by the engine: the trainer is to compare its own logprobs with the engine's.
         f"{ROLLOUT}.calculate_log_probs=True",
     ]

@@ -18,7 +18,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
@@ -32,27 +33,35 @@ from rollout_backend.manager import BlockingRolloutManager
 from rollout_backend.report import GroupResult, StepResult
 from rollout_backend.serving.fleet import ServingEvent
 from rollout_backend.tasks import Task
-from rollout_backend.verl import rows
+from rollout_backend.verl import preflight, rows
 from rollout_backend.verl.advantage import knows_sessions, row_uid
 from rollout_backend.verl.dataset import payload_of
+from rollout_backend.verl.metrics import TALLY, count_group, named, staleness
+from rollout_backend.verl.numbers import StepNumbers
 from rollout_backend.verl.settings import engine_urls, sampling_of, settings_of
+from rollout_backend.verl.versions import VersionLabels
 
 log = logging.getLogger(__name__)
 
 _FOLLOW_EVERY_S = 5.0
 _CLOSE_S = 60.0
+_GREEDY = "-greedy"
 _CONTROL = ("validate", "__rollout_n__", "__do_sample__")  # verl's word to us, not the agent's data
 
 
 class CloudAgentLoopManager:
     """Made by verl with `create`. Starts the run's gateway, router and queue, and ends them with the process."""
 
-    def __init__(self, config: Any, llm_client: Any, replay_buffer: Any = None) -> None:
+    def __init__(self, config: Any, llm_client: Any) -> None:
         self._rollout = config.actor_rollout_ref.rollout
         self._llm_client = llm_client
-        self._replay_buffer = replay_buffer  # 0.8.0's trainer wants its prompts announced there
-        self.settings = settings_of(config, self._addresses())
+        addresses = self._addresses()
+        self.settings = settings_of(config, addresses)
+        self._urls = engine_urls(addresses)
+        self._labels = VersionLabels()
+        self._numbers = StepNumbers(str(config.trainer.get("resume_mode", "auto")) != "disable")
         self._row_uids = knows_sessions(str(config.algorithm.adv_estimator))
+        self._logprobs = not self.settings.collect.retokenise  # every row has the same fields
         self._pad_token_id = _pad_token_id(self.settings.model.path)
         self._blocking = BlockingRolloutManager(self.settings, on_serving=_tell_serving)
         self._failure: BaseException | None = None
@@ -68,18 +77,19 @@ class CloudAgentLoopManager:
         llm_client: Any,
         teacher_client: Any = None,
         reward_loop_worker_handles: Any = None,
-        replay_buffer: Any = None,
+        **_: Any,  # what other versions of verl hand over: the message is to be about the version
     ) -> Self:
         """verl's way to make one.
 
         Raises:
             ConfigError, PreflightError, StartupError: before a rollout is spent, and what to change.
         """
+        preflight.check_version()
         if teacher_client is not None:
             raise ConfigError(
                 "on-policy distillation needs verl's own agent loop: leave agent_loop_manager_class out"
             )
-        return cls(config, llm_client, replay_buffer)
+        return cls(config, llm_client)
 
     def close(self) -> None:
         """Ends what was started, and steps that still run. Called at the end of the process, for a minute at most."""
@@ -110,19 +120,16 @@ class CloudAgentLoopManager:
 
         validate = bool(prompts["validate"]) if "validate" in prompts else False
         batch = _Batch("val" if validate else "train")
-        tasks = []
+        tasks, version = [], 0
         for row in _rows_of_tensordict(prompts):
             task = self._task(row, str(row["uid"]), validate, default_n=self._default_n(validate))
             batch.rows[task.task_id] = {key: value for key, value in row.items() if key not in _CONTROL}
+            version = _version(row["global_steps"], validate)
             tasks.append(task)
-        if self._replay_buffer is not None:
-            running = {
-                uid: {"global_steps": row["global_steps"], "status": "running"} for uid, row in batch.rows.items()
-            }
-            self._replay_buffer.add(batch.partition, running)
         for uid in batch.rows:
             tq.kv_put(key=uid, partition_id=batch.partition, tag={"status": "running"})
-        work = self._blocking.manager.collect(tasks, on_group=lambda group: self._write_later(batch, group))
+        number = self._numbers.next(_global_step(prompts), validate)
+        work = self._collect(tasks, number, version, on_group=lambda group: self._write_later(batch, group))
         future = self._blocking.submit(work)
         future.add_done_callback(lambda done: self._v1_ended(batch, done))
 
@@ -140,15 +147,16 @@ class CloudAgentLoopManager:
         keys, fields, tags = [], [], []
         status = "failure"
         try:
-            for session, rollout in enumerate(group.rollouts if group.usable else ()):
-                made = self._rows(rollout)
-                for row in made:
+            made = [self._rows(rollout) for rollout in group.rollouts] if group.usable else []
+            TALLY.add(batch.partition, count_group(group, made))
+            for session, (rollout, of_rollout) in enumerate(zip(group.rollouts, made, strict=False)):
+                for row in of_rollout:
                     key = row_uid(uid, session, row.index)
                     # Validation has no advantages, and groups its metrics by the prompt's uid.
                     by_row = self._row_uids and batch.partition == "train"
                     own = {"session_id": session, "uid": key if by_row else uid}
-                    fields.append(rows.v1_fields(row, {**base, **own}, _numbers(rollout)))
-                    tags.append(rows.v1_tag(row, step))
+                    fields.append(rows.v1_fields(row, {**base, **own}, _numbers(rollout), self._logprobs))
+                    tags.append(rows.v1_tag(row, step, _version(step, batch.partition == "val")))
                     keys.append(key)
             if keys:
                 data = list_of_dict_to_tensordict(fields)
@@ -178,33 +186,52 @@ class CloudAgentLoopManager:
 
         began = time.monotonic()
         validate = bool(prompts.meta_info.get("validate", False))
+        version = _version(prompts.meta_info["global_steps"], validate)
         places: dict[str, list[int]] = {}  # of each task's rollouts in the batch
         tasks: dict[str, Task] = {}
         for i in range(len(prompts)):
             row = {key: values[i] for key, values in prompts.non_tensor_batch.items()}
-            greedy = not bool(row.get("__do_sample__", True))
-            task_id = f"{row['uid']}-greedy" if greedy else str(row["uid"])
+            task_id = f"{row['uid']}{_GREEDY}" if _is_greedy(row) else str(row["uid"])
             places.setdefault(task_id, []).append(i)
             if task_id not in tasks:
                 tasks[task_id] = self._task(row, task_id, validate, default_n=0)
         wanted = [dataclasses.replace(task, rollouts=len(places[task_id])) for task_id, task in tasks.items()]
-        result = self._blocking.collect(wanted)
+        number = self._numbers.next(int(prompts.meta_info["global_steps"]), validate)
+        result = self._blocking.wait_for(self._collect(wanted, number, version))
         self._tell(result)
         slots: list[rows.Rows | None] = [None] * len(prompts)
+        counts: Counter[str] = Counter()
+        made = {
+            group.task.task_id: [self._rows(rollout) for rollout in group.rollouts]
+            if group.usable or validate
+            else []
+            for group in result.groups
+        }
+        # REMAX takes a baseline that is not there for a reward of 0, so without one its prompt is left out.
+        without = {task_id for task_id in made if not any(made.get(f"{task_id}{_GREEDY}", [True]))}
         for group in result.groups:
-            rollouts = group.rollouts if group.usable or validate else ()
-            for place, rollout in zip(places[group.task.task_id], rollouts, strict=False):
-                slots[place] = self._rows(rollout)
+            task_id = group.task.task_id
+            of_group = [] if task_id in without else made[task_id]
+            counts.update(count_group(group, of_group))
+            for place, of_rollout in zip(places[task_id], of_group, strict=False):
+                slots[place] = of_rollout
         lengths = int(self._rollout.prompt_length), int(self._rollout.response_length)
-        made = rows.legacy_batch(slots, *lengths, pad_token_id=self._pad_token_id)
+        batch = rows.legacy_batch(slots, *lengths, pad_token_id=self._pad_token_id, logprobs=self._logprobs)
+        if batch.left_out_tokens:
+            log.warning("%d sampled tokens of further segments are not trained", batch.left_out_tokens)
+        counts["left_out_tokens"] = batch.left_out_tokens
+        parts = [row.versions(fallback=version) for of_rollout in slots for row in of_rollout or ()]
         report = result.report
         return DataProto(
-            batch=made.tensors,
-            non_tensor_batch={**made.non_tensors, "missing": made.missing},
+            batch=batch.tensors,
+            non_tensor_batch={**batch.non_tensors, "missing": batch.missing},
             meta_info={
+                # The one thing of ours that this trainer logs, under timing_s/
                 "timing": {
                     "agent_loop/collect": time.monotonic() - began,
                     "agent_loop/lag/p50": report.lag.p50 if report.lag else 0.0,
+                    **named(counts, int((~batch.missing).sum())),
+                    **staleness(parts, version),
                 },
                 "reward_extra_keys": ["missing"],
             },
@@ -213,12 +240,25 @@ class CloudAgentLoopManager:
     # --- both ---------------------------------------------------------------------------------------------
 
     def _task(self, row: Mapping[str, Any], task_id: str, validate: bool, default_n: int) -> Task:
-        greedy = not bool(row.get("__do_sample__", True))
+        n = row.get("__rollout_n__")
         return Task(
             task_id=task_id,
             payload=payload_of(row),
-            rollouts=int(row.get("__rollout_n__", default_n)),
-            sampling=sampling_of(self._rollout, validate=validate, greedy=greedy),
+            rollouts=default_n if n is None else int(n),
+            sampling=sampling_of(self._rollout, validate=validate, greedy=_is_greedy(row)),
+        )
+
+    async def _collect(
+        self,
+        tasks: Sequence[Task],
+        number: tuple[int, bool],
+        version: int,
+        on_group: Callable[[GroupResult], None] = lambda group: None,
+    ) -> StepResult:
+        await self._labels.say(self._urls, version)
+        step, same_weights = number
+        return await self._blocking.manager.collect(
+            tasks, step=step, weights=str(version), same_weights=same_weights, on_group=on_group
         )
 
     def _rows(self, rollout: Rollout) -> rows.Rows:
@@ -241,12 +281,15 @@ class CloudAgentLoopManager:
         # What is left out must be seen; that all is well need not.
         log.log(
             logging.WARNING if report.reasons else logging.INFO,
-            "step %d: %d planned, %d trainable, %d of %d groups usable, left out: %s%s",
+            "step %d: %d planned, %d trainable (%d re-tokenised), %d of %d groups usable, tokens by version %s, "
+            "left out: %s%s",
             result.step,
             report.planned,
             report.trainable,
+            report.retokenised,
             sum(group.usable for group in result.groups),
             len(result.groups),
+            report.weight_versions,
             report.reasons or "none",
             "".join(f"; {failure.rollout_id}: {failure.message}" for failure in explained[:1]),
         )
@@ -259,8 +302,8 @@ class CloudAgentLoopManager:
         while True:
             await asyncio.sleep(_FOLLOW_EVERY_S)
             try:
-                addresses = await asyncio.to_thread(self._addresses)
-                await self._blocking.manager.follow_engines(engine_urls(addresses))
+                self._urls = engine_urls(await asyncio.to_thread(self._addresses))
+                await self._blocking.manager.follow_engines(self._urls)
             except (RolloutBackendError, ray.exceptions.RayError) as error:
                 log.warning("verl's servers could not be followed, and are asked for again: %s", error)
 
@@ -294,6 +337,11 @@ class _Batch:
         self.told: set[str] = set()
 
 
+def _global_step(prompts: Any) -> int:
+    """Of the whole batch: verl gives each of its rows the same."""
+    return int(next(_rows_of_tensordict(prompts))["global_steps"])
+
+
 def _tell_serving(event: ServingEvent) -> None:
     # A router is mended, and Ray ends it first when the run is over; an engine is verl's to mend.
     lost = event.kind == "died" and event.server != "router"
@@ -321,6 +369,16 @@ def _rows_of_tensordict(prompts: Any) -> Iterator[dict[str, Any]]:
             else:
                 raise TypeError(f"verl's batch holds {key!r} as a {type(value).__name__}, which is not known here")
         yield row
+
+
+def _version(global_steps: Any, validate: bool) -> int:
+    """Of the weights that the servers have: verl gives them out at the end of a step, and validates after that."""
+    return int(global_steps) if validate else max(0, int(global_steps) - 1)
+
+
+def _is_greedy(row: Mapping[str, Any]) -> bool:
+    do_sample = row.get("__do_sample__")
+    return do_sample is not None and not bool(do_sample)
 
 
 def _pad_token_id(model: Path) -> int:

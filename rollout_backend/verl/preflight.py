@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.metadata
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,10 +33,18 @@ def check(section: Any) -> None:
     name = (rollout.get("agent") or {}).get("agent_loop_manager_class")
     if not name and "rollout_backend" not in (rollout.get("custom") or {}):
         return
+    check_version()
     _check_class(name)
     config = settings_of(root, _NO_SERVER_YET)
     with ThreadPoolExecutor(1) as thread:  # whatever loop the caller's thread may be running
         thread.submit(asyncio.run, preflight.check(config)).result()
+
+
+def check_version() -> None:
+    """Raises ConfigError for a verl before 0.9: its trainer wants rows, and to be told of them, in another way."""
+    version = importlib.metadata.version("verl")
+    if tuple(int(part) for part in version.split(".")[:2]) < (0, 9):
+        raise ConfigError(f"verl {version} is too old for this backend: install verl 0.9.1")
 
 
 def _check_class(name: str | None) -> None:

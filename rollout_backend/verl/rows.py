@@ -14,6 +14,9 @@ follows, with mask 1 on the tokens that are trained. What must always hold:
   session from its last row, which therefore must train something.
 - Where the mask is 0, `logprobs` is 0: finite, since 0 * NaN would reach the loss, and of no weight, since verl
   multiplies whatever it makes of a logprob by the mask.
+- A re-tokenised segment has no logprob at all, and is trained all the same: its row is marked, its `logprobs` are
+  NaN, and it goes to verl only where no row brings logprobs. verl has no word for one that is not known, and a number
+  that stood for it would be taken for the engine's.
 """
 
 from __future__ import annotations
@@ -37,18 +40,26 @@ class Row:
     prompt: NDArray[np.int64]  # [P]
     response: NDArray[np.int64]  # [R]
     mask: NDArray[np.int64]  # [R], 1 = sampled and trained
-    logprobs: NDArray[np.float32]  # [R], of the engine; 0 where mask is 0
+    logprobs: NDArray[np.float32]  # [R], of the engine; 0 where mask is 0, NaN throughout where re-tokenised
     reward: float  # the rollout's
     min_version: int | None  # of the weights that sampled the trained tokens; None if any of them is not known
     max_version: int | None
+    mean_version: float | None  # over the trained tokens
     turns: int  # model calls with a token in the response
     index: int  # among the rows of its rollout
     truncated_tokens: int  # sampled, with a logprob, and not trained: there was no place
     unknown_logprobs: int  # sampled, and not trained: without a logprob
+    retokenised: bool = False  # made of messages: its tokens are a guess
 
     @property
     def trained_tokens(self) -> int:
         return int(self.mask.sum())
+
+    def versions(self, fallback: int) -> tuple[int, float, int]:
+        """How many tokens are trained, and the mean and the oldest of their versions."""
+        if self.mean_version is None or self.min_version is None:
+            return self.trained_tokens, float(fallback), fallback
+        return self.trained_tokens, self.mean_version, self.min_version
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +70,11 @@ class Rows(Sequence[Row]):
     truncated_tokens: int = 0
     unknown_logprobs: int = 0
     empty_segments: int = 0
+
+    @property
+    def retokenised(self) -> int:
+        """How many of the rows were made of messages."""
+        return sum(row.retokenised for row in self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -110,7 +126,7 @@ class _Cut:
 
 def _cut(segment: Segment, prompt_length: int, response_length: int) -> _Cut:
     sampled = np.asarray(segment.mask, dtype=bool)
-    known = sampled & np.isfinite(np.asarray(segment.logprobs, dtype=np.float32))
+    known = sampled if segment.retokenised else sampled & np.isfinite(np.asarray(segment.logprobs, dtype=np.float32))
     unknown = int(sampled.sum() - known.sum())
     # Nothing precedes a segment's first token, so it is in the prompt even if it was sampled.
     start = max(1, min(int(sampled.argmax()) if sampled.any() else 0, prompt_length))
@@ -128,23 +144,29 @@ def _row(segment: Segment, cut: _Cut, reward: float, index: int) -> Row:
     logprobs = np.asarray(segment.logprobs, dtype=np.float32)[cut.start : cut.end]
     turns = [turn for turn in segment.turns if max(turn.start, cut.start) < min(turn.end, cut.end)]
     versions: list[int | None] = []
+    weighed = 0  # the sum of the versions of the trained tokens
     for turn in turns:
         spans = [span for span in turn.weight_versions if max(span.start, cut.start) < min(span.end, cut.end)]
         versions += [_number(span.version) for span in spans] or [None]
+        for span in spans:
+            of_span = cut.trained[max(span.start, cut.start) : min(span.end, cut.end)]
+            weighed += (_number(span.version) or 0) * int(of_span.sum())
     numbers = [version for version in versions if version is not None]
     known = len(numbers) == len(versions)
     return Row(
         prompt=tokens[: cut.start],
         response=tokens[cut.start : cut.end],
         mask=trained.astype(np.int64),
-        logprobs=np.where(trained, logprobs, np.float32(0)),
+        logprobs=logprobs if segment.retokenised else np.where(trained, logprobs, np.float32(0)),
         reward=reward,
         min_version=min(numbers) if known else None,
         max_version=max(numbers) if known else None,
+        mean_version=weighed / int(trained.sum()) if known else None,
         turns=len(turns),
         index=index,
         truncated_tokens=cut.truncated,
         unknown_logprobs=cut.unknown,
+        retokenised=segment.retokenised,
     )
 
 
@@ -157,18 +179,25 @@ def _number(version: str) -> int | None:
 
 
 def v1_fields(
-    row: Row, base: Mapping[str, Any], reward_extra_info: Mapping[str, Any] | None = None
+    row: Row, base: Mapping[str, Any], reward_extra_info: Mapping[str, Any] | None = None, logprobs: bool = True
 ) -> dict[str, Any]:
     """What TransferQueue holds for a row: the same set of fields for every row, unpadded 1-D tensors.
 
     `base` is what the dataset gave for the prompt, with `uid` and `session_id`. `reward_extra_info` goes to verl's
-    validation metrics; verl adds "reward" itself, so it must not hold that.
+    validation metrics; verl adds "reward" itself, so it must not hold that. Without `logprobs` there is no field
+    `rollout_log_probs`: say so for all rows of a run that may hold re-tokenised ones, or for none.
+
+    Raises:
+        ValueError: logprobs are wanted of a re-tokenised row.
     """
+    _check_logprobs(row, logprobs)
     response = torch.tensor(row.response)
     mask = torch.tensor(row.mask)
     ids = torch.cat([torch.tensor(row.prompt), response])
+    known = {"rollout_log_probs": torch.tensor(row.logprobs)} if logprobs else {}
     return {
         **base,
+        **known,
         "prompts": torch.tensor(row.prompt),
         "responses": response,
         "response_mask": mask,
@@ -176,7 +205,6 @@ def v1_fields(
         "input_ids": ids,
         "position_ids": torch.arange(len(ids)),
         "rm_scores": torch.tensor(_scores(row)),
-        "rollout_log_probs": torch.tensor(row.logprobs),
         "num_turns": row.turns,
         "multi_modal_inputs": {},
         "extra_fields": {"reward_extra_info": dict(reward_extra_info or {})},
@@ -188,17 +216,26 @@ def v1_tag(row: Row, global_steps: int, fallback: int | None = None) -> dict[str
 
     By default that is the version a synchronous step samples with: its servers hold the weights of the step before.
     """
-    known = row.min_version is not None and row.max_version is not None
     version = max(0, global_steps - 1) if fallback is None else fallback
+    tokens, mean, oldest = row.versions(version)
     return {
         "status": "success",
         "prompt_len": len(row.prompt),
         "response_len": len(row.response),
         "seq_len": len(row.prompt) + len(row.response),
         "global_steps": global_steps,
-        "min_global_steps": row.min_version if known else version,
-        "max_global_steps": row.max_version if known else version,
+        "min_global_steps": oldest,
+        "max_global_steps": version if row.max_version is None else row.max_version,
+        # Ours, for the sampler's metrics.
+        "mean_version": mean,
+        "trained_tokens": tokens,
+        "retokenised": row.retokenised,
     }
+
+
+def _check_logprobs(row: Row, wanted: bool) -> None:
+    if row.retokenised and wanted:
+        raise ValueError("a re-tokenised row has no logprobs: leave them out of every row")
 
 
 def _scores(row: Row) -> NDArray[np.float32]:
@@ -223,7 +260,7 @@ class LegacyBatch:
 
 
 def legacy_batch(
-    slots: Sequence[Rows | None], prompt_length: int, response_length: int, pad_token_id: int
+    slots: Sequence[Rows | None], prompt_length: int, response_length: int, pad_token_id: int, logprobs: bool = True
 ) -> LegacyBatch:
     """B rollouts, None where one is missing, as P = `prompt_length` + R = `response_length` columns.
 
@@ -234,6 +271,11 @@ def legacy_batch(
     sample and leaves it out of its reward metrics; its estimators do not, and take it for a reward of 0: see
     `rollout_backend.verl.advantage`.
     The loss modes that average over rows (`seq-mean-*`) divide by it, too; `token-mean` does not.
+
+    Without `logprobs` there is no `rollout_log_probs`; re-tokenised rows have none, and are marked in `retokenised`.
+
+    Raises:
+        ValueError: logprobs are wanted of a re-tokenised row.
     """
     shape = len(slots), prompt_length
     prompts = np.full(shape, pad_token_id, dtype=np.int64)
@@ -242,7 +284,8 @@ def legacy_batch(
     shape = len(slots), response_length
     responses = np.full(shape, pad_token_id, dtype=np.int64)
     response_attention, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    scores, logprobs = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
+    scores, rollout_log_probs = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
+    retokenised = np.zeros(len(slots), dtype=bool)
     turns = np.zeros(len(slots), dtype=np.int32)
     missing = np.ones(len(slots), dtype=bool)
     left_out = 0
@@ -250,6 +293,7 @@ def legacy_batch(
         if not rows:
             continue
         row = max(reversed(rows), key=lambda row: row.trained_tokens)
+        _check_logprobs(row, logprobs)
         left_out += sum(other.trained_tokens for other in rows) - row.trained_tokens
         start, end = prompt_length - len(row.prompt), len(row.response)
         prompts[i, start:] = row.prompt
@@ -258,7 +302,8 @@ def legacy_batch(
         response_attention[i, :end] = 1
         mask[i, :end] = row.mask
         scores[i, :end] = _scores(row)
-        logprobs[i, :end] = row.logprobs
+        rollout_log_probs[i, :end] = row.logprobs
+        retokenised[i] = row.retokenised
         turns[i] = row.turns
         missing[i] = False
     attention = np.concatenate([prompt_attention, response_attention], axis=1)
@@ -270,14 +315,16 @@ def legacy_batch(
         "position_ids": (attention.cumsum(axis=1) - 1).clip(min=0),
         "response_mask": mask,
         "rm_scores": scores,
-        "rollout_log_probs": logprobs,
+        "rollout_log_probs": rollout_log_probs,
     }
+    if not logprobs:
+        del arrays["rollout_log_probs"]
     tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
     no_images = np.empty(len(slots), dtype=object)
     no_images[:] = [{} for _ in slots]
     return LegacyBatch(
         tensors=TensorDict(tensors, batch_size=[len(slots)]),
-        non_tensors={"multi_modal_inputs": no_images, "__num_turns__": turns},
+        non_tensors={"multi_modal_inputs": no_images, "__num_turns__": turns, "retokenised": retokenised},
         missing=missing,
         left_out_tokens=left_out,
         truncated_tokens=sum(rows.truncated_tokens for rows in slots if rows is not None),

@@ -36,13 +36,16 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
     }
     serving = _patience(inline.pop("serving", {}))
     try:
-        return load_config(
+        settings = load_config(
             path,
             base=base,
             top={**inline, "serving": {**serving, "kind": "external", "urls": engine_urls(addresses)}},
         )
     except ConfigError as error:
         raise ConfigError(f"under {KEY}: {error}") from None
+    if settings.collect.retokenise:
+        _needs_no_logprobs(config)
+    return settings
 
 
 def engine_urls(addresses: Sequence[str]) -> list[str]:
@@ -68,7 +71,7 @@ def _own(rollout: Any) -> tuple[str | None, dict[str, Any]]:
     if own is None:
         raise ConfigError(
             f"+{KEY} is missing: give it the path of a YAML file with the backend's settings, or the settings "
-            "themselves, at least storage.bucket and runtime.arn"
+            "themselves, at least storage.bucket and runtime.arn or runtime.image"
         )
     if isinstance(own, str):
         return own, {}
@@ -81,6 +84,24 @@ def _own(rollout: Any) -> tuple[str | None, dict[str, Any]]:
 def _run_id(trainer: Any) -> str:
     name = f"{trainer.get('project_name', 'verl')}-{trainer.get('experiment_name', 'run')}"
     return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-")[:100] or "verl"
+
+
+def _needs_no_logprobs(config: Any) -> None:
+    """Re-tokenised rows have no logprobs, and verl wants a field of all rows or of none."""
+    correction = config.algorithm.get("rollout_correction") or {}
+    wanting = {
+        "actor_rollout_ref.rollout.calculate_log_probs": config.actor_rollout_ref.rollout.get("calculate_log_probs"),
+        **{
+            f"algorithm.rollout_correction.{name}": correction.get(name)
+            for name in ("rollout_is", "rollout_rs", "bypass_mode")
+        },
+    }
+    for name, value in wanting.items():
+        if value:
+            raise ConfigError(
+                f"{name}={value} needs the logprob of every trained token, and under {KEY} collect.retokenise=true "
+                "lets in rows that have none: switch off one of the two"
+            )
 
 
 def _patience(serving: object) -> Mapping[str, Any]:

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
+import json
 import os
+import signal
+import sys
+import time
 import warnings
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
 
-from rollout_backend.local.verl_cpu.environment import environment
+import boto3
+import pytest
+import yaml
+
+from agent_wrapper.contract import Rollout
+from rollout_backend.local.cloud import LocalCloud
+from rollout_backend.local.sessions import Limits
+from rollout_backend.local.verl_cpu.environment import environment, overrides
+from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.process import ServerProcess
+from rollout_backend.report import StepReport
 
 if importlib.util.find_spec("verl") is None:
     collect_ignore_glob = ["*.py"]
@@ -19,3 +39,208 @@ else:
         import ray  # noqa: F401
         import verl.trainer.ppo.v1
         import verl.workers.rollout.replica  # noqa: F401
+
+HERE = Path(__file__).parent
+GROUP = 4
+TIMEOUTS = {"model_call_s": 15, "agent_s": 25, "publish_grace_s": 10, "collection_s": 120, "token_s": 180}
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+Task = dict[str, Any]
+
+
+class Training:
+    """One run of verl in a folder of its own; everything that it leaves is read from there."""
+
+    def __init__(
+        self,
+        work: Path,
+        cloud: LocalCloud,
+        tasks: list[Task],
+        prompts: int,
+        more: Iterable[str],
+        rollout_devices: int = 0,
+        timeouts: dict[str, float] | None = None,
+    ) -> None:
+        self.work, self.cloud = work, cloud
+        self.seen, self.metrics_file, self.spy_file = work / "seen", work / "metrics.jsonl", work / "spy.jsonl"
+        self.run_dir = work / "runs" / "tests-trainer"
+        self.rows = work / "tasks.jsonl"
+        columns = [{"payload": task, **task.pop("columns", {})} for task in tasks]
+        self.rows.write_text("".join(json.dumps(row) + "\n" for row in columns))
+        self.own = work / "rollout_backend.yaml"
+        tree = {
+            **cloud.settings(),
+            "output_dir": str(work / "runs"),
+            "timeouts": timeouts or TIMEOUTS,
+            "janitor": {"grace_s": 0.5},
+            "queue": {"wait_s": 2},
+        }
+        self.own.write_text(yaml.safe_dump(tree))
+        self.settings = [
+            *overrides(rollout_devices=rollout_devices),
+            f"actor_rollout_ref.model.path={make_tiny_model(work / 'model')}",
+            "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+            f"data.train_batch_size={prompts}",
+            "data.max_prompt_length=96",
+            "data.max_response_length=8",
+            "data.shuffle=False",
+            "data.dataloader_num_workers=0",
+            f"data.train_files={self.rows}",
+            f"data.val_files={self.rows}",
+            "data.custom_cls.path=pkg://gradient_spy",
+            "data.custom_cls.name=PayloadDataset",
+            "algorithm.adv_estimator=spied",
+            f"{ROLLOUT}.n={GROUP}",
+            f"{ROLLOUT}.dtype=float32",
+            f"{ROLLOUT}.calculate_log_probs=True",
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={GROUP}",
+            f"+{ROLLOUT}.engine_kwargs.sglang_cpu={{threads: 2, log_dir: {work}}}",
+            f"+{ROLLOUT}.agent.agent_loop_manager_class=rollout_backend.verl.CloudAgentLoopManager",
+            f"+{ROLLOUT}.custom.rollout_backend={self.own}",
+            f"{ACTOR}.ppo_mini_batch_size={prompts}",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu={GROUP}",
+            f"{ACTOR}.optim.lr=3e-3",  # enough for old weights to be noticed
+            "trainer.v1.trainer_mode=sync",
+            "trainer.v1.sampler.custom_sampler.path=pkg://rollout_backend.verl.sampler",
+            "trainer.v1.sampler.custom_sampler.name=RolloutSampler",
+            f"trainer.total_training_steps={len(tasks) // prompts}",
+            "trainer.project_name=tests",
+            "trainer.experiment_name=trainer",
+            "trainer.logger=[console,file]",
+            "trainer.val_before_train=False",
+            "trainer.test_freq=-1",
+            "trainer.save_freq=-1",
+            "trainer.resume_mode=disable",
+            *more,
+        ]
+        hydra = [f"hydra.run.dir={work}", "hydra.output_subdir=null"]
+        self._marker = f"{work}:{time.time_ns()}"
+        self.environ = {
+            **environment(threads=2),
+            **cloud.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+            "SPY_FILE": str(self.spy_file),
+            "VERL_FILE_LOGGER_PATH": str(self.metrics_file),
+            "TEST_TRAINING": self._marker,  # by which its processes are known
+        }
+        self.verl = ServerProcess(
+            "verl",
+            [sys.executable, "-m", "verl.trainer.main_ppo", *self.settings, *hydra],
+            work / "verl.log",
+            self.environ,
+        )
+
+    def config(self, *more: str) -> Any:
+        """verl's whole tree of settings, in this process."""
+        from hydra import compose, initialize_config_module
+
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            return compose("ppo_trainer", [*self.settings, *more])
+
+    async def start(self) -> None:
+        await self.verl.start()
+
+    async def stop(self) -> None:
+        await self.verl.stop(grace_s=20)
+        for pid in self.processes():  # verl's daemons are in sessions of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    @property
+    def log(self) -> str:
+        return self.verl.log.read_text(errors="replace")
+
+    @property
+    def engine_started(self) -> bool:
+        return any(self.work.glob("sglang_cpu*.log"))
+
+    def metrics(self) -> list[dict[str, float]]:
+        return [json.loads(line)["data"] for line in self.metrics_file.read_text().splitlines()]
+
+    def steps_done(self) -> int:
+        """Steps that are logged, which is after their weights are given out."""
+        return self.metrics_file.read_text().count("\n") if self.metrics_file.exists() else 0
+
+    def reports(self) -> list[StepReport]:
+        files = sorted((self.run_dir / "steps").glob("*.json"))
+        return [StepReport.model_validate_json(file.read_text()) for file in files]
+
+    def groups(self) -> dict[str, str]:
+        """The name of each prompt's uid, as the agents saw it."""
+        return {file.name.rpartition(".")[0]: file.read_text() for file in self.seen.iterdir()}
+
+    def gradient(self, step: int) -> dict[str, list[dict[str, Any]]]:
+        """What the actor was updated by: rows by the name of their group, less verl's own filling."""
+        rows = defaultdict(list)
+        names = self.groups()
+        for row in json.loads(self.spy_file.read_text().splitlines()[step - 1]):
+            name = names.get(row["uid"].partition("_")[0])
+            if name is None:
+                assert row["trained"] == 0, "tokens of nobody's are trained"
+            else:
+                rows[name].append(row)
+        return dict(rows)
+
+    def rollouts(self, step: int) -> list[Rollout]:
+        """What arrived in the backend's step, which counts from 0."""
+        return [Rollout.decode(file.read_bytes()) for file in self.run_dir.glob(f"rollouts/{step:08d}/*")]
+
+    def versions(self, step: int) -> set[str]:
+        """Of the weights that sampled the backend's step."""
+        turns = [turn for rollout in self.rollouts(step) for segment in rollout.segments for turn in segment.turns]
+        return {span.version for turn in turns for span in turn.weight_versions}
+
+    def processes(self, name: str = "") -> dict[int, str]:
+        """The run's own that are alive, and whose command has `name` in it."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdigit() and self._marker.encode() in (folder / "environ").read_bytes():
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    if command and name in command:
+                        found[int(folder.name)] = command
+            except OSError:
+                continue
+        return found
+
+    async def until(self, condition: Callable[[], object], what: str, within_s: float = 240) -> None:
+        deadline = time.monotonic() + within_s
+        while not condition():
+            assert self.verl.running, f"verl ended before {what}. {self.verl.tail()}"
+            assert time.monotonic() < deadline, f"not {what} within {within_s:g} s. {self.verl.tail()}"
+            await asyncio.sleep(0.2)
+
+    async def ends(self, within_s: float = 300) -> int:
+        return await asyncio.wait_for(self.verl.wait(), within_s)
+
+    async def leaves_nothing(self) -> None:
+        deadline = time.monotonic() + 30
+        while left := self.processes():
+            assert time.monotonic() < deadline, f"processes are left: {left}"
+            await asyncio.sleep(0.2)
+        sessions = await self.cloud.sessions()
+        assert not sessions["sessions"], f"sessions are left: {sessions}"
+        keys = {"aws_access_key_id": "local", "aws_secret_access_key": "local", "region_name": "us-east-1"}
+        queues = boto3.client("sqs", endpoint_url=self.cloud.storage.endpoint_url, **keys).list_queues()
+        assert "QueueUrls" not in queues, f"queues are left: {queues['QueueUrls']}"
+
+
+@contextlib.asynccontextmanager
+async def training_in(work: Path, tasks: list[Task], prompts: int, *more: str, **how: Any) -> AsyncIterator[Training]:
+    """A run that is ready to start; `more` overrides verl's settings."""
+    seen = work / "seen"
+    seen.mkdir()
+    agent, env, limits = HERE / "trainer_agent.py", {"SEEN": str(seen)}, Limits(grace_s=2.0)
+    async with LocalCloud(agent, run_dir=work / "cloud", env=env, limits=limits) as cloud:
+        run = Training(work, cloud, tasks, prompts, more, **how)
+        try:
+            yield run
+        finally:
+            await run.stop()
+
+
+@pytest.fixture(scope="session")
+def training() -> Any:
+    """`training(work, tasks, prompts, *overrides)` is a context: a run of verl's trainer that is ready to start."""
+    return training_in

@@ -201,6 +201,61 @@ def test_what_cannot_be_trained_is_refused() -> None:
         rows_of(rollout(segment([("given", 1), ("sampled", 1)])), 0, 4)
 
 
+# --- re-tokenised -----------------------------------------------------------------------------------------
+
+
+def retokenised(pieces: list[tuple[str, int]]) -> Segment:
+    n = sum(count for _, count in pieces)
+    return Segment.model_validate(
+        {**dict(segment(pieces, None, unknown=tuple(range(n)))), "retokenised": True}, from_attributes=True
+    )
+
+
+def test_a_retokenised_segment_is_trained_without_logprobs_and_marked() -> None:
+    made = rows_of(rollout(retokenised([("given", 2), ("sampled", 2), ("given", 1), ("sampled", 1)])), 4, 8)
+
+    (row,) = made
+    assert row.retokenised
+    assert made.retokenised == 1
+    assert row.mask.tolist() == [1, 1, 0, 1]
+    assert np.isnan(row.logprobs).all()
+    assert (row.min_version, row.max_version) == (None, None)
+    assert (made.unknown_logprobs, made.truncated_tokens) == (0, 0)
+
+
+def test_what_of_a_retokenised_segment_finds_no_place_is_counted() -> None:
+    made = rows_of(rollout(retokenised([("given", 2), ("sampled", 5)])), 2, 3)
+    assert (made.rows[0].trained_tokens, made.truncated_tokens, made.unknown_logprobs) == (3, 2, 0)
+
+
+def test_v1_rows_of_a_run_that_retokenises_have_no_logprobs_at_all() -> None:
+    sampled = segment([("given", 2), ("sampled", 2)])
+    found = [rows_of(rollout(one), 4, 8)[0] for one in (sampled, retokenised([("given", 2), ("sampled", 3)]))]
+    data = list_of_dict_to_tensordict([v1_fields(row, _base(0), logprobs=False) for row in found])
+
+    assert "rollout_log_probs" not in data
+    assert [v1_tag(row, 9)["retokenised"] for row in found] == [False, True]
+    assert v1_fields(found[0], _base(0)).keys() - {"rollout_log_probs"} == set(data.keys())
+
+
+def test_a_retokenised_row_is_never_given_logprobs() -> None:
+    made = rows_of(rollout(retokenised([("given", 2), ("sampled", 3)])), 4, 8)
+    with pytest.raises(ValueError, match="has no logprobs"):
+        v1_fields(made[0], _base(0))
+    with pytest.raises(ValueError, match="has no logprobs"):
+        legacy_batch([made], 4, 8, PAD)
+
+
+def test_a_legacy_batch_marks_its_retokenised_rows() -> None:
+    sampled = segment([("given", 2), ("sampled", 2)])
+    slots = [rows_of(rollout(one), 4, 8) for one in (sampled, retokenised([("given", 2), ("sampled", 3)]))]
+    made = legacy_batch([*slots, None], 4, 8, PAD, logprobs=False)
+
+    assert "rollout_log_probs" not in made.tensors
+    assert made.non_tensors["retokenised"].tolist() == [False, True, False]
+    assert made.tensors["response_mask"].sum(dim=1).tolist() == [2, 3, 0]
+
+
 # --- v1 ---------------------------------------------------------------------------------------------------
 
 
@@ -255,8 +310,11 @@ def test_v1_tags_hold_numbers_only() -> None:
         "global_steps": 9,
         "min_global_steps": 3,
         "max_global_steps": 3,
+        "retokenised": False,
+        "mean_version": 3.0,
+        "trained_tokens": 3,
     }
-    assert v1_tag(unknown, 9)["min_global_steps"] == 8
+    assert v1_tag(unknown, 9)["min_global_steps"] == v1_tag(unknown, 9)["mean_version"] == 8
     assert v1_tag(unknown, 9, fallback=2)["max_global_steps"] == 2
 
 

@@ -43,6 +43,24 @@ def test_what_verl_says_is_not_asked_again():
     assert config.serving.urls == ("http://10.0.0.1:30000", "http://10.0.0.2:30000")
 
 
+def test_the_runtime_may_be_made_from_an_image():
+    image = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/my-agent:1"
+    runtime = {
+        "kind": "agentcore",
+        "image": image,
+        "role": "arn:aws:iam::123456789012:role/agent",
+        "subnets": ["subnet-01234567"],
+        "security_groups": ["sg-01234567"],
+        "environment": {"GREETING": "hello"},
+        "max_sessions": 64,
+    }
+    made = settings_of(verl_config({**OWN, "runtime": runtime}), ["a:1"]).runtime
+    assert (made.image, made.region, made.max_sessions) == (image, "eu-west-1", 64)
+    assert (made.subnets, made.environment) == (("subnet-01234567",), {"GREETING": "hello"})
+    with pytest.raises(ConfigError, match=r"(?s)custom\.rollout_backend.*image needs role"):
+        settings_of(verl_config({**OWN, "runtime": {"kind": "agentcore", "image": image}}), ["a:1"])
+
+
 def test_ones_own_settings_lie_above():
     own = {**OWN, "run_id": "mine", "group": {"policy": "strict"}, "model": {"context_length": 4096}}
     config = settings_of(verl_config(own), ["a:1"])
@@ -89,3 +107,38 @@ def test_validation_and_greedy_sampling():
     rollout.val_kwargs.do_sample = False
     assert sampling_of(rollout, validate=True, greedy=False).temperature == 0.0
     assert sampling_of(rollout, validate=False, greedy=False).temperature == 0.9
+
+
+def _with_algorithm(calculate_log_probs: bool = False, **correction: object):
+    own = {**OWN, "collect": {"retokenise": True}}
+    config = verl_config(own, calculate_log_probs=calculate_log_probs)
+    off = {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}
+    config.algorithm = {"rollout_correction": {**off, **correction}}
+    return config
+
+
+def test_rows_without_logprobs_are_let_in_where_nothing_wants_them():
+    assert settings_of(_with_algorithm(), ["a:1"]).collect.retokenise
+
+
+@pytest.mark.parametrize(
+    ("wanting", "name"),
+    [
+        ({"calculate_log_probs": True}, "rollout.calculate_log_probs=True"),
+        ({"rollout_is": "token"}, "rollout_correction.rollout_is=token"),
+        ({"rollout_rs": "seq_sum_k1"}, "rollout_correction.rollout_rs=seq_sum_k1"),
+        ({"bypass_mode": True}, "rollout_correction.bypass_mode=True"),
+    ],
+)
+def test_rows_without_logprobs_are_refused_where_something_wants_them(wanting, name):
+    with pytest.raises(ConfigError, match=r"collect\.retokenise=true") as caught:
+        settings_of(_with_algorithm(**wanting), ["a:1"])
+    assert name in str(caught.value)
+
+
+def test_an_old_verl_is_refused(monkeypatch):
+    from rollout_backend.verl.manager import CloudAgentLoopManager
+
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"verl": "0.8.0"}[name])
+    with pytest.raises(ConfigError, match=r"verl 0\.8\.0 is too old.*install verl 0\.9\.1"):
+        CloudAgentLoopManager.create(config=None, llm_client=None, replay_buffer=object())

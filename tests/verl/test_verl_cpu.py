@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -83,7 +84,7 @@ def replica(config: Any) -> Iterator[Any]:
     import ray
     from verl.workers.rollout.replica import get_rollout_replica_class
 
-    ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
     replica = get_rollout_replica_class(ROLLOUT_NAME)(
         replica_rank=0, config=config.rollout, model_config=config.model, gpus_per_node=1
     )
@@ -223,6 +224,24 @@ def test_verls_own_client_path(replica: Any) -> None:
     assert len(output.log_probs) == len(output.token_ids)
     assert output.stop_reason in ("length", "stop")
     assert output.extra_fields["global_steps"] == 7
+
+
+def test_a_second_training_has_a_cluster_of_its_own(replica: Any) -> None:
+    """`replica`'s is the one that Ray would join, by the machine's records and by RAY_ADDRESS."""
+    import ray
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        arguments = OmegaConf.to_container(compose("ppo_trainer", overrides()).ray_kwargs.ray_init)
+    code = f"import ray; ray.init(**{arguments!r}); print(ray.get_runtime_context().gcs_address)"
+    first = ray.get_runtime_context().gcs_address
+    env = {**os.environ, "RAY_ADDRESS": first}
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    second = ran.stdout.split()[-1]
+    assert ":" in second
+    assert second != first
 
 
 def test_a_server_ends_with_its_actor(replica: Any) -> None:

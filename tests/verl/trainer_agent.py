@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 from openai import AsyncOpenAI
 
@@ -16,32 +17,46 @@ app = RolloutApp()
 
 @app.entrypoint
 async def agent(context: RolloutContext) -> dict[str, object]:
-    """`name` of the group, `rewards` of its sessions; `do`: {number: what befalls it}; `segments` of each session."""
+    """`name` of the group, `rewards` of its sessions; `do`: {number: what befalls it}; `segments` of each session.
+
+    `baseline` is the reward of the greedy one, whose number is "greedy".
+
+    `go` is the file that a session waits for, to go on with its last conversation; `max_tokens` is of each call.
+    """
     payload, seen = context.payload, Path(os.environ["SEEN"])
-    number = str(context.rollout_id).rpartition(".")[2]
+    task, _, number = str(context.rollout_id).rpartition(".")
+    rewards = {str(i): reward for i, reward in enumerate(payload["rewards"])}
+    if task.endswith("-greedy"):  # the baseline of REMAX
+        number, rewards = "greedy", {"greedy": payload["baseline"]}
 
     async with AsyncOpenAI(**context.openai_kwargs()) as client:
 
-        async def ask(question: str) -> None:
-            messages = [{"role": "user", "content": question}]
-            await client.chat.completions.create(model=context.model, messages=messages)  # type: ignore[arg-type]
+        async def ask(question: str, *history: Any) -> list[Any]:
+            messages = [*history, {"role": "user", "content": question}]
+            limit = payload.get("max_tokens")
+            reply = await client.chat.completions.create(model=context.model, messages=messages, max_tokens=limit)
+            return [*messages, {"role": "assistant", "content": reply.choices[0].message.content}]
 
+        history: list[Any] = []
         for segment in range(payload.get("segments", 1)):
-            await ask(f"{payload['name']} {segment}")
+            history = await ask(f"{payload['name']} {segment}")
         (seen / str(context.rollout_id)).write_text(payload["name"])
         match payload.get("do", {}).get(number):
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "raise":
                 raise ValueError("the tool is broken")
+            case "tell":  # of a model called elsewhere; with `segments` 0 none is called here
+                said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"reply {number}"}]
+                return {"reward": payload["rewards"][int(number)], "messages": said}
             case "never return":
                 await asyncio.Event().wait()
             case "wait for go":
-                while not (seen / "go").exists():
+                while not (seen / payload.get("go", "go")).exists():
                     assert context.remaining_s, "nobody said go"
                     await asyncio.sleep(0.05)
-                await ask("go")
-    return {"reward": payload["rewards"][int(number)]}
+                await ask("go", *history)
+    return {"reward": rewards[number]}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,186 @@
+"""verl's replay buffer, with what was left out among its metrics, and with a limit to how old a rollout may be.
+
+    trainer.v1.sampler.custom_sampler.path=pkg://rollout_backend.verl.sampler
+    trainer.v1.sampler.custom_sampler.name=RolloutSampler
+    +trainer.v1.sampler.sampler_kwargs.max_staleness=2      # only with separate_async and colocate_async
+
+The batches are those of verl's own buffer, which stands behind this one with all its settings (off-policy drop or
+wait, group filtering, refill of failed groups). What a sampler returns beside a batch, the v1 trainer logs with the
+step's metrics: see `rollout_backend.verl.metrics`.
+
+`max_staleness` is in versions of the weights. A rollout with a trained token older than that is dropped, by the
+version that sampled the token; verl's own `max_off_policy_threshold` goes by the step in which the prompt was handed
+out. A group of which less than two rollouts are left by that is dropped whole: what is left has no one to be compared
+with. Each such group is replaced by one of another prompt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import transfer_queue as tq
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+
+from rollout_backend.errors import ConfigError
+from rollout_backend.verl.metrics import TALLY, TOO_OLD, named, staleness
+
+_KEY = "trainer.v1.sampler.sampler_kwargs"
+
+
+class SamplerOptions(BaseModel):
+    """`trainer.v1.sampler.sampler_kwargs`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_staleness: int | None = Field(default=None, ge=0)
+    """How many versions behind the weights that are trained a token may have been sampled. Default: any number."""
+
+
+class RolloutSampler:
+    """Made by verl, in place of its own buffer."""
+
+    def __init__(
+        self,
+        trainer_mode: str,
+        sampler_kwargs: Mapping[str, Any],
+        refill_fn: Callable[[int], Any],
+        **of_verl: Any,
+    ) -> None:
+        """Raises ConfigError: a wrong setting, before verl starts an engine."""
+        self._max_staleness = _options(sampler_kwargs, trainer_mode).max_staleness
+        self._refill = refill_fn
+        make = ReplayBuffer if trainer_mode == "sync" else ReplayBufferAsync
+        self._buffer = make(
+            trainer_mode=trainer_mode,
+            sampler_kwargs={},
+            refill_fn=refill_fn,
+            **of_verl,
+            **_withheld(sampler_kwargs, trainer_mode),
+        )
+
+    @property
+    def poll_interval(self) -> float:
+        return float(self._buffer.poll_interval)
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        """Waits for a batch of `batch_size` prompts, and takes it. Step `global_steps` trains version
+        `global_steps` - 1."""
+        batch, metrics = self._take(global_steps, partition_id, batch_size)
+        if partition_id != "train":
+            return batch, metrics
+        too_old: Counter[str] = Counter()
+        if self._max_staleness is not None:
+            batch, metrics, too_old = self._without_the_old(batch, metrics, global_steps)
+        counts = TALLY.take(partition_id)
+        counts.update(too_old)
+        parts = [(tag["trained_tokens"], tag["mean_version"], tag["min_global_steps"]) for tag in batch.tags]
+        ours = named(counts, len({_session(key) for key in batch.keys}))
+        return batch, {**metrics, **ours, **staleness(parts, global_steps - 1)}
+
+    def wait_for_sampleable(self, *args: Any, **kwargs: Any) -> Any:
+        return self._buffer.wait_for_sampleable(*args, **kwargs)
+
+    def get_sampleable_count(self, *args: Any, **kwargs: Any) -> Any:
+        return self._buffer.get_sampleable_count(*args, **kwargs)
+
+    def _take(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        batch, metrics = self._buffer.sample(
+            global_steps=global_steps, partition_id=partition_id, batch_size=batch_size
+        )
+        return batch, dict(metrics)
+
+    def _without_the_old(
+        self, batch: KVBatchMeta, metrics: dict[str, Any], global_steps: int
+    ) -> tuple[KVBatchMeta, dict[str, Any], Counter[str]]:
+        assert self._max_staleness is not None
+        oldest = global_steps - 1 - self._max_staleness
+        kept: dict[str, dict[str, Any]] = {}
+        counts: Counter[str] = Counter()
+        while True:
+            fresh, groups = _split(batch, oldest, counts)
+            gone = [key for key in batch.keys if key not in fresh]
+            if gone:
+                tq.kv_clear(keys=gone, partition_id=batch.partition_id)
+            kept |= fresh
+            if not groups:
+                return (
+                    KVBatchMeta(partition_id=batch.partition_id, keys=[*kept], tags=[*kept.values()]),
+                    metrics,
+                    counts,
+                )
+            self._refill(groups)
+            batch, more = self._take(global_steps, batch.partition_id, groups)
+            metrics = _merged(metrics, more)
+
+
+def _split(batch: KVBatchMeta, oldest: int, counts: Counter[str]) -> tuple[dict[str, dict[str, Any]], int]:
+    """The rows that may be trained, and how many groups are dropped whole."""
+    old = {_session(key) for key, tag in zip(batch.keys, batch.tags, strict=True) if tag["min_global_steps"] < oldest}
+    sessions: dict[str, set[str]] = defaultdict(set)
+    for key in batch.keys:
+        sessions[_group(key)].add(_session(key))
+    dropped = {group for group, all_of_it in sessions.items() if all_of_it & old and len(all_of_it - old) < 2}
+    out = old | {session for group in dropped for session in sessions[group]}
+    counts[f"left_out/{TOO_OLD}"] += len(out)
+    counts["groups_dropped"] += len(dropped)
+    rows = zip(batch.keys, batch.tags, strict=True)
+    return {key: tag for key, tag in rows if _session(key) not in out}, len(dropped)
+
+
+def _session(key: str) -> str:
+    return key.rpartition("_")[0]
+
+
+def _group(key: str) -> str:
+    return key.partition("_")[0]
+
+
+def _merged(metrics: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a second batch for the same step; what is a count of verl's is added up."""
+    both = {**metrics, **more}
+    for key in metrics.keys() & more.keys():
+        if key.endswith("evicted_samples"):
+            both[key] = metrics[key] + more[key]
+    return both
+
+
+def _options(given: Mapping[str, Any], trainer_mode: str) -> SamplerOptions:
+    try:
+        options = SamplerOptions.model_validate({str(key): value for key, value in given.items()})
+    except ValidationError as error:
+        lines = [f"{_KEY}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise ConfigError("\n".join(lines)) from None
+    if options.max_staleness is not None and trainer_mode == "sync":
+        raise ConfigError(
+            f"{_KEY}.max_staleness: with trainer.v1.trainer_mode=sync nothing is ever older than the weights that "
+            "are trained; remove it, or choose separate_async"
+        )
+    return options
+
+
+def _withheld(section: Any, trainer_mode: str) -> dict[str, Any]:
+    """The settings of its own buffer that verl does not hand to a sampler of somebody else's."""
+    root = section._get_root() if hasattr(section, "_get_root") else {}
+    if "trainer" not in root:
+        return {}
+    refill = bool(root["trainer"]["v1"]["sampler"].get("sync_refill_failed_groups", False))
+    groups = root["algorithm"].get("filter_groups") or {}
+    metric = groups.get("metric") if groups.get("enable", False) else None
+    if groups.get("enable", False) and not metric:
+        raise ConfigError(
+            "algorithm.filter_groups.metric is missing: set it, or algorithm.filter_groups.enable=False"
+        )
+    settings: dict[str, Any] = {"filter_groups_metric": metric, "sync_refill_failed_groups": refill}
+    if trainer_mode == "sync":
+        size = int(root["data"]["train_batch_size"])
+        one_by_one = metric is not None or refill
+        settings |= {
+            "train_batch_size": size,
+            "gen_batch_size": 1 if one_by_one else (root["data"].get("gen_batch_size") or size),
+            "max_inflight_gen_batches": groups.get("max_inflight_gen_batches", 1) if metric else 1,
+        }
+    return settings

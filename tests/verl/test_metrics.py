@@ -1,0 +1,310 @@
+"""What a step left out, among verl's own metrics: each rollout in one class, and added up as verl adds up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
+from rollout_backend.errors import ConfigError
+from rollout_backend.report import GroupResult, StepFailure
+from rollout_backend.tasks import Task
+from rollout_backend.verl.metrics import CLASSES, TALLY, Tally, count_group, named, staleness
+from rollout_backend.verl.rows import Rows, rows_of, v1_tag
+
+
+def rollout(number: int, version: str = "3", logprob: float | None = -0.5, tokens: int = 4) -> Rollout:
+    segment = Segment(
+        token_ids=[1, *range(2, 2 + tokens)],
+        mask=[0, *[1] * tokens],
+        logprobs=[None, *[logprob] * tokens],
+        turns=[
+            Turn(
+                start=1,
+                end=1 + tokens,
+                finish_reason="stop",
+                weight_versions=[VersionSpan(version=version, start=1, end=1 + tokens)],
+            )
+        ],
+    )
+    return Rollout(
+        run_id="run",
+        step=0,
+        task_id="task",
+        rollout_id=f"task.{number}",
+        attempt=1,
+        session_id=f"session-{number}",
+        outcome=Outcome.COMPLETED,
+        reward=1.0,
+        segments=[segment],
+    )
+
+
+def scored_error(number: int) -> Rollout:
+    failed = {"outcome": Outcome.AGENT_ERROR, "failure": Failure(reason="agent_exception", message="x")}
+    return rollout(number).model_copy(update=failed)
+
+
+def failure(number: int, outcome: Outcome, reason: str) -> StepFailure:
+    return StepFailure(f"task.{number}", "task", outcome, reason, "", None, 1)
+
+
+def group(
+    *rollouts: Rollout, planned: int, failures: tuple[StepFailure, ...] = (), usable: bool = True
+) -> GroupResult:
+    return GroupResult(Task("task", {}), rollouts, usable, planned, failures)
+
+
+def made(found: GroupResult, prompt: int = 8, response: int = 8) -> list[Rows]:
+    return [rows_of(one, prompt, response) for one in found.rollouts] if found.usable else []
+
+
+def metrics(*groups: tuple[GroupResult, list[Rows]]) -> dict[str, float]:
+    counts: Counter[str] = Counter()
+    for found, rows in groups:
+        counts.update(count_group(found, rows))
+    trained = sum(len(rows) > 0 for _, of_group in groups for rows in of_group)
+    return named(counts, trained)
+
+
+def present(found: dict[str, float]) -> dict[str, float]:
+    return {key.removeprefix("rollouts/").removesuffix("/sum"): value for key, value in found.items() if value}
+
+
+def test_each_rollout_is_trained_or_left_out_in_one_class() -> None:
+    lossy = group(
+        rollout(0),
+        rollout(1, logprob=None),  # nothing of it can be trained
+        scored_error(2),  # is trained, though it failed
+        planned=7,  # 6 completed with messages only
+        failures=(
+            failure(2, Outcome.AGENT_ERROR, "agent_exception"),
+            failure(3, Outcome.TIMED_OUT, "no_result"),
+            failure(4, Outcome.INFRA_ERROR, "container_error"),
+            failure(5, Outcome.INFRA_ERROR, "container_error"),
+        ),
+    )
+    dropped = group(rollout(0), planned=3, usable=False, failures=(failure(1, Outcome.CANCELLED, "step_over"),) * 2)
+    found = metrics((lossy, made(lossy)), (dropped, made(dropped)))
+    assert present(found) == {
+        "planned": 10,
+        "trained": 2,
+        "left_out": 8,
+        "left_out/untrainable": 2,
+        "left_out/timed_out": 1,
+        "left_out_by_reason/timed_out/no_result": 1,
+        "left_out/infra_error": 2,
+        "left_out_by_reason/infra_error/container_error": 2,
+        "left_out/cancelled": 2,
+        "left_out_by_reason/cancelled/step_over": 2,
+        "left_out/group_dropped": 1,
+        "groups_dropped": 1,
+        "unknown_logprobs": 4,
+    }
+    assert found["rollouts/planned/sum"] == found["rollouts/trained/sum"] + found["rollouts/left_out/sum"]
+
+
+def test_what_finds_no_place_and_what_has_no_version_is_counted() -> None:
+    found = group(rollout(0, tokens=6), rollout(1, version="default"), planned=2)
+    assert present(metrics((found, made(found, response=4)))) == {
+        "planned": 2,
+        "trained": 2,
+        "truncated_tokens": 2,
+        "unknown_versions": 4,
+    }
+
+
+def test_a_curve_has_no_gaps() -> None:
+    whole = group(rollout(0), planned=1)
+    names = metrics((whole, made(whole))).keys()
+    assert {f"rollouts/left_out/{name}/sum" for name in CLASSES} <= names
+    assert set(CLASSES) > {str(outcome) for outcome in Outcome if outcome is not Outcome.COMPLETED}
+
+
+def test_verl_adds_up_what_several_batches_of_a_step_left_out() -> None:
+    lossy = group(rollout(0), planned=2, failures=(failure(1, Outcome.TIMED_OUT, "no_result"),))
+    parts = [metrics((lossy, made(lossy))) | staleness([(4, 3.0, 2)], current) for current in (3, 5)]
+    aggregator = MetricsAggregator()
+    for part in parts:
+        aggregator.add_step_metrics(part, sample_count=2)
+    whole = aggregator.get_aggregated_metrics()
+    for name, value in parts[0].items():
+        if name.endswith("/sum"):
+            assert whole[name] == 2 * value, name
+    assert whole["rollouts/staleness/mean"] == 1.0
+    assert whole["rollouts/staleness/max"] == 3.0
+
+
+def test_staleness_is_weighed_by_tokens() -> None:
+    assert staleness([(3, 4.0, 4), (1, 2.0, 1)], current=4) == {
+        "rollouts/staleness/mean": 0.5,
+        "rollouts/staleness/max": 3.0,
+    }
+    assert staleness([], current=4) == {}
+
+
+def test_a_tally_is_taken_once_and_by_partition() -> None:
+    tally = Tally()
+    tally.add("train", Counter(a=1))
+    tally.add("val", Counter(a=5))
+    tally.add("train", Counter(a=1, b=2))
+    assert tally.take("train") == Counter(a=2, b=2)
+    assert tally.take("train") == Counter()
+    assert tally.take("val") == Counter(a=5)
+
+
+# --- the sampler, on a real TransferQueue -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[Any]:
+    import ray
+    import transfer_queue as tq
+    from omegaconf import OmegaConf
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    storage = {"SimpleStorage": {"num_data_storage_units": 1}}
+    tq.init(OmegaConf.create({"backend": storage}))
+    yield tq
+    tq.close()
+    ray.shutdown()
+
+
+class Trainer:
+    """What verl's trainer is to a sampler: it puts prompts into the queue, and is asked for more."""
+
+    def __init__(self, queue: Any, mode: str, *overrides: str) -> None:
+        from rollout_backend.verl.sampler import RolloutSampler
+
+        self.queue = queue
+        self.fresh = 100
+        self.asked: list[int] = []
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", [f"trainer.v1.trainer_mode={mode}", *overrides])
+        sampler = config.trainer.v1.sampler
+        self.sampler = RolloutSampler(  # the arguments that verl has for a sampler of one's own
+            trainer_mode=mode,
+            trainer_config=config.trainer.v1.get(mode, {}),
+            max_off_policy_threshold=sampler.max_off_policy_threshold,
+            max_off_policy_strategy=sampler.max_off_policy_strategy,
+            sampler_kwargs=sampler.sampler_kwargs,
+            refill_fn=self.refill,
+        )
+
+    def refill(self, count: int) -> None:
+        self.asked.append(count)
+        for _ in range(count):
+            self.fresh += 1
+            self.finish(f"u{self.fresh}", [9, 9])
+
+    def finish(self, uid: str, versions: list[int], step: int = 10, status: str = "finished") -> None:
+        """A group whose sessions were sampled by these versions."""
+        tag = {"is_prompt": True, "status": "running", "global_steps": step}
+        self.queue.kv_put(key=uid, partition_id="train", tag=tag)
+        for session, version in enumerate(versions):
+            (row,) = rows_of(rollout(session, str(version)), 8, 8)
+            self.queue.kv_put(key=f"{uid}_{session}_0", partition_id="train", tag=v1_tag(row, step))
+        self.queue.kv_put(key=uid, partition_id="train", tag={"status": status})
+
+    def left(self) -> set[str]:
+        return set((self.queue.kv_list("train") or {}).get("train", {}))
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    TALLY.take("train")
+    if "queue" in request.fixturenames:
+        tq = request.getfixturevalue("queue")
+        if keys := list((tq.kv_list("train") or {}).get("train", {})):
+            tq.kv_clear(keys=keys, partition_id="train")
+
+
+OLD = "+trainer.v1.sampler.sampler_kwargs.max_staleness=2"
+
+
+def test_a_batch_brings_what_was_left_out_and_how_old_it_is(queue: Any) -> None:
+    trainer = Trainer(queue, "sync", "data.train_batch_size=2")
+    lossy = group(rollout(0), planned=2, failures=(failure(1, Outcome.TIMED_OUT, "no_result"),))
+    TALLY.add("train", count_group(lossy, made(lossy)))
+    trainer.finish("u1", [9, 9])
+    trainer.finish("u2", [9, 8])
+    batch, found = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=2)
+    assert set(batch.keys) == {"u1_0_0", "u1_1_0", "u2_0_0", "u2_1_0"}
+    assert found["rollouts/left_out/timed_out/sum"] == 1
+    assert found["rollouts/trained/sum"] == 4
+    assert found["rollouts/staleness/mean"] == 0.25
+    assert found["rollouts/staleness/max"] == 1
+    assert TALLY.take("train") == Counter()
+
+
+def test_rollouts_older_than_the_limit_are_dropped_and_counted(queue: Any) -> None:
+    trainer = Trainer(queue, "separate_async", OLD)
+    trainer.finish("u1", [9, 7, 6], step=7)  # of the versions that step 10 may train, 7 is the oldest
+    trainer.finish("u2", [9, 8], step=8)
+    batch, found = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=2)
+    assert set(batch.keys) == {"u1_0_0", "u1_1_0", "u2_0_0", "u2_1_0"}
+    assert found["rollouts/left_out/too_old/sum"] == found["rollouts/left_out/sum"] == 1
+    assert found["rollouts/groups_dropped/sum"] == 0
+    assert found["rollouts/trained/sum"] == 4
+    assert found["rollouts/staleness/max"] == 2
+    assert trainer.asked == []
+    assert trainer.left() == set(batch.keys), "the old row is still in the queue"
+
+
+def test_a_group_with_a_single_fresh_rollout_is_replaced(queue: Any) -> None:
+    trainer = Trainer(queue, "separate_async", OLD)
+    trainer.finish("u1", [9, 6], step=7)
+    trainer.finish("u2", [5, 5], step=7)
+    trainer.finish("u3", [8, 8], step=8)
+    batch, found = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=3)
+    assert set(batch.keys) == {"u3_0_0", "u3_1_0", "u101_0_0", "u101_1_0", "u102_0_0", "u102_1_0"}
+    assert trainer.asked == [2]
+    assert found["rollouts/left_out/too_old/sum"] == 4
+    assert found["rollouts/groups_dropped/sum"] == 2
+    assert trainer.left() == set(batch.keys)
+
+
+def test_verls_own_buffer_stands_behind_with_all_its_settings(queue: Any) -> None:
+    """Those, too, that verl keeps from a sampler of somebody else's: here, that a lost group is replaced."""
+    trainer = Trainer(queue, "sync", "data.train_batch_size=2", "trainer.v1.sampler.sync_refill_failed_groups=True")
+    trainer.finish("u1", [], status="failure")
+    trainer.finish("u2", [9, 9])
+    batch, found = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=2)
+    assert set(batch.keys) == {"u2_0_0", "u2_1_0", "u101_0_0", "u101_1_0"}
+    assert found["training/rollout_failure/evicted_samples"] == 1
+
+
+def test_groups_of_equal_rewards_are_filtered_as_verl_does() -> None:
+    trainer = Trainer(None, "sync", "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward")
+    assert trainer.sampler._buffer.filter_groups_metric == "reward"
+    with pytest.raises(ConfigError, match=r"algorithm\.filter_groups\.metric is missing"):
+        Trainer(None, "sync", "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=null")
+
+
+@pytest.mark.parametrize(
+    ("mode", "override", "message"),
+    [
+        ("sync", OLD, r"sampler_kwargs\.max_staleness: with trainer\.v1\.trainer_mode=sync nothing"),
+        ("separate_async", "+trainer.v1.sampler.sampler_kwargs.max_stalenes=2", "sampler_kwargs.max_stalenes: "),
+        ("separate_async", "+trainer.v1.sampler.sampler_kwargs.max_staleness=-1", "greater than or equal to 0"),
+    ],
+)
+def test_a_wrong_setting_of_the_sampler_is_named(mode: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(None, mode, override)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # verl's own, of a function that it uses itself
+def test_verl_makes_the_sampler_from_what_the_docs_say() -> None:
+    from verl.utils.import_utils import load_extern_type
+
+    from rollout_backend.verl.sampler import RolloutSampler
+
+    made = load_extern_type("pkg://rollout_backend.verl.sampler", "RolloutSampler")
+    assert made is RolloutSampler, "of another module it would have a tally of its own"

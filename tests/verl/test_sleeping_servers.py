@@ -1,0 +1,195 @@
+"""The servers of verl's CPU replica, asleep as they are while verl trains, under rollouts of the whole backend."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from agent_wrapper.contract import Outcome, Rollout
+from rollout_backend.config import load_config
+from rollout_backend.local.cloud import LocalCloud
+from rollout_backend.local.sessions import Limits
+from rollout_backend.local.verl_cpu.server import SGLangServer
+from rollout_backend.local.verl_cpu.settings import ServerSettings, model_of
+from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.manager import RolloutManager
+from rollout_backend.tasks import Task
+from rollout_backend.verl.versions import VersionLabels
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+HERE = Path(__file__).parent
+GROUP = 3
+TIMEOUTS = {"model_call_s": 2, "agent_s": 18, "publish_grace_s": 10, "collection_s": 90, "token_s": 120}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(work: Path) -> AsyncIterator[SGLangServer]:
+    model = model_of(SimpleNamespace(max_model_len=256), SimpleNamespace(path=make_tiny_model(work / "model")))
+    server = SGLangServer("server", model, ServerSettings(threads=1).serving("float32"), work / "server.log")
+    await server.launch()
+    yield server
+    await server.close()
+
+
+def url_of(server: SGLangServer) -> str:
+    return f"http://{server.address()}"
+
+
+async def version_of_a_token(server: SGLangServer) -> str:
+    body = {"input_ids": [1, 40, 41], "sampling_params": {"max_new_tokens": 1}}
+    async with httpx.AsyncClient(timeout=60) as http:
+        reply = await http.post(f"{url_of(server)}/generate", json=body)
+        return str(reply.json()["meta_info"]["weight_version"])
+
+
+async def test_a_server_that_is_told_no_version_says_ours(server: SGLangServer, work: Path) -> None:
+    """verl's own servers are told none: over HTTP they say "default" for ever."""
+    assert await version_of_a_token(server) == "default"
+    labels = VersionLabels()
+    await labels.say([url_of(server)], 3)
+    assert await version_of_a_token(server) == "3"
+    await labels.say([url_of(server)], 4)
+    assert await version_of_a_token(server) == "4"
+
+
+async def test_a_server_that_says_a_version_itself_is_left_alone(server: SGLangServer, work: Path) -> None:
+    await server.update_weights(work / "model", 6)
+    await VersionLabels().say([url_of(server)], 9)
+    assert await version_of_a_token(server) == "6"
+
+
+async def test_a_server_that_cannot_be_told_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    await VersionLabels().say(["http://127.0.0.1:1"], 3)
+    assert "could not be told that it serves version 3" in caplog.text
+
+
+# --- asleep -----------------------------------------------------------------------------------------------
+
+
+class Backend:
+    """A manager on that server; its agents wait for `go` before their second model call."""
+
+    def __init__(self, manager: RolloutManager, seen: Path) -> None:
+        self.manager = manager
+        self.seen = seen
+
+    async def at_work(self, name: str) -> None:
+        await self.until(lambda: sum(file.read_text() == name for file in self.seen.iterdir()) == GROUP)
+
+    async def answered_503(self, calls: int) -> None:
+        async with asyncio.timeout(30):
+            while (await self.errors()).get("engine_unavailable", 0) < calls:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+    async def errors(self) -> dict[str, int]:
+        progress = await self.manager.progress()
+        assert progress.gateway is not None
+        return progress.gateway.errors
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    def go(self, yes: bool = True) -> None:
+        file = self.seen / "go"
+        file.touch() if yes else file.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def environ() -> Iterator[Callable[[dict[str, str]], None]]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield lambda more: [patch.setenv(name, value) for name, value in more.items()] and None
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend(server: SGLangServer, work: Path, environ: Any) -> AsyncIterator[Backend]:
+    seen = work / "seen"
+    seen.mkdir()
+    agent = HERE / "trainer_agent.py"
+    async with LocalCloud(
+        agent, run_dir=work / "cloud", env={"SEEN": str(seen)}, limits=Limits(grace_s=2.0)
+    ) as cloud:
+        environ(cloud.environ)
+        config = load_config(
+            base={
+                **cloud.settings(),
+                "model": {"path": str(work / "model"), "context_length": 256},
+                "sampling": {"max_tokens": 8},
+                "serving": {"kind": "external", "urls": [url_of(server)]},
+                "group": {"size": GROUP},
+                "timeouts": TIMEOUTS,
+                "output_dir": str(work / "runs"),
+            }
+        )
+        async with RolloutManager(config) as manager:
+            yield Backend(manager, seen)
+
+
+def task(name: str) -> Task:
+    return Task(name, {"name": name, "rewards": [0.0, 0.5, 1.0], "do": dict.fromkeys("012", "wait for go")})
+
+
+def versions(rollout: Rollout) -> list[set[str]]:
+    turns = [turn for segment in rollout.segments for turn in segment.turns]
+    return [{span.version for span in turn.weight_versions} for turn in turns]
+
+
+async def test_calls_to_a_sleeping_server_are_held_then_refused_for_now_and_cost_no_rollout(
+    server: SGLangServer, backend: Backend, work: Path
+) -> None:
+    """Of a trainer that takes longer than a model call may: held, answered 503, asked again, answered when awake."""
+    await server.update_weights(work / "model", 6)
+    backend.go(False)
+    collecting = asyncio.create_task(backend.manager.collect([task("held")]))
+    await backend.at_work("held")
+    await server.sleep()
+    before = (await backend.errors()).get("engine_unavailable", 0)
+    backend.go()
+    await backend.answered_503(before + GROUP)  # each after model_call_s, with Retry-After: the SDK calls again
+    await server.update_weights(work / "model", 7)
+    await server.wake_up()
+    result = await collecting
+    assert result.report.outcomes[Outcome.COMPLETED] == GROUP
+    assert len(result.groups[0].rollouts) == GROUP
+    for rollout in result.rollouts:
+        assert versions(rollout) == [{"6"}, {"7"}]
+    report = result.report
+    assert set(report.weight_versions) == {"6", "7"}
+    assert report.staleness is not None
+    assert report.staleness.max == 1
+    assert 0 < report.staleness.mean < 1
+    assert report.balanced
+
+
+async def test_a_server_that_sleeps_for_too_long_is_no_error_of_the_agent(
+    server: SGLangServer, backend: Backend
+) -> None:
+    """It is asked again and again until the agent's time is up: no reward, and nothing that the agent did."""
+    backend.go(False)
+    collecting = asyncio.create_task(backend.manager.collect([task("never")]))
+    await backend.at_work("never")
+    await server.sleep()
+    before = (await backend.errors()).get("engine_unavailable", 0)
+    backend.go()
+    result = await collecting
+    await server.wake_up()
+    assert (await backend.errors()).get("engine_unavailable", 0) >= before + 2 * GROUP
+    outcomes = result.report.outcomes
+    assert outcomes[Outcome.TIMED_OUT] > 0
+    assert outcomes[Outcome.AGENT_ERROR] == outcomes[Outcome.COMPLETED] == 0, result.failures
+    assert result.report.trainable == 0
+    assert result.report.balanced

@@ -1,0 +1,102 @@
+"""A run that cannot start says what to change, before verl has started an engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from anyio.from_thread import start_blocking_portal
+
+from rollout_backend.errors import RolloutBackendError
+from rollout_backend.local.cloud import ARN
+from rollout_backend.process import ServerProcess
+from rollout_backend.verl.dataset import PayloadDataset
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+
+HERE = Path(__file__).parent
+LOCAL_ARN = ARN.format(region="us-east-1")
+CLASS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+OWN_KEY = "actor_rollout_ref.rollout.custom.rollout_backend"
+WRONG: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
+    # Overrides of verl's settings, settings of ours, and what the message says.
+    "no such class": ([f"{CLASS_KEY}=rollout_backend.verl.Manager"], {}, ["no such class", "CloudAgentLoopManager"]),
+    "no such module": ([f"{CLASS_KEY}=nowhere.Manager"], {}, ["cannot be imported", "CloudAgentLoopManager"]),
+    "no class": ([f"{CLASS_KEY}=null"], {}, [f"add +{CLASS_KEY}="]),
+    "no settings": ([f"{OWN_KEY}=null"], {}, [f"+{OWN_KEY} is missing", "storage.bucket"]),
+    "no file of settings": ([f"{OWN_KEY}=/nowhere.yaml"], {}, [OWN_KEY, "/nowhere.yaml", "No such file"]),
+    "unknown setting": ([], {"group": {"sice": 3}}, [OWN_KEY, "group.sice: no such setting"]),
+    "no runtime": ([], {"runtime": None}, [OWN_KEY, "runtime"]),
+    "unknown runtime": ([], {"runtime": {"arn": LOCAL_ARN.replace("local-", "other-")}}, ["runtime", "other-"]),
+    "no such bucket": ([], {"storage": {"bucket": "not-there"}}, ["not-there"]),
+}
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory, training: Any) -> Iterator[Any]:
+    """A run that would start."""
+    task = {"name": "task", "rewards": [0.0, 1.0, 0.25, 0.5]}
+    would_start = training(tmp_path_factory.mktemp("ready"), [task], 1)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(would_start) as run:
+        yield run
+
+
+def overrides_of(case: str, ready: Any, folder: Path) -> list[str]:
+    more, own, _ = WRONG[case]
+    tree = yaml.safe_load(ready.own.read_text())
+    for key, value in own.items():
+        tree[key] = {**tree.get(key, {}), **value} if value else value
+    settings = folder / "rollout_backend.yaml"
+    settings.write_text(yaml.safe_dump(tree))
+    return [f"++{OWN_KEY}={settings}", *(f"++{override}" for override in more)]
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_told_by_the_dataset(
+    case: str, ready: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ready.cloud.environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RolloutBackendError) as caught:
+        PayloadDataset(str(ready.rows), None, ready.config(*overrides_of(case, ready, tmp_path)).data)
+    for part in WRONG[case][2]:
+        assert part in str(caught.value)
+
+
+async def test_verl_itself_ends_before_an_engine_and_says_why(ready: Any, tmp_path: Path) -> None:
+    """verl makes the dataset first. Each case differs from a run that would start by one thing."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(ready.rows.read_text() + '{"question": "What is 3 + 4?"}\n')
+    cases: dict[str, list[str]] = {"no payload": [f"data.train_files={rows}"]}
+    said = {"no payload": ["rows.jsonl, line 2: there is no payload, only ['question']"]}
+    for case in ("no such class", "unknown setting", "no such bucket"):
+        folder = tmp_path / case.replace(" ", "-")
+        folder.mkdir()
+        cases[case], said[case] = overrides_of(case, ready, folder), WRONG[case][2]
+    file = tmp_path / "cases.json"
+    hydra = [f"hydra.run.dir={tmp_path}", "hydra.output_subdir=null"]
+    given = {name: [*ready.settings, *more, *hydra] for name, more in cases.items()}
+    file.write_text(json.dumps(given))
+    verl = ServerProcess(
+        "verl", [sys.executable, str(HERE / "run_cases.py"), str(file)], tmp_path / "verl.log", ready.environ
+    )
+    await verl.start()
+    try:
+        assert await verl.wait() == 0, verl.tail()
+    finally:
+        await verl.stop(grace_s=20)
+    log = verl.log.read_text(errors="replace")
+    for name, parts in said.items():
+        _, _, rest = log.partition(f"--- {name}\n")
+        text, _, ended = rest.partition(f"--- {name} ended with code ")
+        assert ended.startswith("1"), log[-3000:]
+        for part in parts:
+            assert part in text, f"{name}: {text[-3000:]}"
+    assert not ready.engine_started
+    assert not ready.run_dir.exists()
+    await ready.leaves_nothing()
