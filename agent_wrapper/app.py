@@ -303,7 +303,14 @@ class RolloutApp:
         body = rollout.encode()
         budget_s = _LAST_PUBLISH_S if self._stopping.is_set() else _PUBLISH_S
         written = await _in_thread(
-            lambda: self._publisher.publish(request.result, request.key, body, budget_s), "publish"
+            lambda: self._publisher.publish(
+                request.result,
+                request.key_for(rollout.outcome),
+                body,
+                budget_s,
+                request.url_for(rollout.outcome),
+            ),
+            "publish",
         )
         logger.info("rollout %s published as %s (written: %s)", rollout.rollout_id, rollout.outcome, written)
 

@@ -5,7 +5,11 @@ Both packages use these types and nothing else to talk to each other. What must 
 - A `Rollout` is self-contained: what was sampled, by which weights, what it was worth, and, if it failed,
   in which class and why. Nothing is filled in: a logprob that the engine did not give is NaN (JSON: null).
 - Only a completed rollout, or an agent error that the agent itself scored, carries a reward.
-- A result's key is fixed by its rollout id (`result_key`), so the first attempt to write it wins.
+- Where no tokens are known, only messages are (`Conversation`): such a rollout is complete, and not trainable.
+- A result's key is fixed by its rollout id (`result_key`), so the first attempt to write it wins. An attempt that was
+  lost to the infrastructure has no result: it leaves a notice under a key of its own (`notice_key`), so that it does
+  not stand in the way of the next attempt.
+- What was sampled carries the gateway's seal from the trajectory into the rollout, unread.
 - Whatever is malformed raises `ContractError`, which names the field.
 
 Two encodings of the same fields are read: the compact one that `Rollout.encode` writes (msgpack in one zstd
@@ -21,12 +25,13 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeVar, cast
 from urllib.parse import quote, unquote_plus
 
 import msgpack
 import zstandard
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -47,6 +52,8 @@ else:  # arrays take no parameter at run time before Python 3.12
 
 SCHEMA_VERSION = 1
 MAX_OBJECT_BYTES = 256 * 1024 * 1024  # of one object once unpacked; readers may set a lower cap
+MAX_CONVERSATIONS = 1024  # of one rollout
+MAX_MESSAGES = 10_000  # of one conversation
 REQUEST_FIELD = "_rollout"  # where the request block stands in an invoke's payload
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -131,6 +138,18 @@ Logprobs = Annotated[FloatArray, _array_type("f", "float32 logprobs"), _dump]
 Identifier = Annotated[str, StringConstraints(pattern=rf"^{_ID}$")]
 """An id that can stand in a key, a URL and a file name: no slash, no leading dot, 128 characters at most."""
 
+_UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def readable(text: str) -> str:
+    """With nothing in it that a terminal or a log would obey: control characters, but for tab and newline."""
+    return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+Readable = Annotated[str, AfterValidator(readable)]
+Seal = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+"""The gateway's signature of a trajectory. Nobody but the training side can make one or needs to read it."""
+
 
 # --- the objects ------------------------------------------------------------------------------------------
 
@@ -195,6 +214,7 @@ class Segment(ContractObject):
     turns: tuple[Turn, ...]
     messages: tuple[dict[str, JsonValue], ...] = ()  # the conversation in the OpenAI shape, for people to read
     opened_by: str = "first_call"  # why this is not the extension of an earlier segment
+    retokenised: bool = False  # made of messages by the training side: `mask` is 1 on a guess of what was sampled
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -223,6 +243,10 @@ class Segment(ContractObject):
                 raise ValueError(f"turns.{i}.weight_versions do not cover its tokens")
         if bytes(sampled) != mask:
             raise ValueError("mask is not 1 exactly where the turns sampled")
+        if self.retokenised and not all(map(math.isnan, self.logprobs)):
+            raise ValueError("logprobs has a value, yet the segment was made of messages: nobody knows it")
+        if self.retokenised and any(turn.weight_versions for turn in self.turns):
+            raise ValueError("turns name weight_versions, yet the segment was made of messages: nobody knows them")
         return self
 
     @property
@@ -230,12 +254,41 @@ class Segment(ContractObject):
         return sum(turn.end - turn.start for turn in self.turns)
 
 
+class Conversation(ContractObject):
+    """What was said where no tokens are known: the model was called elsewhere. Messages have the OpenAI shape."""
+
+    messages: tuple[dict[str, JsonValue], ...] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=MAX_MESSAGES)
+    replies: tuple[int, ...] | None = None  # the places of the messages that the model said; None: every assistant's
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for i, message in enumerate(self.messages):
+            if not isinstance(message.get("role"), str):
+                raise ValueError(f"messages.{i} has no role")  # noqa: TRY004
+        before = -1
+        for at in self.replies or ():
+            if not before < at < len(self.messages):
+                raise ValueError(f"replies name {at} of {len(self.messages)} messages, after {before}")
+            if self.messages[at]["role"] != "assistant":
+                raise ValueError(f"replies name messages.{at}, which is of the role {self.messages[at]['role']!r}")
+            before = at
+        return self
+
+    @property
+    def said(self) -> tuple[int, ...]:
+        """The places of the messages that the model said."""
+        if self.replies is not None:
+            return self.replies
+        return tuple(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
+
+
 class Failure(ContractObject):
     """Why a rollout did not complete: a reason to count by, a message to read, a traceback to mend by."""
 
     reason: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
-    message: str
-    traceback: str | None = None
+    message: Readable
+    traceback: Readable | None = None
 
 
 class Trajectory(ContractObject):
@@ -245,6 +298,7 @@ class Trajectory(ContractObject):
     model: str
     segments: tuple[Segment, ...]
     unanswered_calls: int = Field(default=0, ge=0)  # model calls that failed on our side and never went through
+    seal: Seal | None = None  # the gateway's signature, for the rollout to carry
 
     def encode(self) -> bytes:
         return _pack(self)
@@ -270,7 +324,9 @@ class Rollout(ContractObject):
     failure: Failure | None = None
     model: str = ""
     segments: tuple[Segment, ...] = ()
-    started_at: float = Field(default=0.0, ge=0)  # unix seconds, by the container's clock
+    seal: Seal | None = None  # the trajectory's own: that these segments, of this session, are what was sampled
+    conversations: tuple[Conversation, ...] = Field(default=(), max_length=MAX_CONVERSATIONS)  # in place of segments
+    started_at: float = Field(default=0.0, ge=0)  # unix seconds, by the container's clock; 0: not known
     finished_at: float = Field(default=0.0, ge=0)
 
     @model_validator(mode="after")
@@ -280,14 +336,30 @@ class Rollout(ContractObject):
                 raise ValueError("reward is missing from a completed rollout")
             if self.failure is not None:
                 raise ValueError("failure is set on a completed rollout")
-            if not self.sampled_tokens:
+            if not self.sampled_tokens and not self.conversations:
                 raise ValueError("segments hold no sampled token, yet the rollout is completed")
+            if self.conversations and not any(conversation.said for conversation in self.conversations):
+                raise ValueError("conversations hold no message of the model, yet the rollout is completed")
         else:
             if self.failure is None:
                 raise ValueError(f"failure is missing from a rollout that ended as {self.outcome}")
             if self.reward is not None and self.outcome is not Outcome.AGENT_ERROR:
                 raise ValueError(f"reward is set on a rollout that ended as {self.outcome}")
+        if self.conversations and any(s.sampled_tokens and not s.retokenised for s in self.segments):
+            raise ValueError(
+                "conversations stand beside sampled segments: what was sampled holds its messages itself"
+            )
         return self
+
+    @property
+    def messages_only(self) -> bool:
+        """Whether there are messages and no token of them: good for evaluation, and not to be trained."""
+        return bool(self.conversations) and not self.sampled_tokens
+
+    @property
+    def retokenised(self) -> bool:
+        """Whether the training side made its tokens of messages."""
+        return any(segment.retokenised for segment in self.segments)
 
     @property
     def trainable(self) -> bool:
@@ -336,13 +408,28 @@ class ModelEndpoint(ContractObject):
     trajectory_url: str  # POST seals the session and answers with its Trajectory
 
 
+PUT_HEADERS = {"Content-Type": "application/octet-stream", "If-None-Match": "*"}
+"""What a presigned PUT must be sent with: both are part of its signature, the second refuses a second write."""
+
+
+class ResultUrls(ContractObject):
+    """Each takes one object under one key, once, until it expires. Whoever has it can do that and nothing else."""
+
+    result: str = Field(pattern=r"^https?://", repr=False)
+    notice: str = Field(pattern=r"^https?://", repr=False)  # that this attempt was lost: see `notice_key`
+
+
 class ResultTarget(ContractObject):
-    """Where the result goes. The key follows from the rollout's ids: see `result_key`."""
+    """Where the result goes. The key follows from the rollout's ids: see `result_key`.
+
+    With `urls` the container needs no credentials: a result is one PUT to one of them, with `PUT_HEADERS`.
+    """
 
     bucket: str
     prefix: str = ""
     queue_url: str | None = None  # None: nothing is announced, the backend finds results by listing
     region: str | None = None
+    urls: ResultUrls | None = Field(default=None, repr=False)
 
 
 class RolloutRequest(ContractObject):
@@ -362,7 +449,21 @@ class RolloutRequest(ContractObject):
 
     @property
     def key(self) -> str:
+        """Of the result."""
         return result_key(self.result.prefix, self.run_id, self.step, self.rollout_id)
+
+    def key_for(self, outcome: Outcome) -> str:
+        """Where a rollout that ended so is written: as the result, or as a notice that this attempt was lost."""
+        if outcome is Outcome.INFRA_ERROR:
+            return notice_key(self.result.prefix, self.run_id, self.step, self.rollout_id, self.attempt)
+        return self.key
+
+    def url_for(self, outcome: Outcome) -> str | None:
+        """The presigned URL of `key_for`, where the request has them."""
+        urls = self.result.urls
+        if urls is None:
+            return None
+        return urls.notice if outcome is Outcome.INFRA_ERROR else urls.result
 
 
 # --- keys -------------------------------------------------------------------------------------------------
@@ -378,16 +479,30 @@ def result_key(prefix: str, run_id: str, step: int, rollout_id: str) -> str:
     return step_prefix(prefix, run_id, step) + rollout_id
 
 
-def parse_result_key(prefix: str, run_id: str, key: str) -> tuple[int, str]:
-    """The step and the rollout id of a key of this run.
+def notice_key(prefix: str, run_id: str, step: int, rollout_id: str, attempt: int) -> str:
+    """The key under which an attempt that was lost to the infrastructure says so."""
+    return f"{result_key(prefix, run_id, step, rollout_id)}~{attempt}"
+
+
+class ResultName(NamedTuple):
+    """What a key says. `attempt` is None for a result, and the number of the attempt for a notice."""
+
+    step: int
+    rollout_id: str
+    attempt: int | None
+
+
+def parse_result_key(prefix: str, run_id: str, key: str) -> ResultName:
+    """What a key of this run names.
 
     Raises:
-        ContractError: the key is not of this run, or not the key of a result.
+        ContractError: the key is not of this run, or neither of a result nor of a notice.
     """
-    match = re.fullmatch(rf"{re.escape(prefix)}runs/{re.escape(run_id)}/steps/([0-9]{{{_STEP_DIGITS}}})/({_ID})", key)
+    folder = rf"{re.escape(prefix)}runs/{re.escape(run_id)}/steps/"
+    match = re.fullmatch(rf"{folder}([0-9]{{{_STEP_DIGITS}}})/({_ID})(?:~([1-9][0-9]{{0,8}}))?", key)
     if match is None:
         raise ContractError("object.key", f"{key!r} is not a result of run {run_id!r} under {prefix!r}")
-    return int(match[1]), match[2]
+    return ResultName(int(match[1]), match[2], int(match[3]) if match[3] else None)
 
 
 # --- announcements ----------------------------------------------------------------------------------------
@@ -460,10 +575,7 @@ def _unpack(cls: type[_Object], data: bytes, max_bytes: int) -> _Object:
     elif data.lstrip()[:1] == b"{":
         if len(data) > max_bytes:
             raise ContractError("object", f"has {len(data)} bytes, more than the cap of {max_bytes}")
-        try:
-            fields = from_json(data)
-        except ValueError as error:
-            raise ContractError("object", f"is no JSON, or is cut short: {error}") from None
+        fields = read_json(data)
     else:
         raise ContractError("object", "is neither a zstd frame nor a JSON object")
     if not isinstance(fields, dict):
@@ -472,6 +584,23 @@ def _unpack(cls: type[_Object], data: bytes, max_bytes: int) -> _Object:
     if version != SCHEMA_VERSION:
         raise ContractError("schema_version", f"is {version!r}; this side reads {SCHEMA_VERSION}")
     return cls.parse(fields)
+
+
+def read_json(data: bytes) -> Any:
+    """Plain values out of JSON that the compact form can hold as well.
+
+    Raises:
+        ContractError: no JSON, or with a whole number beyond 64 bits, or nested too deep.
+    """
+    try:
+        fields = from_json(data)
+    except ValueError as error:
+        raise ContractError("object", f"is no JSON, or is cut short: {error}") from None
+    try:
+        msgpack.packb(fields)
+    except (ValueError, OverflowError) as error:
+        raise ContractError("object", f"holds what cannot be stored: {error}") from None
+    return fields
 
 
 def _read_packed(data: bytes, max_bytes: int) -> object:

@@ -15,6 +15,9 @@ An agent may also catch such an error and return a reward all the same. The gate
 could not answer and that were not made again with success, and a rollout with one has no reward.
 
 So a tool's own failing web call stays the agent's error, and no SDK needs to be installed to tell.
+
+An agent that called its model elsewhere says so by returning its `messages`: without a token sampled here, they are
+what the rollout holds.
 """
 
 from __future__ import annotations
@@ -30,7 +33,16 @@ from urllib.parse import urlsplit
 
 import msgpack
 
-from agent_wrapper.contract import Failure, Outcome, Rollout, RolloutRequest, Segment, Trajectory
+from agent_wrapper.contract import (
+    ContractError,
+    Conversation,
+    Failure,
+    Outcome,
+    Rollout,
+    RolloutRequest,
+    Segment,
+    Trajectory,
+)
 from agent_wrapper.errors import AgentFailure
 from agent_wrapper.runner import Raised, Returned
 from agent_wrapper.trajectory import TrajectoryUnavailable
@@ -100,8 +112,10 @@ def conclude(
     """The rollout to publish: the agent's ending, corrected by what it sampled."""
     model = request.endpoint.name
     segments: tuple[Segment, ...] = ()
+    seal: str | None = None
+    conversations: tuple[Conversation, ...] = ()
     if isinstance(trajectory, Trajectory):
-        model, segments = trajectory.model, trajectory.segments
+        model, segments, seal = trajectory.model, trajectory.segments, trajectory.seal
         if ending.reward is not None and trajectory.unanswered_calls:
             ending = failed(
                 Outcome.INFRA_ERROR,
@@ -110,12 +124,7 @@ def conclude(
                 "without an answer: what it scored is not the model's doing",
             )
         elif ending.outcome is Outcome.COMPLETED and not any(segment.sampled_tokens for segment in segments):
-            ending = failed(
-                Outcome.AGENT_ERROR,
-                "no_model_call",
-                "the agent returned a reward, yet nothing was sampled for it: "
-                "call the model at the context's base_url with its api_key",
-            )
+            ending, conversations = _told(ending)
     elif ending.failure is None:
         ending = failed(Outcome.INFRA_ERROR, "trajectory_unavailable", str(trajectory))
     else:
@@ -134,6 +143,8 @@ def conclude(
         failure=ending.failure,
         model=model,
         segments=segments,
+        seal=seal,
+        conversations=conversations,
         started_at=started_at,
         finished_at=max(started_at, finished_at),
     )
@@ -142,6 +153,26 @@ def conclude(
 def describe(error: BaseException) -> str:
     """`Class: message`, as the last line of a traceback has it."""
     return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _told(ending: Ending) -> tuple[Ending, tuple[Conversation, ...]]:
+    """The ending of an agent that sampled nothing here: whether it tells what was said elsewhere."""
+    if "messages" not in ending.extras:
+        message = (
+            "the agent returned a reward, yet nothing was sampled for it: call the model at the context's base_url "
+            "with its api_key, or return the 'messages' of a model called elsewhere, which are good for evaluation"
+        )
+        return failed(Outcome.AGENT_ERROR, "no_model_call", message), ()
+    extras = dict(ending.extras)
+    fields = {"messages": extras.pop("messages"), "tools": extras.pop("tools", None) or ()}
+    try:
+        conversation = Conversation.parse(fields)
+        if not conversation.said:
+            raise ContractError("messages", "there is none with the role 'assistant'")
+    except ContractError as error:
+        message = f"{error}; return 'messages' (and 'tools') as lists in the shape of OpenAI's chat completions"
+        return failed(Outcome.AGENT_ERROR, "bad_messages", message), ()
+    return replace(ending, extras=extras), (conversation,)
 
 
 # --- what the agent returned ------------------------------------------------------------------------------

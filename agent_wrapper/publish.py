@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_wrapper.contract import Announcement, ResultTarget
+from agent_wrapper.presigned import put_once
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -54,19 +55,27 @@ class Publisher:
 
     def prepare(self, target: ResultTarget) -> None:
         """Makes the clients that `publish` needs ahead of it: some tenths of a second."""
+        if target.urls is not None:
+            return  # boto3 need not be loaded
         self._client("s3", target.region)
         if target.queue_url is not None:
             self._client("sqs", target.region)
 
-    def publish(self, target: ResultTarget, key: str, body: bytes, budget_s: float) -> Written:
+    def publish(
+        self, target: ResultTarget, key: str, body: bytes, budget_s: float, url: str | None = None
+    ) -> Written:
         """Writes `body` under `key` unless an object is there, and announces it, each within about `budget_s`.
+        With `url`, which was signed for that key, the write needs no credentials.
 
         Raises:
             PublishError: nothing stands under the key.
         """
         where = f"s3://{target.bucket}/{key}"
         try:
-            written = self._write(target, key, body, budget_s)
+            if url is not None:
+                written = Written.NOW if put_once(url, body, budget_s) else Written.UNSEEN
+            else:
+                written = self._write(target, key, body, budget_s)
         except Exception as error:
             raise PublishError(f"cannot write {where}: {type(error).__name__}: {error}") from error
         match written:

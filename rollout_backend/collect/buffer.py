@@ -14,15 +14,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
 
-from agent_wrapper.contract import Announcement, ContractError, Rollout, parse_result_key, result_key
+from agent_wrapper.contract import (
+    Announcement,
+    ContractError,
+    Outcome,
+    ResultName,
+    Rollout,
+    notice_key,
+    parse_result_key,
+    result_key,
+)
 from rollout_backend.collect.inventory import inventory
 from rollout_backend.collect.queue import AWS_ERRORS, AnnouncementQueue, Message
 from rollout_backend.collect.store import ResultStore
+from rollout_backend.collect.text_format import read_result
 from rollout_backend.errors import ResultMissing, StoreError
 
 log = logging.getLogger(__name__)
@@ -33,10 +44,12 @@ class ResultSink(Protocol):
 
     step: int
 
-    def wants(self, rollout_id: str) -> bool: ...
+    def wants(self, rollout_id: str, attempt: int | None = None) -> bool:
+        """Whether the rollout's result is wanted; with `attempt`, the notice that this attempt was lost."""
+        ...
 
     def again(self, rollout_id: str) -> None:
-        """An announcement of a rollout that is not wanted: settled already, or never planned."""
+        """An announcement of what is not wanted: settled already, never planned, or of an attempt given up."""
         ...
 
     def arrive(self, rollout: Rollout, announced_at: float | None) -> None:
@@ -49,11 +62,22 @@ class ResultSink(Protocol):
 
 
 class RolloutBuffer:
-    def __init__(self, run_id: str, store: ResultStore, queue: AnnouncementQueue | None, fetches: int) -> None:
-        """`queue` None: results are found by `sweep` alone."""
+    def __init__(
+        self,
+        run_id: str,
+        store: ResultStore,
+        queue: AnnouncementQueue | None,
+        fetches: int,
+        retokenise: Callable[[Rollout], Awaitable[Rollout]] | None = None,
+        verify: Callable[[Rollout], None] | None = None,
+    ) -> None:
+        """`queue` None: results are found by `sweep` alone. `retokenise` makes messages trainable, where it can.
+        `verify` raises ContractError over what was not sampled as it says; see `gateway.seal`."""
         self._run_id = run_id
         self._store = store
         self._queue = queue
+        self._retokenise = retokenise
+        self._verify = verify
         self._fetching = asyncio.Semaphore(fetches)
         self._sinks: dict[int, ResultSink] = {}
         self.refused = 0  # messages that name nothing of this run's, or cannot be understood
@@ -116,21 +140,28 @@ class RolloutBuffer:
     async def _read(self, message: Message) -> bool:
         """Deals with one message. True if it may be deleted."""
         try:
-            named = [(self._locate(item), item) for item in Announcement.decode(message.body)]
+            items = [item for item in Announcement.decode(message.body) if not self._is_record(item)]
+            named = [(self._locate(item), item) for item in items]
         except ContractError as error:
             return await self._refuse(message, error)
         taken = True
-        for (step, rollout_id), item in named:
-            sink = self._sinks.get(step)
+        for name, item in named:
+            sink = self._sinks.get(name.step)
             if sink is None:
                 self.stale += 1
-            elif not sink.wants(rollout_id):
-                sink.again(rollout_id)
+            elif not sink.wants(name.rollout_id, name.attempt):
+                sink.again(name.rollout_id)
             else:
-                taken = await self._take(sink, rollout_id, item.key, message.sent_at) and taken
+                taken = await self._take(sink, name, item.key, message.sent_at) and taken
         return taken
 
-    def _locate(self, item: Announcement) -> tuple[int, str]:
+    def _is_record(self, item: Announcement) -> bool:
+        """Whether it names what a trainer wrote beside the results: S3 notifies of that as well. Evidence put aside
+        for such a message would be told of again, and so for ever."""
+        runs = rf"{re.escape(self._store.config.prefix)}runs/[^/]+/"
+        return item.bucket == self._store.config.bucket and bool(re.match(rf"{runs}(?!steps/).", item.key))
+
+    def _locate(self, item: Announcement) -> ResultName:
         bucket = self._store.config.bucket
         if item.bucket != bucket:
             raise ContractError("bucket.name", f"{item.bucket!r} is not this run's bucket {bucket!r}")
@@ -143,22 +174,39 @@ class RolloutBuffer:
 
     # --- by listing ---------------------------------------------------------------------------------------
 
-    async def sweep(self, sink: ResultSink) -> None:
-        """Lists the step's prefix and takes what is wanted and was not heard of. Raises StoreError."""
-        found = await inventory(self._store, self._run_id, sink.step)
-        wanted = [(rollout_id, key) for rollout_id, key in found.items() if sink.wants(rollout_id)]
-        await asyncio.gather(*(self._take(sink, rollout_id, key) for rollout_id, key in wanted))
+    async def sweep(self, sink: ResultSink) -> bool:
+        """Lists the step's prefix and takes what is wanted and was not heard of. True if all of it could be read.
 
-    async def look(self, sink: ResultSink, rollout_ids: Iterable[str]) -> None:
-        """Asks for these results by their keys. Those that are not there are passed over."""
-        prefix = self._store.config.prefix
-        keys = {rollout_id: result_key(prefix, self._run_id, sink.step, rollout_id) for rollout_id in rollout_ids}
-        await asyncio.gather(*(self._take(sink, rid, key) for rid, key in keys.items()))
+        Raises StoreError if S3 does not list it.
+        """
+        complete = True
+        found = await inventory(self._store, self._run_id, sink.step)
+        for notices in (False, True):  # a result settles its rollout, whatever lost attempts there were
+            wanted = [
+                (key, name)
+                for key, name in found.items()
+                if (name.attempt is not None) == notices and sink.wants(name.rollout_id, name.attempt)
+            ]
+            complete = all(await asyncio.gather(*(self._take(sink, name, key) for key, name in wanted))) and complete
+        return complete
+
+    async def look(self, sink: ResultSink, attempts: Iterable[tuple[str, int]]) -> None:
+        """Asks for the results of these rollouts by their keys, and for the notices of these attempts of them.
+        What is not there is passed over."""
+        place = self._store.config.prefix, self._run_id, sink.step
+
+        async def ask(rollout_id: str, attempt: int) -> None:
+            name = ResultName(sink.step, rollout_id, None)
+            await self._take(sink, name, result_key(*place, rollout_id))
+            if sink.wants(rollout_id, attempt):
+                await self._take(sink, name._replace(attempt=attempt), notice_key(*place, rollout_id, attempt))
+
+        await asyncio.gather(*(ask(rollout_id, attempt) for rollout_id, attempt in attempts))
 
     # --- either way ---------------------------------------------------------------------------------------
 
-    async def _take(self, sink: ResultSink, rollout_id: str, key: str, announced_at: float | None = None) -> bool:
-        """Fetches a result and hands it over. False if a later try may do better."""
+    async def _take(self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None = None) -> bool:
+        """Fetches a result or a notice and hands it over. False if a later try may do better."""
         async with self._fetching:
             try:
                 data = await self._store.get(key)
@@ -169,20 +217,29 @@ class RolloutBuffer:
                 log.warning("%s; it is tried again", error)
                 return False
             except ContractError as error:
-                return await self._reject(sink, rollout_id, key, error, b"")
+                return await self._reject(sink, name.rollout_id, key, error, b"")
         try:
-            rollout = Rollout.decode(data, self._store.config.max_result_bytes)
-            self._check_ids(rollout, sink.step, rollout_id)
+            cap = self._store.config.max_result_bytes
+            rollout = read_result(data, cap, run_id=self._run_id, step=name.step, rollout_id=name.rollout_id)
+            self._check(rollout, name)
+            if self._verify is not None:
+                self._verify(rollout)
         except ContractError as error:
-            return await self._reject(sink, rollout_id, key, error, data)
+            return await self._reject(sink, name.rollout_id, key, error, data)
+        if self._retokenise is not None:
+            rollout = await self._retokenise(rollout)
         sink.arrive(rollout, announced_at)
         return True
 
-    def _check_ids(self, rollout: Rollout, step: int, rollout_id: str) -> None:
-        wanted = {"run_id": self._run_id, "step": step, "rollout_id": rollout_id}
-        for name, value in wanted.items():
-            if getattr(rollout, name) != value:
-                raise ContractError(name, f"is {getattr(rollout, name)!r} in the result of {value!r}")
+    def _check(self, rollout: Rollout, name: ResultName) -> None:
+        wanted: dict[str, object] = {"run_id": self._run_id, "step": name.step, "rollout_id": name.rollout_id}
+        if name.attempt is not None:
+            wanted |= {"attempt": name.attempt, "outcome": Outcome.INFRA_ERROR}
+        for field, value in wanted.items():
+            if getattr(rollout, field) != value:
+                raise ContractError(field, f"is {getattr(rollout, field)!r} in the result of {value!r}")
+        if rollout.retokenised:  # or an agent could have tokens trained that nobody sampled
+            raise ContractError("segments", "one is marked retokenised, which is for this side alone to do")
 
     async def _reject(
         self, sink: ResultSink, rollout_id: str, key: str, error: ContractError, evidence: bytes

@@ -1,7 +1,8 @@
 """Announcements on SQS: hints that a result is there. At least once, in any order, perhaps never.
 
 A queue given by its URL is used as it is. Otherwise one is made for the run, with a dead-letter queue, and both are
-deleted at the end; a dead-letter queue that holds messages stays, as evidence.
+deleted at the end; a dead-letter queue that holds messages stays, as evidence. A run started again under the same id
+takes over those that are there, and waits where SQS still blocks the name of one that was deleted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from botocore.exceptions import BotoCoreError, ClientError
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_fixed
 
 from rollout_backend import aws
 from rollout_backend.config import AwsConfig, QueueConfig
@@ -23,6 +25,7 @@ from rollout_backend.config import AwsConfig, QueueConfig
 log = logging.getLogger(__name__)
 
 _BATCH = 10  # SQS's own limit for a receive and for a delete
+_NAME_BLOCKED_S = 75.0  # SQS: 60, from the deletion
 _RETENTION_S = 14 * 24 * 3600  # the longest SQS offers: a run may be resumed days later
 AWS_ERRORS = (ClientError, BotoCoreError, OSError, TimeoutError)
 
@@ -43,7 +46,7 @@ class AnnouncementQueue:
     ) -> None:
         self._config = config
         self.url = url
-        self._dead_url = dead_url  # None: the queue is not ours to delete
+        self.dead_url = dead_url  # None: the queue is not ours to delete
         self._sqs = client
         self._stack = stack
 
@@ -101,23 +104,28 @@ class AnnouncementQueue:
                 log.warning("a message was not deleted and will come again: %s", failed.get("Message"))
 
     async def aclose(self) -> None:
+        """Deletes what was made here. That one of the two is gone already keeps neither the other nor the end."""
         try:
-            if self._dead_url is not None:
-                await self._sqs.delete_queue(QueueUrl=self.url)
-                await self._drop_dead_letters()
-        except AWS_ERRORS as error:
-            log.warning("the run's queue %s could not be deleted: %s", self.url, error)
+            if self.dead_url is not None:
+                await self._drop(self.url)
+                await self._drop(self.dead_url, keep_messages=True)
         finally:
             await self._stack.aclose()
 
-    async def _drop_dead_letters(self) -> None:
+    async def _drop(self, url: str, keep_messages: bool = False) -> None:
+        try:
+            held = await self._held(url) if keep_messages else 0
+            if held:
+                log.warning("%d messages that nobody could use stay in %s", held, url)
+            else:
+                await self._sqs.delete_queue(QueueUrl=url)
+        except AWS_ERRORS as error:
+            log.warning("the run's queue %s could not be deleted: %s", url, error)
+
+    async def _held(self, url: str) -> int:
         names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
-        reply = await self._sqs.get_queue_attributes(QueueUrl=self._dead_url, AttributeNames=names)
-        held = sum(int(reply["Attributes"][name]) for name in names)
-        if held:
-            log.warning("%d messages that nobody could use stay in %s", held, self._dead_url)
-        else:
-            await self._sqs.delete_queue(QueueUrl=self._dead_url)
+        reply = await self._sqs.get_queue_attributes(QueueUrl=url, AttributeNames=names)
+        return sum(int(reply["Attributes"][name]) for name in names)
 
 
 def queue_name(run_id: str) -> str:
@@ -131,17 +139,25 @@ def queue_name(run_id: str) -> str:
 async def _create(sqs: Any, config: QueueConfig, run_id: str) -> tuple[str, str]:
     name = queue_name(run_id)
     kept = {"MessageRetentionPeriod": str(_RETENTION_S)}
-    dead_url = (await sqs.create_queue(QueueName=f"{name}-dlq", Attributes=kept))["QueueUrl"]
+    dead_url = await _create_one(sqs, f"{name}-dlq", kept)
     reply = await sqs.get_queue_attributes(QueueUrl=dead_url, AttributeNames=["QueueArn"])
     redrive = {"deadLetterTargetArn": reply["Attributes"]["QueueArn"], "maxReceiveCount": config.max_receives}
-    url = (
-        await sqs.create_queue(
-            QueueName=name,
-            Attributes={
-                **kept,
-                "VisibilityTimeout": str(config.visibility_s),
-                "RedrivePolicy": json.dumps(redrive),
-            },
-        )
-    )["QueueUrl"]
-    return url, dead_url
+    attributes = {**kept, "VisibilityTimeout": str(config.visibility_s), "RedrivePolicy": json.dumps(redrive)}
+    return await _create_one(sqs, name, attributes), dead_url
+
+
+async def _create_one(sqs: Any, name: str, attributes: dict[str, str], pause_s: float = 5.0) -> str:
+    async for attempt in AsyncRetrying(
+        retry=retry_if_exception(_deleted_recently),
+        stop=stop_after_delay(_NAME_BLOCKED_S),
+        wait=wait_fixed(pause_s),
+        before_sleep=lambda _: log.warning("the name %s is blocked for a minute after its deletion: waiting", name),
+        reraise=True,
+    ):
+        with attempt:
+            return str((await sqs.create_queue(QueueName=name, Attributes=attributes))["QueueUrl"])
+    raise AssertionError("unreachable")
+
+
+def _deleted_recently(error: BaseException) -> bool:
+    return isinstance(error, ClientError) and aws.code_of(error).endswith("QueueDeletedRecently")

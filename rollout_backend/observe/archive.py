@@ -1,6 +1,6 @@
 """A run's folder on this machine: every result that arrived and every step's report, to be read later.
 
-RUN_DIR/rollouts/STEP/ROLLOUT_ID     as it lay in S3
+RUN_DIR/rollouts/STEP/ROLLOUT_ID     as it was taken from S3
 RUN_DIR/steps/STEP.json              the step's report
 RUN_DIR/logs/                        of the servers we run
 """

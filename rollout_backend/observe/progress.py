@@ -77,7 +77,8 @@ class _Display:
             return 0.0
         now, tokens = time.monotonic(), progress.gateway.sampled_tokens
         if self._last is not None and now > self._last[0]:
-            self._rate += 0.3 * ((tokens - self._last[1]) / (now - self._last[0]) - self._rate)
+            # A gateway that was started again counts from 0.
+            self._rate += 0.3 * (max(0, tokens - self._last[1]) / (now - self._last[0]) - self._rate)
         self._last = (now, tokens)
         return self._rate
 

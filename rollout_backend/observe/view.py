@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from agent_wrapper.contract import Outcome, Rollout, Segment
-from rollout_backend.report import GroupReport, StepReport, StepResult
+from agent_wrapper.contract import Conversation, Outcome, Rollout, Segment, readable
+from rollout_backend.report import MESSAGES_ONLY, GroupReport, LengthBias, StepReport, StepResult
 
 _FAILURES_SHOWN = 10
+_YEAR_10000 = 253_402_300_800
 
 
 def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
@@ -24,9 +27,14 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
     console.print(_ledger(report))
     console.print("reward by group")
     console.print(_groups(report.groups))
+    only_messages = report.reasons.get(f"{Outcome.COMPLETED}: {MESSAGES_ONLY}", 0)
+    if only_messages:
+        console.print(f"{only_messages} rollouts carry only messages: their rewards count here, they are not trained")
+    if report.retokenised:
+        console.print(f"{report.retokenised} rollouts carried only messages: their tokens are a guess, re-tokenised")
     for failure in result.failures[:_FAILURES_SHOWN]:
         console.print(
-            f"[red]{failure.rollout_id}[/]: {failure.outcome}, {failure.reason}: {escape(failure.message)} "
+            f"[red]{failure.rollout_id}[/]: {failure.outcome}, {failure.reason}: {_plain(failure.message)} "
             f"[dim](session {failure.session_id or 'never opened'}, attempts {failure.attempts})[/]"
         )
     if len(result.failures) > _FAILURES_SHOWN:
@@ -37,12 +45,27 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
         console.print(f"from PUT to buffer: p50 {report.latency.p50:.3f} s, p99 {report.latency.p99:.3f} s")
     if report.lag is not None:
         console.print(f"from the agent's end to buffer: p50 {report.lag.p50:.3f} s, p99 {report.lag.p99:.3f} s")
+    if report.length_bias is not None:
+        console.print(f"length: {_length_bias(report.length_bias)}")
+    if report.surplus:
+        console.print(f"{report.surplus} trainable rollouts came beyond their group's size and are not trained")
     console.print(f"the step took {report.seconds:.1f} s" + (", to its deadline" if report.deadline_reached else ""))
     console.print(f"rollouts, reports and logs: {run_dir}")
     verdict = "[green]the ledger reconciles[/]" if report.balanced else "[red]the ledger does NOT reconcile[/]"
     console.print(f"{verdict}; {report.sessions_open} sessions open")
     for session_id, why in report.unclosed_sessions.items():
-        console.print(f"[red]session {session_id} would not close: {escape(why)}[/]")
+        console.print(f"[red]session {session_id} would not close: {_plain(why)}[/]")
+
+
+def _length_bias(bias: LengthBias) -> str:
+    done, cut = bias.finished, bias.cut_off
+    finished = "none finished"
+    if done.mean_s is not None:
+        finished = (
+            f"{done.rollouts} finished after {done.mean_s:.1f} s, {done.mean_sampled_tokens or 0:.0f} tokens and "
+            f"{done.mean_turns or 0:.1f} turns on average"
+        )
+    return f"{finished}; {cut.rollouts} were cut off after {cut.mean_s or 0:.1f} s and are left out"
 
 
 def _ledger(report: StepReport) -> Table:
@@ -85,41 +108,65 @@ def print_rollout(console: Console, rollout: Rollout) -> None:
     style = "green" if rollout.outcome is Outcome.COMPLETED else "red"
     console.print(
         f"[bold]{rollout.rollout_id}[/]  run {rollout.run_id}, step {rollout.step}, task {rollout.task_id}\n"
-        f"[{style}]{rollout.outcome}[/], reward {reward}, attempt {rollout.attempt}, session {rollout.session_id}\n"
-        f"{_when(rollout.started_at)}, took {rollout.finished_at - rollout.started_at:.1f} s, model {rollout.model}"
+        f"[{style}]{rollout.outcome}[/], reward {reward}, attempt {rollout.attempt}, "
+        f"session {_plain(rollout.session_id) or 'unknown'}\n"
+        f"{_when(rollout.started_at)}, took {max(0.0, rollout.finished_at - rollout.started_at):.1f} s, "
+        f"model {_plain(rollout.model) or 'unknown'}"
     )
     if rollout.extras:
-        console.print(f"extras: {escape(json.dumps(rollout.extras))}")
+        console.print(f"extras: {_plain(json.dumps(rollout.extras))}")
     if rollout.failure is not None:
-        console.print(Panel(escape(rollout.failure.message), title=rollout.failure.reason, border_style="red"))
+        console.print(Panel(_plain(rollout.failure.message), title=rollout.failure.reason, border_style="red"))
         if rollout.failure.traceback:
-            console.print(escape(rollout.failure.traceback), style="dim", highlight=False)
+            console.print(_plain(rollout.failure.traceback), style="dim", highlight=False)
     for number, segment in enumerate(rollout.segments):
         _print_segment(console, number, segment)
+    if rollout.messages_only:
+        for number, conversation in enumerate(rollout.conversations):
+            _print_conversation(console, number, conversation)
+
+
+def _print_conversation(console: Console, number: int, conversation: Conversation) -> None:
+    count = f"{len(conversation.messages)} messages, {len(conversation.said)} of the model, no tokens known"
+    console.rule(f"conversation {number}: {count}", align="left")
+    _print_messages(console, conversation.messages)
 
 
 def _print_segment(console: Console, number: int, segment: Segment) -> None:
+    sampled = f"{segment.sampled_tokens} {'re-tokenised' if segment.retokenised else 'sampled'}"
     console.rule(
-        f"segment {number} ({segment.opened_by}): {len(segment.token_ids)} tokens, {segment.sampled_tokens} sampled",
-        align="left",
+        f"segment {number} ({_plain(segment.opened_by)}): {len(segment.token_ids)} tokens, {sampled}", align="left"
     )
-    for message in segment.messages:
-        text = message.get("content")
-        body = text if isinstance(text, str) else json.dumps(text) if text else ""
-        calls = message.get("tool_calls")
-        if calls:
-            body = f"{body}\n{json.dumps(calls)}".strip()
-        console.print(Panel(escape(body), title=str(message.get("role")), title_align="left"))
+    _print_messages(console, segment.messages)
     for i, turn in enumerate(segment.turns):
         known = [x for x in segment.logprobs[turn.start : turn.end] if not math.isnan(x)]
         mean = f"{sum(known) / len(known):.3f}" if known else "unknown"
         versions = ", ".join(dict.fromkeys(span.version for span in turn.weight_versions)) or "unknown"
         console.print(
-            f"turn {i}: {turn.end - turn.start} tokens in {turn.seconds:.2f} s, finish {turn.finish_reason}, "
-            f"mean logprob {mean}, weights {versions}, {turn.cached_tokens} prompt tokens cached",
+            f"turn {i}: {turn.end - turn.start} tokens in {turn.seconds:.2f} s, "
+            f"finish {readable(turn.finish_reason)}, mean logprob {mean}, weights {readable(versions)}, "
+            f"{turn.cached_tokens} prompt tokens cached",
             style="dim",
+            markup=False,
         )
 
 
+def _print_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> None:
+    for message in messages:
+        text = message.get("content")
+        body = text if isinstance(text, str) else json.dumps(text) if text else ""
+        calls = message.get("tool_calls")
+        if calls:
+            body = f"{body}\n{json.dumps(calls)}".strip()
+        console.print(Panel(_plain(body), title=_plain(str(message.get("role"))), title_align="left"))
+
+
+def _plain(text: str) -> str:
+    """What an agent wrote, as text: neither markup nor anything that the terminal would obey."""
+    return escape(readable(text))
+
+
 def _when(seconds: float) -> str:
+    if not 0 < seconds < _YEAR_10000:
+        return "start unknown"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

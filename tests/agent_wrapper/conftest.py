@@ -199,9 +199,11 @@ class Container:
         return self.await_result(block)
 
     def await_result(self, block: dict[str, Any]) -> Rollout:
-        key = RolloutRequest.parse(block).key
-        assert self.cloud.receive(block["result"]["queue_url"]) == [key]
-        return self.cloud.read(key)
+        request = RolloutRequest.parse(block)
+        [key] = self.cloud.receive(block["result"]["queue_url"])
+        rollout = self.cloud.read(key)
+        assert key == request.key_for(rollout.outcome)
+        return rollout
 
     def await_idle(self) -> dict[str, Any]:
         deadline = time.monotonic() + 30

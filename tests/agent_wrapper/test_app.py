@@ -35,6 +35,16 @@ def test_a_dict_brings_extras(container):
     assert rollout.extras == {"steps": [1, 2], "note": {"ok": True}}
 
 
+def test_messages_of_a_model_called_elsewhere_are_published(container, gateway, trajectory):
+    block = container.request()
+    gateway.answers[f"/{block['rollout_id']}/trajectory"] = [(200, trajectory(sampled=0).encode())]
+    body = "return {'reward': 1, 'messages': [{'role': 'assistant', 'content': 'hi'}], 'tools': [], 'n': 1}"
+    rollout = container.play(body, block)
+    assert (rollout.outcome, rollout.reward, rollout.extras) == (Outcome.COMPLETED, 1.0, {"n": 1})
+    assert rollout.messages_only
+    assert rollout.conversations[0].messages == ({"role": "assistant", "content": "hi"},)
+
+
 def test_the_context_holds_the_task_and_the_endpoint(container):
     block = container.request()
     rollout = container.play(

@@ -18,9 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import (
+    MAX_CONVERSATIONS,
+    MAX_MESSAGES,
     MAX_STEP,
     Announcement,
     ContractError,
+    Conversation,
     Outcome,
     Rollout,
     RolloutRequest,
@@ -28,6 +31,7 @@ from agent_wrapper.contract import (
     Trajectory,
     Turn,
     VersionSpan,
+    notice_key,
     parse_result_key,
     result_key,
     step_prefix,
@@ -293,6 +297,103 @@ def test_a_broken_rollout_names_its_field(encode, changes, field, words):
     assert words in caught.value.reason
 
 
+SAID = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+
+
+@pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
+def test_a_rollout_of_messages_alone_is_complete_and_not_trainable(form):
+    fields = make_fields(segments=[], conversations=[{**SAID, "tools": [{"type": "function"}]}])
+    rollout = Rollout.decode(form(Rollout.decode(as_json(fields))))
+    assert (rollout.messages_only, rollout.trainable, rollout.reward) == (True, False, 1.0)
+    assert rollout.conversations[0].said == (1,)
+    assert rollout.conversations[0].tools == ({"type": "function"},)
+
+
+def test_which_messages_are_the_models_can_be_said():
+    messages = [*SAID["messages"], *SAID["messages"]]
+    assert Conversation.parse({"messages": messages}).said == (1, 3)
+    assert Conversation.parse({"messages": messages, "replies": [3]}).said == (3,)
+
+
+def test_messages_stand_beside_segments_only_if_those_were_made_of_them():
+    guess = make_segment(logprobs=[None] * 3, retokenised=True)
+    rollout = Rollout.decode(as_json(make_fields(segments=[guess], conversations=[SAID])))
+    assert (rollout.retokenised, rollout.messages_only, rollout.trainable) == (True, False, True)
+    assert Rollout.decode(rollout.encode()).retokenised
+    with pytest.raises(ContractError, match="conversations stand beside sampled segments"):
+        Rollout.decode(as_json(make_fields(conversations=[SAID])))
+
+
+@pytest.mark.parametrize("encode", [pack, as_json])
+@pytest.mark.parametrize(
+    ("conversation", "field", "words"),
+    [
+        ({"messages": []}, "conversations.0.messages", "at least 1"),
+        ({"messages": "hello"}, "conversations.0.messages", "tuple"),
+        ({"messages": [{"content": "?"}]}, "conversations.0", "messages.0 has no role"),
+        ({"messages": [{"role": 1}]}, "conversations.0", "messages.0 has no role"),
+        ({"messages": [{"role": "user"}] * (MAX_MESSAGES + 1)}, "conversations.0.messages", "at most"),
+        ({**SAID, "tools": {}}, "conversations.0.tools", "tuple"),
+        ({**SAID, "replies": [2]}, "conversations.0", "replies name 2 of 2 messages"),
+        ({**SAID, "replies": [-1]}, "conversations.0", "replies name -1"),
+        ({**SAID, "replies": [1, 1]}, "conversations.0", "replies name 1 of 2 messages, after 1"),
+        ({**SAID, "replies": [0]}, "conversations.0", "of the role 'user'"),
+        ({**SAID, "replies": []}, "rollout", "no message of the model"),
+        ({"messages": [{"role": "user", "content": "?"}]}, "rollout", "no message of the model"),
+        ({**SAID, "more": 1}, "conversations.0.more", "not permitted"),
+    ],
+)
+def test_a_broken_conversation_names_its_field(encode, conversation, field, words):
+    with pytest.raises(ContractError) as caught:
+        Rollout.decode(encode(make_fields(segments=[], conversations=[conversation])))
+    assert caught.value.field.startswith(field)
+    assert words in caught.value.reason
+
+
+def test_a_rollouts_conversations_are_capped():
+    with pytest.raises(ContractError, match=r"conversations: .*at most"):
+        Rollout.decode(as_json(make_fields(segments=[], conversations=[SAID] * (MAX_CONVERSATIONS + 1))))
+
+
+@pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
+def test_the_readers_cap_holds_for_messages(form):
+    long = {"messages": [*SAID["messages"], {"role": "user", "content": "x" * 10_000}]}
+    data = form(Rollout.decode(as_json(make_fields(segments=[], conversations=[long]))))
+    with pytest.raises(ContractError, match="more than the cap of 5000"):
+        Rollout.decode(data, max_bytes=5000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "logprobs has a value"),
+        (
+            {
+                "logprobs": [None] * 3,
+                "turns": [
+                    {
+                        "start": 1,
+                        "end": 3,
+                        "finish_reason": "stop",
+                        "weight_versions": [{"version": "7", "start": 1, "end": 3}],
+                    }
+                ],
+            },
+            "turns name weight_versions",
+        ),
+    ],
+)
+def test_a_retokenised_segment_claims_nothing_of_the_engines(changes, words):
+    with pytest.raises(ContractError, match=words):
+        Segment.parse(make_segment(retokenised=True, **changes))
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
+def test_json_that_could_not_be_stored_in_the_compact_form_is_refused(number):
+    with pytest.raises(ContractError, match="holds what cannot be stored"):
+        Rollout.decode(as_json(make_fields(extras={"x": [number]})))
+
+
 def turn(start: int, end: int, *versions: tuple[int, int]) -> dict[str, Any]:
     spans = [{"version": "7", "start": a, "end": b} for a, b in versions]
     return {"start": start, "end": end, "finish_reason": "stop", "weight_versions": spans}
@@ -401,7 +502,9 @@ prefixes = st.sampled_from(["", "p/", "team.a/exp_1/"])
 def test_a_key_tells_its_step_and_rollout(prefix, run_id, step, rollout_id):
     key = result_key(prefix, run_id, step, rollout_id)
     assert key.startswith(step_prefix(prefix, run_id, step))
-    assert parse_result_key(prefix, run_id, key) == (step, rollout_id)
+    assert parse_result_key(prefix, run_id, key) == (step, rollout_id, None)
+    notice = notice_key(prefix, run_id, step, rollout_id, 7)
+    assert parse_result_key(prefix, run_id, notice) == (step, rollout_id, 7)
 
 
 @thorough
@@ -409,10 +512,11 @@ def test_a_key_tells_its_step_and_rollout(prefix, run_id, step, rollout_id):
 def test_what_parses_is_the_key_of_what_it_says(prefix, run_id, tail):
     key = f"{prefix}runs/{run_id}/steps/{tail}"
     try:
-        step, rollout_id = parse_result_key(prefix, run_id, key)
+        step, rollout_id, attempt = parse_result_key(prefix, run_id, key)
     except ContractError:
         return
-    assert result_key(prefix, run_id, step, rollout_id) == key
+    place = prefix, run_id, step, rollout_id
+    assert (result_key(*place) if attempt is None else notice_key(*place, attempt)) == key
 
 
 @pytest.mark.parametrize(
@@ -434,6 +538,11 @@ def test_what_parses_is_the_key_of_what_it_says(prefix, run_id, tail):
         "runs/run/steps/00000001/a",
         "/p/runs/run/steps/00000001/a",
         "p/runs/run/steps/00000001/" + "a" * 129,
+        "p/runs/run/steps/00000001/a~",
+        "p/runs/run/steps/00000001/a~0",
+        "p/runs/run/steps/00000001/a~01",
+        "p/runs/run/steps/00000001/a~1~1",
+        "p/runs/run/steps/00000001/~1",
         "",
     ],
 )

@@ -25,6 +25,7 @@ from agent_wrapper.contract import (
 )
 from agent_wrapper.outcome import conclude, failed, judge
 from agent_wrapper.runner import Raised, Returned
+from agent_wrapper.trajectory import TrajectoryUnavailable
 
 URL = "http://gateway:80/v1"
 
@@ -243,6 +244,71 @@ def test_an_agents_own_failure_stays_its_own_though_a_call_was_lost(asked, make_
     trajectory = Trajectory(model="m", segments=(make_segment(),), unanswered_calls=1)
     rollout = conclude(asked, judge(Raised(KeyError("x")), URL), trajectory, 1.0, 2.0)
     assert rollout.outcome is Outcome.AGENT_ERROR
+
+
+# --- agents that called their model elsewhere -------------------------------------------------------------
+
+MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+NOTHING = Trajectory(model="m", segments=())
+
+
+def test_messages_of_a_model_called_elsewhere_are_what_the_rollout_holds(asked):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    ending = judge(Returned({"reward": 1, "messages": MESSAGES, "tools": tools, "steps": 2}), URL)
+    rollout = conclude(asked, ending, NOTHING, 1.0, 2.0)
+    assert (rollout.outcome, rollout.reward, rollout.extras) == (Outcome.COMPLETED, 1.0, {"steps": 2})
+    assert (rollout.messages_only, rollout.trainable) == (True, False)
+    [conversation] = rollout.conversations
+    assert list(conversation.messages) == MESSAGES
+    assert list(conversation.tools) == tools
+
+
+def test_messages_beside_what_was_sampled_here_are_extras(asked, make_segment):
+    ending = judge(Returned({"reward": 1, "messages": MESSAGES}), URL)
+    rollout = conclude(asked, ending, Trajectory(model="m", segments=(make_segment(),)), 1.0, 2.0)
+    assert (rollout.messages_only, rollout.trainable) == (False, True)
+    assert rollout.extras == {"messages": MESSAGES}
+
+
+def test_without_messages_a_reward_for_nothing_is_the_agents_error(asked):
+    rollout = conclude(asked, judge(Returned({"reward": 1, "tools": []}), URL), NOTHING, 1.0, 2.0)
+    assert (rollout.outcome, rollout.reward, rollout.failure.reason) == (Outcome.AGENT_ERROR, None, "no_model_call")
+    assert "return the 'messages'" in rollout.failure.message
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ({"messages": []}, "messages: "),
+        ({"messages": "hello"}, "messages: "),
+        ({"messages": None}, "messages: "),
+        ({"messages": [1]}, "messages.0: "),
+        ({"messages": [{"content": "?"}]}, "messages.0 has no role"),
+        ({"messages": MESSAGES[:1]}, "there is none with the role 'assistant'"),
+        ({"messages": MESSAGES, "tools": 5}, "tools: "),
+    ],
+)
+def test_messages_that_are_none_are_the_agents_error(asked, returned, words):
+    rollout = conclude(asked, judge(Returned({"reward": 1, **returned}), URL), NOTHING, 1.0, 2.0)
+    assert (rollout.outcome, rollout.reward, rollout.failure.reason) == (Outcome.AGENT_ERROR, None, "bad_messages")
+    assert words in rollout.failure.message
+    assert "in the shape of OpenAI's chat completions" in rollout.failure.message
+
+
+def test_messages_do_not_stand_in_for_a_trajectory_that_could_not_be_had(asked):
+    ending = judge(Returned({"reward": 1, "messages": MESSAGES}), URL)
+    rollout = conclude(asked, ending, TrajectoryUnavailable("no answer"), 1.0, 2.0)
+    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "trajectory_unavailable")
+
+
+def test_messages_do_not_excuse_calls_that_were_never_answered(asked):
+    ending = judge(Returned({"reward": 1, "messages": MESSAGES}), URL)
+    rollout = conclude(asked, ending, NOTHING.model_copy(update={"unanswered_calls": 1}), 1.0, 2.0)
+    assert (rollout.outcome, rollout.reward, rollout.failure.reason) == (
+        Outcome.INFRA_ERROR,
+        None,
+        "model_unavailable",
+    )
 
 
 @pytest.fixture

@@ -1,0 +1,71 @@
+"""A result written by a presigned URL: one PUT, and no credential of the container's own.
+
+What must always hold: the URL is a key to the bucket. No error and no log of ours tells it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING
+
+from agent_wrapper.contract import PUT_HEADERS
+
+if TYPE_CHECKING:
+    import httpx
+
+_CONNECT_TIMEOUT_S = 5.0
+_TIMEOUT_S = 20.0
+_SIGNED = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
+
+
+class PutRefused(Exception):
+    """S3 did not take the object, or could not be reached in time. The message says why."""
+
+
+def put_once(url: str, body: bytes, budget_s: float) -> bool:
+    """Writes `body`. False if an object stood there: another attempt's, or ours, where an answer was lost.
+
+    Raises:
+        PutRefused: after about `budget_s` of trying again, or at once where that is of no use.
+    """
+    import httpx  # late: see trajectory.py
+    import tenacity
+
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(httpx.TransportError) | tenacity.retry_if_result(_is_passing),
+        stop=tenacity.stop_before_delay(budget_s),
+        wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5),
+        retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,  # as it was, last
+    )
+    verify = not url.startswith("http://")
+    timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+    _keep_quiet()
+    try:
+        with httpx.Client(timeout=timeout, verify=verify) as client:
+            response: httpx.Response = retrying(client.put, url, content=body, headers=PUT_HEADERS)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PutRefused(_SIGNED.sub(r"\1", f"{type(error).__name__}: {error}")) from None
+    if response.status_code == 412:
+        return False
+    if not response.is_success:
+        code = re.search(r"<Code>(\w{1,64})</Code>", response.text)
+        raise PutRefused(f"S3 answered {response.status_code} {code[1] if code else response.reason_phrase}")
+    return True
+
+
+def _is_passing(response: httpx.Response) -> bool:
+    return response.status_code in (408, 409, 429) or response.status_code >= 500
+
+
+def _keep_quiet() -> None:
+    """httpx logs each URL whole, where the agent has switched that on."""
+    logger = logging.getLogger("httpx")
+    if _without_signature not in logger.filters:
+        logger.addFilter(_without_signature)
+
+
+def _without_signature(record: logging.LogRecord) -> bool:
+    if "X-Amz-Signature" in (text := record.getMessage()):
+        record.msg, record.args = _SIGNED.sub(r"\1", text), ()
+    return True
