@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aioboto3
 from aiobotocore.config import AioConfig
+from aiobotocore.session import AioSession
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
@@ -15,6 +17,7 @@ from botocore.exceptions import (
     NoCredentialsError,
     PartialCredentialsError,
 )
+from botocore.utils import deep_merge
 
 from rollout_backend.errors import PreflightError
 
@@ -31,10 +34,12 @@ def client(
     read_timeout_s: float = 30.0,
     connections: int = 64,
     retries: int = 0,
+    newer_fields: Mapping[str, Any] | None = None,
 ) -> AbstractAsyncContextManager[Any]:
     """A client of one service, to be entered. `retries` are botocore's own; where it is 0 they are the caller's.
 
-    A PUT or a receive may be repeated by botocore without harm; an invoke may not.
+    A PUT or a receive may be repeated by botocore without harm; an invoke may not. `newer_fields` is merged into
+    botocore's own description of the service: what the service knows, and this botocore does not yet.
     """
     config = AioConfig(
         connect_timeout=connect_timeout_s,
@@ -44,7 +49,12 @@ def client(
         s3={"addressing_style": "path"} if endpoint_url else {},
         tcp_keepalive=True,
     )
-    session: Any = aioboto3.Session()  # its types list every service by name, and lag behind the services
+    core = AioSession()
+    if newer_fields is not None:
+        loader = core.get_component("data_loader")  # keeps what it has loaded, and the client is made from that
+        deep_merge(loader.load_service_model(service, "service-2"), newer_fields)
+    # Its types list every service by name, and lag behind the services.
+    session: Any = aioboto3.Session(botocore_session=core)
     made: AbstractAsyncContextManager[Any] = session.client(
         service, region_name=region, endpoint_url=endpoint_url, config=config
     )

@@ -22,6 +22,7 @@ from rich.logging import RichHandler
 from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError, TaskFileError
+from rollout_backend.relay.cli import serve as serve_relay
 
 if TYPE_CHECKING:
     from rollout_backend.serving.fleet import ServingEvent
@@ -86,6 +87,21 @@ def show(
     """One rollout, readable: its outcome, its conversation, its turns."""
     with _errors_told():
         _show(rollout_id, run_dir, as_json)
+
+
+app.command("relay")(serve_relay)
+
+
+@app.command()
+def chaos(
+    seeds: Annotated[int, typer.Option(min=1, help="How many histories.")] = 1000,
+    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Only this one, and tell its whole history.")] = None,
+    mutant: Annotated[str | None, typer.Option(help="Break the code on purpose; `list` names the ways.")] = None,
+) -> None:
+    """Plays simulated runs in which everything goes wrong, and checks that no promise is broken."""
+    with _errors_told():
+        _chaos(range(first, first + seeds), seed, mutant)
 
 
 @engine_app.command("install")
@@ -186,6 +202,40 @@ def _show(rollout_id: str, run_dir: Path | None, as_json: bool) -> None:
             print(rollout.to_json().decode())
         else:
             print_rollout(console, rollout)
+
+
+def _chaos(seeds: range, one: int | None, mutant: str | None) -> None:
+    from rich.progress import Progress
+
+    from rollout_backend.sim.chaos import chaos, play
+    from rollout_backend.sim.mutants import MUTANTS
+
+    if mutant is not None and mutant not in MUTANTS:
+        for name, make in MUTANTS.items():
+            console.print(f"[bold]{name}[/] {make.__doc__}")
+        if mutant == "list":
+            return
+        raise ConfigError(f"there is no mutant {mutant!r}: see above")
+    if one is not None:
+        verdict = play(one, mutant)
+        console.print("\n".join(verdict.history), markup=False, highlight=False)
+    else:
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task("seeds", total=len(seeds))
+            tally = chaos(seeds, mutant, on_verdict=lambda _: progress.advance(bar))
+        if tally.failed is None:
+            told = ", ".join(f"{count:,} {outcome}" for outcome, count in tally.outcomes.items() if count)
+            console.print(
+                f"{tally.seeds:,} seeds, {tally.lives:,} lives of a trainer, no promise broken; rollouts: {told}"
+            )
+            return
+        verdict = tally.failed
+    if verdict.broken is not None:
+        extra = f" --mutant {mutant}" if mutant else ""
+        console.print(f"[red]seed {verdict.seed}: {verdict.broken}[/]", highlight=False)
+        if one is None:
+            console.print(f"its history: rollout chaos --seed {verdict.seed}{extra}", highlight=False)
+        raise typer.Exit(1)
 
 
 def _newest_run(runs: Path) -> Path:

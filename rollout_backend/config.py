@@ -17,14 +17,41 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from agent_wrapper.contract import Identifier, Sampling
 from rollout_backend.errors import ConfigError
 
 ENV_PREFIX = "ROLLOUT__"
+_MAX_URL_S = 7 * 24 * 3600
 Seconds = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0)]
+_IMAGE = (
+    r"\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(?:\.cn)?/(?:[a-z0-9]+(?:[._-]+[a-z0-9]+)*/)*"
+    r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?(?:@sha256:[a-f0-9]{64})?"
+)
+_OF_AN_IMAGE = frozenset(
+    {
+        "role",
+        "name",
+        "subnets",
+        "security_groups",
+        "environment",
+        "idle_timeout_s",
+        "max_lifetime_s",
+        "ready_timeout_s",
+    }
+)
 
 
 class _Section(BaseModel):
@@ -41,6 +68,13 @@ class ModelConfig(_Section):
     models such as SmolLM2, with Hermes-style tools), `default` (the model's own template), or
     `package.module.Class` of your own. `auto`: the one that `renderers` has for a model of the folder's name, else
     `chatml` if it renders as the model's own template does, else `default`."""
+    renderer_options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of the renderer by name, such as `{"enable_thinking": false}` for `qwen3` or
+    `{"tool_parser": "qwen3", "reasoning_parser": "think"}` for `default`; a renderer of your own gets them as its
+    config. Each renderer refuses what it does not know."""
+    trust_remote_code: bool = False
+    """Whether a tokenizer that is Python code of the model's own may run, as Kimi K2's is, here and in the servers.
+    Such code can do whatever this process can, with all its keys and credentials: read it first."""
     context_length: int = Field(default=2048, ge=16)
     """Tokens of prompt and completion together that one model call may have."""
 
@@ -56,6 +90,10 @@ class StorageConfig(_Section):
     """Put before every key; empty, or ends in a slash."""
     max_result_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     """A result that is larger, packed or unpacked, is refused and quarantined."""
+    presigned: bool = False
+    """Whether agents write their results by URLs that are made for each attempt, so that their container needs no
+    cloud credentials. They then announce nothing: S3 notifies `queue.url`, or results are found by listing. See
+    [security.md](security.md#without-cloud-credentials)."""
 
     @field_validator("prefix")
     @classmethod
@@ -82,7 +120,7 @@ class QueueConfig(_Section):
 
 class AwsConfig(_Section):
     region: str = "us-east-1"
-    """Of bucket and queue. The runtime's region is in its ARN."""
+    """Of bucket and queue. The runtime's region is in its ARN, or in its image's name."""
     endpoint_url: str | None = None
     """Of S3 and SQS, where they are not AWS's own (a local emulator). Agents get it through their own environment."""
 
@@ -103,26 +141,116 @@ class _RuntimeLimits(_Section):
 
 
 class AgentCoreConfig(_RuntimeLimits):
-    """AWS Bedrock AgentCore Runtime. Quotas differ between accounts: set the rates below yours."""
+    """AWS Bedrock AgentCore Runtime: one that exists, by its `arn`, or one made from an `image`. Quotas differ
+    between accounts: set the rates below yours."""
 
     kind: Literal["agentcore"] = "agentcore"
-    arn: str
-    """Of the agent runtime."""
+    arn: str | None = None
+    """Of a runtime that exists, which is used as it is. Either this or `image`."""
+    image: str | None = None
+    """The agent's container image, in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG. A runtime is made
+    from it before the run, and updated where these settings differ from it; it stays after the run, and costs nothing
+    while it has no session. A new image needs a new tag to be noticed."""
+    role: str | None = None
+    """ARN of the role that the agents run under. Required with `image`."""
+    name: str | None = None
+    """Of the runtime made from `image`. Default: `rollout_`, and the name of the image's repository. Runs at one time
+    that differ in image, role, network, environment or lifetimes need a name each."""
+    subnets: tuple[str, ...] = ()
+    """Private subnets for the agents, with `image`. Default: the public network."""
+    security_groups: tuple[str, ...] = ()
+    """Of the agents; required with `subnets`, and only with them."""
+    environment: dict[str, str] = {}
+    """Variables for the container, with `image`. No secrets: they can be read back."""
+    idle_timeout_s: int = Field(default=120, ge=60, le=28800)
+    """A session that has been idle so long is ended, with `image`. One whose agent is at work is not idle."""
+    max_lifetime_s: int = Field(default=28800, ge=60, le=28800)
+    """A session is ended after so long, with `image`."""
+    ready_timeout_s: Seconds = 600.0
+    """Until a runtime made from `image` is ready and its endpoint serves it."""
     qualifier: str = "DEFAULT"
-    """The runtime's endpoint. DEFAULT serves the newest version."""
+    """The runtime's endpoint. DEFAULT serves the newest version; a runtime made from `image` has no other."""
     endpoint_url: str | None = None
-    """Of the data plane, where it is not AWS's own (the local stand-in)."""
+    """Of data plane and control plane, where they are not AWS's own (the local stand-in)."""
 
     @field_validator("arn")
     @classmethod
-    def _is_runtime_arn(cls, value: str) -> str:
+    def _is_runtime_arn(cls, value: str | None) -> str | None:
         name = "[a-zA-Z][a-zA-Z0-9_]{0,47}-[a-zA-Z0-9]{10}"
-        if not re.fullmatch(rf"arn:aws[a-z-]*:bedrock-agentcore:[a-z0-9-]+:\d{{12}}:runtime/{name}", value):
-            raise ValueError(
-                f"{value!r} is not the ARN of an AgentCore runtime: "
-                "arn:aws:bedrock-agentcore:REGION:ACCOUNT:runtime/NAME-0123456789"
-            )
-        return value
+        shape = rf"arn:aws[a-z-]*:bedrock-agentcore:[a-z0-9-]+:\d{{12}}:runtime/{name}"
+        return _shaped(
+            value,
+            shape,
+            "the ARN of an AgentCore runtime: arn:aws:bedrock-agentcore:REGION:ACCOUNT:runtime/NAME-0123456789",
+        )
+
+    @field_validator("image")
+    @classmethod
+    def _is_ecr_image(cls, value: str | None) -> str | None:
+        right = "an image in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG"
+        return _shaped(value, _IMAGE, f"{right}. AgentCore takes images from nowhere else")
+
+    @field_validator("role")
+    @classmethod
+    def _is_role_arn(cls, value: str | None) -> str | None:
+        return _shaped(
+            value, r"arn:aws[a-z-]*:iam::\d{12}:role/.+", "the ARN of a role: arn:aws:iam::ACCOUNT:role/NAME"
+        )
+
+    @field_validator("name")
+    @classmethod
+    def _is_runtime_name(cls, value: str | None) -> str | None:
+        shape = "[a-zA-Z][a-zA-Z0-9_]{0,47}"
+        return _shaped(value, shape, "a runtime's name: a letter, then at most 47 letters, digits and underscores")
+
+    @field_validator("subnets", "security_groups")
+    @classmethod
+    def _are_ids(cls, values: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        kind = "subnet" if info.field_name == "subnets" else "sg"
+        if len(values) > 16:
+            raise ValueError(f"{len(values)} are named; AgentCore takes 16 at most")
+        for value in values:
+            _shaped(value, rf"{kind}-[0-9a-zA-Z]{{8,17}}", f"an id like {kind}-0123456789abcdef0")
+        return values
+
+    @field_validator("environment")
+    @classmethod
+    def _fits(cls, values: dict[str, str]) -> dict[str, str]:
+        if len(values) > 50 or any(not 1 <= len(k) <= 100 or len(v) > 5000 for k, v in values.items()):
+            raise ValueError("AgentCore takes 50 variables, names of 100 and values of 5,000 characters at most")
+        return values
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.arn is None) == (self.image is None):
+            raise ValueError("set arn, for a runtime that exists, or image, to have one made: one of the two")
+        if self.image is None:
+            stray = sorted(_OF_AN_IMAGE & self.model_fields_set)
+            if stray:
+                raise ValueError(f"{', '.join(stray)} belong to image; a runtime given by its arn is used as it is")
+            return self
+        if self.role is None:
+            raise ValueError("image needs role, the ARN of the role that the agents run under")
+        if bool(self.subnets) != bool(self.security_groups):
+            raise ValueError("subnets and security_groups belong together: set both, or neither")
+        if self.qualifier != "DEFAULT":
+            raise ValueError("a runtime made from image is called at its endpoint DEFAULT: leave qualifier out")
+        if self.idle_timeout_s > self.max_lifetime_s:
+            raise ValueError("idle_timeout_s must not be above max_lifetime_s")
+        return self
+
+    @property
+    def region(self) -> str:
+        """Where the runtime is: that of its ARN, or of its image."""
+        return (self.arn.split(":") if self.arn else str(self.image).split("."))[3]
+
+    @property
+    def runtime_name(self) -> str:
+        """Of the runtime made from `image`."""
+        if self.name is not None:
+            return self.name
+        repository = re.split("[:@]", str(self.image).rpartition("/")[2])[0]
+        return re.sub("[^a-zA-Z0-9]+", "_", f"rollout_{repository}")[:48]
 
 
 class HttpConfig(_RuntimeLimits):
@@ -184,20 +312,91 @@ class RouterConfig(_Section):
 
 
 class GatewayConfig(_Section):
+    kind: Literal["process", "ray"] = "process"
+    """`process`: on this machine. `ray`: one actor per gateway process, spread over the cluster's machines."""
+    processes: int = Field(default=1, ge=1, le=1024)
+    """Gateway processes. Sessions are dealt among them; each holds what its own sessions sampled."""
     host: str = "127.0.0.1"
-    """The address it listens on."""
+    """The address it listens on. Under `ray` a loopback address means that of the machine it was placed on."""
     port: int = Field(default=0, ge=0, le=65535)
-    """0: any free port."""
+    """Of the first process; the next ones take the ports that follow. 0: any free ones."""
     public_url: str | None = None
-    """How agents reach the gateway, where that is not its own address (a load balancer, a tunnel)."""
+    """How agents reach the gateway, where that is not its own address (a load balancer, a tunnel). With several
+    processes it holds `{shard}`, the number of a process from 0, or `{port}`."""
+    tls_certificate: Path | None = None
+    """PEM file of the certificate, with what leads to its root, to serve HTTPS. Default: plain HTTP."""
+    tls_key: Path | None = None
+    """PEM file of the certificate's key, without a passphrase."""
     agent_may_set: frozenset[Literal["temperature", "top_p", "top_k", "seed"]] = frozenset()
     """Sampling settings that an agent's own value decides. All others are the trainer's."""
+    session_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that one session may sample, over all its calls. The reply that reaches it is cut; the next call is
+    answered 400. Calls at the same moment each have what was left when they began. Default: no cap."""
+    constrained_decoding: Literal["allow", "refuse"] = "allow"
+    """What an agent may force by `tool_choice` and `response_format`. `allow`: the engine holds the reply to that
+    form; its tokens are no sample of the model's own distribution and are not trained. `refuse`: answered 400."""
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """Of one model call's request; a larger one is refused."""
-    max_concurrent_calls: int = Field(default=512, ge=1)
-    """Model calls in flight; one more is answered 429 with Retry-After."""
+    max_concurrent_calls: int = Field(default=1024, ge=1)
+    """Model calls in flight in one process; one more is answered 429 with Retry-After."""
+    max_queued_per_engine: int = Field(default=512, ge=1)
+    """Requests that wait in the engines for a place in the batch, on average; with more a call is answered 429 with
+    Retry-After. Counts where engines tell their load."""
     startup_timeout_s: Seconds = 60.0
     """From its start until it answers."""
+    secret: SecretStr | None = Field(default=None, min_length=32)
+    """Seals what was sampled, so that a container cannot alter it; best set in the environment, as
+    ROLLOUT__GATEWAY__SECRET. Default: one made for the run and kept in OUTPUT_DIR/RUN_ID. A run that goes on on
+    another machine needs the same one, or it runs its unfinished step anew."""
+    require_seal: bool = True
+    """Whether a result that could be trained must carry the gateway's seal. False: the agents' containers are
+    believed."""
+
+    @model_validator(mode="after")
+    def _shards(self) -> Self:
+        url = self.public_url or ""
+        if self.public_url and self.processes > 1 and "{shard}" not in url and "{port}" not in url:
+            raise ValueError(
+                f"public_url must tell {self.processes} processes apart: put {{shard}} or {{port}} into it, such as "
+                "https://gateway-{shard}.example.com, or set processes=1"
+            )
+        if "{port}" in url and not self.port:
+            raise ValueError(
+                "public_url holds {port}, so port must be set: a port that changes has no public address"
+            )
+        if self.port and self.port + self.processes - 1 > 65535:
+            raise ValueError(f"port={self.port} leaves no room for {self.processes} processes: lower it")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together: set both, or neither")
+        return self
+
+
+class RelayConfig(_Section):
+    """For agents that cannot reach this side: a relay near them, to which this side dials out. Default: none. See
+    [relay.md](relay.md)."""
+
+    url: str = Field(pattern=r"^wss?://[^/?#]+(/[^?#]*)?$")
+    """Of the relay: `wss://relay.example.com`. `ws://` has no TLS: whoever listens reads session keys and prompts."""
+    public_url: str | None = Field(default=None, pattern=r"^https?://")
+    """How agents reach the relay, where that differs from `url` (an address inside their cluster)."""
+    key: SecretStr = Field(min_length=32)
+    """Known to this side and the relay alone; best set in the environment, as ROLLOUT__RELAY__KEY."""
+    reconnect_s: Seconds = 30.0
+    """After so long without a connection to the relay, calls in flight end."""
+    heartbeat_s: Seconds = 15.0
+    """A connection that is silent is asked this often whether it is alive, and given up half as long after."""
+    startup_timeout_s: Seconds = 60.0
+    """Until the relay is reached."""
+
+    @property
+    def agents_url(self) -> str:
+        """Where agents reach the relay."""
+        return (self.public_url or self.own_url).rstrip("/")
+
+    @property
+    def own_url(self) -> str:
+        """Where this side reaches the relay by plain HTTP calls."""
+        return re.sub("^ws", "http", self.url).rstrip("/")
 
 
 class GroupConfig(_Section):
@@ -212,6 +411,17 @@ class GroupConfig(_Section):
     """Of one group, under `replace`."""
     target_groups: int | None = Field(default=None, ge=1)
     """The step ends as soon as so many groups are complete; the rest is cancelled. Default: all."""
+    extra: int = Field(default=0, ge=0)
+    """Rollouts planned of each task beyond its size. As soon as `size` of a group are trainable the rest of it is
+    cancelled. Groups are complete sooner, of the shorter rollouts: the report shows by how much."""
+    straggler_after: float | None = Field(default=None, gt=0, le=1)
+    """Once this part of a step's rollouts is finished, of those not lost or cancelled, the others have
+    `straggler_factor` times the 95th percentile of what the finished took. Default: `timeouts.agent_s` alone."""
+    straggler_factor: float = Field(default=2.0, ge=1)
+    """How much longer than the finished a rollout may run, from its own start, before it ends as a straggler."""
+    set_aside_after: int | None = Field(default=3, ge=1)
+    """A task that was lost to the infrastructure in all its rollouts in so many steps or takes in a row, while others
+    were not, is not dispatched again in this run. Null: always again."""
 
     @model_validator(mode="after")
     def _viable(self) -> Self:
@@ -225,6 +435,16 @@ class GroupConfig(_Section):
         if self.policy == "strict":
             return self.size
         return self.min_viable if self.min_viable is not None else min(2, self.size)
+
+
+class BreakerConfig(_Section):
+    """When a run is stopped, with a diagnosis, instead of spending more on rollouts that are lost in one way."""
+
+    consecutive: int | None = Field(default=20, ge=1)
+    """So many rollouts lost to the infrastructure for one reason, with none let through meanwhile, stop the run, if
+    no more than that are running. Over all steps. Null: never."""
+    over_s: float = Field(default=30.0, ge=0)
+    """And so long must have passed from the first of them to the last: one burst is no pattern."""
 
 
 class TimeoutConfig(_Section):
@@ -268,6 +488,25 @@ class CollectConfig(_Section):
     """After so long without an announcement the step's prefix is listed, and again each so long."""
     no_queue_sweep_s: Seconds = 1.0
     """How often the prefix is listed while the queue is switched off."""
+    retokenise: bool = False
+    """Whether results that carry only messages are made trainable, by rendering them with the model's renderer. Their
+    tokens are then a guess, without logprobs. False: their rewards count in evaluation, and they are not trained."""
+
+
+class JanitorConfig(_Section):
+    """A small process beside each run. Should the run die without a word, it deletes the queues that were made for it
+    and stops the sessions that are open. A run that ends by itself does both, and it with it."""
+
+    enabled: bool = True
+    """False: what a killed run leaves is left. Sessions then end at the runtime's idle timeout."""
+    grace_s: Seconds = 300.0
+    """From the run's death until it acts, unless the run has been started again, under the same `run_id`, by then."""
+
+
+def _shaped(value: str | None, shape: str, what: str) -> str | None:
+    if value is not None and not re.fullmatch(shape, value):
+        raise ValueError(f"{value!r} is not {what}")
+    return value
 
 
 def _new_run_id() -> str:
@@ -287,12 +526,52 @@ class RolloutConfig(_Section):
     serving: ServingConfig = ServingConfig()
     router: RouterConfig = RouterConfig()
     gateway: GatewayConfig = GatewayConfig()
+    relay: RelayConfig | None = None
     sampling: Sampling = Sampling()
     group: GroupConfig = GroupConfig()
+    breakers: BreakerConfig = BreakerConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     collect: CollectConfig = CollectConfig()
+    janitor: JanitorConfig = JanitorConfig()
     output_dir: Path = Path("runs")
     """Logs and step reports go to OUTPUT_DIR/RUN_ID."""
+
+    @model_validator(mode="after")
+    def _router_in_reach(self) -> Self:
+        if self.gateway.kind == "ray" and self.router.host in ("127.0.0.1", "localhost", "::1"):
+            raise ValueError(
+                "gateway.kind=ray puts gateways on other machines, which must reach the router: "
+                "set router.host to 0.0.0.0, or to an address that this machine has among them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _urls_live_long_enough(self) -> Self:
+        if self.storage.presigned and self.timeouts.token_s > _MAX_URL_S:
+            raise ValueError(
+                f"storage.presigned: S3 signs no URL for longer than {_MAX_URL_S} s, and timeouts.token_s is "
+                f"{self.timeouts.token_s:g}: lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_way_in(self) -> Self:
+        if self.relay is not None and (self.gateway.public_url or self.gateway.tls_certificate):
+            raise ValueError(
+                "with relay, agents reach the relay and not the gateway: leave out gateway.public_url and "
+                "gateway.tls_certificate, and set relay.public_url where it differs from relay.url"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sessions_live_long_enough(self) -> Self:
+        runtime, needed = self.runtime, self.timeouts.agent_s + self.timeouts.publish_grace_s
+        if isinstance(runtime, AgentCoreConfig) and runtime.image and runtime.max_lifetime_s < needed:
+            raise ValueError(
+                f"runtime.max_lifetime_s ({runtime.max_lifetime_s}) ends sessions before timeouts.agent_s + "
+                f"timeouts.publish_grace_s ({needed:g}): raise it, or lower them"
+            )
+        return self
 
     @classmethod
     def parse(cls, data: object) -> Self:
@@ -305,6 +584,11 @@ class RolloutConfig(_Section):
             return cls.model_validate(data)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+
+    @property
+    def uses_queue(self) -> bool:
+        """Whether there is a queue to listen to. Agents without credentials send nothing to one made for the run."""
+        return self.queue.enabled and not (self.storage.presigned and self.queue.url is None)
 
     @property
     def run_dir(self) -> Path:

@@ -16,6 +16,8 @@
     │   └── Rejected               4xx for good: the rollout ends as infra_error at once
     ├── StoreError             S3 did not answer as it should; a later look may find the result
     │   └── ResultMissing          nothing is stored under the key
+    ├── CircuitOpen            rollouts are lost in one way again and again: the run stops, with a diagnosis
+    ├── ManifestError          a step was begun before, and what it left cannot be understood
     └── LedgerError            a step that does not reconcile: a bug, the run stops with the ledger printed
 
 A failed rollout is not an exception: it is a `Rollout`, or a ledger entry, with an outcome and a reason.
@@ -57,18 +59,22 @@ class RuntimeCallError(RolloutBackendError):
     """One call to the agent runtime that failed. `reason` is what the ledger counts by."""
 
     reason = "runtime_error"
+    never_opened = False  # True: refused before a session could start, so there is none to stop
 
 
 class Throttled(RuntimeCallError):
     reason = "throttled"
+    never_opened = True
 
 
 class QuotaExceeded(RuntimeCallError):
     reason = "quota_exceeded"
+    never_opened = True
 
 
 class RuntimeConflict(RuntimeCallError):
     reason = "runtime_conflict"
+    never_opened = True
 
 
 class RuntimeUnavailable(RuntimeCallError):
@@ -85,6 +91,7 @@ class Rejected(RuntimeCallError):
     def __init__(self, message: str, reason: str = "invoke_rejected") -> None:
         super().__init__(message)
         self.reason = reason
+        self.never_opened = reason in ("runtime_not_found", "access_denied")
 
 
 class StoreError(RolloutBackendError):
@@ -93,6 +100,14 @@ class StoreError(RolloutBackendError):
 
 class ResultMissing(StoreError):
     """Nothing is stored under the key: an announcement that names it is ahead of its time, or false."""
+
+
+class CircuitOpen(RolloutBackendError):
+    """The run is stopped, for its rollouts are lost in one way again and again. The message is the diagnosis."""
+
+
+class ManifestError(RolloutBackendError):
+    """The record of an earlier take of a step cannot be read. Nothing was dispatched."""
 
 
 class LedgerError(RolloutBackendError):

@@ -18,6 +18,11 @@ from enum import StrEnum
 from agent_wrapper.contract import Outcome
 from rollout_backend.errors import LedgerError
 
+NO_RESULT = "no_result"  # why an agent that was never heard of again is timed out
+RUN_FAILED = "run_failed"  # the step was aborted
+TASK_SET_ASIDE = "task_set_aside"  # see `collect.set_aside`
+_NOT_ITS_OWN = frozenset({RUN_FAILED, TASK_SET_ASIDE})
+
 
 class Phase(StrEnum):
     PLANNED = "planned"  # waits for a free session
@@ -57,6 +62,19 @@ class Entry:
     by_result: bool = False  # settled by a result that arrived, not by us
     trainable: bool = False
 
+    @property
+    def lost(self) -> bool:
+        """Whether it ended for want of infrastructure: infra_error, or a silent death. Not what the whole step's end,
+        or its task's being set aside, took with it."""
+        if self.outcome is Outcome.INFRA_ERROR:
+            return self.reason not in _NOT_ITS_OWN
+        return self.outcome is Outcome.TIMED_OUT and self.reason == NO_RESULT
+
+    @property
+    def let_through(self) -> bool:
+        """Whether a result of it came, whatever its agent made of it."""
+        return self.by_result and not self.lost
+
     def describe(self) -> str:
         end = f"{self.outcome} {self.reason}".rstrip() if self.outcome else "open"
         return (
@@ -72,9 +90,11 @@ class Ledger:
     duplicates: int = 0
     late: int = 0
     unknown: int = 0
+    superseded: int = 0  # notices of attempts that were given up before: another attempt decides
     sessions_opened: int = 0
     open_sessions: set[str] = field(default_factory=set)
     unclosed_sessions: dict[str, str] = field(default_factory=dict)  # session id -> why it would not close
+    settled: list[Entry] = field(default_factory=list)  # in the order in which they ended
 
     # --- rollouts -----------------------------------------------------------------------------------------
 
@@ -101,6 +121,10 @@ class Ledger:
         if entry.phase is Phase.DISPATCHING:
             entry.phase = Phase.RUNNING
 
+    def give_up(self, rollout_id: str) -> None:
+        """The current attempt came to nothing. What its session may still say does not count."""
+        self.entries[rollout_id].session_id = None
+
     def wants(self, rollout_id: str) -> bool:
         entry = self.entries.get(rollout_id)
         return entry is not None and entry.outcome is None
@@ -125,9 +149,12 @@ class Ledger:
         return Arrival.FIRST
 
     def again(self, rollout_id: str) -> None:
-        """Books the announcement of a result that is not wanted: its rollout is settled, or nobody planned it."""
-        assert not self.wants(rollout_id), "a wanted result is fetched, and then arrives"
-        self.arrive(rollout_id, Outcome.COMPLETED)
+        """Books an announcement of what is not wanted: its rollout is settled, nobody planned it, or it is of an
+        attempt that was given up."""
+        if self.wants(rollout_id):
+            self.superseded += 1
+        else:
+            self.arrive(rollout_id, Outcome.COMPLETED)
 
     def settle(self, rollout_id: str, outcome: Outcome, reason: str, message: str = "") -> bool:
         """Ends a rollout from this side. False if it had ended before, which stands."""
@@ -142,6 +169,7 @@ class Ledger:
         entry.outcome = outcome
         entry.reason = reason
         entry.message = message
+        self.settled.append(entry)
 
     def open_entries(self) -> Iterator[Entry]:
         return (entry for entry in self.entries.values() if entry.outcome is None)

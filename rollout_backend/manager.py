@@ -7,7 +7,7 @@
         step = manager.collect(tasks)
 
 What must always hold: what outside this process the run needs is checked before anything is started; whatever ends
-the run, no server, session or queue of ours is left behind.
+the run, no server, session or queue of ours is left behind; if it is killed, the janitor sees to the last two.
 """
 
 from __future__ import annotations
@@ -24,17 +24,27 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from agent_wrapper.contract import Sampling
+from rollout_backend.breaker import Breaker, log_place
 from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.manifests import ManifestStore
+from rollout_backend.collect.presign import Presigner
 from rollout_backend.collect.queue import AnnouncementQueue
+from rollout_backend.collect.retokenise import Retokeniser
+from rollout_backend.collect.set_aside import SetAside
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.dispatch.closer import SessionCloser
 from rollout_backend.dispatch.dispatcher import Dispatcher
-from rollout_backend.errors import ServingError
-from rollout_backend.gateway.process import GatewayProcess, GatewayStats
+from rollout_backend.errors import CircuitOpen, ServingError
+from rollout_backend.gateway.seal import Sealer
+from rollout_backend.gateway.secret import run_secret
+from rollout_backend.gateway.shards import GatewayFleet
+from rollout_backend.gateway.stats import GatewayStats
+from rollout_backend.janitor.owner import Janitor
 from rollout_backend.ledger import Phase
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.preflight import open_runtime
+from rollout_backend.relay.process import DialerProcess, behind_relay
 from rollout_backend.report import GroupResult, StepResult
 from rollout_backend.serving.fleet import Fleet, ServerState, ServingEvent
 from rollout_backend.step import Step, StepServices
@@ -75,7 +85,8 @@ class RolloutManager:
         self._steps: dict[int, Step] = {}
         self._numbers = itertools.count()
         self._services: StepServices | None = None
-        self._gateway: GatewayProcess | None = None
+        self._gateway: GatewayFleet | None = None
+        self._dialer: DialerProcess | None = None
         self._fleet: Fleet | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._collecting: set[asyncio.Task[StepResult]] = set()
@@ -101,13 +112,22 @@ class RolloutManager:
         store = await ResultStore.open(config.storage, config.aws, connections=config.collect.fetches + 4)
         stack.push_async_callback(store.aclose)
         await store.check()
-        runtime = await open_runtime(config)
+        runtime = await open_runtime(config, self._on_status)
         stack.push_async_callback(runtime.aclose)
         await runtime.check()
+        secret = run_secret(config)
+        janitor = await Janitor.start(config, store, runtime, logs / "janitor.log")
+        stack.push_async_callback(janitor.aclose)
+        runtime = janitor.watch(runtime)
         queue = None
-        if config.queue.enabled:
+        if config.uses_queue:
             queue = await AnnouncementQueue.open(config.queue, config.aws, config.run_id)
             stack.push_async_callback(queue.aclose)
+            janitor.queue_made(queue)
+        retokeniser = None
+        if config.collect.retokenise:
+            retokeniser = await Retokeniser.open(config.model)
+            stack.callback(retokeniser.close)
 
         self._on_status(f"starting {config.serving.servers} SGLang and the router")
         fleet = Fleet(config, logs, self._on_serving)
@@ -115,20 +135,36 @@ class RolloutManager:
         await fleet.start()
         self._fleet = fleet
         self._on_status("starting the gateway")
-        gateway = GatewayProcess(config, fleet.router_url, logs / "gateway.log")
+        gateway = GatewayFleet(behind_relay(config), fleet.router_url, logs, seal_secret=secret)
         stack.push_async_callback(gateway.stop)
         await gateway.start()
         self._gateway = gateway
+        if config.relay is not None:
+            self._on_status(f"dialling out to the relay at {config.relay.url}")
+            self._dialer = DialerProcess(config.relay, gateway.urls, logs / "relay.log")
+            stack.push_async_callback(self._dialer.stop)
+            await self._dialer.start()
 
-        buffer = RolloutBuffer(config.run_id, store, queue, config.collect.fetches)
+        sealer = Sealer(secret) if config.gateway.require_seal else None
+        buffer = RolloutBuffer(
+            config.run_id,
+            store,
+            queue,
+            config.collect.fetches,
+            retokeniser,
+            verify=sealer.check if sealer is not None else None,
+        )
         self._watching = [
             asyncio.create_task(buffer.run(config.queue.receivers)),
             asyncio.create_task(fleet.failed()),
             asyncio.create_task(_gateway_ends(gateway)),
+            *([asyncio.create_task(_gateway_ends(self._dialer))] if self._dialer is not None else []),
         ]
         stack.push_async_callback(self._end_watching)
         stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
         runtime_config = config.runtime
+        manifests = ManifestStore(store, config.run_id)
+        presigner = Presigner(config.storage, config.aws) if config.storage.presigned else None
         return StepServices(
             config=config,
             dispatcher=Dispatcher(
@@ -139,10 +175,18 @@ class RolloutManager:
             ),
             closer=SessionCloser(runtime, runtime_config.stop_per_s),
             buffer=buffer,
-            queue_url=queue.url if queue is not None else None,
+            queue_url=queue.url if queue is not None and presigner is None else None,
             endpoint=gateway.endpoint,
             revoke=gateway.revoke,
             keep=self.archive.keep,
+            read_manifest=manifests.read,
+            write_manifest=manifests.write,
+            sealed_by=sealer.fingerprint if sealer is not None else "",
+            presign=presigner.urls if presigner is not None else None,
+            breaker=Breaker(config.breakers, lambda entry: log_place(config, entry)),
+            set_aside=SetAside(store, config.run_id, config.group.set_aside_after)
+            if config.group.set_aside_after is not None
+            else None,
         )
 
     async def _end_steps(self) -> None:
@@ -164,21 +208,31 @@ class RolloutManager:
         step: int | None = None,
         sampling: Sampling | None = None,
         on_group: Callable[[GroupResult], None] = lambda group: None,
+        weights: str = "",
+        same_weights: bool = True,
     ) -> StepResult:
         """Rolls the tasks out and returns once the group policy is satisfied or the step's time is up.
 
         `step` names the step's place in S3; by default steps are numbered from 0. `sampling` replaces the
         settings' own for this step. `on_group` is told of each group as soon as all of it is settled.
 
+        A step of this run that was begun before, with the same number and tasks of the same content, goes on where
+        it was left: finished rollouts are taken, sessions left open are closed, and only the rest is run. Say
+        `same_weights=False` where other weights are served now; then all of it is run anew. `weights` names them
+        in the step's manifest.
+
         Raises:
             TaskFileError: no task, or two with one id.
+            ManifestError: the step was begun before, and its manifest cannot be read.
+            StoreError: S3 did not take the step's manifest; nothing was dispatched.
             ServingError: no engine or no gateway is left; the step's open rollouts ended as infra_error.
+            CircuitOpen: rollouts are lost in one way again and again; every step of the run ends so.
             LedgerError: the books do not balance.
         """
         assert self._services is not None, "enter the manager first: async with RolloutManager(config) as manager"
         wanted = unique(tasks)
         number = next(self._numbers) if step is None else step
-        current = Step(number, wanted, self._services, sampling, on_group)
+        current = Step(number, wanted, self._services, sampling, on_group, weights=weights, same_weights=same_weights)
         self._steps[number] = current
         running = asyncio.create_task(current.run())
         self._collecting.add(running)
@@ -188,6 +242,10 @@ class RolloutManager:
             if not running.done():
                 current.abort(_why_it_ended(self._watching))
             result = await running
+        except CircuitOpen as error:
+            for other in self._steps.values():
+                other.abort(error)
+            raise
         except asyncio.CancelledError:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -272,7 +330,11 @@ class BlockingRolloutManager:
         self, tasks: Iterable[Task], *, step: int | None = None, sampling: Sampling | None = None
     ) -> StepResult:
         """As `RolloutManager.collect`. Interrupted, it closes the step's sessions before it raises."""
-        future = self.submit(self._manager.collect(tasks, step=step, sampling=sampling))
+        return self.wait_for(self._manager.collect(tasks, step=step, sampling=sampling))
+
+    def wait_for(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """What a coroutine of the manager returns. Interrupted, it is cancelled before the interrupt goes on."""
+        future = self.submit(work)
         try:
             return future.result()
         except KeyboardInterrupt:
@@ -285,9 +347,8 @@ class BlockingRolloutManager:
         self._loop.close()
 
 
-async def _gateway_ends(gateway: GatewayProcess) -> None:
-    code = await gateway.wait()
-    raise ServingError(f"the gateway ended with code {code}. {gateway.tail()}")
+async def _gateway_ends(gateway: GatewayFleet | DialerProcess) -> None:
+    raise ServingError(await gateway.wait())
 
 
 def _why_it_ended(watching: Iterable[asyncio.Task[None]]) -> BaseException:

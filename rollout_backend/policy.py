@@ -1,19 +1,22 @@
 """Which groups are worth having, and so when a step may end. Pure: group states in, a decision out.
 
-Only trainable rollouts count. A rollout lost to the infrastructure is never a low reward; it is missing, and these
-rules say what a missing rollout means for its group:
+Only trainable rollouts make a group usable. A rollout lost to the infrastructure is never a low reward; it is
+missing, and these rules say what a missing rollout means for its group:
 
 - `strict`: a group needs every rollout it planned;
 - `min_viable`: a group needs at least so many;
 - `replace`: as min_viable, and for each rollout lost to the infrastructure a new one is planned.
 
-A group that can no longer become usable is doomed: what still runs of it is cancelled, so that nobody pays for it.
+A group may be planned with some rollouts to spare, and then needs no more once `size` of it are trainable. A group
+that can no longer become usable is doomed. What still runs of either is cancelled, so that nobody pays for it.
+Rollouts that carry only messages doom no group: their rewards are what an evaluation is after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import quantiles
 
 from rollout_backend.config import GroupConfig
 
@@ -28,6 +31,9 @@ class GroupState:
     trainable: int
     lost: int  # ended as infra_error
     replacements: int  # planned so far
+    messages_only: int = 0  # completed, and not trainable: they carry no tokens
+    enough: int | None = None  # trainable rollouts with which it needs no more; None: all that are planned
+    spare: int = 0  # planned beyond that
 
     @property
     def usable(self) -> bool:
@@ -35,8 +41,12 @@ class GroupState:
 
     @property
     def complete(self) -> bool:
-        """Usable, and nothing of it is still running."""
-        return self.usable and not self.open
+        """Usable, and nothing of it is still running, or needs to."""
+        return self.usable and (not self.open or self.satisfied)
+
+    @property
+    def satisfied(self) -> bool:
+        return self.enough is not None and self.trainable >= self.enough
 
 
 @dataclass(frozen=True)
@@ -73,11 +83,36 @@ class GroupPolicy:
         cancel: list[Cancellation] = []
         still_open = False
         for group in groups:
-            fresh = max(0, min(group.lost, self.max_replacements) - group.replacements)
-            if group.trainable + len(group.open) + fresh < group.needed:
+            if group.satisfied:
+                cancel += [Cancellation(rid, "target_reached") for rid in group.open]
+                continue
+            fresh = max(0, min(group.lost - group.spare, self.max_replacements) - group.replacements)
+            if group.trainable + group.messages_only + len(group.open) + fresh < group.needed:
                 cancel += [Cancellation(rid, "group_doomed") for rid in group.open]
                 continue
             if fresh:
                 replace.append((group.task_id, fresh))
             still_open = still_open or bool(group.open) or fresh > 0
         return Decision(replace=tuple(replace), cancel=tuple(cancel), done=not still_open)
+
+
+@dataclass(frozen=True)
+class StragglerRule:
+    """How long a rollout may run, by what the others of its step took."""
+
+    after: float  # this part of them is finished
+    factor: float
+
+    @classmethod
+    def from_config(cls, group: GroupConfig) -> StragglerRule | None:
+        return None if group.straggler_after is None else cls(group.straggler_after, group.straggler_factor)
+
+    def allowed_s(self, took: Sequence[float], still_open: int) -> float | None:
+        """Seconds from a rollout's own start; None while too few are finished. `took`: seconds of each that is."""
+        if not took or len(took) < self.after * (len(took) + still_open):
+            return None
+        return self.factor * percentile_95(took)
+
+
+def percentile_95(seconds: Sequence[float]) -> float:
+    return seconds[0] if len(seconds) == 1 else quantiles(seconds, n=20, method="inclusive")[18]

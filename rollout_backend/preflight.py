@@ -22,21 +22,34 @@ async def check(config: RolloutConfig, tell: Callable[[str], object] = lambda te
         stack.push_async_callback(store.aclose)
         await store.check()
         tell(f"bucket {config.storage.bucket}: there, and can be listed")
-        runtime = await open_runtime(config)
-        stack.push_async_callback(runtime.aclose)
-        await runtime.check()
-        tell("runtime: there, and ready")
+        if isinstance(config.runtime, AgentCoreConfig) and config.runtime.image is not None:
+            from rollout_backend.dispatch.control import look_at_runtime
+
+            tell(await look_at_runtime(config.runtime))
+        else:
+            runtime = await open_runtime(config)
+            stack.push_async_callback(runtime.aclose)
+            await runtime.check()
+            tell("runtime: there, and ready")
         if config.queue.enabled and config.queue.url is not None:
             queue = await AnnouncementQueue.open(config.queue, config.aws, config.run_id)
             stack.push_async_callback(queue.aclose)
             tell("queue: there")
 
 
-async def open_runtime(config: RolloutConfig) -> AgentRuntime:
+async def open_runtime(config: RolloutConfig, tell: Callable[[str], object] = lambda text: None) -> AgentRuntime:
+    """The runtime of the settings; where they name an image, it is made or updated first, and `tell` is told.
+
+    Raises:
+        PreflightError: it could not be made.
+    """
     if isinstance(config.runtime, AgentCoreConfig):
         from rollout_backend.dispatch.agentcore import AgentCoreRuntime
+        from rollout_backend.dispatch.control import make_runtime
 
-        return await AgentCoreRuntime.open(config.runtime)
+        return await AgentCoreRuntime.open(
+            config.runtime, config.runtime.arn or await make_runtime(config.runtime, tell)
+        )
     from rollout_backend.dispatch.http import HttpRuntime
 
     return await HttpRuntime.open(config.runtime)

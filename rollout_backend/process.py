@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from rollout_backend.errors import StartupError
 
 _TAIL_LINES = 15
+_FILES = 65_536
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -90,7 +92,7 @@ class ServerProcess:
                     stderr=log,
                     env=self._env,
                     start_new_session=True,
-                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                    preexec_fn=_prepare_child,
                 )
             except OSError as error:
                 raise StartupError(f"{self.name}: cannot start {self.argv[0]}: {error.strerror}") from None
@@ -146,5 +148,11 @@ class ServerProcess:
             os.killpg(self._process.pid, number)
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+def _prepare_child() -> None:
+    """Runs in the child before its program: it ends when we do, and may hold thousands of connections."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a shell's own may be 1024
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 
 from pydantic import BaseModel, ConfigDict
 
-from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.ledger import Ledger
+from agent_wrapper.contract import Outcome, Rollout, Segment
+from rollout_backend.ledger import Entry, Ledger
 from rollout_backend.tasks import Task
+
+MESSAGES_ONLY = "messages_only"  # why a completed rollout is not trained
 
 
 class _Frozen(BaseModel):
@@ -22,12 +24,22 @@ class GroupReport(_Frozen):
     task_id: str
     planned: int
     outcomes: dict[Outcome, int]
-    rewards: tuple[float, ...]  # of the trainable rollouts
+    rewards: tuple[float, ...]  # of the trainable rollouts, and of those that carry only messages
     usable: bool
 
     @property
     def mean_reward(self) -> float | None:
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
+
+
+class Staleness(_Frozen):
+    """How many versions the weights that sampled a step's tokens were behind the newest that sampled in it.
+
+    Only numbered versions count; 0 means that one version sampled everything.
+    """
+
+    mean: float  # over tokens
+    max: int
 
 
 class Latency(_Frozen):
@@ -38,18 +50,38 @@ class Latency(_Frozen):
     max: float
 
 
+class Lengths(_Frozen):
+    """How long some rollouts of a step were, from dispatch until they ended here. None: nothing is known."""
+
+    rollouts: int
+    mean_s: float | None
+    mean_sampled_tokens: float | None = None
+    mean_turns: float | None = None
+
+
+class LengthBias(_Frozen):
+    """What a step that does not wait for the last leaves out. `cut_off` are those that ran and were ended from here
+    (a target, a deadline, as stragglers): they took so long and were not done, and what they sampled is not known."""
+
+    finished: Lengths  # completed, and the agent's own errors; of this take
+    cut_off: Lengths
+
+
 class StepReport(_Frozen):
     run_id: str
     step: int
     planned: int
     replacements: int  # of those planned
     outcomes: dict[Outcome, int]
-    reasons: dict[str, int]  # "outcome: reason" of what did not complete
+    reasons: dict[str, int]  # "outcome: reason" of what did not complete, or completed and is not trained
     trainable: int
+    retokenised: int = 0  # of those trainable: their tokens were made of messages
     groups: tuple[GroupReport, ...]
     duplicates: int
     late: int
     unknown: int
+    superseded: int  # notices of lost attempts that another attempt had taken the place of
+    resumed: int  # rollouts that an earlier take of this step had finished
     refused: int  # messages put into quarantine
     attempts: int
     sessions_opened: int
@@ -58,10 +90,16 @@ class StepReport(_Frozen):
     sampled_tokens: int
     given_tokens: int
     broken_histories: int  # segments beyond each rollout's first
+    weight_versions: dict[
+        str, int
+    ] = {}  # sampled tokens by the version that sampled them; "" if the engine said none
+    staleness: Staleness | None = None
     latency: Latency | None  # since the announcement, which follows the PUT at once; by SQS's clock
     lag: (
         Latency | None
     )  # since the agent returned, by its container's clock: with what was sampled fetched, and the PUT
+    surplus: int = 0  # trainable beyond their group's size, and not trained
+    length_bias: LengthBias | None = None  # None unless something was cut off
     seconds: float
     deadline_reached: bool
 
@@ -90,6 +128,9 @@ class GroupResult:
     task: Task
     rollouts: tuple[Rollout, ...]  # the trainable ones
     usable: bool
+    planned: int
+    failures: tuple[StepFailure, ...] = ()  # of the rollouts that did not complete, scored agent errors among them
+    messages_only: tuple[Rollout, ...] = ()  # completed, and not trainable: they carry no tokens
 
 
 @dataclass(frozen=True)
@@ -103,7 +144,9 @@ class StepResult:
     report: StepReport
 
 
-def failures_of(ledger: Ledger) -> tuple[StepFailure, ...]:
+def failures_of(ledger: Ledger, rollout_ids: Iterable[str] | None = None) -> tuple[StepFailure, ...]:
+    """What did not complete, of these rollouts or of all."""
+    wanted = ledger.entries if rollout_ids is None else {each: ledger.entries[each] for each in rollout_ids}
     return tuple(
         StepFailure(
             rollout_id=rollout_id,
@@ -114,7 +157,7 @@ def failures_of(ledger: Ledger) -> tuple[StepFailure, ...]:
             session_id=entry.session_id,
             attempts=entry.attempts,
         )
-        for rollout_id, entry in ledger.entries.items()
+        for rollout_id, entry in wanted.items()
         if entry.outcome is not None and entry.outcome is not Outcome.COMPLETED
     )
 
@@ -128,16 +171,21 @@ def make_report(
     lags: Sequence[float],
     *,
     refused: int,
+    resumed: int = 0,
     seconds: float,
     deadline_reached: bool,
+    took: Mapping[str, float] | None = None,
 ) -> StepReport:
+    """`took`: seconds of each rollout that began in this take, by its id."""
     entries = list(ledger.entries.values())
     by_task: dict[str, Counter[Outcome]] = {}
     for entry in entries:
         if entry.outcome is not None:
             by_task.setdefault(entry.planned.task_id, Counter())[entry.outcome] += 1
-    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    # What was made of messages was sampled by nobody that is known here.
+    segments = [segment for rollout in rollouts for segment in rollout.segments if not segment.retokenised]
     sampled = sum(segment.sampled_tokens for segment in segments)
+    versions = _versions(segments)
     return StepReport(
         run_id=run_id,
         step=ledger.step,
@@ -148,16 +196,21 @@ def make_report(
             Counter(
                 f"{entry.outcome}: {entry.reason}"
                 for entry in entries
-                if entry.outcome is not None and entry.outcome is not Outcome.COMPLETED
+                if entry.outcome is not None and (entry.outcome is not Outcome.COMPLETED or entry.reason)
             )
         ),
         trainable=sum(entry.trainable for entry in entries),
+        retokenised=sum(rollout.retokenised and rollout.trainable for rollout in rollouts),
         groups=tuple(
             GroupReport(
                 task_id=group.task.task_id,
                 planned=sum(by_task.get(group.task.task_id, Counter()).values()),
                 outcomes=dict(by_task.get(group.task.task_id, Counter())),
-                rewards=tuple(rollout.reward for rollout in group.rollouts if rollout.reward is not None),
+                rewards=tuple(
+                    rollout.reward
+                    for rollout in (*group.rollouts, *group.messages_only)
+                    if rollout.reward is not None
+                ),
                 usable=group.usable,
             )
             for group in groups
@@ -165,6 +218,8 @@ def make_report(
         duplicates=ledger.duplicates,
         late=ledger.late,
         unknown=ledger.unknown,
+        superseded=ledger.superseded,
+        resumed=resumed,
         refused=refused,
         attempts=sum(entry.attempts for entry in entries),
         sessions_opened=ledger.sessions_opened,
@@ -172,12 +227,69 @@ def make_report(
         unclosed_sessions=dict(ledger.unclosed_sessions),
         sampled_tokens=sampled,
         given_tokens=sum(len(segment.token_ids) for segment in segments) - sampled,
-        broken_histories=sum(max(0, len(rollout.segments) - 1) for rollout in rollouts),
+        broken_histories=sum(max(0, len(rollout.segments) - 1) for rollout in rollouts if not rollout.retokenised),
+        weight_versions=dict(versions),
+        staleness=_staleness(versions),
         latency=_latency(latencies),
         lag=_latency(lags),
+        surplus=sum(entry.trainable for entry in entries) - sum(len(group.rollouts) for group in groups),
+        length_bias=_length_bias(entries, rollouts, took or {}),
         seconds=seconds,
         deadline_reached=deadline_reached,
     )
+
+
+def _length_bias(
+    entries: Iterable[Entry], rollouts: Sequence[Rollout], took: Mapping[str, float]
+) -> LengthBias | None:
+    cut = [
+        took[entry.planned.rollout_id]
+        for entry in entries
+        if not entry.by_result
+        and entry.planned.rollout_id in took
+        and entry.outcome in (Outcome.CANCELLED, Outcome.TIMED_OUT)
+        and not entry.lost
+    ]
+    if not cut:
+        return None
+    done = [
+        rollout
+        for rollout in rollouts
+        if rollout.outcome in (Outcome.COMPLETED, Outcome.AGENT_ERROR) and rollout.rollout_id in took
+    ]
+    segments = [rollout.segments for rollout in done]
+    return LengthBias(
+        finished=Lengths(
+            rollouts=len(done),
+            mean_s=_mean([took[rollout.rollout_id] for rollout in done]),
+            mean_sampled_tokens=_mean([sum(segment.sampled_tokens for segment in each) for each in segments]),
+            mean_turns=_mean([sum(len(segment.turns) for segment in each) for each in segments]),
+        ),
+        cut_off=Lengths(rollouts=len(cut), mean_s=_mean(cut)),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _versions(segments: Iterable[Segment]) -> Counter[str]:
+    tokens: Counter[str] = Counter()
+    for turn in (turn for segment in segments for turn in segment.turns):
+        if not turn.weight_versions:
+            tokens[""] += turn.end - turn.start
+        for span in turn.weight_versions:
+            tokens[span.version] += span.end - span.start
+    return tokens
+
+
+def _staleness(tokens_of: Mapping[str, int]) -> Staleness | None:
+    numbered = {int(version): tokens for version, tokens in tokens_of.items() if version.isdecimal() and tokens}
+    if not numbered:
+        return None
+    newest = max(numbered)
+    behind = sum((newest - version) * tokens for version, tokens in numbered.items())
+    return Staleness(mean=behind / sum(numbered.values()), max=newest - min(numbered))
 
 
 def _latency(seconds: Sequence[float]) -> Latency | None:

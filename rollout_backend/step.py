@@ -3,7 +3,10 @@
 What must always hold:
 
 - each rollout has one task (`_live`), which holds its slot from submission until its session is closed;
+- nothing is dispatched before the step's manifest stands in S3; a step that was begun before goes on from there: what
+  is finished is taken, what was open is closed, and only the rest is run;
 - before a rollout is declared timed out, S3 is asked whether its result is there;
+- each rollout that ends is told to the run's breaker, and nothing is dispatched once that is open;
 - however a step ends (target, deadline, abort, cancellation), every rollout is settled, every session is closed and
   every key is revoked before `run` returns.
 """
@@ -17,29 +20,36 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+
 from agent_wrapper.contract import (
     REQUEST_FIELD,
     ContractError,
     ModelEndpoint,
     Outcome,
     ResultTarget,
+    ResultUrls,
     Rollout,
     RolloutRequest,
     Sampling,
 )
+from rollout_backend.breaker import Breaker
 from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.set_aside import SetAside
 from rollout_backend.config import RolloutConfig
 from rollout_backend.dispatch.closer import SessionCloser
 from rollout_backend.dispatch.dispatcher import Dispatcher, Submission
-from rollout_backend.errors import ServingError, StoreError
+from rollout_backend.errors import CircuitOpen, ServingError, StoreError
 from rollout_backend.gateway.tokens import SessionClaims
-from rollout_backend.ledger import Arrival, Entry, Ledger, Phase, PlannedRollout
-from rollout_backend.policy import GroupPolicy, GroupState
-from rollout_backend.report import GroupResult, StepResult, failures_of, make_report
+from rollout_backend.ledger import TASK_SET_ASIDE, Arrival, Entry, Ledger, Phase, PlannedRollout
+from rollout_backend.manifest import Manifest, payload_digest
+from rollout_backend.policy import GroupPolicy, GroupState, StragglerRule
+from rollout_backend.report import MESSAGES_ONLY, GroupResult, StepResult, failures_of, make_report
 from rollout_backend.tasks import Task
 
 log = logging.getLogger(__name__)
 
+_READS = 8  # attempts to read what an earlier take has finished: some two minutes
 _LAST_LOOK_S = 15.0  # for the listing before a deadline is carried out
 
 
@@ -55,13 +65,20 @@ class StepServices:
     endpoint: Callable[[SessionClaims], ModelEndpoint]
     revoke: Callable[[Iterable[str]], Awaitable[None]]
     keep: Callable[[Rollout], None]  # every result that arrives, before it is counted
+    read_manifest: Callable[[int], Awaitable[Manifest | None]]
+    write_manifest: Callable[[Manifest], Awaitable[None]]
+    wall: Callable[[], float] = time.time  # unix seconds
+    sealed_by: str = ""  # fingerprint of the secret behind the seals that the buffer checks; empty: it checks none
+    presign: Callable[[SessionClaims], ResultUrls] | None = None  # how agents write without credentials
+    breaker: Breaker = field(default_factory=Breaker)
+    set_aside: SetAside | None = None  # None: every task is always tried again
 
 
 @dataclass
 class _Group:
     task: Task
+    size: int
     needed: int
-    planned: int = 0
     replacements: int = 0
     ids: list[str] = field(default_factory=list)
 
@@ -76,24 +93,39 @@ class Step:
         services: StepServices,
         sampling: Sampling | None,
         on_group: Callable[[GroupResult], None] = lambda group: None,
+        *,
+        weights: str = "",
+        same_weights: bool = True,
     ) -> None:
-        """`on_group` is told of each group once: when all of it is settled by itself, or the step is over."""
+        """`on_group` is told of each group once: when all of it is settled by itself, or the step is over.
+
+        `weights` names what is served now. `same_weights` False: what an earlier take of this step has sampled was
+        sampled by others, and is not used.
+        """
         self.step = number
+        self._weights = weights
+        self._same_weights = same_weights
         self._on_group = on_group
         self._told: set[str] = set()
         self.ledger = Ledger(number)
         self._at = services
         self._sampling = sampling or services.config.sampling
         self._policy = GroupPolicy.from_config(services.config.group)
+        self._stragglers = StragglerRule.from_config(services.config.group)
         self._groups = {task.task_id: self._new_group(task) for task in tasks}
         self._rollouts: dict[str, Rollout] = {}
         self._latencies: list[float] = []
         self._lags: list[float] = []
         self._changed = asyncio.Event()
+        self._began: dict[str, float] = {}  # by rollout: loop seconds of its last attempt's dispatch
+        self._took: dict[str, float] = {}  # by rollout: seconds from there until it was settled
+        self._judged = 0  # of the ledger's settled entries: those that the breaker was told of
         self._ended: dict[str, asyncio.Event] = {}  # by rollout: set once it is settled
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._sessions: list[str] = []
+        self._manifest: Manifest  # from `_begin` on
+        self.resumed = 0  # rollouts that an earlier take of this step had finished
         self._deadline = float("inf")  # loop seconds
         self._deadline_reached = False
         self._aborted: BaseException | None = None
@@ -105,6 +137,7 @@ class Step:
 
         Raises:
             LedgerError: the books do not balance.
+            CircuitOpen: the run's breaker has opened, in this step or before it.
             Whatever `abort` was given.
         """
         loop = asyncio.get_running_loop()
@@ -114,8 +147,7 @@ class Step:
         self._at.buffer.attach(self)
         sweeping = asyncio.create_task(self._sweep_when_quiet())
         try:
-            for group in self._groups.values():
-                self._plan(group, group.task.rollouts or self._at.config.group.size)
+            await self._begin()
             await self._collect()
         except asyncio.CancelledError:
             self._settle_open("aborted", "the step was cancelled from outside")
@@ -126,11 +158,127 @@ class Step:
                 await self._wind_up()
             finally:
                 self._at.buffer.detach(self)
+        self._judge()
         self._tell_groups()
         if self._aborted is not None:
             raise self._aborted
         self.ledger.reconcile()
+        await self._note_lost_tasks()
         return self._result(loop.time() - began, self._at.buffer.refused - refused_before)
+
+    async def _begin(self) -> None:
+        """Plans the rollouts, writes the manifest, and starts what is not finished."""
+        self._judge()
+        if self._aborted is not None:
+            return
+        if self._at.set_aside is not None:
+            await self._at.set_aside.read()
+        config, now, wall = self._at.config, asyncio.get_running_loop().time(), self._at.wall()
+        sizes = {task_id: group.size + config.group.extra for task_id, group in self._groups.items()}
+        before = await self._at.read_manifest(self.step)
+        self._manifest = Manifest.plan(
+            config.run_id,
+            self.step,
+            [
+                (group.task, sizes[task_id], group.task.sampling or self._sampling)
+                for task_id, group in self._groups.items()
+            ],
+            attempts=config.runtime.max_attempts,
+            now=wall,
+            deadline=wall + self._deadline - now,
+            weights=self._weights,
+            sealed_by=self._at.sealed_by,
+            before=before,
+            same_weights=self._same_weights and self._can_check(before),
+        )
+        for planned in self._manifest.tasks:
+            group = self._groups[planned.task_id]
+            group.replacements = len(planned.rollouts) - sizes[planned.task_id]
+            for i, rollout_id in enumerate(planned.rollouts):
+                self._plan(group, rollout_id, replaces=i >= sizes[planned.task_id])
+        await self._at.write_manifest(self._manifest)
+        if self._manifest.resumed:
+            await self._take_up()
+            await self._carry_out_policy()  # what is there may be enough
+        self._leave_out_set_aside()
+        for group in self._groups.values():
+            for rollout_id in group.ids:
+                self._start(rollout_id, group.task)
+
+    def _can_check(self, before: Manifest | None) -> bool:
+        """Whether the seals of an earlier take can be told from forgeries; if not, nothing of it can be used."""
+        if before is None or not self._at.sealed_by or before.sealed_by == self._at.sealed_by:
+            return True
+        log.warning(
+            "step %d was begun before with another secret, so its results cannot be checked: all of it is run anew. "
+            "To go on with a run on another machine, set gateway.secret, or take the run's folder along",
+            self.step,
+        )
+        return False
+
+    async def _take_up(self) -> None:
+        """Takes what earlier takes of this step have finished, and has the sessions of the rest closed."""
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(StoreError),
+            stop=stop_after_attempt(_READS),
+            wait=wait_exponential_jitter(multiplier=0.5, max=20),
+            reraise=True,
+        ):
+            with attempt:  # a result that is there and was not read would be run again
+                if not await self._at.buffer.sweep(self):
+                    raise StoreError(f"S3 did not give every result that step {self.step} has; run it again")
+        self.resumed = sum(entry.outcome is not None for entry in self.ledger.entries.values())
+        left_open = [
+            session_id
+            for rollout_id in self.ledger.entries  # a session that has finished its rollout stays open as well
+            for session_id in self._manifest.earlier_sessions(rollout_id)
+        ]
+        log.info(
+            "step %d is taken up again: %d of %d rollouts are finished, the sessions of the others are closed",
+            self.step,
+            self.resumed,
+            len(self.ledger.entries),
+        )
+        closing = asyncio.create_task(self._close_earlier(left_open))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _close_earlier(self, session_ids: Sequence[str]) -> None:
+        """And notes it, so that a take after this one need not close them again."""
+        await asyncio.gather(*(self._at.closer.close(session_id, self.ledger) for session_id in session_ids))
+        await self._note_closed(self._manifest.attempts_before)
+
+    async def _note_closed(self, attempts: int) -> None:
+        self._manifest = self._manifest.with_closed(attempts)
+        try:
+            await self._at.write_manifest(self._manifest)
+        except StoreError as error:
+            log.warning("%s; should the step be taken up again, it has some more calls to make", error)
+
+    def _leave_out_set_aside(self) -> None:
+        for group in self._groups.values():
+            why = self._at.set_aside.why(payload_digest(group.task)) if self._at.set_aside is not None else None
+            if why is not None:
+                for rollout_id in group.ids:
+                    self._end(self.ledger.entries[rollout_id], Outcome.INFRA_ERROR, TASK_SET_ASIDE, why)
+
+    async def _note_lost_tasks(self) -> None:
+        if self._at.set_aside is None:
+            return
+        by_digest: dict[str, list[str]] = {}
+        for group in self._groups.values():
+            by_digest.setdefault(payload_digest(group.task), []).extend(group.ids)
+        await self._at.set_aside.step_over(self.ledger, self._manifest.takes, by_digest)
+
+    def _judge(self) -> None:
+        """Tells the breaker what has ended, and aborts the step if it is open."""
+        breaker, now = self._at.breaker, asyncio.get_running_loop().time()
+        for entry in self.ledger.settled[self._judged :]:
+            breaker.settled(entry, now)
+        self._judged = len(self.ledger.settled)
+        breaker.judge(self.step, self.ledger.phases()[Phase.RUNNING])
+        if breaker.opened is not None and self._aborted is None:
+            self.abort(CircuitOpen(breaker.opened))
 
     def rewards(self) -> list[float]:
         return [rollout.reward for rollout in self._rollouts.values() if rollout.reward is not None]
@@ -146,7 +294,8 @@ class Step:
         loop = asyncio.get_running_loop()
         while self._aborted is None:
             self._changed.clear()
-            if self._carry_out_policy():
+            self._judge()
+            if self._aborted is not None or await self._carry_out_policy():
                 return
             self._tell_groups()
             now = loop.time()
@@ -159,8 +308,13 @@ class Step:
             if due:
                 await self._time_out(due)
                 continue
+            until = self._straggling_from()
+            late = [rollout_id for rollout_id, at in until.items() if at <= now]
+            if late:
+                await self._cut_off(late)
+                continue
             deadlines = [entry.deadline for entry in self.ledger.open_entries() if entry.deadline is not None]
-            await self._wait_for_change(min([self._deadline, *deadlines]) - now)
+            await self._wait_for_change(min([self._deadline, *deadlines, *until.values()]) - now)
 
     async def _wait_for_change(self, seconds: float) -> None:
         try:
@@ -169,12 +323,11 @@ class Step:
         except TimeoutError:
             return
 
-    def _carry_out_policy(self) -> bool:
+    async def _carry_out_policy(self) -> bool:
         decision = self._policy.decide([self._state(group) for group in self._groups.values()])
         for task_id, count in decision.replace:
-            group = self._groups[task_id]
-            group.replacements += count
-            self._plan(group, count, replaces=True)
+            for _ in range(count):
+                await self._replace(self._groups[task_id])
         for cancellation in decision.cancel:
             entry = self.ledger.entries[cancellation.rollout_id]
             self._end(entry, Outcome.CANCELLED, cancellation.reason)
@@ -189,6 +342,34 @@ class Step:
                     f"deadline; the log of session {entry.session_id} may tell why"
                 )
                 self._end(entry, Outcome.TIMED_OUT, "no_result", message)
+
+    def _straggling_from(self) -> dict[str, float]:
+        """Of each rollout that runs: loop seconds from when on it is a straggler. Empty while that is not known."""
+        if self._stragglers is None:
+            return {}
+        entries = self.ledger.entries.values()
+        took = [
+            self._took[entry.planned.rollout_id]
+            for entry in entries
+            if entry.let_through and entry.planned.rollout_id in self._took
+        ]
+        allowed = self._stragglers.allowed_s(took, sum(entry.outcome is None for entry in entries))
+        if allowed is None:
+            return {}
+        running = [entry.planned.rollout_id for entry in entries if entry.phase is Phase.RUNNING]
+        return {rollout_id: self._began[rollout_id] + allowed for rollout_id in running}
+
+    async def _cut_off(self, rollout_ids: list[str]) -> None:
+        await self._last_look(rollout_ids)
+        for rollout_id in rollout_ids:
+            entry, group = self.ledger.entries[rollout_id], self._at.config.group
+            if entry.outcome is None:
+                ran = asyncio.get_running_loop().time() - self._began[rollout_id]
+                message = (
+                    f"it ran for {ran:.0f} s, more than {group.straggler_factor:g} times as long as 95 % of the "
+                    "step's finished rollouts (settings: group.straggler_after, group.straggler_factor)"
+                )
+                self._end(entry, Outcome.TIMED_OUT, "straggler", message)
 
     async def _reach_deadline(self) -> None:
         self._deadline_reached = True
@@ -205,7 +386,7 @@ class Step:
                 if len(rollout_ids) > 50:  # a listing names 1,000 keys a call
                     await self._at.buffer.sweep(self)
                 else:
-                    await self._at.buffer.look(self, rollout_ids)
+                    await self._at.buffer.look(self, [(each, self._attempt_of(each)) for each in rollout_ids])
         except (StoreError, TimeoutError) as error:
             log.warning("S3 could not be asked a last time: %s", error or "no answer in time")
 
@@ -238,6 +419,8 @@ class Step:
         faults = await asyncio.gather(*lives, return_exceptions=True)
         while self._closing:
             await asyncio.gather(*self._closing)
+        if lives:
+            await self._note_closed(self._manifest.attempts_before + self._manifest.attempts)
         for fault in faults:
             if isinstance(fault, Exception):
                 raise fault
@@ -248,14 +431,22 @@ class Step:
 
     # --- one rollout --------------------------------------------------------------------------------------
 
-    def _plan(self, group: _Group, count: int, replaces: bool = False) -> None:
-        for _ in range(count):
-            rollout_id = f"{group.task.task_id}.{group.planned}"
-            group.planned += 1
-            group.ids.append(rollout_id)
-            self.ledger.plan([PlannedRollout(rollout_id, group.task.task_id, replaces)])
-            self._ended[rollout_id] = asyncio.Event()
-            self._lives[rollout_id] = asyncio.create_task(self._live(rollout_id, group.task))
+    def _plan(self, group: _Group, rollout_id: str, replaces: bool = False) -> None:
+        group.ids.append(rollout_id)
+        self.ledger.plan([PlannedRollout(rollout_id, group.task.task_id, replaces)])
+        self._ended[rollout_id] = asyncio.Event()
+
+    def _start(self, rollout_id: str, task: Task) -> None:
+        if self.ledger.wants(rollout_id):
+            self._lives[rollout_id] = asyncio.create_task(self._live(rollout_id, task))
+
+    async def _replace(self, group: _Group) -> None:
+        rollout_id = self._manifest.next_rollout(group.task.task_id)
+        self._manifest = self._manifest.with_rollout(group.task.task_id, rollout_id)
+        await self._at.write_manifest(self._manifest)
+        group.replacements += 1
+        self._plan(group, rollout_id, replaces=True)
+        self._start(rollout_id, group.task)
 
     async def _live(self, rollout_id: str, task: Task) -> None:
         """A rollout from its slot to its closed session."""
@@ -264,7 +455,7 @@ class Step:
             running = await self._at.dispatcher.submit(
                 rollout_id,
                 self.ledger,
-                prepare=lambda session_id, attempt: self._prepare(rollout_id, task, session_id, attempt),
+                prepare=lambda nth: self._prepare(rollout_id, task, self._manifest.attempts_before + nth),
                 close=self._close,
             )
             if running:
@@ -275,9 +466,11 @@ class Step:
                 await self._close(session_id)
         self._changed.set()  # a submission that failed has settled the rollout
 
-    def _prepare(self, rollout_id: str, task: Task, session_id: str, attempt: int) -> Submission:
-        config, now, wall = self._at.config, asyncio.get_running_loop().time(), time.time()
+    def _prepare(self, rollout_id: str, task: Task, attempt: int) -> Submission:
+        config, now, wall = self._at.config, asyncio.get_running_loop().time(), self._at.wall()
+        session_id = self._manifest.session_id(rollout_id, attempt)
         self._sessions.append(session_id)
+        self._began[rollout_id] = now
         grace = config.timeouts.publish_grace_s
         agent_deadline = min(now + config.timeouts.agent_s, max(now, self._deadline - grace))
         sampling = task.sampling or self._sampling
@@ -305,6 +498,7 @@ class Step:
                 prefix=config.storage.prefix,
                 queue_url=self._at.queue_url,
                 region=config.aws.region,
+                urls=self._at.presign(claims) if self._at.presign is not None else None,
             ),
         )
         payload = {**task.payload, REQUEST_FIELD: request.model_dump(mode="json")}
@@ -322,15 +516,25 @@ class Step:
         rollout_id, starting = entry.planned.rollout_id, entry.phase in (Phase.PLANNED, Phase.DISPATCHING)
         if not self.ledger.settle(rollout_id, outcome, reason, message):
             return
+        self._say_ended(rollout_id)
+        if starting and rollout_id in self._lives:  # it may be waiting for a slot, or for a retry's turn
+            self._lives[rollout_id].cancel()
+
+    def _say_ended(self, rollout_id: str) -> None:
+        if rollout_id in self._began:
+            self._took[rollout_id] = asyncio.get_running_loop().time() - self._began[rollout_id]
         self._ended[rollout_id].set()
         self._changed.set()
-        if starting:  # it may be waiting for a slot, or for a retry's turn
-            self._lives[rollout_id].cancel()
 
     # --- the buffer's sink --------------------------------------------------------------------------------
 
-    def wants(self, rollout_id: str) -> bool:
-        return self.ledger.wants(rollout_id)
+    def wants(self, rollout_id: str, attempt: int | None = None) -> bool:
+        return self.ledger.wants(rollout_id) and attempt in (None, self._attempt_of(rollout_id))
+
+    def _attempt_of(self, rollout_id: str) -> int:
+        """The number of the attempt that is under way; 0 if there is none."""
+        entry = self.ledger.entries[rollout_id]
+        return self._manifest.attempts_before + entry.attempts if entry.session_id is not None else 0
 
     def again(self, rollout_id: str) -> None:
         self.ledger.again(rollout_id)
@@ -341,32 +545,31 @@ class Step:
             return
         self._at.keep(rollout)
         self._rollouts[rollout.rollout_id] = rollout
-        now = time.time()
+        now = self._at.wall()
         if announced_at is not None:
             self._latencies.append(max(0.0, now - announced_at))
-        self._lags.append(max(0.0, now - rollout.finished_at))
+        if rollout.finished_at:
+            self._lags.append(max(0.0, now - rollout.finished_at))
         failure = rollout.failure
         self.ledger.arrive(
             rollout.rollout_id,
             rollout.outcome,
-            failure.reason if failure else "",
+            failure.reason if failure else MESSAGES_ONLY if rollout.messages_only else "",
             failure.message if failure else "",
             trainable=rollout.trainable,
         )
-        self._ended[rollout.rollout_id].set()
-        self._changed.set()
+        self._say_ended(rollout.rollout_id)
 
     def reject(self, rollout_id: str, error: ContractError) -> None:
         if self.ledger.arrive(rollout_id, Outcome.INFRA_ERROR, "invalid_result", str(error)) is Arrival.FIRST:
-            self._ended[rollout_id].set()
-            self._changed.set()
+            self._say_ended(rollout_id)
 
     # --- what it came to ----------------------------------------------------------------------------------
 
     def _new_group(self, task: Task) -> _Group:
         group = self._at.config.group
         size = task.rollouts or group.size
-        return _Group(task, needed=size if group.policy == "strict" else min(group.needed, size))
+        return _Group(task, size, needed=size if group.policy == "strict" else min(group.needed, size))
 
     def _state(self, group: _Group) -> GroupState:
         entries = [self.ledger.entries[rollout_id] for rollout_id in group.ids]
@@ -375,8 +578,11 @@ class Step:
             needed=group.needed,
             open=tuple(entry.planned.rollout_id for entry in entries if entry.outcome is None),
             trainable=sum(entry.trainable for entry in entries),
-            lost=sum(entry.outcome is Outcome.INFRA_ERROR for entry in entries),
+            lost=sum(entry.outcome is Outcome.INFRA_ERROR and entry.reason != TASK_SET_ASIDE for entry in entries),
             replacements=group.replacements,
+            enough=group.size if self._at.config.group.extra else None,
+            spare=self._at.config.group.extra,
+            messages_only=sum(entry.reason == MESSAGES_ONLY for entry in entries),
         )
 
     def _tell_groups(self) -> None:
@@ -386,9 +592,22 @@ class Step:
                 self._on_group(self._group_result(group))
 
     def _group_result(self, group: _Group) -> GroupResult:
-        arrived = (self._rollouts.get(rollout_id) for rollout_id in group.ids)
-        trainable = tuple(rollout for rollout in arrived if rollout is not None and rollout.trainable)
-        return GroupResult(group.task, trainable, usable=self._state(group).usable)
+        arrived = [self._rollouts[rollout_id] for rollout_id in group.ids if rollout_id in self._rollouts]
+        trained = self._trained(group)
+        return GroupResult(
+            group.task,
+            tuple(rollout for rollout in arrived if rollout.rollout_id in trained),
+            usable=self._state(group).usable,
+            planned=len(group.ids),
+            failures=failures_of(self.ledger, group.ids),
+            messages_only=tuple(rollout for rollout in arrived if rollout.messages_only and not rollout.failure),
+        )
+
+    def _trained(self, group: _Group) -> set[str]:
+        """The trainable ones; of a group that was planned with some to spare the first that came, up to its size."""
+        ids = set(group.ids)
+        came = [rid for rid, rollout in self._rollouts.items() if rid in ids and rollout.trainable]
+        return set(came[: group.size] if self._at.config.group.extra else came)
 
     def _result(self, seconds: float, refused: int) -> StepResult:
         groups = [self._group_result(group) for group in self._groups.values()]
@@ -401,7 +620,9 @@ class Step:
             self._latencies,
             self._lags,
             refused=refused,
+            resumed=self.resumed,
             seconds=seconds,
             deadline_reached=self._deadline_reached,
+            took=self._took,
         )
         return StepResult(self.step, rollouts, tuple(groups), failures_of(self.ledger), report)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from anyio.from_thread import start_blocking_portal
 from typer.testing import CliRunner
 
 from rollout_backend import cli
+from rollout_backend.local.cloud import LocalRuntime
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/no_such-0123456789"
@@ -106,6 +108,22 @@ def test_a_wrong_arn(rollout, settings, tasks):
 def test_an_arn_of_no_runtime(rollout, settings, tasks, local_aws):
     config = settings(runtime={"kind": "agentcore", "arn": ARN, "endpoint_url": local_aws.endpoint_url})
     refused(rollout("run", config, "--tasks", tasks), f"runtime {ARN} does not exist", "runtime.arn")
+
+
+def test_a_check_tells_what_would_become_of_an_image_and_makes_nothing(rollout, settings, tmp_path):
+    agent = tmp_path / "agent.py"
+    agent.write_text("raise SystemExit(1)")
+    with start_blocking_portal() as portal:
+        local = LocalRuntime(agent, run_dir=tmp_path, env={}, preload=False)
+        with portal.wrap_async_context_manager(local):
+            runtime = {"kind": "agentcore", "image": local.image, "role": local.role}
+            config = settings(runtime={**runtime, "endpoint_url": local.endpoint_url})
+            for _ in range(2):
+                code, output = rollout("check", config)
+                assert code == 0, output
+                assert f"runtime rollout_agent: would be made from {local.image}" in output
+            config = settings(runtime={**runtime, "name": "local", "endpoint_url": local.endpoint_url})
+            refused(rollout("check", config), "was not made by this backend", "runtime.name")
 
 
 def test_a_queue_that_does_not_exist(rollout, settings, tasks, local_aws, agent_server):

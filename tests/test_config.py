@@ -76,6 +76,48 @@ def test_a_wrong_arn_is_refused_with_the_shape_of_a_right_one(arn):
     )
 
 
+IMAGE = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/team/my-agent:git-0123abc"
+ROLE = "arn:aws:iam::123456789012:role/agent"
+
+
+def by_image(**more: object) -> dict[str, object]:
+    return {"kind": "agentcore", "image": IMAGE, "role": ROLE, **more}
+
+
+def test_a_runtime_from_an_image_needs_little():
+    runtime = load_config(base={**MINIMAL, "runtime": by_image()}, env={}).runtime
+    assert (runtime.region, runtime.runtime_name, runtime.qualifier) == ("eu-west-1", "rollout_my_agent", "DEFAULT")
+    assert load_config(base=MINIMAL, env={}).runtime.region == "us-east-1"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "message"),
+    [
+        ({"kind": "agentcore"}, "set arn.* or image"),
+        (by_image(arn=ARN), "one of the two"),
+        ({"kind": "agentcore", "image": IMAGE}, "image needs role"),
+        (
+            {"kind": "agentcore", "arn": ARN, "role": ROLE, "subnets": ["subnet-01234567"]},
+            "role, subnets belong to image",
+        ),
+        (by_image(image="python:3"), r"runtime\.image: .* is not an image in ECR"),
+        (by_image(image=IMAGE.replace("git-0123abc", "")), "is not an image in ECR"),
+        (by_image(role="agent"), r"runtime\.role: .* arn:aws:iam::ACCOUNT:role/NAME"),
+        (by_image(name="my-agent"), r"runtime\.name: .* a letter, then at most 47"),
+        (by_image(subnets=["subnet-01234567"]), "subnets and security_groups belong together"),
+        (by_image(security_groups=["sg-01234567"]), "subnets and security_groups belong together"),
+        (by_image(subnets=["vpc-01234567"], security_groups=["sg-01234567"]), r"runtime\.subnets: .* subnet-0123"),
+        (by_image(environment={"A": "x" * 5001}), r"runtime\.environment: .* values of 5,000"),
+        (by_image(idle_timeout_s=30), r"runtime\.idle_timeout_s: .* greater than or equal to 60"),
+        (by_image(idle_timeout_s=3600, max_lifetime_s=1900), "idle_timeout_s must not be above max_lifetime_s"),
+        (by_image(max_lifetime_s=1800), r"max_lifetime_s \(1800\) ends sessions before .*\(1860\)"),
+        (by_image(qualifier="training"), "leave qualifier out"),
+    ],
+)
+def test_what_no_runtime_can_be_made_from_is_refused(runtime, message):
+    refused(message, runtime=runtime)
+
+
 @pytest.mark.parametrize(
     ("timeouts", "rungs"),
     [

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_backend.config import GroupConfig
-from rollout_backend.policy import Cancellation, GroupPolicy, GroupState
+from rollout_backend.policy import Cancellation, GroupPolicy, GroupState, StragglerRule
 
 
 def group(task_id="a", needed=2, open_=(), trainable=0, lost=0, replacements=0):
@@ -25,6 +25,17 @@ def test_a_doomed_group_is_cancelled_and_the_others_go_on():
     decision = GroupPolicy().decide([group(needed=2, open_=["a.3"], lost=3), group("b", open_=["b.0", "b.1"])])
     assert decision.cancel == (Cancellation("a.3", "group_doomed"),)
     assert not decision.done
+
+
+def test_messages_alone_doom_no_group_and_make_none_usable():
+    found = dataclasses.replace(group(needed=4, open_=["a.3"]), messages_only=3)
+    decision = GroupPolicy(target_groups=1).decide([found])
+    assert not decision.cancel
+    assert not decision.done
+    settled = dataclasses.replace(found, open=(), messages_only=4)
+    assert GroupPolicy().decide([settled]).done
+    assert not settled.usable
+    assert not settled.complete
 
 
 def test_strict_needs_every_planned_rollout():
@@ -62,8 +73,37 @@ def test_the_target_ends_a_step_early_and_counts_only_complete_groups():
     assert decision.cancel == (Cancellation("b.2", "target_reached"),)
 
 
+def test_a_group_with_some_to_spare_needs_no_more_than_its_size():
+    found = dataclasses.replace(group(open_=["a.3", "a.4"], trainable=2), enough=3, spare=2)
+    assert not GroupPolicy().decide([found]).cancel
+    enough = dataclasses.replace(found, trainable=3)
+    decision = GroupPolicy().decide([enough])
+    assert decision.cancel == (Cancellation("a.3", "target_reached"), Cancellation("a.4", "target_reached"))
+    assert decision.done
+    assert GroupPolicy(target_groups=1).decide([enough, group("b", open_=["b.0"])]).done
+
+
+def test_what_is_to_spare_makes_up_for_what_is_lost_before_anything_is_replaced():
+    policy = GroupPolicy(max_replacements=2)
+    lost_one = dataclasses.replace(group(open_=["a.1", "a.2"], lost=1), enough=2, spare=1)
+    assert policy.decide([lost_one]).replace == ()
+    assert policy.decide([dataclasses.replace(lost_one, open=("a.2",), lost=2)]).replace == (("a", 1),)
+
+
+def test_how_long_a_rollout_may_run_is_known_once_enough_others_are_finished():
+    rule = StragglerRule(after=0.75, factor=2.0)
+    assert rule.allowed_s([], 4) is None
+    assert rule.allowed_s([10.0, 10.0], 2) is None
+    assert rule.allowed_s([10.0, 10.0, 10.0], 1) == 20.0
+    assert rule.allowed_s([4.0], 0) == 8.0
+    assert rule.allowed_s([float(i) for i in range(101)], 1) == 190.0
+    assert StragglerRule.from_config(GroupConfig()) is None
+
+
 STATES = st.builds(
-    group,
+    lambda enough, spare, **state: dataclasses.replace(group(**state), enough=enough, spare=spare),
+    enough=st.one_of(st.none(), st.integers(1, 5)),
+    spare=st.integers(0, 2),
     task_id=st.sampled_from(["a", "b", "c"]),
     needed=st.integers(1, 4),
     open_=st.lists(st.sampled_from(["x.0", "x.1", "x.2"]), unique=True),
@@ -82,8 +122,10 @@ def test_a_decision_that_is_carried_out_asks_for_nothing_more(states, max_replac
     for state in states:
         new = tuple(f"new.{i}" for i in range(fresh.get(state.task_id, 0)))
         doomed = state.trainable + len(state.open) + len(new) < state.needed
-        kept = () if doomed else state.open
-        assert not doomed or set(state.open) <= cancelled
+        over = doomed or state.satisfied
+        kept = () if over else state.open
+        assert not over or set(state.open) <= cancelled
+        assert not (state.satisfied and new)
         after.append(dataclasses.replace(state, open=kept + new, replacements=state.replacements + len(new)))
     again = policy.decide(after)
     assert again.replace == ()

@@ -62,6 +62,9 @@ async def agent(context):
             return float("nan")
         case "text":
             return await ask(context)
+        case "tell its environment":
+            await ask(context)
+            return {"reward": 1.0, "house": os.environ["HOUSE"]}
     answer = await ask(context)
     return {"reward": float("7" in answer), "answer": answer}
 
@@ -118,7 +121,12 @@ async def open_run(
     """Opens a run of `agent` against scripted replies; further arguments are overrides of its settings."""
     async with AsyncExitStack() as stack:
 
-        async def open_(*overrides: str, replies: Script = ("The answer is 7.",), script: Path = agent) -> Bench:
+        async def open_(
+            *overrides: str,
+            replies: Script = ("The answer is 7.",),
+            script: Path = agent,
+            by_image: bool = False,
+        ) -> Bench:
             engine = stack.enter_context(ScriptedEngine(replies))
             cloud = await stack.enter_async_context(
                 LocalCloud(script, run_dir=tmp_path / "logs", limits=Limits(grace_s=2.0))
@@ -126,7 +134,7 @@ async def open_run(
             for name, value in cloud.environ.items():
                 monkeypatch.setenv(name, value)
             base = {**base_settings, "serving": {"kind": "external", "urls": [engine.url]}}
-            config = load_config(base=base, overrides=overrides, top=cloud.settings())
+            config = load_config(base=base, overrides=overrides, top=cloud.settings(by_image=by_image))
             manager = await stack.enter_async_context(RolloutManager(config))
             return Bench(config, cloud, engine, manager)
 

@@ -40,6 +40,14 @@ async def test_prompts_in_checked_rollouts_out(open_run):
     assert stored["planned"] == 4
 
 
+async def test_a_run_makes_its_runtime_from_an_image(open_run):
+    run = await open_run("group.size=1", "runtime.environment={HOUSE: ours}", by_image=True)
+    result = await run.manager.collect([Task("a", {"do": "tell its environment"})])
+    [rollout] = result.rollouts
+    assert rollout.extras == {"house": "ours"}
+    assert await no_session_is_open(run)
+
+
 async def test_steps_follow_one_another_in_one_run(open_run):
     run = await open_run("group.size=1")
     first = await run.manager.collect([Task("a", {})])
@@ -113,6 +121,14 @@ async def test_without_a_queue_the_same_rollouts_come_in(open_run):
     assert result.report.outcomes[Outcome.COMPLETED] == 2
 
 
+async def test_a_step_over_two_gateways(open_run):
+    run = await open_run("group.size=8", "gateway.processes=2")
+    result = await run.manager.collect([Task("a", {})])
+    assert result.report.outcomes[Outcome.COMPLETED] == 8
+    stats = await run.manager._gateway.stats()
+    assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (8, 0, 8)  # all revoked where they were
+
+
 async def test_a_gateway_that_dies_ends_the_run_with_the_reason_and_no_session(open_run, held_back):
     run = await open_run(replies=held_back)
     collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))
@@ -121,7 +137,8 @@ async def test_a_gateway_that_dies_ends_the_run_with_the_reason_and_no_session(o
             await asyncio.sleep(0.05)
     gateway = run.manager._gateway
     assert gateway is not None
-    gateway._process._process.kill()
+    (shard,) = gateway._shards
+    shard._process._process.kill()
     with pytest.raises(ServingError, match="the gateway ended with code"):
         await collecting
     assert await no_session_is_open(run)

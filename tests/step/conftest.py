@@ -21,13 +21,18 @@ from agent_wrapper.contract import (
     Segment,
 )
 from rollout_backend import aws
+from rollout_backend.breaker import Breaker, log_place
 from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.manifests import ManifestStore
 from rollout_backend.collect.queue import AnnouncementQueue
+from rollout_backend.collect.retokenise import Retokeniser
+from rollout_backend.collect.set_aside import SetAside
 from rollout_backend.collect.store import ResultStore
-from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.config import ModelConfig, RolloutConfig, load_config
 from rollout_backend.dispatch.closer import SessionCloser
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.local.cloud import LocalStorage
+from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.step import Step, StepServices
 from rollout_backend.tasks import Task
 
@@ -78,8 +83,10 @@ class Agents:
     # --- what an agent may do -----------------------------------------------------------------------------
 
     async def complete(self, request: RolloutRequest, **more: Any) -> None:
-        await self.put(request, self.result(request, **more).encode())
-        await self.announce(request)
+        result = self.result(request, **more)
+        key = request.key_for(result.outcome)
+        await self.put(request, result.encode(), key)
+        await self.announce(request, key=key)
 
     async def fail(self, request: RolloutRequest, outcome: Outcome = Outcome.AGENT_ERROR, **more: Any) -> None:
         failure = Failure(reason="agent_exception", message="boom")
@@ -102,8 +109,8 @@ class Agents:
         }
         return Rollout.model_validate({**fields, **more})
 
-    async def put(self, request: RolloutRequest, body: bytes) -> None:
-        await self.s3.put_object(Bucket=request.result.bucket, Key=request.key, Body=body)
+    async def put(self, request: RolloutRequest, body: bytes, key: str = "") -> None:
+        await self.s3.put_object(Bucket=request.result.bucket, Key=key or request.key, Body=body)
 
     async def announce(self, request: RolloutRequest, *, bucket: str | None = None, key: str | None = None) -> None:
         message = Announcement(bucket=bucket or request.result.bucket, key=key or request.key)
@@ -124,8 +131,10 @@ class Bench:
         self.kept: list[Rollout] = []
         self.revoked: list[str] = []
 
-    def step(self, *tasks: str, number: int = 0) -> Step:
-        return Step(number, [Task(task, {"q": task}) for task in tasks or ("task-a",)], self.services, None)
+    def step(self, *tasks: str, number: int = 0, **more: Any) -> Step:
+        """Each task's payload is its id up to a colon, which is no part of the payload."""
+        made = [Task(task.replace(":", "-"), {"q": task.partition(":")[0]}) for task in tasks or ("task-a",)]
+        return Step(number, made, self.services, None, **more)
 
     async def objects(self, prefix: str) -> list[dict[str, Any]]:
         """The quarantine records, or whatever else is stored as JSON under the prefix."""
@@ -173,10 +182,16 @@ async def open_bench(
                 stack.push_async_callback(queue.aclose)
             agents = Agents(s3, sqs, make_segment)
             stack.push_async_callback(agents.aclose)
-            buffer = RolloutBuffer(config.run_id, store, queue, config.collect.fetches)
+            retokeniser = None
+            if config.collect.retokenise:
+                retokeniser = await Retokeniser.open(ModelConfig(path=BYTE_MODEL))
+                stack.callback(retokeniser.close)
+            buffer = RolloutBuffer(config.run_id, store, queue, config.collect.fetches, retokeniser)
             receiving = asyncio.create_task(buffer.run(config.queue.receivers))
             stack.push_async_callback(_end, receiving)
             bench: Bench
+
+            manifests = ManifestStore(store, config.run_id)
 
             async def revoke(sessions: Any) -> None:
                 bench.revoked += sessions
@@ -198,6 +213,10 @@ async def open_bench(
                 ),
                 revoke=revoke,
                 keep=lambda rollout: bench.kept.append(rollout),
+                read_manifest=manifests.read,
+                write_manifest=manifests.write,
+                breaker=Breaker(config.breakers, lambda entry: log_place(config, entry)),
+                set_aside=SetAside(store, config.run_id, config.group.set_aside_after or 10**6),
             )
             bench = Bench(config, agents, services)
             return bench

@@ -508,3 +508,106 @@ async def test_groups_of_an_aborted_step_are_told_of_too(open_bench):
     with pytest.raises(ServingError):
         await running
     assert [(group.task.task_id, group.usable, group.rollouts) for group in told] == [("task-a", False, ())]
+
+
+# --- results that carry only messages ---------------------------------------------------------------------
+
+TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+
+async def tell(agents, request, **more):
+    await agents.complete(request, segments=[], conversations=[{"messages": TALK}], **more)
+
+
+async def in_text(agents, request, **more):
+    result = {
+        "rollout_data": [{"formatted_request": {"messages": TALK, "tools": None}}],
+        "rewards": [0.5],
+        "input_id": request.task_id,
+    }
+    await agents.put(request, json.dumps({**result, **more}).encode())
+    await agents.announce(request)
+
+
+@pytest.mark.parametrize("behave", [tell, in_text])
+async def test_messages_alone_count_in_evaluation_and_are_not_trained(open_bench, behave):
+    bench = await open_bench("group.size=4", "group.policy=strict")
+
+    async def half(agents, request):
+        await (behave(agents, request) if request.task_id == "task-a" else agents.complete(request))
+
+    bench.agents.behave = half
+    step = bench.step("task-a", "task-b")
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.COMPLETED] == 8, "none is cancelled for want of tokens"
+    assert result.report.reasons == {"completed: messages_only": 4}
+    assert result.failures == ()
+    assert (result.report.trainable, result.report.retokenised) == (4, 0)
+    told, sampled = result.groups
+    assert (told.rollouts, len(told.messages_only), told.usable) == ((), 4, False)
+    assert (len(sampled.rollouts), sampled.messages_only, sampled.usable) == (4, (), True)
+    reward = 0.5 if behave is in_text else 1.0
+    assert result.report.groups[0].mean_reward == reward
+    assert sorted(step.rewards()) == [reward] * 4 + [1.0] * 4
+    assert all(rollout.messages_only for rollout in bench.kept if rollout.task_id == "task-a")
+
+
+async def test_messages_are_trained_where_the_settings_allow_it_and_marked(open_bench):
+    bench = await open_bench("collect.retokenise=true")
+    bench.agents.behave = in_text
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.reasons == {}
+    assert (result.report.trainable, result.report.retokenised) == (2, 2)
+    [group] = result.groups
+    assert group.usable
+    assert all(rollout.retokenised and rollout.trainable for rollout in group.rollouts)
+
+
+async def test_an_agent_cannot_mark_segments_as_retokenised_itself(open_bench):
+    bench = await open_bench("group.size=1")
+
+    async def forged(agents, request):
+        segment = agents.result(request).segments[0].model_dump(mode="json")
+        segment["logprobs"] = [None] * len(segment["logprobs"])
+        segment["turns"][0]["weight_versions"] = []
+        await agents.complete(request, segments=[{**segment, "retokenised": True}])
+
+    bench.agents.behave = forged
+    result = await bench.step().run()
+    assert result.report.reasons == {"infra_error: invalid_result": 1}
+    [record] = await bench.quarantined()
+    assert "marked retokenised" in record["reason"]
+
+
+async def test_a_text_result_that_failed_is_a_failure_and_one_of_another_task_is_refused(open_bench):
+    bench = await open_bench("group.size=3", "group.min_viable=1")
+
+    async def each(agents, request):
+        more = {
+            "0": {"status_code": 500, "stop_reason": "KeyError"},
+            "1": {"status_code": 503},
+            "2": {"input_id": "x"},
+        }
+        await in_text(agents, request, **more[request.rollout_id[-1]])
+
+    bench.agents.behave = each
+    step = bench.step()
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.reasons == {
+        "agent_error: status_code": 1,
+        "infra_error: status_code": 1,
+        "infra_error: invalid_result": 1,
+    }
+    assert result.report.groups[0].rewards == ()
+
+
+async def test_a_result_that_does_not_say_when_it_was_done_has_no_lag(open_bench):
+    bench = await open_bench("group.size=1")
+    bench.agents.behave = in_text
+    result = await bench.step().run()
+    assert result.report.lag is None
+    assert result.report.latency is not None

@@ -1,0 +1,210 @@
+"""Kills a trainer at random moments, starts it again each time, and counts what was lost, run twice or left open.
+
+    python benchmarks/kill_trainer.py --steps 50 --kills 100
+
+Everything but the model is real: a trainer in a process of its own with router and gateway, agents as processes of
+their own, S3 and SQS. The model answers by rule, so that the same task gives the same tokens, and the rows of the
+disturbed run can be compared with those of one that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agent_wrapper.contract import parse_result_key, step_prefix
+from rollout_backend.config import load_config
+from rollout_backend.local.cloud import LocalCloud
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.local.sessions import Limits
+from rollout_backend.manager import RolloutManager
+from rollout_backend.process import ServerProcess
+from rollout_backend.tasks import Task
+
+RUN = "killed"
+READY = "the trainer is ready"
+_STEP_S = 3.0  # about what a step takes
+AGENT = Path(__file__).parent.parent / "examples" / "arithmetic" / "agent.py"
+
+
+def answer(prompt: str) -> str:
+    """By the prompt alone, so that a second sample is the first one again."""
+    return f"The answer is {hashlib.sha256(prompt.encode()).digest()[0] % 20}."
+
+
+def tasks_of(step: int, count: int) -> list[Task]:
+    draw = random.Random(step)
+    digits = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(count)]
+    # A trainer draws the ids of its prompts anew each time.
+    return [
+        Task(
+            f"s{step}-{os.getpid()}-{i}",
+            {"question": f"Step {step}: what is {a} + {b}?", "answer": str(a + b), "nth": i},
+        )
+        for i, (a, b) in enumerate(digits)
+    ]
+
+
+def rows_of(rollouts: Any) -> list[str]:
+    """What would be trained, in a form that can be compared: tokens, mask and reward, and no ids."""
+    return sorted(
+        json.dumps([r.reward, [[list(s.token_ids), list(s.mask)] for s in r.segments]])
+        for r in rollouts
+        if r.trainable
+    )
+
+
+def steps_done(checkpoint: Path) -> int:
+    return len(checkpoint.read_text().splitlines())
+
+
+async def train(settings: Path, checkpoint: Path, steps: int, tasks: int) -> None:
+    """The trainer: a step, then a checkpoint, until all steps are done. It may be killed at any time."""
+    async with RolloutManager(load_config(settings)) as manager:
+        print(READY, flush=True)
+        while (done := steps_done(checkpoint)) < steps:
+            result = await manager.collect(tasks_of(done, tasks), step=done)
+            report = result.report
+            line = {
+                "step": done,
+                "planned": report.planned,
+                "outcomes": {outcome.value: n for outcome, n in report.outcomes.items()},
+                "unclosed": len(report.unclosed_sessions),
+                "resumed": report.resumed,
+                "rows": rows_of(result.rollouts),
+            }
+            with checkpoint.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+
+async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -> dict[str, Any]:
+    """A run with so many kills; what came of it."""
+    checkpoint = work / "checkpoint.jsonl"
+    draw = random.Random(seed)
+    began, killed = time.monotonic(), 0
+    with ScriptedEngine(answer) as engine:
+        async with LocalCloud(AGENT, run_dir=work / "cloud", limits=Limits(grace_s=2.0)) as cloud:
+            base: dict[str, Any] = {
+                "run_id": RUN,
+                "model": {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 4096},
+                "serving": {"kind": "external", "urls": [engine.url]},
+                "group": {"size": 2},
+                "timeouts": {
+                    "model_call_s": 10, "agent_s": 60, "publish_grace_s": 20, "collection_s": 120, "token_s": 240,
+                },
+                "output_dir": str(work / "runs"),
+            }  # fmt: skip
+            settings = work / "settings.yaml"
+            settings.write_text(yaml.safe_dump({**base, **cloud.settings()}))
+            command = [
+                *(sys.executable, __file__, "--trainer", str(settings), str(checkpoint)),
+                *("--steps", str(steps), "--tasks", str(tasks)),
+            ]
+            left = Counter(draw.choices(range(steps), k=kills))  # kills, by the step in which they fall
+            while True:
+                log = work / f"trainer-{killed}.log"
+                trainer = ServerProcess("the trainer", command, log, {**os.environ, **cloud.environ})
+                await trainer.start()
+                ended = asyncio.create_task(trainer.wait())
+                while not ended.done() and not left[steps_done(checkpoint)]:
+                    await asyncio.wait({ended}, timeout=0.02)
+                at = steps_done(checkpoint)
+                if draw.random() < 0.9:  # the others are killed while they start
+                    while READY not in log.read_text() and not ended.done():
+                        await asyncio.wait({ended}, timeout=0.02)
+                after = draw.random() * _STEP_S
+                await asyncio.wait({ended}, timeout=after)
+                if ended.done():
+                    if trainer.returncode == 0:
+                        break
+                    sys.exit(f"the trainer failed by itself. {trainer.tail()}")
+                os.kill(trainer.pid, signal.SIGKILL)
+                await ended
+                killed += 1
+                left[at] -= 1
+                print(f"  kill {killed}: {after:.1f} s into step {at}; {steps_done(checkpoint)} are done", flush=True)
+            open_sessions = (await cloud.sessions())["sessions"]
+            twice = await _run_twice(cloud, steps)
+    lines = [json.loads(line) for line in checkpoint.read_text().splitlines()]
+    outcomes: Counter[str] = Counter()
+    for line in lines:
+        outcomes.update(line["outcomes"])
+    return {
+        "steps": len(lines),
+        "kills": killed,
+        "planned": sum(line["planned"] for line in lines),
+        "unaccounted": sum(line["planned"] - sum(line["outcomes"].values()) for line in lines),
+        "outcomes": {name: count for name, count in outcomes.items() if count},
+        "taken from before a kill": sum(line["resumed"] for line in lines),
+        "finished and run again": twice,
+        "sessions open at the end": len(open_sessions),
+        "seconds": round(time.monotonic() - began),
+        "rows": [line["rows"] for line in lines],
+    }
+
+
+async def _run_twice(cloud: LocalCloud, steps: int) -> int:
+    """Sessions that were started for a rollout whose result stood in S3 already, by the agents' own logs."""
+    finished: dict[str, float] = {}
+    async with cloud.storage.s3() as s3:
+        for step in range(steps):
+            pages = s3.get_paginator("list_objects_v2").paginate(
+                Bucket=cloud.storage.bucket, Prefix=step_prefix("", RUN, step)
+            )
+            async for page in pages:
+                for item in page.get("Contents", ()):
+                    name = parse_result_key("", RUN, item["Key"])
+                    if name.attempt is None:
+                        finished[name.rollout_id] = item["LastModified"].timestamp()
+    accepted = re.compile(r"^(\S+ \S+) INFO agent_wrapper: rollout (\S+) accepted in session", re.MULTILINE)
+    return sum(
+        datetime.strptime(when, "%Y-%m-%d %H:%M:%S,%f").timestamp() > finished.get(rollout_id, math.inf) + 1.0
+        for log in cloud.runtime.session_logs.glob("*.log")
+        for when, rollout_id in accepted.findall(log.read_text(errors="replace"))
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--tasks", type=int, default=4, help="of each step; groups of two")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=Path("runs/kill_trainer"))
+    parser.add_argument("--trainer", nargs=2, type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.trainer:
+        asyncio.run(train(*options.trainer, options.steps, options.tasks))
+        return
+    for name in ("calm", "killed"):
+        (options.work / name).mkdir(parents=True, exist_ok=True)
+        (options.work / name / "checkpoint.jsonl").write_text("")
+    print("undisturbed:")
+    calm = asyncio.run(supervise(options.work / "calm", options.steps, options.tasks, 0, options.seed))
+    print("disturbed:")
+    wild = asyncio.run(supervise(options.work / "killed", options.steps, options.tasks, options.kills, options.seed))
+    same = calm.pop("rows") == wild.pop("rows")
+    print(json.dumps({"undisturbed": calm, "disturbed": wild, "same training rows": same}, indent=1))
+    bad = wild["unaccounted"] or wild["finished and run again"] or wild["sessions open at the end"] or not same
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""A long run holds no more at its end than at its beginning: what a step has held goes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import weakref
+from collections import Counter
+
+from agent_wrapper.contract import Outcome, Rollout
+from rollout_backend.ledger import Entry, Ledger
+from rollout_backend.step import Step
+
+STEPS = 25
+
+
+def held() -> dict[str, int]:
+    """What there is of everything that steps make, in this process."""
+    gc.collect()
+    kinds = Counter(type(each) for each in gc.get_objects())
+    found = {kind.__name__: kinds[kind] for kind in (Step, Ledger, Entry, Rollout, asyncio.Event)}
+    return {
+        **found,
+        "tasks": len(asyncio.all_tasks()),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+async def test_many_steps_leave_no_more_than_a_few(open_bench, caplog):
+    bench = await open_bench("group.size=4", "group.extra=1", "group.straggler_after=0.9", "collect.quiet_s=0.2",
+        "queue.wait_s=0")  # fmt: skip
+
+    async def behave(agents, request):
+        """Each class that ends by itself, and one that is found by listing only."""
+        match request.rollout_id.partition(".")[2]:
+            case "0":
+                await agents.fail(request, Outcome.INFRA_ERROR)
+            case "1":
+                await agents.put(request, agents.result(request).encode())
+            case _:
+                await agents.complete(request)
+
+    bench.agents.behave = behave
+    steps: list[weakref.ref[Step]] = []
+
+    async def one(number):
+        step = bench.step("a", number=number)
+        steps.append(weakref.ref(step))
+        result = await step.run()
+        assert result.report.balanced
+        bench.agents.requests.clear()
+        bench.agents.stopped.clear()
+        bench.revoked.clear()
+        bench.kept.clear()
+
+    for number in range(5):  # connections and caches come up
+        await one(number)
+    before = held()
+    caplog.set_level(logging.DEBUG, logger="rollout_backend")
+    caplog.clear()
+    for number in range(5, STEPS):
+        await one(number)
+    lines = [record for record in caplog.records if record.name.startswith("rollout_backend")]
+    caplog.clear()
+    after = held()
+    assert [ref() for ref in steps] == [None] * STEPS
+    assert after["Step"] == after["Ledger"] == after["Entry"] == after["Rollout"] == 0
+    more = {kind: after[kind] - count for kind, count in before.items() if after[kind] > count + 10}
+    assert more == {}, "more is held after many steps than after five"
+    assert len(lines) <= STEPS, "a step in which nothing is amiss has next to nothing to say"
+    buffer, dispatcher = bench.services.buffer, bench.services.dispatcher
+    assert buffer._sinks == {}
+    assert dispatcher.slots._value == bench.config.runtime.max_sessions
+    assert not bench.agents.sessions

@@ -1,0 +1,116 @@
+import pytest
+
+from agent_wrapper.contract import Outcome
+from rollout_backend.breaker import Breaker, log_place
+from rollout_backend.config import BreakerConfig, RolloutConfig
+from rollout_backend.ledger import Entry, PlannedRollout
+
+ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456789"
+
+
+def entry(outcome=Outcome.INFRA_ERROR, reason="container_error", message="424", by_result=False):
+    return Entry(
+        PlannedRollout("a.0", "a"),
+        session_id="session-7",
+        outcome=outcome,
+        reason=reason,
+        message=message,
+        by_result=by_result,
+    )
+
+
+def opened(entries, consecutive=3, over_s=0.0, every_s=1.0, running=0):
+    breaker = Breaker(BreakerConfig(consecutive=consecutive, over_s=over_s), lambda entry: "the log")
+    for i, each in enumerate(entries):
+        breaker.settled(each, i * every_s)
+        breaker.judge(0, running)
+    return breaker.opened
+
+
+def test_it_opens_with_the_last_of_so_many_and_says_what_where_and_what_to_try():
+    assert opened([entry()] * 2) is None
+    said = opened([entry(), entry(), entry(message="exit code 137")])
+    for part in ("3 rollouts", "infra_error, container_error", "exit code 137", "the log", "arm64", "a.0"):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    "well",
+    [
+        entry(Outcome.COMPLETED, "", by_result=True),
+        entry(Outcome.AGENT_ERROR, "agent_exception", by_result=True),
+        entry(Outcome.TIMED_OUT, "agent_deadline", by_result=True),
+    ],
+    ids=lambda each: each.outcome,
+)
+def test_whatever_the_infrastructure_let_through_begins_the_count_anew(well):
+    assert opened([entry(), entry(), well, entry(), entry()]) is None
+    assert opened([entry(), entry(), well, entry(), entry(), entry()])
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        entry(Outcome.CANCELLED, "target_reached"),
+        entry(Outcome.TIMED_OUT, "straggler"),
+        entry(reason="run_failed"),
+        entry(reason="task_set_aside"),
+        entry(reason="throttled"),
+        entry(reason="quota_exceeded"),
+    ],
+    ids=lambda each: each.reason,
+)
+def test_what_was_ended_from_here_or_found_no_room_counts_neither_way(ours):
+    assert opened([ours] * 9) is None
+    assert opened([entry(), entry(), ours, entry()])
+
+
+def test_reasons_are_counted_apart_and_silent_deaths_are_one():
+    terminated = entry(reason="terminated")
+    assert opened([entry(), terminated, entry(), terminated]) is None
+    assert "container_error" in opened([entry(), terminated, entry(), entry()])
+    assert "killed for memory" in opened([entry(Outcome.TIMED_OUT, "no_result")] * 3)
+
+
+def test_one_burst_is_no_pattern():
+    assert opened([entry()] * 100, over_s=30.0, every_s=0.01) is None
+    assert opened([entry()] * 100, over_s=30.0, every_s=1.0)
+
+
+def test_while_more_are_running_than_were_lost_nothing_is_proved():
+    assert opened([entry()] * 30, running=200) is None
+    assert opened([entry()] * 30, running=30)
+    breaker = Breaker(BreakerConfig(consecutive=3, over_s=0))
+    breaker.judge(0, running=5)
+    for i in range(4):
+        breaker.settled(entry(), i)
+        breaker.judge(1, running=0)
+    assert breaker.opened is None, "those of another step count"
+    breaker.judge(0, running=0)
+    assert breaker.opened
+
+
+def test_it_can_be_switched_off_and_stays_open():
+    assert opened([entry()] * 1000, consecutive=None) is None
+    breaker = Breaker(BreakerConfig(consecutive=1, over_s=0))
+    breaker.settled(entry(message="the first"), 0.0)
+    breaker.judge(0, 0)
+    breaker.settled(entry(Outcome.COMPLETED, "", by_result=True), 1.0)
+    breaker.settled(entry(message="the second"), 2.0)
+    breaker.judge(0, 0)
+    assert "the first" in breaker.opened
+
+
+@pytest.mark.parametrize(
+    ("runtime", "reason", "place"),
+    [
+        ({"kind": "agentcore", "arn": ARN}, "container_error", "/my_agent-0123456789-DEFAULT, session session-7"),
+        ({"kind": "http", "url": "http://agents"}, "container_error", "http://agents"),
+        ({"kind": "agentcore", "arn": ARN}, "model_unavailable", "runs/r/logs"),
+        ({"kind": "agentcore", "arn": ARN}, "invalid_result", "s3://bucket/p/runs/r/quarantine/"),
+    ],
+)  # fmt: skip
+def test_where_the_log_is(runtime, reason, place):
+    storage = {"bucket": "bucket", "prefix": "p/"}
+    config = RolloutConfig.parse({"run_id": "r", "model": {"path": "m"}, "storage": storage, "runtime": runtime})
+    assert place in log_place(config, entry(reason=reason))
