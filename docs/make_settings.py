@@ -45,7 +45,7 @@ def page() -> str:
 
 def _sections(field: Schema, definitions: dict[str, Schema]) -> Iterator[Schema]:
     """The sections that a field may hold: none for a plain value, two for `runtime`."""
-    for choice in field.get("oneOf", [field]):
+    for choice in field.get("oneOf") or field.get("anyOf") or [field]:
         if "$ref" in choice:
             yield definitions[choice["$ref"].rsplit("/", 1)[1]]
 
@@ -68,8 +68,12 @@ def _value(field: Schema) -> str:
         return f"`{field['const']}`"
     if "enum" in field:
         return ", ".join(f"`{choice}`" for choice in field["enum"])
+    if "type" not in field:
+        return "anything"
     if field["type"] == "array":
         return f"list of {_value(field['items'])}"
+    if field["type"] == "object":
+        return f"map of {_value(field['additionalProperties'])}"
     plain = {"string": "text", "number": "number", "integer": "whole number", "boolean": "true or false"}
     name = "path" if field.get("format") == "path" else plain[field["type"]]
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -85,7 +89,7 @@ def _default(field: Schema) -> str:
         return f"`{str(value).lower()}`"
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return "none" if value in (None, "", []) else f"`{value}`"
+    return "none" if value in (None, "", [], {}) else f"`{value}`"
 
 
 def _flat(text: str) -> str:

@@ -111,5 +111,16 @@ def test_what_deploy_promises_stands_in_the_template() -> None:
     table = set(re.findall(r"`([A-Z]\w+)`", (ROOT / "infra" / "README.md").read_text().partition("## Parameters")[2]))
     assert table == parameters
     outputs = set(re.findall(r"output `?([A-Z]\w+)", (ROOT / "docs" / "deploy.md").read_text()))
-    assert len(outputs) == 5
+    assert len(outputs) == 6
     assert all(f"\n  {name}:\n" in template for name in outputs)
+
+
+def test_every_threat_names_a_test_that_exists() -> None:
+    rows = re.findall(r"^\| .* \|$", (ROOT / "docs" / "security.md").read_text(), flags=re.M)
+    threats = [row for row in rows if "---" not in row and not row.endswith("| shown by |")]
+    assert len(threats) > 25
+    for row in threats:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row.rsplit("|", 2)[1])
+        assert named, row
+        for file, test in named:
+            assert re.search(rf"^(?:async )?def {test}\(", (ROOT / file).read_text(), flags=re.M), f"{file}::{test}"

@@ -35,3 +35,8 @@ def template_path() -> Path:
 @pytest.fixture(scope="session")
 def template() -> dict[str, Any]:
     return yaml.load(TEMPLATE.read_text(), Loader=_Loader)
+
+
+@pytest.fixture(scope="session")
+def relay_stack() -> dict[str, Any]:
+    return yaml.load(TEMPLATE.with_name("relay-ecs.yaml").read_text(), Loader=_Loader)

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from rollout_backend.config import load_config
+from rollout_backend.config import AgentCoreConfig, load_config
 
 # Actions that AWS checks against no resource, so that "*" is the only thing that can be written.
 NAMELESS = {
+    "bedrock-agentcore:CreateAgentRuntime",
+    "bedrock-agentcore:ListAgentRuntimes",
     "cloudwatch:PutMetricData",
     "ecr:GetAuthorizationToken",
     "xray:GetSamplingRules",
@@ -24,6 +26,9 @@ NAMELESS = {
     "xray:PutTraceSegments",
 }
 RUNS = {"Fn::Sub": "${Bucket.Arn}/${ResultPrefix}runs/*"}
+STEPS = {"Fn::Sub": "${Bucket.Arn}/${ResultPrefix}runs/*/steps/*"}
+WRITE_ONCE = {"Null": {"s3:if-none-match": "false"}}
+ACCOUNT = "arn:${AWS::Partition}:bedrock-agentcore:${AWS::Region}:${AWS::AccountId}"
 RUN_QUEUES = {"Fn::Sub": "arn:${AWS::Partition}:sqs:${AWS::Region}:${AWS::AccountId}:rollout-*"}
 
 Statement = dict[str, Any]
@@ -99,9 +104,39 @@ def test_a_wildcard_resource_only_where_an_action_names_none(
 def test_an_agent_can_write_a_result_once_and_read_it_back(agent: list[Statement]) -> None:
     s3 = [statement for statement in agent if any(a.startswith("s3:") for a in listed(statement["Action"]))]
     assert actions(s3) == {"s3:PutObject", "s3:GetObject"}  # no list, no delete
-    assert all(resources(statement) == [RUNS] for statement in s3)
+    assert all(resources(statement) == [STEPS] for statement in s3)
     (write,) = [statement for statement in s3 if "s3:PutObject" in listed(statement["Action"])]
-    assert write["Condition"] == {"Null": {"s3:if-none-match": "false"}}
+    assert write["Condition"] == WRITE_ONCE
+
+
+def test_with_presigned_urls_an_agent_has_neither_s3_nor_sqs(template: dict[str, Any]) -> None:
+    (policy,) = template["Resources"]["AgentRole"]["Properties"]["Policies"]
+    services = {"s3", "sqs"}
+    for entry in policy["PolicyDocument"]["Statement"]:
+        for statement in branches(entry):
+            if services & {action.partition(":")[0] for action in listed(statement["Action"])}:
+                assert entry["Fn::If"][:2] == ["IsPresigned", {"Ref": "AWS::NoValue"}], statement["Sid"]
+
+
+def test_with_presigned_urls_the_trainer_signs_for_one_write_and_the_bucket_announces_it(
+    template: dict[str, Any], trainer: list[Statement]
+) -> None:
+    (signing,) = [statement for statement in trainer if statement["Sid"] == "SignForResults"]
+    assert (signing["Action"], resources(signing), signing["Condition"]) == ("s3:PutObject", [STEPS], WRITE_ONCE)
+    document = template["Resources"]["TrainerPolicy"]["Properties"]["PolicyDocument"]
+    assert [one["Fn::If"][0] for one in document["Statement"] if one.get("Fn::If", [0, 0])[1] == signing] == [
+        "IsPresigned"
+    ]
+    condition, notification, otherwise = template["Resources"]["Bucket"]["Properties"]["NotificationConfiguration"][
+        "Fn::If"
+    ]
+    assert (condition, otherwise) == ("IsPresigned", {"Ref": "AWS::NoValue"})
+    assert notification["QueueConfigurations"][0]["Queue"] == {"Fn::GetAtt": "Queue.Arn"}
+    _, *more = template["Resources"]["QueuePolicy"]["Properties"]["PolicyDocument"]["Statement"]
+    (condition, allow, otherwise) = more[0]["Fn::If"]
+    assert (condition, otherwise, len(more)) == ("IsPresigned", {"Ref": "AWS::NoValue"}, 1)
+    assert (allow["Principal"], allow["Action"]) == ({"Service": "s3.amazonaws.com"}, "sqs:SendMessage")
+    assert allow["Condition"]["StringEquals"] == {"aws:SourceAccount": {"Ref": "AWS::AccountId"}}
 
 
 def test_an_agent_can_announce_and_nothing_else_on_queues(agent: list[Statement]) -> None:
@@ -125,7 +160,9 @@ def test_only_agentcore_in_this_account_can_take_the_agents_role(template: dict[
 
 
 def test_the_trainer_starts_and_stops_sessions_of_this_runtime_only(trainer: list[Statement]) -> None:
-    (sessions,) = [s for s in trainer if "bedrock-agentcore:InvokeAgentRuntime" in listed(s["Action"])]
+    invokes = [s for s in trainer if "bedrock-agentcore:InvokeAgentRuntime" in listed(s["Action"])]
+    assert {statement["Sid"] for statement in invokes} == {"Sessions", "RuntimesOfARun"}
+    (sessions,) = [statement for statement in invokes if statement["Sid"] == "Sessions"]
     assert "bedrock-agentcore:StopRuntimeSession" in sessions["Action"]
     assert resources(sessions) == [
         {"Fn::GetAtt": "Runtime.AgentRuntimeArn"},
@@ -133,12 +170,46 @@ def test_the_trainer_starts_and_stops_sessions_of_this_runtime_only(trainer: lis
     ]
 
 
+def test_the_trainer_makes_runtimes_under_their_own_name_and_only_where_it_is_allowed_to(
+    template: dict[str, Any], trainer: list[Statement]
+) -> None:
+    document = template["Resources"]["TrainerPolicy"]["Properties"]["PolicyDocument"]
+    conditional = [
+        one["Fn::If"][1]["Sid"] for one in document["Statement"] if one.get("Fn::If", [""])[0] == "HasRunRuntimes"
+    ]
+    by_sid = {statement["Sid"]: statement for statement in trainer}
+    assert conditional == ["MakeAndFindRuntimes", "RuntimesOfARun", "GiveTheAgentItsRole", "RolesOfAgentCoreItself"]
+    changes = {"bedrock-agentcore:UpdateAgentRuntime", "bedrock-agentcore:DeleteAgentRuntime"}
+    for statement in trainer:
+        if changes & set(listed(statement["Action"])):
+            assert statement["Sid"] == "RuntimesOfARun"
+    for resource in resources(by_sid["RuntimesOfARun"]):
+        assert resource["Fn::Sub"].startswith(ACCOUNT)
+        assert resource["Fn::Sub"].endswith(("/rollout_*", ":workload-identity-directory/default"))
+    passing = by_sid["GiveTheAgentItsRole"]
+    assert (passing["Action"], resources(passing)) == ("iam:PassRole", [{"Fn::GetAtt": "AgentRole.Arn"}])
+    assert passing["Condition"] == {"StringEquals": {"iam:PassedToService": "bedrock-agentcore.amazonaws.com"}}
+    assert {a for a in actions(trainer) if a.startswith("iam:")} == {"iam:PassRole", "iam:CreateServiceLinkedRole"}
+
+
+def test_the_names_that_runs_give_are_those_the_trainer_may_make() -> None:
+    image = "123456789012.dkr.ecr.us-east-1.amazonaws.com/my-agent-repository-1a2b3c:1"
+    config = AgentCoreConfig(image=image, role="arn:aws:iam::123456789012:role/agent")
+    assert config.runtime_name == "rollout_my_agent_repository_1a2b3c"
+
+
 def test_the_trainer_touches_results_of_runs_only(trainer: list[Statement]) -> None:
     by_sid = {statement["Sid"]: statement for statement in trainer}
     assert actions(trainer) & {"s3:DeleteObject", "s3:PutBucketPolicy", "sqs:PurgeQueue"} == set()
     assert (by_sid["Results"]["Action"], resources(by_sid["Results"])) == ("s3:GetObject", [RUNS])
-    (write,) = [statement for statement in trainer if "s3:PutObject" in listed(statement["Action"])]
-    assert resources(write) == [{"Fn::Sub": "${Bucket.Arn}/${ResultPrefix}runs/*/quarantine/*"}]
+    writes = [
+        statement
+        for statement in trainer
+        if "s3:PutObject" in listed(statement["Action"]) and statement["Sid"] != "SignForResults"
+    ]
+    names = ("quarantine/*", "manifests/*", "set-aside/*", "owner")
+    beside = [{"Fn::Sub": f"${{Bucket.Arn}}/${{ResultPrefix}}runs/*/{name}"} for name in names]
+    assert [one for write in writes for one in resources(write)] == beside
     assert resources(by_sid["FindResults"]) == [{"Fn::GetAtt": "Bucket.Arn"}]
 
 
@@ -150,7 +221,7 @@ def test_the_trainer_makes_and_deletes_queues_of_runs_only(trainer: list[Stateme
 
 @pytest.mark.parametrize("name", ["BucketPolicy", "QueuePolicy", "DeadLetterQueuePolicy"])
 def test_nothing_is_reached_without_tls(template: dict[str, Any], name: str) -> None:
-    (statement,) = template["Resources"][name]["Properties"]["PolicyDocument"]["Statement"]
+    statement, *_ = template["Resources"][name]["Properties"]["PolicyDocument"]["Statement"]
     assert (statement["Effect"], statement["Principal"]) == ("Deny", "*")
     assert statement["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
 
