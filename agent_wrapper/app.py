@@ -40,7 +40,8 @@ SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
 _REMEMBERED = 10_000  # finished rollouts that a repeated invoke is answered for
 
 # After its deadline an agent has so long to unwind, the trajectory to arrive, the result to be written. Together
-# with the start of the session they should fit the backend's publish_grace_s.
+# with the start of the session they should fit the backend's publish_grace_s. Before it there is more time for the
+# trajectory: a trainer that is started again takes its gateway along.
 _UNWIND_S, _FETCH_S, _PUBLISH_S = 2.0, 20.0, 60.0
 # The same once the process is told to stop: what follows SIGTERM comes soon.
 _LAST_UNWIND_S, _LAST_FETCH_S, _LAST_PUBLISH_S = 0.5, 2.0, 4.0
@@ -252,7 +253,7 @@ class RolloutApp:
         ending = await self._play(request, RolloutContext.of_request(request, payload))
         preparing.cancel()
         finished_at = time.time()
-        trajectory = await self._fetch(request)
+        trajectory = await self._fetch(request, _fetch_s(ending, request.deadline - finished_at))
         return conclude(request, ending, trajectory, started_at, finished_at)
 
     async def _play(self, request: RolloutRequest, context: RolloutContext) -> Ending:
@@ -273,9 +274,9 @@ class RolloutApp:
         message = "the agent had not returned by its deadline"
         return failed(Outcome.TIMED_OUT, "agent_deadline", message, call.stack())
 
-    async def _fetch(self, request: RolloutRequest) -> Trajectory | TrajectoryUnavailable:
-        fetch = asyncio.create_task(fetch_trajectory(request.endpoint, _FETCH_S))
-        if not await self._wait(fetch, _FETCH_S, _LAST_FETCH_S):
+    async def _fetch(self, request: RolloutRequest, budget_s: float) -> Trajectory | TrajectoryUnavailable:
+        fetch = asyncio.create_task(fetch_trajectory(request.endpoint, budget_s))
+        if not await self._wait(fetch, budget_s, _LAST_FETCH_S):
             fetch.cancel()
             return TrajectoryUnavailable("the gateway did not hand out the trajectory in time")
         try:
@@ -313,6 +314,12 @@ class RolloutApp:
             "publish",
         )
         logger.info("rollout %s published as %s (written: %s)", rollout.rollout_id, rollout.outcome, written)
+
+
+def _fetch_s(ending: Ending, left_s: float) -> float:
+    """How long the gateway is asked for the trajectory: what an agent has earned is worth waiting for until its
+    deadline. One that failed may have failed for want of the gateway, and says so at once."""
+    return max(_FETCH_S, left_s) if ending.failure is None else _FETCH_S
 
 
 async def _in_thread(work: Callable[[], _T], name: str) -> _T:

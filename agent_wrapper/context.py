@@ -16,7 +16,7 @@ from typing import Any
 from agent_wrapper.contract import RolloutRequest, Sampling
 
 _DEPLOYED_CALL_TIMEOUT_S = 600.0
-_MAX_RETRIES = 8
+_MAX_RETRIES = 40  # of 8 s at most: five minutes without a gateway
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class RolloutContext:
         """Arguments for `openai.OpenAI` and `openai.AsyncOpenAI`: base_url, api_key, timeout, max_retries.
 
         A call may last until the deadline, because a call that the client gives up and repeats is sampled twice.
-        Retries outlast a restart of an engine. What the environment leaves unset is left out.
+        Retries outlast a restart of an engine, of the gateway, and of the whole training side: so long a janitor
+        waits for it, and then stops the session. What the environment leaves unset is left out.
         """
         timeout = max(1.0, self.remaining_s) if self.training else _DEPLOYED_CALL_TIMEOUT_S
         endpoint = {"base_url": self.base_url, "api_key": self.api_key}

@@ -4,7 +4,8 @@ Two rules hold throughout. A reward is a finite number that the agent gave, or t
 model's endpoint is never the agent's: an exception counts as `model_unavailable` if, anywhere in its chain of
 causes, stands an error that
 
-- says that the endpoint failed: it has a `status_code` (its own or its `response`'s) of 408, 429 or 5xx, or it is
+- says that the endpoint failed: it has a `status_code` (its own or its `response`'s) of 408, 410 (the session is
+  closed or lost, which is never the agent's doing), 429 or 5xx, or it is
   an error of the transport by its class (httpx, httpcore, aiohttp or requests: no connection, timed out, cut), or
   it has one of the names that model SDKs give to these (`APIConnectionError`, ...; plain `APIError` is what they
   raise for an error event inside a stream); and
@@ -259,7 +260,7 @@ def _is_model_unavailable(error: BaseException, base_url: str) -> bool:
     from_sdk = any(cls.__name__ in _SDK_ERRORS for cls in classes) or classes[0].__name__ == "APIError"
     transport = any((_library(cls), cls.__name__) in _TRANSPORT_ERRORS for cls in classes)
     status = _attribute(error, "status_code") or _attribute(error, "response", "status_code")
-    refused = isinstance(status, int) and (status in (408, 429) or status >= 500)
+    refused = isinstance(status, int) and (status in (408, 410, 429) or status >= 500)
     if not (from_sdk or transport or refused):
         return False
     url = _attribute(error, "request", "url") or _attribute(error, "response", "request", "url")

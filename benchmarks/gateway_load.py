@@ -107,13 +107,16 @@ def settings(processes: int, in_flight: int) -> RolloutConfig:
     )
 
 
-async def measure(processes: int, in_flight: int, turns: int, latency_s: float, logs: Path) -> Load:
+async def measure(
+    processes: int, in_flight: int, turns: int, latency_s: float, logs: Path, journal: bool = True
+) -> Load:
     load = Load(processes, in_flight)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     argv = [sys.executable, __file__, "--engine", str(port), "--latency-s", str(latency_s)]
     engine = ServerProcess("the engine", argv, logs / "engine.log")
-    gateway = GatewayFleet(settings(processes, in_flight), url, logs)
+    journals = logs / "gateway" if journal else None
+    gateway = GatewayFleet(settings(processes, in_flight), url, logs, journals=journals)
     try:
         await engine.start()
         await engine.wait_healthy(lambda: is_healthy(url), 30)
@@ -189,6 +192,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--turns", type=int, default=4, help="calls of each session, one after another")
     parser.add_argument("--latency-s", type=float, default=1.0, help="how long the engine takes for each call")
+    parser.add_argument("--no-journal", action="store_true", help="what it costs to write calls down is left out")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)  # the port: this process is the engine
     args = parser.parse_args()
     if args.engine is not None:
@@ -201,7 +205,9 @@ def main() -> None:
         for processes in args.processes:
             for in_flight in args.in_flight:
                 logs = Path(folder) / f"{processes}-{in_flight}"
-                load = asyncio.run(measure(processes, in_flight, args.turns, args.latency_s, logs))
+                load = asyncio.run(
+                    measure(processes, in_flight, args.turns, args.latency_s, logs, not args.no_journal)
+                )
                 table.add_row(*load.row())
     Console(width=110).print(table)
 

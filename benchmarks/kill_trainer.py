@@ -86,6 +86,7 @@ async def train(settings: Path, checkpoint: Path, steps: int, tasks: int) -> Non
                 "outcomes": {outcome.value: n for outcome, n in report.outcomes.items()},
                 "unclosed": len(report.unclosed_sessions),
                 "resumed": report.resumed,
+                "reattached": report.reattached,
                 "rows": rows_of(result.rollouts),
             }
             with checkpoint.open("a") as file:
@@ -153,6 +154,7 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
         "unaccounted": sum(line["planned"] - sum(line["outcomes"].values()) for line in lines),
         "outcomes": {name: count for name, count in outcomes.items() if count},
         "taken from before a kill": sum(line["resumed"] for line in lines),
+        "re-attached": sum(line["reattached"] for line in lines),
         "finished and run again": twice,
         "sessions open at the end": len(open_sessions),
         "seconds": round(time.monotonic() - began),

@@ -13,16 +13,21 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     ConnectTimeoutError,
+    CredentialRetrievalError,
     EndpointConnectionError,
     NoCredentialsError,
     PartialCredentialsError,
+    SSOError,
+    TokenRetrievalError,
 )
 from botocore.utils import deep_merge
 
-from rollout_backend.errors import PreflightError
+from rollout_backend.errors import CredentialsExpired, PreflightError
 
 NO_CONNECTION = (EndpointConnectionError, ConnectTimeoutError)
 NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
+UNSIGNED = (*NO_CREDENTIALS, CredentialRetrievalError, SSOError, TokenRetrievalError)  # no call was sent
+_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException"})
 
 
 def client(
@@ -73,6 +78,22 @@ def message_of(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Message", error))
 
 
+def expired(error: ClientError) -> bool:
+    """Whether the service takes the credentials no more. Those that renew themselves are renewed long before, so no
+    later try does better."""
+    return code_of(error) in _EXPIRED
+
+
+def end_if_expired(error: BaseException, what: str) -> None:
+    """Raises CredentialsExpired if that is why `what` did not do as it was asked."""
+    if isinstance(error, ClientError) and expired(error):
+        raise CredentialsExpired(
+            f"the AWS credentials have expired ({what} says {code_of(error)}). Get new ones (aws sso login, or the "
+            "three of AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN) and start the run again under "
+            "its run_id: what is finished is taken. Those of a role or of a profile renew themselves"
+        ) from error
+
+
 def preflight_error(error: BotoCoreError | ClientError, what: str, setting: str) -> PreflightError:
     """What a failed look at `what`, named by `setting`, means to the user."""
     if isinstance(error, NO_CREDENTIALS):
@@ -84,7 +105,7 @@ def preflight_error(error: BotoCoreError | ClientError, what: str, setting: str)
         return PreflightError(f"{what} cannot be reached: {error}. Check aws.region and aws.endpoint_url")
     if isinstance(error, ClientError):
         match status_of(error):
-            case 404 | 400 if code_of(error) not in ("AccessDenied", "ExpiredToken", "InvalidAccessKeyId"):
+            case 404 | 400 if not expired(error) and code_of(error) not in ("AccessDenied", "InvalidAccessKeyId"):
                 return PreflightError(f"{what} does not exist. Create it, or mend {setting}")
             case 301:
                 return PreflightError(f"{what} is in another region: set aws.region")

@@ -17,6 +17,9 @@ from rollout_backend.ledger import NO_RESULT, Entry
 _ADVICE = {
     "access_denied": "attach the trainer's policy (output TrainerPolicyArn of the stack), and see that the "
     "credentials are those of its account",
+    "credentials_expired": "log in again (aws sso login), or set new AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
+    "AWS_SESSION_TOKEN",
+    "no_credentials": "log in (aws sso login), or see why the credentials could not be renewed",
     "runtime_not_found": "mend runtime.arn and runtime.qualifier: no such runtime, or no such endpoint of it, exists",
     "container_error": "read the container's log; an image that is not arm64 says 'exec format error' there",
     "invoke_rejected": "the last message says why; 'not MMDSv2-enabled' is dealt with in docs/deploy.md",

@@ -289,7 +289,8 @@ class ServingConfig(_Section):
     startup_timeout_s: Seconds = 300.0
     """From a server's start until it answers."""
     max_restarts: int = Field(default=3, ge=0)
-    """How often a server that died is started again before the run stops with its log."""
+    """How often a server that died is started again before the run stops with its log: of each engine, of the router
+    and of each gateway."""
 
     @model_validator(mode="after")
     def _kinds(self) -> Self:
@@ -345,9 +346,9 @@ class GatewayConfig(_Section):
     startup_timeout_s: Seconds = 60.0
     """From its start until it answers."""
     secret: SecretStr | None = Field(default=None, min_length=32)
-    """Seals what was sampled, so that a container cannot alter it; best set in the environment, as
-    ROLLOUT__GATEWAY__SECRET. Default: one made for the run and kept in OUTPUT_DIR/RUN_ID. A run that goes on on
-    another machine needs the same one, or it runs its unfinished step anew."""
+    """Seals what was sampled, so that a container cannot alter it, and makes the run's session keys; best set in the
+    environment, as ROLLOUT__GATEWAY__SECRET. Default: one made for the run and kept in OUTPUT_DIR/RUN_ID. A run that
+    goes on on another machine needs the same one, or it runs its unfinished step anew."""
     require_seal: bool = True
     """Whether a result that could be trained must carry the gateway's seal. False: the agents' containers are
     believed."""

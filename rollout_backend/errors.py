@@ -12,10 +12,12 @@
     │   ├── QuotaExceeded          402: too many sessions; wait until some have closed
     │   ├── RuntimeConflict        409: try again
     │   ├── RuntimeUnavailable     5xx, or no connection: try again
+    │   ├── Unsigned               there are no credentials, or none to be had just now: it was not sent
     │   ├── OutcomeUnknown         the call was cut or timed out after it was sent: the session may be running
     │   └── Rejected               4xx for good: the rollout ends as infra_error at once
     ├── StoreError             S3 did not answer as it should; a later look may find the result
     │   └── ResultMissing          nothing is stored under the key
+    ├── CredentialsExpired     AWS says so: the run stops, and goes on where it was with new ones
     ├── CircuitOpen            rollouts are lost in one way again and again: the run stops, with a diagnosis
     ├── ManifestError          a step was begun before, and what it left cannot be understood
     └── LedgerError            a step that does not reconcile: a bug, the run stops with the ledger printed
@@ -81,6 +83,11 @@ class RuntimeUnavailable(RuntimeCallError):
     reason = "runtime_unavailable"
 
 
+class Unsigned(RuntimeCallError):
+    reason = "no_credentials"
+    never_opened = True
+
+
 class OutcomeUnknown(RuntimeCallError):
     reason = "invoke_outcome_unknown"
 
@@ -91,7 +98,7 @@ class Rejected(RuntimeCallError):
     def __init__(self, message: str, reason: str = "invoke_rejected") -> None:
         super().__init__(message)
         self.reason = reason
-        self.never_opened = reason in ("runtime_not_found", "access_denied")
+        self.never_opened = reason in ("runtime_not_found", "access_denied", "credentials_expired")
 
 
 class StoreError(RolloutBackendError):
@@ -100,6 +107,10 @@ class StoreError(RolloutBackendError):
 
 class ResultMissing(StoreError):
     """Nothing is stored under the key: an announcement that names it is ahead of its time, or false."""
+
+
+class CredentialsExpired(RolloutBackendError):
+    """AWS takes this process's credentials no more, and they do not renew themselves. The message says what to do."""
 
 
 class CircuitOpen(RolloutBackendError):

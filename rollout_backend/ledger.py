@@ -121,6 +121,20 @@ class Ledger:
         if entry.phase is Phase.DISPATCHING:
             entry.phase = Phase.RUNNING
 
+    def adopt(self, rollout_id: str, session_id: str, deadline: float) -> None:
+        """Books an attempt that an earlier take has made, and whose agent may still be at work."""
+        entry = self.entries[rollout_id]
+        entry.phase = Phase.RUNNING
+        entry.session_id = session_id
+        entry.deadline = deadline
+        self.sessions_opened += 1
+        self.open_sessions.add(session_id)
+
+    def lose(self, rollout_id: str) -> None:
+        """An adopted attempt came to nothing: the rollout is to be submitted as any other."""
+        entry = self.entries[rollout_id]
+        entry.phase, entry.session_id, entry.deadline = Phase.PLANNED, None, None
+
     def give_up(self, rollout_id: str) -> None:
         """The current attempt came to nothing. What its session may still say does not count."""
         self.entries[rollout_id].session_id = None

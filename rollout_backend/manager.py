@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -35,9 +35,10 @@ from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.dispatch.closer import SessionCloser
 from rollout_backend.dispatch.dispatcher import Dispatcher
+from rollout_backend.dispatched import Dispatched
 from rollout_backend.errors import CircuitOpen, ServingError
 from rollout_backend.gateway.seal import Sealer
-from rollout_backend.gateway.secret import run_secret
+from rollout_backend.gateway.secret import key_secret, run_secret
 from rollout_backend.gateway.shards import GatewayFleet
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.janitor.owner import Janitor
@@ -76,7 +77,8 @@ class RolloutManager:
         on_status: Callable[[str], None] = lambda text: None,
         on_serving: Callable[[ServingEvent], None] = lambda event: None,
     ) -> None:
-        """`on_status` is told what is being started; `on_serving` what happens to engines and router."""
+        """`on_status` is told what is being started; `on_serving` what happens to engines, router and
+        gateways."""
         self.config = config
         self.archive = RunArchive(config.run_dir)
         self._on_status = on_status
@@ -135,7 +137,15 @@ class RolloutManager:
         await fleet.start()
         self._fleet = fleet
         self._on_status("starting the gateway")
-        gateway = GatewayFleet(behind_relay(config), fleet.router_url, logs, seal_secret=secret)
+        gateway = GatewayFleet(
+            behind_relay(config),
+            fleet.router_url,
+            logs,
+            key_secret(secret, config.run_id),
+            seal_secret=secret,
+            journals=config.run_dir / "gateway",
+            on_event=self._on_serving,
+        )
         stack.push_async_callback(gateway.stop)
         await gateway.start()
         self._gateway = gateway
@@ -162,6 +172,12 @@ class RolloutManager:
         ]
         stack.push_async_callback(self._end_watching)
         stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
+
+        async def adopt(session_ids: Collection[str]) -> None:
+            for session_id in session_ids:
+                janitor.session_adopted(session_id)
+            await gateway.adopt(session_ids)
+
         runtime_config = config.runtime
         manifests = ManifestStore(store, config.run_id)
         presigner = Presigner(config.storage, config.aws) if config.storage.presigned else None
@@ -182,6 +198,9 @@ class RolloutManager:
             read_manifest=manifests.read,
             write_manifest=manifests.write,
             sealed_by=sealer.fingerprint if sealer is not None else "",
+            gateway=gateway.identity,
+            dispatched=Dispatched(config.run_dir / "steps"),
+            adopt=adopt,
             presign=presigner.urls if presigner is not None else None,
             breaker=Breaker(config.breakers, lambda entry: log_place(config, entry)),
             set_aside=SetAside(store, config.run_id, config.group.set_aside_after)
@@ -217,7 +236,8 @@ class RolloutManager:
         settings' own for this step. `on_group` is told of each group as soon as all of it is settled.
 
         A step of this run that was begun before, with the same number and tasks of the same content, goes on where
-        it was left: finished rollouts are taken, sessions left open are closed, and only the rest is run. Say
+        it was left: finished rollouts are taken, agents that are still at work are waited for where the gateway has
+        what they sampled, other sessions are closed, and only the rest is run. Say
         `same_weights=False` where other weights are served now; then all of it is run anew. `weights` names them
         in the step's manifest.
 
@@ -226,6 +246,7 @@ class RolloutManager:
             ManifestError: the step was begun before, and its manifest cannot be read.
             StoreError: S3 did not take the step's manifest; nothing was dispatched.
             ServingError: no engine or no gateway is left; the step's open rollouts ended as infra_error.
+            CredentialsExpired: AWS takes this process's credentials no more.
             CircuitOpen: rollouts are lost in one way again and again; every step of the run ends so.
             LedgerError: the books do not balance.
         """
@@ -275,7 +296,10 @@ class RolloutManager:
                 outcomes[outcome] = outcomes.get(outcome, 0) + count
             open_sessions += len(current.ledger.open_sessions)
             rewards += current.rewards()
-        gateway = await self._gateway.stats() if self._gateway is not None else None
+        try:
+            gateway = await self._gateway.stats() if self._gateway is not None else None
+        except ServingError:  # it is being started again, or the run ends
+            gateway = None
         return Progress(phases, outcomes, open_sessions, tuple(rewards), gateway)
 
     @staticmethod
@@ -289,7 +313,7 @@ class BlockingRolloutManager:
     def __init__(
         self, config: RolloutConfig, on_serving: Callable[[ServingEvent], None] = lambda event: None
     ) -> None:
-        """`on_serving` is told, in that thread, what happens to engines and router."""
+        """`on_serving` is told, in that thread, what happens to engines, router and gateways."""
         self._manager = RolloutManager(config, on_serving=on_serving)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-manager", daemon=True)
@@ -354,5 +378,7 @@ async def _gateway_ends(gateway: GatewayFleet | DialerProcess) -> None:
 def _why_it_ended(watching: Iterable[asyncio.Task[None]]) -> BaseException:
     for task in watching:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            while isinstance(error, BaseExceptionGroup):  # the first of them has ended the others
+                error = error.exceptions[0]
             return error
     return ServingError("a part of the run ended without a word: see the logs")

@@ -53,6 +53,8 @@ class Manifest(ContractObject):
     """The version that was served when the step began, if it is known."""
     sealed_by: str = ""
     """Fingerprint of the secret that seals what is sampled; empty where nothing is sealed."""
+    gateway: str = ""
+    """Names the addresses and the journals of the gateways; empty where no session can go on after this take."""
     tasks: tuple[PlannedTask, ...]
 
     @classmethod
@@ -67,6 +69,7 @@ class Manifest(ContractObject):
         deadline: float,
         weights: str = "",
         sealed_by: str = "",
+        gateway: str = "",
         before: Manifest | None = None,
         same_weights: bool = True,
     ) -> Self:
@@ -92,6 +95,7 @@ class Manifest(ContractObject):
             "deadline": deadline,
             "weights": weights,
             "sealed_by": sealed_by,
+            "gateway": gateway,
         }
         if before is None:
             return cls.model_validate({**fields, "tasks": groups})

@@ -82,6 +82,7 @@ class StepReport(_Frozen):
     unknown: int
     superseded: int  # notices of lost attempts that another attempt had taken the place of
     resumed: int  # rollouts that an earlier take of this step had finished
+    reattached: int = 0  # rollouts of an earlier take whose agents were still at work, and not run anew
     refused: int  # messages put into quarantine
     attempts: int
     sessions_opened: int
@@ -172,6 +173,7 @@ def make_report(
     *,
     refused: int,
     resumed: int = 0,
+    reattached: int = 0,
     seconds: float,
     deadline_reached: bool,
     took: Mapping[str, float] | None = None,
@@ -220,6 +222,7 @@ def make_report(
         unknown=ledger.unknown,
         superseded=ledger.superseded,
         resumed=resumed,
+        reattached=reattached,
         refused=refused,
         attempts=sum(entry.attempts for entry in entries),
         sessions_opened=ledger.sessions_opened,

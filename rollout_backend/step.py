@@ -4,7 +4,7 @@ What must always hold:
 
 - each rollout has one task (`_live`), which holds its slot from submission until its session is closed;
 - nothing is dispatched before the step's manifest stands in S3; a step that was begun before goes on from there: what
-  is finished is taken, what was open is closed, and only the rest is run;
+  is finished is taken, what still runs is waited for where it can be, and only the rest is run (see `take_up`);
 - before a rollout is declared timed out, S3 is asked whether its result is there;
 - each rollout that ends is told to the run's breaker, and nothing is dispatched once that is open;
 - however a step ends (target, deadline, abort, cancellation), every rollout is settled, every session is closed and
@@ -17,10 +17,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+from typing import Any
 
 from agent_wrapper.contract import (
     REQUEST_FIELD,
@@ -39,17 +38,18 @@ from rollout_backend.collect.set_aside import SetAside
 from rollout_backend.config import RolloutConfig
 from rollout_backend.dispatch.closer import SessionCloser
 from rollout_backend.dispatch.dispatcher import Dispatcher, Submission
-from rollout_backend.errors import CircuitOpen, ServingError, StoreError
+from rollout_backend.dispatched import Dispatched, Note
+from rollout_backend.errors import CircuitOpen, CredentialsExpired, ServingError, StoreError
 from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.ledger import TASK_SET_ASIDE, Arrival, Entry, Ledger, Phase, PlannedRollout
 from rollout_backend.manifest import Manifest, payload_digest
 from rollout_backend.policy import GroupPolicy, GroupState, StragglerRule
 from rollout_backend.report import MESSAGES_ONLY, GroupResult, StepResult, failures_of, make_report
+from rollout_backend.take_up import adoptable, can_check, read_finished
 from rollout_backend.tasks import Task
 
 log = logging.getLogger(__name__)
 
-_READS = 8  # attempts to read what an earlier take has finished: some two minutes
 _LAST_LOOK_S = 15.0  # for the listing before a deadline is carried out
 
 
@@ -72,6 +72,9 @@ class StepServices:
     presign: Callable[[SessionClaims], ResultUrls] | None = None  # how agents write without credentials
     breaker: Breaker = field(default_factory=Breaker)
     set_aside: SetAside | None = None  # None: every task is always tried again
+    gateway: str = ""  # names addresses and journals of the gateways; empty: no session outlives this trainer
+    dispatched: Dispatched | None = None  # notes of the agents at work; None: none are kept
+    adopt: Callable[[Collection[str]], Awaitable[None]] | None = None  # lets sessions of earlier trainers go on
 
 
 @dataclass
@@ -81,6 +84,14 @@ class _Group:
     needed: int
     replacements: int = 0
     ids: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Adopted:
+    """An attempt of an earlier take. `lost` once nothing can come of it any more."""
+
+    note: Note
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Step:
@@ -126,6 +137,8 @@ class Step:
         self._sessions: list[str] = []
         self._manifest: Manifest  # from `_begin` on
         self.resumed = 0  # rollouts that an earlier take of this step had finished
+        self.adopted: dict[str, _Adopted] = {}  # by rollout: what goes on from an earlier take
+        self._taken_up = False
         self._deadline = float("inf")  # loop seconds
         self._deadline_reached = False
         self._aborted: BaseException | None = None
@@ -188,8 +201,9 @@ class Step:
             deadline=wall + self._deadline - now,
             weights=self._weights,
             sealed_by=self._at.sealed_by,
+            gateway=self._at.gateway,
             before=before,
-            same_weights=self._same_weights and self._can_check(before),
+            same_weights=self._same_weights and can_check(before, self._at.sealed_by),
         )
         for planned in self._manifest.tasks:
             group = self._groups[planned.task_id]
@@ -197,62 +211,66 @@ class Step:
             for i, rollout_id in enumerate(planned.rollouts):
                 self._plan(group, rollout_id, replaces=i >= sizes[planned.task_id])
         await self._at.write_manifest(self._manifest)
+        notes = self._at.dispatched.at_work(self.step) if self._at.dispatched is not None else []
+        await self._take_up(adoptable(before, self._manifest, notes, wall), [note.session_id for note in notes])
         if self._manifest.resumed:
-            await self._take_up()
             await self._carry_out_policy()  # what is there may be enough
         self._leave_out_set_aside()
         for group in self._groups.values():
             for rollout_id in group.ids:
                 self._start(rollout_id, group.task)
 
-    def _can_check(self, before: Manifest | None) -> bool:
-        """Whether the seals of an earlier take can be told from forgeries; if not, nothing of it can be used."""
-        if before is None or not self._at.sealed_by or before.sealed_by == self._at.sealed_by:
-            return True
-        log.warning(
-            "step %d was begun before with another secret, so its results cannot be checked: all of it is run anew. "
-            "To go on with a run on another machine, set gateway.secret, or take the run's folder along",
-            self.step,
-        )
-        return False
-
-    async def _take_up(self) -> None:
-        """Takes what earlier takes of this step have finished, and has the sessions of the rest closed."""
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(StoreError),
-            stop=stop_after_attempt(_READS),
-            wait=wait_exponential_jitter(multiplier=0.5, max=20),
-            reraise=True,
-        ):
-            with attempt:  # a result that is there and was not read would be run again
-                if not await self._at.buffer.sweep(self):
-                    raise StoreError(f"S3 did not give every result that step {self.step} has; run it again")
-        self.resumed = sum(entry.outcome is not None for entry in self.ledger.entries.values())
+    async def _take_up(self, notes: Mapping[str, Note], noted: Iterable[str]) -> None:
+        """Takes what earlier takes of this step have finished, goes on with those of `notes` that have not, and has
+        the sessions of the rest closed; also those `noted` which this step has no use for, of other weights, say."""
+        ledger, now, wall = self.ledger, asyncio.get_running_loop().time(), self._at.wall()
+        for rollout_id, note in notes.items():  # first, so that what they have published counts
+            self.adopted[rollout_id] = _Adopted(note)
+            ledger.adopt(rollout_id, note.session_id, now + note.deadline - wall)
+        if self._manifest.resumed:
+            await read_finished(self._at.buffer, self)
+        self.resumed = sum(entry.outcome is not None for entry in ledger.entries.values())
+        self.adopted = {rid: each for rid, each in self.adopted.items() if ledger.entries[rid].phase is Phase.RUNNING}
+        going_on = {each.note.session_id for each in self.adopted.values()}
+        for rollout_id, each in self.adopted.items():
+            self._began[rollout_id] = now + each.note.began - wall
+            self._sessions.append(each.note.session_id)
         left_open = [
             session_id
-            for rollout_id in self.ledger.entries  # a session that has finished its rollout stays open as well
+            for rollout_id in ledger.entries  # a session that has finished its rollout stays open as well
             for session_id in self._manifest.earlier_sessions(rollout_id)
         ]
-        log.info(
-            "step %d is taken up again: %d of %d rollouts are finished, the sessions of the others are closed",
-            self.step,
-            self.resumed,
-            len(self.ledger.entries),
-        )
-        closing = asyncio.create_task(self._close_earlier(left_open))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._begin_closing(self._close_earlier({*left_open, *noted} - going_on))
+        self._taken_up = True
+        for group in self._groups.values():
+            for rollout_id in group.ids:
+                if rollout_id in self.adopted:  # they have their sessions, and so the first of the slots
+                    self._lives[rollout_id] = asyncio.create_task(self._live(rollout_id, group.task))
+        await self._adopt(going_on)
+        if self._manifest.resumed:
+            log.info(
+                "step %d is taken up again: of %d rollouts %d are finished and %d still run; the sessions of the "
+                "others are closed",
+                self.step,
+                len(ledger.entries),
+                self.resumed,
+                len(self.adopted),
+            )
 
-    async def _close_earlier(self, session_ids: Sequence[str]) -> None:
+    async def _close_earlier(self, session_ids: Collection[str]) -> None:
         """And notes it, so that a take after this one need not close them again."""
-        await asyncio.gather(*(self._at.closer.close(session_id, self.ledger) for session_id in session_ids))
-        await self._note_closed(self._manifest.attempts_before)
+        if not session_ids:
+            return
+        await self._revoke(session_ids)
+        await asyncio.gather(*(self._stop(session_id) for session_id in session_ids))
+        if self._manifest.resumed and not self.adopted:  # else it is noted once the step is over
+            await self._note_closed(self._manifest.attempts_before)
 
     async def _note_closed(self, attempts: int) -> None:
         self._manifest = self._manifest.with_closed(attempts)
         try:
             await self._at.write_manifest(self._manifest)
-        except StoreError as error:
+        except (StoreError, CredentialsExpired) as error:
             log.warning("%s; should the step be taken up again, it has some more calls to make", error)
 
     def _leave_out_set_aside(self) -> None:
@@ -336,7 +354,9 @@ class Step:
     async def _time_out(self, due: Sequence[Entry]) -> None:
         await self._last_look([entry.planned.rollout_id for entry in due])
         for entry in due:
-            if entry.outcome is None:
+            if self._goes_on(entry.planned.rollout_id):
+                self._lose(entry.planned.rollout_id)
+            elif entry.outcome is None:
                 message = (
                     f"nothing was published within {self._at.config.timeouts.publish_grace_s:g} s of the agent's "
                     f"deadline; the log of session {entry.session_id} may tell why"
@@ -406,24 +426,40 @@ class Step:
                 await buffer.sweep(self)
             except StoreError as error:
                 log.warning("%s; it is listed again", error)
+            except CredentialsExpired as error:
+                self.abort(error)
+                return
             swept_at = loop.time()
 
     async def _wind_up(self) -> None:
         """Settles what is left, and waits until every session is closed and every task is over."""
         self._settle_open("step_over", "the step was over before this rollout was")
         lives = list(self._lives.values())
-        try:
-            await self._at.revoke(self._sessions)
-        except ServingError as error:
-            log.warning("the step's keys could not be revoked and end with their time: %s", error)
+        await self._revoke(self._sessions)
         faults = await asyncio.gather(*lives, return_exceptions=True)
         while self._closing:
             await asyncio.gather(*self._closing)
         if lives:
             await self._note_closed(self._manifest.attempts_before + self._manifest.attempts)
+        if self._taken_up and self._at.dispatched is not None:
+            self._at.dispatched.over(self.step)
         for fault in faults:
             if isinstance(fault, Exception):
                 raise fault
+
+    async def _adopt(self, session_ids: Collection[str]) -> None:
+        if not session_ids or self._at.adopt is None:
+            return
+        try:
+            await self._at.adopt(session_ids)
+        except ServingError as error:
+            log.warning("sessions of an earlier take cannot go on, and end with their time: %s", error)
+
+    async def _revoke(self, session_ids: Iterable[str]) -> None:
+        try:
+            await self._at.revoke(session_ids)
+        except ServingError as error:
+            log.warning("keys could not be revoked and end with their time: %s", error)
 
     def _settle_open(self, reason: str, message: str) -> None:
         for entry in list(self.ledger.open_entries()):
@@ -437,7 +473,7 @@ class Step:
         self._ended[rollout_id] = asyncio.Event()
 
     def _start(self, rollout_id: str, task: Task) -> None:
-        if self.ledger.wants(rollout_id):
+        if self.ledger.wants(rollout_id) and rollout_id not in self._lives:
             self._lives[rollout_id] = asyncio.create_task(self._live(rollout_id, task))
 
     async def _replace(self, group: _Group) -> None:
@@ -452,6 +488,12 @@ class Step:
         """A rollout from its slot to its closed session."""
         ended = self._ended[rollout_id]
         async with self._at.dispatcher.slots:
+            adopted = self.adopted.get(rollout_id)
+            if adopted is not None:
+                await _either(ended, adopted.lost)
+                if not adopted.lost.is_set():
+                    await self._close(adopted.note.session_id)
+                    return
             running = await self._at.dispatcher.submit(
                 rollout_id,
                 self.ledger,
@@ -460,9 +502,10 @@ class Step:
             )
             if running:
                 self._changed.set()  # its own deadline counts from now on
-                await ended.wait()
                 session_id = self.ledger.entries[rollout_id].session_id
                 assert session_id is not None
+                self._note_running(rollout_id, session_id)
+                await ended.wait()
                 await self._close(session_id)
         self._changed.set()  # a submission that failed has settled the rollout
 
@@ -506,10 +549,47 @@ class Step:
 
     async def _close(self, session_id: str) -> None:
         """Closes a session, and goes on with it even if the caller is cancelled."""
-        closing = asyncio.create_task(self._at.closer.close(session_id, self.ledger))
+        await asyncio.shield(self._begin_closing(self._stop(session_id)))
+
+    def _begin_closing(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """The step is not over before this is."""
+        closing = asyncio.create_task(work)
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        await asyncio.shield(closing)
+        return closing
+
+    async def _stop(self, session_id: str) -> None:
+        if self._at.dispatched is not None:
+            self._at.dispatched.closed(self.step, session_id)
+        await self._at.closer.close(session_id, self.ledger)
+
+    def _note_running(self, rollout_id: str, session_id: str) -> None:
+        deadline, began = self.ledger.entries[rollout_id].deadline, self._began[rollout_id]
+        if self._at.dispatched is None or deadline is None:
+            return
+        to_wall = self._at.wall() - asyncio.get_running_loop().time()
+        note = Note(
+            session_id=session_id,
+            rollout_id=rollout_id,
+            attempt=self._attempt_of(rollout_id),
+            began=began + to_wall,
+            deadline=deadline + to_wall,
+        )
+        self._at.dispatched.running(self.step, note)
+
+    def _goes_on(self, rollout_id: str) -> bool:
+        """Whether it still stands with the attempt of an earlier take."""
+        adopted = self.adopted.get(rollout_id)
+        return adopted is not None and not adopted.lost.is_set() and self.ledger.wants(rollout_id)
+
+    def _lose(self, rollout_id: str) -> None:
+        """What went on from an earlier take came to nothing, and the rollout is submitted as any other."""
+        log.info("rollout %s: the attempt of an earlier take is lost; the next one is made", rollout_id)
+        adopted = self.adopted[rollout_id]
+        self.ledger.lose(rollout_id)
+        adopted.lost.set()
+        self._begin_closing(self._stop(adopted.note.session_id))
+        self._changed.set()
 
     def _end(self, entry: Entry, outcome: Outcome, reason: str, message: str = "") -> None:
         """Settles a rollout from this side, whatever it is at."""
@@ -533,14 +613,22 @@ class Step:
 
     def _attempt_of(self, rollout_id: str) -> int:
         """The number of the attempt that is under way; 0 if there is none."""
-        entry = self.ledger.entries[rollout_id]
-        return self._manifest.attempts_before + entry.attempts if entry.session_id is not None else 0
+        entry, adopted = self.ledger.entries[rollout_id], self.adopted.get(rollout_id)
+        if entry.session_id is None:
+            return 0
+        if adopted is not None and not entry.attempts:
+            return adopted.note.attempt
+        return self._manifest.attempts_before + entry.attempts
 
     def again(self, rollout_id: str) -> None:
         self.ledger.again(rollout_id)
 
-    def arrive(self, rollout: Rollout, announced_at: float | None) -> None:
+    def arrive(self, rollout: Rollout, announced_at: float | None, notice: bool = False) -> None:
         if not self.wants(rollout.rollout_id):
+            self.again(rollout.rollout_id)
+            return
+        if notice and self._goes_on(rollout.rollout_id):  # it may be that it had nobody to ask: it gets another try
+            self._lose(rollout.rollout_id)
             self.again(rollout.rollout_id)
             return
         self._at.keep(rollout)
@@ -621,8 +709,18 @@ class Step:
             self._lags,
             refused=refused,
             resumed=self.resumed,
+            reattached=len(self.adopted),
             seconds=seconds,
             deadline_reached=self._deadline_reached,
             took=self._took,
         )
         return StepResult(self.step, rollouts, tuple(groups), failures_of(self.ledger), report)
+
+
+async def _either(*events: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()

@@ -16,6 +16,14 @@ from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.process import ServerProcess, free_port
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several processes one runs all of a file, and one all that needs the real engine: each is started once."""
+    for item in items:
+        engine = item.get_closest_marker("engine") is not None
+        item.add_marker(pytest.mark.xdist_group("engine" if engine else item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStorage]:
     """moto's server with one bucket, for the whole session: tests keep apart by their run ids."""

@@ -52,8 +52,9 @@ class ResultSink(Protocol):
         """An announcement of what is not wanted: settled already, never planned, or of an attempt given up."""
         ...
 
-    def arrive(self, rollout: Rollout, announced_at: float | None) -> None:
-        """A result that keeps to the contract; found by listing, it was not announced."""
+    def arrive(self, rollout: Rollout, announced_at: float | None, notice: bool = False) -> None:
+        """A result that keeps to the contract, or the notice that this attempt was lost; found by listing, it was not
+        announced."""
         ...
 
     def reject(self, rollout_id: str, error: ContractError) -> None:
@@ -228,7 +229,7 @@ class RolloutBuffer:
             return await self._reject(sink, name.rollout_id, key, error, data)
         if self._retokenise is not None:
             rollout = await self._retokenise(rollout)
-        sink.arrive(rollout, announced_at)
+        sink.arrive(rollout, announced_at, name.attempt is not None)
         return True
 
     def _check(self, rollout: Rollout, name: ResultName) -> None:

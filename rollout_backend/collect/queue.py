@@ -76,14 +76,21 @@ class AnnouncementQueue:
         raise AssertionError("unreachable")
 
     async def receive(self) -> list[Message]:
-        """Up to ten messages, once there is at least one or `wait_s` has passed. Raises one of AWS_ERRORS."""
-        reply = await self._sqs.receive_message(
-            QueueUrl=self.url,
-            MaxNumberOfMessages=_BATCH,
-            WaitTimeSeconds=self._config.wait_s,
-            VisibilityTimeout=self._config.visibility_s,
-            AttributeNames=["SentTimestamp"],
-        )
+        """Up to ten messages, once there is at least one or `wait_s` has passed.
+
+        Raises one of AWS_ERRORS, or CredentialsExpired.
+        """
+        try:
+            reply = await self._sqs.receive_message(
+                QueueUrl=self.url,
+                MaxNumberOfMessages=_BATCH,
+                WaitTimeSeconds=self._config.wait_s,
+                VisibilityTimeout=self._config.visibility_s,
+                AttributeNames=["SentTimestamp"],
+            )
+        except ClientError as error:
+            aws.end_if_expired(error, "SQS")
+            raise
         return [
             Message(
                 body=item["Body"],

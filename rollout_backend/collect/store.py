@@ -1,4 +1,7 @@
-"""Results in S3: the truth. Read, listed, and put aside with evidence when they cannot be used."""
+"""Results in S3: the truth. Read, listed, and put aside with evidence when they cannot be used.
+
+Each call may raise CredentialsExpired beside what it says.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +67,7 @@ class ResultStore:
         except ClientError as error:
             if aws.code_of(error) in _MISSING:
                 raise ResultMissing(f"nothing is stored under {key!r}") from error
+            aws.end_if_expired(error, "S3")
             raise StoreError(f"S3 refused {key!r}: {error}") from error
         except (BotoCoreError, OSError, TimeoutError) as error:
             raise StoreError(f"S3 did not give {key!r}: {error}") from error
@@ -73,6 +77,7 @@ class ResultStore:
         try:
             await self._s3.put_object(Bucket=self.config.bucket, Key=key, Body=body, ContentType="application/json")
         except (ClientError, BotoCoreError, OSError, TimeoutError) as error:
+            aws.end_if_expired(error, "S3")
             raise StoreError(f"S3 did not take {key!r}: {error}") from error
 
     async def keys(self, prefix: str) -> AsyncIterator[str]:
@@ -83,6 +88,7 @@ class ResultStore:
                 for item in page.get("Contents", ()):
                     yield str(item["Key"])
         except (ClientError, BotoCoreError, OSError, TimeoutError) as error:
+            aws.end_if_expired(error, "S3")
             raise StoreError(f"S3 did not list {prefix!r}: {error}") from error
 
     async def quarantine(self, run_id: str, what: str, reason: str, evidence: bytes) -> str:
@@ -109,6 +115,7 @@ class ResultStore:
         try:
             await self._s3.put_object(Bucket=self.config.bucket, Key=key, Body=body, ContentType="application/json")
         except (ClientError, BotoCoreError, OSError, TimeoutError) as error:
+            aws.end_if_expired(error, "S3")
             raise StoreError(f"S3 did not take {key!r}: {error}") from error
         return key
 

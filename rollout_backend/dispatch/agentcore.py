@@ -19,6 +19,7 @@ from rollout_backend.errors import (
     RuntimeConflict,
     RuntimeUnavailable,
     Throttled,
+    Unsigned,
 )
 
 
@@ -82,8 +83,8 @@ class AgentCoreRuntime:
             raise _classed(error) from error
         except aws.NO_CONNECTION as error:
             raise RuntimeUnavailable(f"the runtime cannot be reached: {error}") from error
-        except aws.NO_CREDENTIALS as error:
-            raise Rejected(f"no AWS credentials for the runtime: {error}") from error
+        except aws.UNSIGNED as error:
+            raise Unsigned(f"the invoke could not be signed: {error}") from error
         except ParamValidationError as error:
             raise Rejected(f"the invoke was not sent: {error}") from error
         except (BotoCoreError, OSError) as error:
@@ -98,6 +99,8 @@ class AgentCoreRuntime:
             if aws.status_of(error) == 404:
                 return
             raise _classed(error) from error
+        except aws.UNSIGNED as error:
+            raise Unsigned(f"the stop could not be signed: {error}") from error
         except (BotoCoreError, OSError) as error:
             raise RuntimeUnavailable(f"the stop did not get through: {error}") from error
 
@@ -107,6 +110,8 @@ class AgentCoreRuntime:
 
 def _classed(error: ClientError) -> RuntimeCallError:
     text = f"{aws.code_of(error)}: {aws.message_of(error)}"
+    if aws.expired(error):
+        return Rejected(text, reason="credentials_expired")
     match aws.status_of(error):
         case 429:
             return Throttled(text)

@@ -14,13 +14,21 @@ from tenacity.wait import WaitBaseT
 
 from rollout_backend.dispatch.limiter import TokenBucket
 from rollout_backend.dispatch.runtime import AgentRuntime
-from rollout_backend.errors import OutcomeUnknown, RuntimeCallError, RuntimeConflict, RuntimeUnavailable, Throttled
+from rollout_backend.errors import (
+    OutcomeUnknown,
+    RuntimeCallError,
+    RuntimeConflict,
+    RuntimeUnavailable,
+    Throttled,
+    Unsigned,
+)
 from rollout_backend.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
 _PAUSE = wait_exponential_jitter(multiplier=0.2, max=10, jitter=0.5)
-_AGAIN = (Throttled, RuntimeConflict, RuntimeUnavailable, OutcomeUnknown)  # a stop may be repeated without harm
+# A stop may be repeated without harm.
+_AGAIN = (Throttled, RuntimeConflict, RuntimeUnavailable, Unsigned, OutcomeUnknown)
 
 
 class SessionCloser:

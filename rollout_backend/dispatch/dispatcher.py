@@ -37,13 +37,14 @@ from rollout_backend.errors import (
     RuntimeConflict,
     RuntimeUnavailable,
     Throttled,
+    Unsigned,
 )
 from rollout_backend.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
 _PAUSE = wait_exponential_jitter(multiplier=0.5, max=20, jitter=1.0)
-_AGAIN = (Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, OutcomeUnknown)
+_AGAIN = (Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, Unsigned, OutcomeUnknown)
 _ACCEPTED = frozenset({"accepted", "running", "finished"})
 
 

@@ -9,11 +9,12 @@ import sys
 import uvicorn
 
 from rollout_backend.errors import ConfigError
+from rollout_backend.gateway.journal import OPEN_FILES
 from rollout_backend.gateway.server import create_app
 from rollout_backend.gateway.settings import GatewaySettings
 
 _FILES_OF_A_CALL = 3  # the agent's connection, the engine's, and one that an agent keeps open between calls
-_OTHER_FILES = 256
+_OTHER_FILES = 256 + OPEN_FILES
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ What must always hold:
 
 - A call is recorded if and only if all its choices were sampled; one that is aborted leaves no trace.
 - Of several choices each is a turn of its own: siblings that branch from one prompt.
+- What is answered stands in the session's journal by then, and so does that it was asked, before it is made.
 - Tokens of a constrained reply are recorded without logprobs, for the engine's are of another distribution.
 """
 
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 from renderers import ParsedResponse
 
 from rollout_backend.errors import EngineUnavailable
+from rollout_backend.gateway import records
 from rollout_backend.gateway.cache import is_cache_break
 from rollout_backend.gateway.call import Answer, Choice, ModelCall
 from rollout_backend.gateway.constraint import Constraints
@@ -33,7 +35,7 @@ from rollout_backend.gateway.renderer import RendererBundle
 from rollout_backend.gateway.reply import Reply, logprob_entry, read_reply
 from rollout_backend.gateway.running import Running
 from rollout_backend.gateway.sampling import Budget, context_exceeded, engine_params
-from rollout_backend.gateway.session import Prompt, Session
+from rollout_backend.gateway.session import Prompt, RecordedTurn, Session
 from rollout_backend.gateway.settings import GatewaySettings
 from rollout_backend.gateway.stats import Counters
 from rollout_backend.gateway.tokens import SessionClaims
@@ -74,16 +76,21 @@ class Caller:
             ApiError: 400 if the call itself is at fault, 503 if no engine answers.
         """
         digest = call_digest(running.call)
+        entry.write(records.asked(digest))
         try:
-            answer = await self._answer(running, entry, session, claims)
+            answer = await self._answer(running, entry, session, claims, digest)
         except Exception as error:
             if not isinstance(error, ApiError) or error.status >= 500:
                 entry.unanswered.add(digest)
+            elif digest not in entry.unanswered:
+                entry.write(records.dropped(digest))
             raise
         entry.unanswered.discard(digest)
         return answer
 
-    async def _answer(self, running: Running, entry: Entry, session: Session, claims: SessionClaims) -> Answer:
+    async def _answer(
+        self, running: Running, entry: Entry, session: Session, claims: SessionClaims, digest: bytes
+    ) -> Answer:
         call = running.call
         prompt = await self._in_thread(_prepare, session, call)
         forced = await self._in_thread(self._constraints.params, call, prompt.ids)
@@ -93,17 +100,17 @@ class Caller:
             self._sampled(running, prompt, params, entry.id, i, bool(forced)) for i, params in enumerate(requests)
         )
         counters = self._counters
+        turns = []
         for i, (completion, reply, _) in enumerate(sampled):
-            self._record(
-                prompt if i == 0 else replace(prompt, opened_by="branched"), completion, reply, entry, session
-            )
+            branch = prompt if i == 0 else replace(prompt, opened_by="branched")
+            turns.append(self._record(branch, completion, reply, entry, session))
             counters.constrained += bool(forced)
         counters.calls += 1
         counters.prompt_tokens += len(prompt.ids)
         first = sampled[0][0]
         counters.cached_tokens += first.cached_tokens
         counters.cache_breaks += is_cache_break(prompt.known, first.cached_tokens)
-        return Answer(
+        answer = Answer(
             id=running.id,
             created=running.created,
             model=self._settings.model.served_name,
@@ -111,6 +118,8 @@ class Caller:
             prompt_tokens=len(prompt.ids),
             cached_tokens=first.cached_tokens,
         )
+        entry.write(records.answered(digest, running.request, turns, answer, entry.started, entry.sampled_tokens))
+        return answer
 
     def _request(
         self, call: ModelCall, prompt: Prompt, entry: Entry, claims: SessionClaims, choice: int
@@ -213,15 +222,18 @@ class Caller:
                 ) from None
             raise ApiError(400, f"the engine refused the call: {error}", code="engine_refused") from None
 
-    def _record(self, prompt: Prompt, completion: Completion, reply: Reply, entry: Entry, session: Session) -> None:
-        opened_by = session.record(prompt, completion, reply.message)
+    def _record(
+        self, prompt: Prompt, completion: Completion, reply: Reply, entry: Entry, session: Session
+    ) -> RecordedTurn:
+        turn = session.record(prompt, completion, reply.message)
         entry.sampled_tokens += len(completion.token_ids)
         counters = self._counters
         counters.sampled_tokens += len(completion.token_ids)
         counters.malformed_tool_calls += reply.malformed_tool_calls
         counters.extra_tool_calls += reply.extra_tool_calls
-        if opened_by is not None:
-            counters.segments[opened_by] += 1
+        if turn.opened is not None:
+            counters.segments[turn.opened] += 1
+        return turn
 
     # --- in the thread that renders and parses ------------------------------------------------------------
 

@@ -10,6 +10,7 @@ _TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
+_ADOPTION_S = 10  # engines take minutes to be ready, and clients have a number of tries
 
 
 class ApiError(Exception):
@@ -38,6 +39,23 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def not_adopted() -> ApiError:
+    return ApiError(
+        503,
+        "the trainer was started again and has not said yet whether this session goes on; come again",
+        code="not_adopted",
+        retry_after_s=_ADOPTION_S,
+    )
+
+
+def journal_unwritable() -> ApiError:
+    return ApiError(
+        503,
+        "the gateway cannot write down what this session samples, so it is closed; the gateway's log says why",
+        code="journal_unwritable",
+    )
 
 
 def session_closed(why: str) -> ApiError:

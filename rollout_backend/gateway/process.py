@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import secrets
@@ -19,11 +20,12 @@ import aiohttp
 
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import GatewayConfig, RolloutConfig
-from rollout_backend.errors import ServingError, StartupError
+from rollout_backend.errors import ConfigError, ServingError, StartupError
+from rollout_backend.gateway import journal as journals
 from rollout_backend.gateway.settings import GatewaySettings
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.gateway.tokens import SessionClaims, issue
-from rollout_backend.process import ServerProcess, require_port
+from rollout_backend.process import ServerProcess, free_port, require_port
 
 __all__ = ["GatewayProcess", "GatewayStats"]
 
@@ -32,12 +34,13 @@ _ANY_HOST = frozenset({"0.0.0.0", "::", ""})  # noqa: S104  # compared with, not
 
 
 class GatewayProcess:
-    """One gateway between agents and the engine (or router) at `engine_url`. Not restartable.
+    """One gateway between agents and the engine (or router) at `engine_url`.
 
-    `secret` signs the session keys: give one if keys must outlive this process, or open several. The default is
-    random. `seal_secret` seals trajectories; without it they carry no seal. `shard` is its number among
-    `gateway.processes`: it refuses the sessions of the others. `node_ip` is this machine's address among others that
-    must reach it.
+    With a folder for its `journal` it may be started again once it has ended: it goes on at the same address, with
+    the same sessions. `secret` signs the session keys: give one if keys must outlive this process, or open several.
+    The default is random. `seal_secret` seals trajectories; without it they carry no seal. `shard` is its number
+    among `gateway.processes`: it refuses the sessions of the others. `node_ip` is this machine's address among others
+    that must reach it.
     """
 
     def __init__(
@@ -50,7 +53,14 @@ class GatewayProcess:
         seal_secret: str | None = None,
         shard: int = 0,
         node_ip: str | None = None,
+        journal: Path | None = None,
+        life: str = "",
     ) -> None:
+        self._life = life
+        self._adopted: set[str] = set()
+        self.epoch = ""
+        """Of the journal in which sessions are begun now; known once it has started."""
+        self._journal = journal
         self._config = config
         self._engine_url = engine_url
         self._log = log
@@ -63,6 +73,7 @@ class GatewayProcess:
         self._host = node_ip if node_ip and _is_loopback(listened) else listened
         self._address = node_ip or ("127.0.0.1" if listened in _ANY_HOST else listened)
         self._url = ""
+        self._port = 0
         self._process: ServerProcess | None = None
         self._http: aiohttp.ClientSession | None = None
 
@@ -80,13 +91,18 @@ class GatewayProcess:
         """Starts it and waits until it is healthy.
 
         Raises:
-            StartupError: its port is taken, its certificate cannot be used, or it did not come up; the message
-                carries the end of its log.
+            StartupError: its port is taken, its certificate or its journal cannot be used, or it did not come up; the
+                message carries the end of its log.
         """
+        await self.stop()
         config = self._config
         certificate = _certificate(config.gateway)
-        wanted = config.gateway.port and config.gateway.port + self._shard
-        port = require_port(self._host, wanted, self._name, "gateway.port")
+        if self._journal is not None:  # first: a gateway before us may hold the port as well
+            try:
+                self.epoch = await asyncio.to_thread(journals.prepare, self._journal)
+            except ConfigError as error:
+                raise StartupError(str(error)) from None
+        port = self._port = self._find_port()
         settings = GatewaySettings(
             host=self._host,
             port=port,
@@ -99,6 +115,9 @@ class GatewayProcess:
             secret=self._secret,
             control_key=self._control_key,
             seal_secret=self._seal_secret,
+            journal=self._journal,
+            life=self._life,
+            adopted=tuple(self._adopted),
         )
         self._url = f"{'https' if certificate else 'http'}://{self._address}:{port}"
         # It is our own process: its very certificate is what counts, whatever name stands in it.
@@ -113,9 +132,22 @@ class GatewayProcess:
         try:
             await self._process.start()
             await self._process.wait_healthy(self._healthy, config.gateway.startup_timeout_s)
+            if self._journal is not None:
+                journals.keep_port(self._journal, port)
         except BaseException:
             await self.stop()
             raise
+
+    def _find_port(self) -> int:
+        """The one of the settings, or the one it had, in this life or the one before, if that is free."""
+        fixed = self._port or (self._config.gateway.port and self._config.gateway.port + self._shard)
+        if fixed:
+            return require_port(self._host, fixed, self._name, "gateway.port")
+        last = journals.last_port(self._journal) if self._journal is not None else 0
+        try:
+            return require_port(self._host, last, self._name, "gateway.port")
+        except StartupError:
+            return free_port(self._host)
 
     async def stop(self) -> None:
         """Ends it. Does nothing if it never ran."""
@@ -146,6 +178,16 @@ class GatewayProcess:
             ServingError: the gateway does not answer.
         """
         await self._control("POST", "/control/revoke", {"session_ids": list(session_ids)})
+
+    async def adopt(self, session_ids: Iterable[str]) -> None:
+        """Lets these sessions go on, which were begun in another life of the trainer.
+
+        Raises:
+            ServingError: the gateway does not answer.
+        """
+        wanted = list(session_ids)
+        self._adopted.update(wanted)  # for its next start as well
+        await self._control("POST", "/control/adopt", {"session_ids": wanted})
 
     async def stats(self) -> GatewayStats:
         """Raises ServingError if the gateway does not answer."""

@@ -1,7 +1,9 @@
 """Gateways as Ray actors: each a `GatewayProcess` on one of the cluster's machines, spread over them.
 
 Agents reach a gateway at its machine's address, or at `gateway.public_url`; gateways reach the router at this
-machine's. `model.path` must exist on each machine, for the tokenizer; a gateway's log is written on its own.
+machine's. `model.path` must exist on each machine, for the tokenizer; a gateway's log and its journal are written on
+its own, unless the run's folder is one that the machines share. A gateway that ends is started again on its machine.
+An actor or a machine that ends, ends the run.
 """
 
 from __future__ import annotations
@@ -18,39 +20,59 @@ from rollout_backend.serving.ray_actor import RayActor, join_cluster
 
 
 async def ray_shards(
-    config: RolloutConfig, router_url: str, logs: Sequence[Path], secret: str, seal_secret: str | None = None
+    config: RolloutConfig,
+    router_url: str,
+    logs: Sequence[Path],
+    secrets: tuple[str, str | None],
+    journals: Sequence[Path | None],
+    life: str,
 ) -> list[RayGateway]:
-    """Joins the cluster, if this process has not done so, and makes one gateway for each log."""
+    """Joins the cluster, if this process has not done so, and makes one gateway for each log. `secrets`: that of the
+    keys, and that of the seals."""
     import ray.util
 
     await join_cluster()
     if config.router.host in ("0.0.0.0", "::"):  # noqa: S104 - listened on; `router_url` is good on this machine only
         parts = urlsplit(router_url)
         router_url = parts._replace(netloc=f"{ray.util.get_node_ip_address()}:{parts.port}").geturl()
-    return [RayGateway(config, router_url, log.absolute(), (secret, seal_secret), i) for i, log in enumerate(logs)]
+    return [
+        RayGateway(config, router_url, log.absolute(), secrets, i, journal, life)
+        for i, (log, journal) in enumerate(zip(logs, journals, strict=True))
+    ]
 
 
 class RayGateway:
     """A shard on whichever machine of the cluster has a CPU free."""
 
     def __init__(
-        self, config: RolloutConfig, router_url: str, log: Path, secrets: tuple[str, str | None], shard: int
+        self,
+        config: RolloutConfig,
+        router_url: str,
+        log: Path,
+        secrets: tuple[str, str | None],
+        shard: int,
+        journal: Path | None,
+        life: str,
     ) -> None:
         self._config = config.gateway
         self._name = gateway_name(config.gateway, shard)
-        self._actor = RayActor(self._name, _Host, (config, router_url, log, secrets, shard), spread=True)
+        self._actor = RayActor(
+            self._name, _Host, (config, router_url, log, secrets, shard, journal, life), spread=True
+        )
         self.url = ""
+        self.epoch = ""
 
     async def start(self) -> None:
         timeout_s = self._config.startup_timeout_s
         try:
-            await self._actor.place(timeout_s)
+            if not self.url:  # else it has its place
+                await self._actor.place(timeout_s)
         except TimeoutError:
             raise StartupError(
                 f"{self._name}: no machine of the Ray cluster had a CPU free within {timeout_s:g} s: lower "
                 "gateway.processes, or raise gateway.startup_timeout_s if the cluster is still growing"
             ) from None
-        self.url = await self._actor.ask("start")
+        self.url, self.epoch = await self._actor.ask("start")
 
     async def stop(self) -> None:
         await self._actor.stop()
@@ -65,6 +87,9 @@ class RayGateway:
     async def revoke(self, session_ids: Iterable[str]) -> None:
         await self._actor.ask("revoke", list(session_ids))
 
+    async def adopt(self, session_ids: Iterable[str]) -> None:
+        await self._actor.ask("adopt", list(session_ids))
+
     async def stats(self) -> GatewayStats:
         stats: GatewayStats = await self._actor.ask("stats")
         return stats
@@ -74,19 +99,34 @@ class _Host:
     """The actor: a `GatewayProcess` on the machine that Ray chose."""
 
     def __init__(
-        self, config: RolloutConfig, router_url: str, log: Path, secrets: tuple[str, str | None], shard: int
+        self,
+        config: RolloutConfig,
+        router_url: str,
+        log: Path,
+        secrets: tuple[str, str | None],
+        shard: int,
+        journal: Path | None,
+        life: str,
     ) -> None:
         import ray.util
 
         secret, seal_secret = secrets
         node_ip = ray.util.get_node_ip_address()
         self._gateway = GatewayProcess(
-            config, router_url, log, secret, seal_secret=seal_secret, shard=shard, node_ip=node_ip
+            config,
+            router_url,
+            log,
+            secret,
+            seal_secret=seal_secret,
+            shard=shard,
+            node_ip=node_ip,
+            journal=journal,
+            life=life,
         )
 
-    async def start(self) -> str:
+    async def start(self) -> tuple[str, str]:
         await self._gateway.start()
-        return self._gateway.url
+        return self._gateway.url, self._gateway.epoch
 
     async def stop(self) -> None:
         await self._gateway.stop()
@@ -99,6 +139,9 @@ class _Host:
 
     async def revoke(self, session_ids: list[str]) -> None:
         await self._gateway.revoke(session_ids)
+
+    async def adopt(self, session_ids: list[str]) -> None:
+        await self._gateway.adopt(session_ids)
 
     async def stats(self) -> GatewayStats:
         return await self._gateway.stats()

@@ -10,6 +10,9 @@ A request is a repetition if its body is that of an earlier one, byte for byte, 
 Any other identical request is a new sample: agents ask the same thing twice on purpose. A client that hangs up before
 the answer aborts its call, so its repetition samples anew, and nothing of the first was recorded.
 
+A gateway that was started again knows the answered calls from its journal. Whether a client had its answer it does
+not, so only those that say so get it.
+
 What must always hold: each session remembers at most `_KEPT` answered calls, the latest.
 """
 
@@ -19,6 +22,7 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 
+from rollout_backend.gateway.call import Answer
 from rollout_backend.gateway.running import Running
 
 _KEPT = 16
@@ -40,13 +44,21 @@ class Replays:
 
     def __init__(self) -> None:
         self._calls: OrderedDict[bytes, list[Running]] = OrderedDict()  # by what was asked, the latest at the end
+        self._before: OrderedDict[bytes, Answer] = OrderedDict()  # what an earlier process has answered
         self._failed: Counter[bytes] = Counter()  # times that a client was told of a failure and has not come again
 
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))
 
-    def find(self, asked: Repeatable) -> Running | None:
-        """The call that this request repeats; None if it is a new one."""
+    def remember(self, digest: bytes, answer: Answer) -> None:
+        """What an earlier process has answered, the oldest first."""
+        self._before[digest] = answer
+        self._before.move_to_end(digest)
+        if len(self._before) > _KEPT:
+            self._before.popitem(last=False)
+
+    def find(self, asked: Repeatable) -> Running | Answer | None:
+        """The call that this request repeats, or its answer, where that is all there is; None if it is a new one."""
         calls = self._calls.get(asked.digest, [])
         for running in reversed(calls):
             if running.abandoned:
@@ -59,7 +71,7 @@ class Replays:
         for running in reversed(calls):
             if not running.done or running.answered:
                 return running
-        return None
+        return self._before.get(asked.digest)
 
     def add(self, asked: Repeatable, running: Running) -> None:
         digest = asked.digest

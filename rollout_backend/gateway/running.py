@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 from rollout_backend.gateway.call import Answer, Delta, ModelCall
@@ -21,8 +21,10 @@ from rollout_backend.gateway.increments import at_once
 class Running:
     """Listeners `join`, and `leave` with whether they got the answer."""
 
-    def __init__(self, call: ModelCall) -> None:
+    def __init__(self, call: ModelCall, request: bytes = b"") -> None:
+        """`request` is what a repetition is known by."""
         self.call = call
+        self.request = request
         self.id = uuid4().hex
         self.created = int(time.time())
         self.prompt_tokens: int | None = None  # known once it is rendered
@@ -30,10 +32,21 @@ class Running:
         self.delivered = False
         self._listeners = 0
         self._news = asyncio.Event()
-        self._task: asyncio.Task[Answer] | None = None
+        self._task: asyncio.Future[Answer] | None = None
+
+    @classmethod
+    def answered_before(cls, call: ModelCall, answer: Answer) -> Self:
+        """A call that an earlier process of this gateway has answered."""
+        running = cls(replace(call, messages=()))
+        running.id, running.created, running.prompt_tokens = answer.id, answer.created, answer.prompt_tokens
+        running.delivered = True  # as far as is known
+        running.say(_told_at_once(answer))
+        running._task = asyncio.get_running_loop().create_future()
+        running._task.set_result(answer)
+        return running
 
     @property
-    def task(self) -> asyncio.Task[Answer]:
+    def task(self) -> asyncio.Future[Answer]:
         assert self._task is not None, "not started"
         return self._task
 
@@ -52,9 +65,9 @@ class Running:
         return self.answered and not self._listeners and not self.delivered
 
     def start(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
-        self._task = asyncio.create_task(work)
-        self._task.add_done_callback(self._ended)
-        return self._task
+        task = self._task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
 
     def rendered(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
@@ -89,11 +102,10 @@ class Running:
         self._listeners -= 1
         self.delivered |= delivered
         if not self._listeners and self.answered:  # whoever comes now is told all at once
-            choices = enumerate(self.task.result().choices)
-            self.deltas = [delta for i, choice in choices for delta in at_once(choice.message, i)]
+            self.deltas = _told_at_once(self.task.result())
         return not self._listeners and self.task.cancel()
 
-    def _ended(self, task: asyncio.Task[Answer]) -> None:
+    def _ended(self, task: asyncio.Future[Answer]) -> None:
         self.call = replace(self.call, messages=())
         if not task.cancelled():
             task.exception()  # has been seen, also if nobody listens
@@ -102,3 +114,7 @@ class Running:
     def _tell(self) -> None:
         told, self._news = self._news, asyncio.Event()
         told.set()
+
+
+def _told_at_once(answer: Answer) -> list[Delta]:
+    return [delta for i, choice in enumerate(answer.choices) for delta in at_once(choice.message, i)]

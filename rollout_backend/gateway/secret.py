@@ -1,11 +1,13 @@
-"""The run's seal secret: the settings' own, or one kept in the run's folder for whoever goes on with the run.
+"""The run's secret: the settings' own, or one kept in the run's folder for whoever goes on with the run.
 
 What must always hold: a trainer that is started again under the same run id, with the same folder or the same
-`gateway.secret`, checks the seals of its earlier lives. The secret never leaves the training side's machines.
+`gateway.secret`, checks the seals and knows the session keys of its earlier lives; the keys of another run
+open nothing here. The secret never leaves the training side's machines.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import stat
@@ -42,6 +44,12 @@ def run_secret(config: RolloutConfig) -> str:
     if len(secret) < MIN_SECRET_CHARS:
         raise ConfigError(f"{path} holds no secret of at least {MIN_SECRET_CHARS} characters; {mend}")
     return secret
+
+
+def key_secret(secret: str, run_id: str) -> str:
+    """Signs the run's session keys. It follows from the run's secret, which it does not tell, and from its name:
+    one secret of the settings may serve many runs."""
+    return hmac.digest(secret.encode(), b"the session keys of " + run_id.encode(), "sha256").hex()
 
 
 def _create(path: Path) -> None:

@@ -7,6 +7,7 @@
     GET  /v1/models[/{id}]          the one model                               session key
     POST /v1/rollout/trajectory     seals the session, answers with its Trajectory  session key
     POST /control/revoke            {"session_ids": [...]}: closes sessions for good  control key
+    POST /control/adopt             {"session_ids": [...]}: they go on under this trainer  control key
     GET  /control/stats             GatewayStats                                control key
     GET  /health
 
@@ -15,8 +16,11 @@ call are also there under /v1/v1, and without a prefix. A key comes as `Authoriz
 
 What must always hold:
 
+- A session that was begun under an earlier trainer samples nothing before this one has adopted it: until then nobody
+  knows that the weights are those it may go on with. What it has sampled is handed out at any time.
 - A key reaches its own session and nothing else. No key, secret, prompt or reply is logged.
-- A call is recorded if and only if its answer is complete; one whose client hung up is aborted and leaves no trace.
+- A call is recorded, in the journal too, if and only if its answer is complete; one whose client hung up is aborted
+  and leaves no trace.
 - Whatever the body, the answer is of the API's shape and never a 500.
 """
 
@@ -37,13 +41,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from rollout_backend.gateway import records
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.call import Answer, Dialect, ModelCall
 from rollout_backend.gateway.caller import Caller, call_digest
 from rollout_backend.gateway.dialects.anthropic_messages import AnthropicMessages
 from rollout_backend.gateway.dialects.openai_chat import OpenAIChat
 from rollout_backend.gateway.dialects.openai_responses import OpenAIResponses
-from rollout_backend.gateway.errors import ApiError
+from rollout_backend.gateway.errors import ApiError, not_adopted
+from rollout_backend.gateway.journal import Journal, refuse_lost
 from rollout_backend.gateway.loads import LoadPoller
 from rollout_backend.gateway.registry import Entry, Registry
 from rollout_backend.gateway.renderer import RendererBundle, load_renderer
@@ -62,7 +68,7 @@ _CHAT, _RESPONSES, _MESSAGES = OpenAIChat(), OpenAIResponses(), AnthropicMessage
 _RETRIED = frozenset({408, 409, 429})  # by both clients, and every 5xx
 
 
-class _Revoke(BaseModel):
+class _Sessions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     session_ids: list[str] = Field(max_length=100_000)
@@ -72,7 +78,7 @@ def create_app(settings: GatewaySettings, bundle: RendererBundle | None = None) 
     """The application. Loads the tokenizer unless `bundle` is given.
 
     Raises:
-        ConfigError: the model's folder or its renderer cannot be used.
+        ConfigError: the model's folder, its renderer or the journal cannot be used.
     """
     return Gateway(settings, bundle or load_renderer(settings.model)).app
 
@@ -100,7 +106,11 @@ class Gateway:
         self._model_name = settings.model.served_name
         self._created = int(time.time())
         sealer = Sealer(settings.seal_secret) if settings.seal_secret is not None else None
-        self._registry = Registry(bundle, self._model_name, settings.token_s, sealer=sealer)
+        journal = Journal(settings.journal) if settings.journal is not None else None
+        self._journal = journal
+        self._adopted = set(settings.adopted)
+        self._epoch = journal.epoch if journal is not None else ""
+        self._registry = Registry(bundle, self._model_name, settings.token_s, sealer=sealer, journal=journal)
         self._counters = Counters()
         self._caller = Caller(settings, bundle, self._counters)
         self._admission = Admission(settings.gateway.max_concurrent_calls, settings.gateway.max_queued_per_engine)
@@ -117,6 +127,7 @@ class Gateway:
                 *(Route(prefix + path, to, methods=[verb]) for prefix in _PREFIXES for path, to, verb in agents),
                 Route("/v1/rollout/trajectory", self.trajectory, methods=["POST"]),
                 Route("/control/revoke", self.revoke, methods=["POST"]),
+                Route("/control/adopt", self.adopt, methods=["POST"]),
                 Route("/control/stats", self.stats, methods=["GET"]),
                 Route("/health", self.health, methods=["GET"]),
             ],
@@ -141,6 +152,8 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             await self._caller.close()
+            if self._journal is not None:
+                self._journal.release()
 
     async def _sweep(self) -> None:
         while True:
@@ -182,13 +195,22 @@ class Gateway:
         return Response(sealed, media_type="application/octet-stream")
 
     async def revoke(self, request: Request) -> Response:
+        session_ids = await self._sessions(request)
+        await self._registry.revoke(session_ids)
+        return JSONResponse({"revoked": len(session_ids)})
+
+    async def adopt(self, request: Request) -> Response:
+        session_ids = await self._sessions(request)
+        self._adopted.update(session_ids)
+        return JSONResponse({"adopted": len(session_ids)})
+
+    async def _sessions(self, request: Request) -> list[str]:
         self._require_control_key(request)
         try:
-            body = _Revoke.model_validate_json(await self._body(request))
+            body = _Sessions.model_validate_json(await self._body(request))
         except ValidationError as error:
             raise ApiError(400, f"the body must be {{'session_ids': [...]}}: {error.errors()[0]['msg']}") from None
-        await self._registry.revoke(body.session_ids)
-        return JSONResponse({"revoked": len(body.session_ids)})
+        return body.session_ids
 
     async def stats(self, request: Request) -> Response:
         self._require_control_key(request)
@@ -204,6 +226,8 @@ class Gateway:
     async def _call(self, request: Request, dialect: Dialect) -> Response:
         request.state.dialect = dialect
         claims = self._authenticate(request)
+        if claims.life != self._settings.life and claims.session_id not in self._adopted:
+            raise not_adopted()
         self._registry.open(claims)  # a closed session's body need not be read
         body = await self._body(request)
         entry, session = self._registry.open(claims)
@@ -213,10 +237,12 @@ class Gateway:
             call = dialect.parse(body)
             self._check_model(call.model)
             self._admit(entry, asked, call)
-            running = self._start(Running(call), entry, session, claims)
+            running = self._start(Running(call, asked.digest), entry, session, claims)
             entry.replays.add(asked, running)
         else:
             self._counters.replayed += 1
+            if isinstance(running, Answer):
+                running = Running.answered_before(dialect.parse(body), running)
         try:
             return await self._respond(request, dialect, running)
         except ApiError as error:
@@ -228,6 +254,7 @@ class Gateway:
         refusal = self._admission.check()
         if refusal is not None:
             entry.unanswered.add(call_digest(call))
+            entry.write(records.asked(call_digest(call)))
             entry.replays.failed(asked)
             raise refusal
 
@@ -311,6 +338,7 @@ class Gateway:
                 401, f"{error}; use the api_key of this rollout's request", code="invalid_api_key"
             ) from None
         refuse_foreign(claims.session_id, self._settings.shard, self._settings.gateway.processes)
+        refuse_lost(claims, self._epoch)
         return claims
 
     def _require_control_key(self, request: Request) -> None:

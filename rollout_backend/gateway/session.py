@@ -4,6 +4,8 @@ What must always hold:
 
 - A request that continues a conversation gets a prompt that begins with the very tokens of that conversation, those
   sampled included, wherever the renderer can extend them. Only otherwise is the history rendered anew.
+- What `record` returns, added in the same order to a session of its own, makes the same session: the same prompts,
+  the same trajectory.
 - Messages are compared by what is rendered: text parts or a string, None or "", arguments of a tool call in another
   spacing or with the defaults of the tool's schema filled in, and fields that nobody renders make no difference.
   Reasoning is not compared, for most agents do not send it back: the tokens keep it, and whether it stays in the
@@ -13,6 +15,7 @@ What must always hold:
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,8 +44,28 @@ class Prompt:
     defaults: _Defaults = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RecordedTurn:
+    """What a call has added to a session, told by what was there before: as much as is new, however long the rest."""
+
+    extends: int | None  # the segment whose tokens the prompt begins with
+    given: Sequence[int]  # of the prompt, the tokens that follow those
+    completion: Completion
+    kept: int  # of the segment's messages so far, how many this conversation begins with
+    messages: Sequence[Message]  # the others, the reply at their end
+    opened_by: str
+    tools_digest: _Digest
+    end: _Digest  # of the conversation with the reply
+    seen: Sequence[_Digest]  # beginnings of the request that no request had before
+
+    @property
+    def opened(self) -> str | None:
+        """The reason, if the call opened a new segment."""
+        return self.opened_by if self.extends is None else None
+
+
 class Session:
-    """`prepare` may run in another thread than `record`; only `record` changes anything."""
+    """`prepare` may run in another thread than `record` and `add`; only these change anything."""
 
     def __init__(self, bundle: RendererBundle) -> None:
         self.trajectory = Trajectory()
@@ -50,6 +73,7 @@ class Session:
         self._turns: dict[tuple[_Digest, _Digest], Place] = {}  # by tools and by messages with the reply
         self._replies: set[_Digest] = set()  # ends of recorded conversations, whatever their tools
         self._seen: set[_Digest] = set()  # every beginning of a request that was answered
+        self._said: dict[int, Sequence[Message]] = {}  # the conversation of each segment
 
     def prepare(self, messages: Sequence[Message], tools: Tools) -> Prompt:
         """The prompt for `messages` (plain, as `openai_chat` makes them). Raises whatever the renderer raises."""
@@ -75,24 +99,54 @@ class Session:
         why = self._why_rendered(messages, chain, tools_digest)
         return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults)
 
-    def record(self, prompt: Prompt, completion: Completion, reply: Message) -> str | None:
-        """Adds an answered call; the reason if it opened a new segment. `reply` is the message as returned."""
-        place = self.trajectory.add(
-            prompt.ids,
+    def record(self, prompt: Prompt, completion: Completion, reply: Message) -> RecordedTurn:
+        """Adds an answered call. `reply` is the message as returned."""
+        (end,) = _chain([reply], prompt.defaults, prompt.chain[-1])
+        messages = [*prompt.messages, reply]
+        place = self._add(prompt.ids, completion, messages, prompt.opened_by)
+        said = self._said.get(place.segment, ())
+        same = itertools.takewhile(lambda both: both[0] == both[1], zip(said, messages, strict=False))
+        kept = sum(1 for _ in same)
+        recorded = RecordedTurn(
+            extends=None if place.opened else place.segment,
+            given=prompt.ids[place.before :],
+            completion=completion,
+            kept=kept,
+            messages=messages[kept:],
+            opened_by=prompt.opened_by,
+            tools_digest=prompt.tools_digest,
+            end=end,
+            seen=[digest for digest in prompt.chain if digest not in self._seen],
+        )
+        self._note(place, messages, recorded)
+        return recorded
+
+    def add(self, turn: RecordedTurn) -> None:
+        """Adds what a session with the same turns before it has recorded."""
+        before = [] if turn.extends is None else self.trajectory.ids(turn.extends)
+        said = () if turn.extends is None else self._said[turn.extends][: turn.kept]
+        messages = [*said, *turn.messages]
+        place = self._add([*before, *turn.given], turn.completion, messages, turn.opened_by)
+        self._note(place, messages, turn)
+
+    def _add(self, ids: Sequence[int], completion: Completion, messages: Sequence[Message], opened_by: str) -> Place:
+        return self.trajectory.add(
+            ids,
             completion.token_ids,
             completion.logprobs,
             finish_reason=completion.finish_reason,
             weight_versions=completion.weight_versions,
             cached_tokens=completion.cached_tokens,
             seconds=completion.seconds,
-            messages=[*prompt.messages, reply],
-            opened_by=prompt.opened_by,
+            messages=messages,
+            opened_by=opened_by,
         )
-        (end,) = _chain([reply], prompt.defaults, prompt.chain[-1])
-        self._turns[prompt.tools_digest, end] = place
-        self._replies.add(end)
-        self._seen.update(prompt.chain)
-        return prompt.opened_by if place.opened else None
+
+    def _note(self, place: Place, messages: Sequence[Message], turn: RecordedTurn) -> None:
+        self._said[place.segment] = messages
+        self._turns[turn.tools_digest, turn.end] = place
+        self._replies.add(turn.end)
+        self._seen.update(turn.seen)
 
     def _why_rendered(self, messages: Sequence[Message], chain: list[_Digest], tools_digest: _Digest) -> str:
         if not self._seen:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_backend.config import GatewayConfig, ModelConfig, Seconds
@@ -9,7 +11,9 @@ from rollout_backend.gateway.tokens import MIN_SECRET_CHARS
 
 
 class GatewaySettings(BaseModel):
-    """`secret` signs the session keys, `control_key` opens /control, `seal_secret` seals trajectories, if given."""
+    """`secret` signs the session keys, `control_key` opens /control, `seal_secret` seals trajectories, if given.
+    `journal` is the folder, made ready, that its sessions outlive it in; None: they end with it. Sessions of another
+    `life` than this wait until they are `adopted`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,6 +34,9 @@ class GatewaySettings(BaseModel):
     """A stream that has nothing to say yet says so this often."""
     loads_s: Seconds = 2.0
     """How often the engines are asked for their load."""
+    journal: Path | None = None
+    life: str = ""
+    adopted: tuple[str, ...] = ()
     secret: str = Field(min_length=MIN_SECRET_CHARS, repr=False)
     control_key: str = Field(min_length=MIN_SECRET_CHARS, repr=False)
     seal_secret: str | None = Field(default=None, min_length=MIN_SECRET_CHARS, repr=False)

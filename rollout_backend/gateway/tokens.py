@@ -20,7 +20,8 @@ _ALGORITHM = "HS256"
 
 
 class SessionClaims(BaseModel):
-    """Whose key it is. `expires_at` is in unix seconds."""
+    """Whose key it is. `expires_at` is in unix seconds; `epoch` names the journal that holds the session,
+    and `life` the trainer's life in which it was begun."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -31,6 +32,8 @@ class SessionClaims(BaseModel):
     session_id: str = Field(min_length=1, max_length=256)
     sampling: Sampling
     expires_at: float
+    epoch: str = ""
+    life: str = ""
 
 
 class KeyRefused(RolloutBackendError):

@@ -30,6 +30,7 @@ class Place(NamedTuple):
     """Where a call stands: the sampled tokens `[start, end)` of a segment, whose prompt is all before `start`."""
 
     segment: int
+    before: int  # tokens that the segment had before this call
     start: int
     end: int
     opened: bool  # whether the call opened the segment
@@ -97,7 +98,8 @@ class Trajectory:
             index = len(self._segments)
             self._segments.append(_Open(opened_by))
         segment = self._segments[index]
-        given = prompt[len(segment.ids) :]
+        before = len(segment.ids)
+        given = prompt[before:]
         segment.append(given, GIVEN, array("f", [math.nan]) * len(given))
         start = len(segment.ids)
         segment.append(
@@ -119,10 +121,14 @@ class Trajectory:
             )
         )
         segment.messages = messages
-        return Place(index, start, len(segment.ids), opened)
+        return Place(index, before, start, len(segment.ids), opened)
 
     def prompt_ids(self, place: Place) -> list[int]:
         return self._segments[place.segment].ids[: place.start].tolist()
+
+    def ids(self, segment: int) -> list[int]:
+        """All of a segment."""
+        return self._segments[segment].ids.tolist()
 
     def completion_ids(self, place: Place) -> list[int]:
         return self._segments[place.segment].ids[place.start : place.end].tolist()

@@ -8,7 +8,7 @@ session of its own, which only waits until the run says that all is done, or is 
 - The janitor of a dead run waits `janitor.grace_s`. If that object has another owner by then, the run has been
   started again: the queues and the sessions are the new owner's, and the janitor ends without touching either.
 - Else it deletes the queues that were made for the run (a dead-letter queue that holds messages stays, as evidence)
-  and stops the sessions that were open.
+  and stops the sessions that were open; before that, the run's notes of agents at work, which are none any more.
 - If the bucket cannot be asked, it touches nothing.
 - It ends a bounded time after the run, whatever happens.
 

@@ -15,6 +15,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 _ERRAND_S = 600  # for all of it, beside the grace and what the rate of stops asks for
@@ -120,6 +121,9 @@ def put_in_order(books: Books) -> None:
     for url, dead in books.queues.items():
         _delete_queue(aws("sqs", run["aws"]), url, dead)
     if books.sessions:
+        folder, pattern = run["notes"]
+        for notes in Path(folder).glob(pattern):  # or who starts the run again later would wait for these agents
+            notes.unlink(missing_ok=True)
         _stop_sessions(aws("bedrock-agentcore", run["runtime"]), run, list(books.sessions))
 
 

@@ -21,6 +21,7 @@ from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.dispatch.agentcore import AgentCoreRuntime
 from rollout_backend.dispatch.runtime import AgentRuntime
+from rollout_backend.dispatched import SUFFIX
 from rollout_backend.errors import RuntimeCallError, StoreError
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Janitor:
     def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
         self._process = process
         self._heard = process is not None
+        self._watches = False
 
     @classmethod
     async def start(cls, config: RolloutConfig, store: ResultStore, runtime: AgentRuntime, log_file: Path) -> Self:
@@ -54,7 +56,8 @@ class Janitor:
 
     def watch(self, runtime: AgentRuntime) -> AgentRuntime:
         """The same runtime, with its sessions told of, where it has any."""
-        return WatchedRuntime(runtime, self) if isinstance(runtime, AgentCoreRuntime) else runtime
+        self._watches = isinstance(runtime, AgentCoreRuntime)
+        return WatchedRuntime(runtime, self) if self._watches else runtime
 
     def queue_made(self, queue: AnnouncementQueue) -> None:
         if queue.dead_url is not None:
@@ -62,6 +65,11 @@ class Janitor:
 
     def session_opened(self, session_id: str) -> None:
         self._tell({"opened": session_id})
+
+    def session_adopted(self, session_id: str) -> None:
+        """One of an earlier trainer's, which goes on under this one."""
+        if self._watches:
+            self.session_opened(session_id)
 
     def session_closed(self, session_id: str) -> None:
         self._tell({"closed": session_id})
@@ -150,6 +158,7 @@ def _run(config: RolloutConfig, owner: str, key: str, runtime: AgentRuntime) -> 
         "grace_s": config.janitor.grace_s,
         "stop_per_s": config.runtime.stop_per_s,
         "runtime": None,
+        "notes": [str(config.run_dir.absolute() / "steps"), f"*{SUFFIX}"],
     }
     if isinstance(runtime, AgentCoreRuntime) and isinstance(config.runtime, AgentCoreConfig):
         told["runtime"] = {

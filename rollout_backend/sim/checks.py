@@ -84,7 +84,7 @@ class Checks:
         took = [
             self._world.written_at[key] - began[key]
             for key in self.finished(step.step)
-            if self._world.written_at[key] > began[key] > self._planned_at
+            if self._world.written_at[key] > max(began[key], self._planned_at)
         ]
         ran = self._world.now() - began[self.key(step.step, rollout_id)]
         _hold(bool(took), f"{rollout_id} is a straggler, and nothing is finished")
@@ -179,6 +179,8 @@ class Checks:
             )
 
     def run_ended(self) -> None:
+        _hold(not self._world.in_part, f"the rest is handed out as the whole: {self._world.in_part}")
+        _hold(not self._world.wasted, f"run again while an agent was at work: {self._world.wasted}")
         _hold(not self._world.used_twice, f"sessions were started anew after their end: {self._world.used_twice}")
         still_open = {session.id for session in self._world.sessions.values()}
         _hold(still_open <= self.unclosed, f"sessions are open after the run: {still_open - self.unclosed}")

@@ -31,6 +31,7 @@ class Faults:
     poison: float = 0.0  # no container comes up for a task; per task
     model_fails: float = 0.0  # a model call that gets no answer
     kill: float = 0.0  # the trainer is killed; per step and take
+    journal_lost: float = 0.0  # what the gateway has written is gone; per start of the trainer
     queue_off: float = 0.0  # the whole run has no queue
     queue_gone: float = 0.0  # the queue is deleted in mid-run; per run
 
@@ -41,10 +42,11 @@ class Faults:
             "throttled": 0.4, "quota": 0.2, "conflict": 0.2, "container": 0.1, "unavailable": 0.3, "cut_after": 0.3,
             "stop_refused": 0.4, "s3": 0.2, "sqs": 0.4, "put_cut": 0.3, "put_fails": 0.1, "announce_lost": 0.6,
             "announce_twice": 0.5, "junk": 0.4, "malformed": 0.15, "dies": 0.2, "hangs": 0.15, "agent_error": 0.3,
-            "poison": 0.5, "model_fails": 0.2, "kill": 0.9, "queue_off": 1.0, "queue_gone": 1.0,
+            "poison": 0.5, "model_fails": 0.2, "kill": 0.9, "journal_lost": 1.0, "queue_off": 1.0, "queue_gone": 1.0,
         }  # fmt: skip
         assert worst.keys() == {field.name for field in fields(cls)}
-        chosen = {name: random.random() * most for name, most in worst.items() if random.random() < 0.45}
+        often = dict.fromkeys(worst, 0.45) | {"kill": 0.8}
+        chosen = {name: random.random() * most for name, most in worst.items() if random.random() < often[name]}
         for name in ("queue_off", "queue_gone"):  # yes or no, and mostly no
             chosen[name] = float(random.random() < 0.1)
         return cls(**chosen)

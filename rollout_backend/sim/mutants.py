@@ -13,6 +13,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from agent_wrapper.contract import ContractError, Outcome, Rollout
+from rollout_backend import step as step_module
 from rollout_backend.breaker import Breaker
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.manifests import ManifestStore
@@ -20,11 +21,13 @@ from rollout_backend.collect.queue import Message
 from rollout_backend.collect.set_aside import SetAside
 from rollout_backend.dispatch.closer import SessionCloser
 from rollout_backend.dispatch.dispatcher import Dispatcher
+from rollout_backend.gateway import journal
 from rollout_backend.ledger import Arrival, Ledger
 from rollout_backend.manifest import Manifest
 from rollout_backend.policy import StragglerRule
 from rollout_backend.report import GroupResult
 from rollout_backend.step import Step
+from rollout_backend.take_up import adoptable
 
 Patch = contextlib.AbstractContextManager[Any]
 MUTANTS: dict[str, Callable[[], Patch]] = {}
@@ -285,6 +288,53 @@ def stragglers_are_whoever_is_left() -> Patch:
 def losses_forgotten() -> Patch:
     """What was set aside is dispatched again."""
     return patch.object(SetAside, "why", lambda *_: None)
+
+
+@_mutant
+def lost_journals_pass_for_whole() -> Patch:
+    """Agents go on though the journal is lost, and what they sample from then on is handed out as all there is."""
+
+    def broken(before: Manifest | None, now: Manifest, notes: Any, wall: float) -> Any:
+        return adoptable(before and before.model_copy(update={"gateway": now.gateway}), now, notes, wall)
+
+    return _all(
+        patch.object(journal, "refuse_lost", lambda *_: None),
+        patch.object(step_module, "adoptable", broken),
+    )
+
+
+@_mutant
+def agents_at_work_run_again() -> Patch:
+    """What still runs when a trainer starts again is closed, and begun anew."""
+    return patch.object(step_module, "adoptable", lambda *_: {})
+
+
+@_mutant
+def adopted_and_dispatched() -> Patch:
+    """What goes on is run a second time as well."""
+    live = Step._live
+
+    async def broken(self: Step, rollout_id: str, task: Any) -> None:
+        adopted = self.adopted.pop(rollout_id, None)
+        await live(self, rollout_id, task)
+        if adopted is not None:
+            await self._close(adopted.note.session_id)
+
+    return patch.object(Step, "_live", broken)
+
+
+@_mutant
+def adopted_sessions_left_open() -> Patch:
+    """What goes on is not closed when it is done."""
+    close = Step._close
+
+    async def broken(self: Step, session_id: str) -> None:
+        if any(session_id == each.note.session_id for each in self.adopted.values()):
+            self.ledger.session_closed(session_id)
+        else:
+            await close(self, session_id)
+
+    return patch.object(Step, "_close", broken)
 
 
 @contextlib.contextmanager

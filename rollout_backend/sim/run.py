@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from rollout_backend.ledger import PlannedRollout
 from rollout_backend.sim.checks import Checks, Violation
 from rollout_backend.sim.clock import Deadlock, VirtualLoop
 from rollout_backend.sim.faults import Faults
-from rollout_backend.sim.world import BUCKET, Killed, SimQueue, SimRuntime, SimStore, Trainer, World
+from rollout_backend.sim.world import BUCKET, Killed, SimDispatched, SimQueue, SimRuntime, SimStore, Trainer, World
 from rollout_backend.step import Step, StepServices
 from rollout_backend.tasks import Task
 
@@ -41,6 +41,7 @@ class Verdict:
     history: tuple[str, ...]
     lives: int
     outcomes: dict[str, int]
+    reattached: int
 
 
 def simulate(seed: int, faults: Faults | None = None) -> Verdict:
@@ -62,7 +63,7 @@ def simulate(seed: int, faults: Faults | None = None) -> Verdict:
         broken = f"{type(error).__name__}: {error}"
     finally:
         logger.setLevel(level)
-    return Verdict(seed, broken, tuple(play.world.history), play.lives, play.outcomes)
+    return Verdict(seed, broken, tuple(play.world.history), play.lives, play.outcomes, play.reattached)
 
 
 class Play:
@@ -73,6 +74,7 @@ class Play:
         self.checks = Checks(self.world, self.config)
         self.lives = 0
         self.outcomes: dict[str, int] = {}
+        self.reattached = 0
         self._with_queue = not self.world.chance("queue_off")
         self._steps = [
             [Task(f"t{step}-{i}", {"q": f"{i}"}) for i in range(draw.randint(1, 4))]  # as epochs do
@@ -86,7 +88,10 @@ class Play:
             asyncio.get_running_loop().call_later(world.random.random() * 60, self._lose_queue)
         while self._done < len(self._steps):
             self.lives += 1
+            if self.lives > 1:
+                await world.passes(world.random.choice([0, 5, 40]))  # until somebody starts it again
             trainer = Trainer(self.lives)
+            world.starts(trainer)
             world.note(f"trainer {trainer.number} starts at step {self._done}")
             life = asyncio.create_task(self._life(trainer))
             if self.lives < _MOST_LIVES and world.chance("kill"):
@@ -145,13 +150,23 @@ class Play:
         async def revoke(sessions: Iterable[str]) -> None:
             if not trainer.alive:
                 raise Killed
-            trainer.revoked.update(sessions)
+            world.journal.revoked.update(sessions)
+
+        async def adopt(sessions: Collection[str]) -> None:
+            if not trainer.alive:
+                raise Killed
+            world.adopted.update(sessions)
+            for session_id in sorted(sessions):
+                world.note(f"goes on: {world.keys[session_id].rollout_id}")
 
         def endpoint(claims: SessionClaims) -> ModelEndpoint:
+            world.keys[claims.session_id] = claims.model_copy(
+                update={"epoch": world.journal.epoch, "life": str(trainer.number)}
+            )
             return ModelEndpoint(base_url="https://g/v1", api_key="k", name="m", trajectory_url="https://g/t")
 
         manifests = ManifestStore(store, config.run_id)  # type: ignore[arg-type]
-        limits = config.runtime
+        limits, dispatched = config.runtime, SimDispatched(world, trainer)
         services = StepServices(
             config=config,
             dispatcher=Dispatcher(
@@ -168,6 +183,9 @@ class Play:
             wall=world.wall,
             breaker=breaker,
             set_aside=set_aside,
+            gateway=world.journal.epoch,
+            dispatched=dispatched,
+            adopt=adopt,
         )
         # A restarted trainer draws its tasks' ids anew.
         tasks = [Task(f"{task.task_id}-{trainer.number}", task.payload) for task in self._steps[number]]
@@ -175,6 +193,7 @@ class Play:
         if queue is not None:
             queue.on_delete = lambda message: self.checks.deleted(message, step)
         self._watch(step)
+        dispatched.wants = step.ledger.wants
         began, finished_before = world.now(), self.checks.finished(number)
         left_out = self.checks.set_aside()
         try:
@@ -185,6 +204,7 @@ class Play:
         self.checks.left_out(step, left_out, began)
         world.note(f"step {number} is over: { {k.value: n for k, n in result.report.outcomes.items() if n} }")
         self.checks.step_ended(step, result, trainer, finished_before, began)
+        self.reattached += result.report.reattached
         for outcome, count in result.report.outcomes.items():
             self.outcomes[outcome.value] = self.outcomes.get(outcome.value, 0) + count
 

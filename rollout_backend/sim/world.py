@@ -5,7 +5,8 @@
   goes to the dead-letter queue.
 - The runtime starts a session by its first invoke, and a fresh one if a stopped session's id is used again. It
   throttles, is full, conflicts, fails, and loses answers after the work was done.
-- An agent outlives the trainer that started it, but not its model: the gateway ends with its trainer.
+- An agent outlives the trainer that started it. Its gateway does not: it is away until the trainer has been started
+  again, and goes on with its journal, unless that is lost. Agents ask again for a while.
 
 Everything that happens is written to `history`, which is the same for the same seed.
 """
@@ -15,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -33,6 +35,7 @@ from agent_wrapper.contract import (
 )
 from rollout_backend.collect.queue import Message
 from rollout_backend.config import StorageConfig
+from rollout_backend.dispatched import Dispatched
 from rollout_backend.errors import (
     OutcomeUnknown,
     QuotaExceeded,
@@ -43,6 +46,9 @@ from rollout_backend.errors import (
     StoreError,
     Throttled,
 )
+from rollout_backend.gateway import journal as journals
+from rollout_backend.gateway.errors import ApiError
+from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.sim.faults import Faults
 
 EPOCH = 1_700_000_000.0
@@ -56,10 +62,18 @@ class Killed(BaseException):
 
 @dataclass
 class Trainer:
-    """One life of the trainer's process; also the identity of its gateway."""
+    """One life of the trainer's process, and of its gateway."""
 
     number: int
     alive: bool = True
+
+
+@dataclass
+class Journal:
+    """What the gateway's folder holds: of each session the calls that were answered, and who is revoked."""
+
+    epoch: str
+    calls: dict[str, list[int]] = field(default_factory=dict)
     revoked: set[str] = field(default_factory=set)
 
 
@@ -78,6 +92,8 @@ class Session:
     task: asyncio.Task[None]
     request: RolloutRequest
     stopping: bool = False
+    accepted: bool = False  # and the trainer knows it
+    noticed: bool = False  # it has said that this attempt is lost
 
 
 class World:
@@ -91,6 +107,14 @@ class World:
         self.dead_letters: list[_Letter] = []
         self.queue_gone = False
         self.sessions: dict[str, Session] = {}
+        self.trainer: Trainer | None = None
+        self.journal = Journal("journal-0")
+        self.keys: dict[str, SessionClaims] = {}  # by session
+        self.notes: dict[int, list[str]] = {}  # of agents at work: the run's folder
+        self.adopted: set[str] = set()  # sessions of earlier trainers that this one lets go on
+        self.given_up: set[str] = set()  # sessions that are noted as closed
+        self.wasted: list[str] = []  # rollouts that were begun again, or closed, while an agent was at work on them
+        self.in_part: list[str] = []  # rollouts of whose calls the gateway has handed out the rest as the whole
         self.used_twice: list[str] = []  # ids of sessions that were started anew after their end
         self._used: set[str] = set()
         self.invoked: list[
@@ -126,28 +150,48 @@ class World:
     def note(self, what: str) -> None:
         self.history.append(f"{self.now():9.3f} {what}")
 
+    def starts(self, trainer: Trainer) -> None:
+        if self.trainer is not None and self.chance("journal_lost"):
+            self.note("the gateway's journal is lost")
+            self.journal = Journal(f"journal-{trainer.number}")
+        self.trainer = trainer
+        self.adopted = set()
+
     def number(self, kind: str) -> int:
         self._numbers[kind] += 1
         return self._numbers[kind]
 
     # --- an agent, in its session -------------------------------------------------------------------------
 
-    def open(self, request: RolloutRequest, trainer: Trainer) -> None:
+    def open(self, request: RolloutRequest) -> None:
+        others = [other for other in self.sessions.values() if other.request.key == request.key]
+        self.wasted += [request.rollout_id for other in others if self.at_work(other)]
         if request.session_id in self._used:
             self.used_twice.append(request.session_id)
         self._used.add(request.session_id)
         self.invoked.append((self.now(), request.key))
         self.note(f"session starts: {request.rollout_id} attempt {request.attempt}")
-        task = asyncio.create_task(self._live(request, trainer))
+        task = asyncio.create_task(self._live(request))
         session = Session(request.session_id, task, request)
         self.sessions[request.session_id] = session
         task.add_done_callback(lambda _: self._gone(session))
+
+    def at_work(self, session: Session) -> bool:
+        """Whether it may still come to something, and the trainer can know."""
+        claims = self.keys[session.id]
+        return (
+            session.accepted
+            and not session.noticed
+            and session.id not in self.given_up
+            and self.wall() < session.request.deadline
+            and claims.epoch == self.journal.epoch
+        )
 
     def _gone(self, session: Session) -> None:
         if self.sessions.get(session.id) is session and session.stopping:
             del self.sessions[session.id]
 
-    async def _live(self, request: RolloutRequest, trainer: Trainer) -> None:
+    async def _live(self, request: RolloutRequest) -> None:
         if self.chance("dies"):
             await self.passes(20)
             self.note(f"session dies: {request.rollout_id} attempt {request.attempt}")
@@ -155,7 +199,7 @@ class World:
             return
         hangs = self.chance("hangs")
         try:
-            rollout = await self._play(request, trainer)
+            rollout = await self._play(request)
             if hangs:
                 await asyncio.Event().wait()
         except asyncio.CancelledError:  # the container is told to stop
@@ -164,34 +208,46 @@ class World:
         await self._publish(request, rollout)
         # The process stays, as a container does, until it is stopped or idle for long.
 
-    async def _play(self, request: RolloutRequest, trainer: Trainer) -> Rollout:
-        left = request.deadline - self.wall()
+    async def _play(self, request: RolloutRequest) -> Rollout:
+        left, calls = request.deadline - self.wall(), _calls(request)
         try:
             async with asyncio.timeout(max(left, 0.0)):
-                for _ in range(self.random.randint(1, 4)):
+                for call in calls:
                     await self.passes(8)
-                    if not trainer.alive or request.session_id in trainer.revoked or self.chance("model_fails"):
+                    patience_s = 40 * self.random.random()
+                    if self.chance("model_fails") or not await self._reaches_gateway(request, patience_s):
                         return self._ended(request, Outcome.INFRA_ERROR, "model_unavailable")
+                    self.journal.calls.setdefault(request.session_id, []).append(call)
+                if self.chance("agent_error"):
+                    return self._ended(request, Outcome.AGENT_ERROR, "agent_exception")
+                if not await self._reaches_gateway(request, left, to_seal=True):
+                    return self._ended(request, Outcome.INFRA_ERROR, "trajectory_unavailable")
         except TimeoutError:
             return self._ended(request, Outcome.TIMED_OUT, "agent_deadline")
-        if self.chance("agent_error"):
-            return self._ended(request, Outcome.AGENT_ERROR, "agent_exception")
-        return self._ended(request, Outcome.COMPLETED)
+        return self._ended(request, Outcome.COMPLETED, calls=self.journal.calls[request.session_id])
 
-    def _ended(self, request: RolloutRequest, outcome: Outcome, reason: str = "") -> Rollout:
+    async def _reaches_gateway(self, request: RolloutRequest, patience_s: float, to_seal: bool = False) -> bool:
+        until, claims = self.now() + patience_s, self.keys[request.session_id]
+        while (
+            self.trainer is None
+            or not self.trainer.alive
+            or not (to_seal or claims.life == str(self.trainer.number) or claims.session_id in self.adopted)
+        ):
+            if self.now() >= until:
+                return False
+            await asyncio.sleep(1.0)
+        try:
+            journals.refuse_lost(claims, self.journal.epoch)
+        except ApiError:
+            return False
+        return request.session_id not in self.journal.revoked
+
+    def _ended(
+        self, request: RolloutRequest, outcome: Outcome, reason: str = "", calls: Sequence[int] = ()
+    ) -> Rollout:
         completed = outcome is Outcome.COMPLETED
         # Deterministic agents: what one samples follows from what it is, whichever attempt it is.
         own = Random(request.rollout_id)  # noqa: S311
-        ids = [own.randrange(1000) for _ in range(6)]
-        turn = Turn(start=2, end=6, finish_reason="stop", weight_versions=(VersionSpan(version="0", start=2, end=6),))
-        segment = Segment.parse(
-            {
-                "token_ids": ids,
-                "mask": [0, 0, 1, 1, 1, 1],
-                "logprobs": [None, None, -0.5, -0.25, -0.125, -1.0],
-                "turns": [turn.model_dump()],
-            }
-        )
         return Rollout(
             run_id=request.run_id,
             step=request.step,
@@ -202,7 +258,7 @@ class World:
             outcome=outcome,
             reward=float(own.random() < 0.5) if completed else None,
             failure=None if completed else Failure(reason=reason, message="as the world would have it"),
-            segments=(segment,) if completed else (),
+            segments=_segments(request, calls) if completed else (),
             started_at=self.wall(),
             finished_at=self.wall(),
         )
@@ -210,12 +266,19 @@ class World:
     async def _publish(self, request: RolloutRequest, rollout: Rollout) -> None:
         key = request.key_for(rollout.outcome)
         body = rollout.encode()
+        if rollout.outcome is Outcome.COMPLETED:  # what it really did, whatever the gateway has handed out
+            whole = rollout.model_copy(update={"segments": _segments(request, _calls(request))})
+            if whole.encode() != body:
+                self.in_part.append(request.rollout_id)
+            rollout = whole
         if self.chance("malformed"):
             body = body[: len(body) // 2]
         for _ in range(4):
             await self.passes(0.3)
             if self.chance("put_fails"):
                 continue
+            if request.session_id in self.sessions and rollout.outcome is Outcome.INFRA_ERROR:
+                self.sessions[request.session_id].noticed = True
             if key not in self.objects:  # If-None-Match
                 self.objects[key] = body
                 self.written_at[key] = self.now()
@@ -249,6 +312,27 @@ class World:
         if not self.queue_gone:
             delay = self.random.random() * (5.0 if self.random.random() < 0.2 else 0.1)
             self.letters.append(_Letter(f"m{self.number('letter')}", body, self.wall(), self.now() + delay))
+
+
+def _calls(request: RolloutRequest) -> range:
+    """The model calls that its agent makes."""
+    return range(Random(request.rollout_id).randint(1, 6))  # noqa: S311
+
+
+def _segments(request: RolloutRequest, calls: Sequence[int]) -> tuple[Segment, ...]:
+    """One conversation, of whose calls each has a token given and three sampled."""
+    ids = [Random(f"{request.rollout_id} {call}").randrange(1000) for call in calls for _ in range(4)]  # noqa: S311
+    spans = [VersionSpan(version="0", start=at, end=at + 3) for at in range(1, len(ids), 4)]
+    turns = [Turn(start=s.start, end=s.end, finish_reason="stop", weight_versions=(s,)) for s in spans]
+    segment = Segment.parse(
+        {
+            "token_ids": ids,
+            "mask": [0, 1, 1, 1] * len(calls),
+            "logprobs": [None, -0.5, -0.25, -0.125] * len(calls),
+            "turns": [turn.model_dump() for turn in turns],
+        }
+    )
+    return (segment,)
 
 
 class SimStore:
@@ -371,12 +455,14 @@ class SimRuntime:
         if world.chance("container") or world.poisoned(told["q"]):
             raise Rejected("424", reason="container_error")
         if session_id not in world.sessions:
-            world.open(request, self._trainer)
+            world.open(request)
         await world.passes(1.0)
         if not self._trainer.alive:
             raise Killed
         if world.chance("cut_after"):
             raise OutcomeUnknown("the answer was lost")
+        if session_id in world.sessions:
+            world.sessions[session_id].accepted = True
         return b'{"status": "accepted"}'
 
     async def stop(self, session_id: str) -> None:
@@ -392,3 +478,33 @@ class SimRuntime:
             session.task.cancel()
 
     async def aclose(self) -> None: ...
+
+
+class SimDispatched(Dispatched):
+    """The notes themselves, in a folder of the world."""
+
+    def __init__(self, world: World, trainer: Trainer) -> None:
+        super().__init__(Path("notes"))
+        self._world = world
+        self._trainer = trainer
+        self.wants: Callable[[str], bool] = lambda rollout_id: False  # whether a rollout is not settled
+
+    def closed(self, step: int, session_id: str) -> None:
+        super().closed(step, session_id)
+        session = self._world.sessions.get(session_id)
+        if session is not None and self._world.at_work(session) and self.wants(session.request.rollout_id):
+            self._world.wasted.append(session.request.rollout_id)
+        self._world.given_up.add(session_id)
+
+    def _append(self, step: int, text: str) -> None:
+        if not self._trainer.alive:
+            raise Killed
+        self._world.notes.setdefault(step, []).append(text)
+
+    def _lines(self, step: int) -> list[str]:
+        return [line.strip() for line in self._world.notes.get(step, [])]
+
+    def _forget(self, step: int) -> None:
+        if not self._trainer.alive:
+            raise Killed
+        self._world.notes.pop(step, None)

@@ -11,7 +11,6 @@ in TransferQueue; the legacy trainer hands over a DataProto and waits for one. W
 from __future__ import annotations
 
 import asyncio
-import atexit
 import dataclasses
 import functools
 import logging
@@ -38,7 +37,7 @@ from rollout_backend.verl.advantage import knows_sessions, row_uid
 from rollout_backend.verl.dataset import payload_of
 from rollout_backend.verl.metrics import TALLY, count_group, named, staleness
 from rollout_backend.verl.numbers import StepNumbers
-from rollout_backend.verl.settings import engine_urls, sampling_of, settings_of
+from rollout_backend.verl.settings import engine_urls, sampling_of, settings_of, takes_up
 from rollout_backend.verl.versions import VersionLabels
 
 log = logging.getLogger(__name__)
@@ -59,15 +58,17 @@ class CloudAgentLoopManager:
         self.settings = settings_of(config, addresses)
         self._urls = engine_urls(addresses)
         self._labels = VersionLabels()
-        self._numbers = StepNumbers(str(config.trainer.get("resume_mode", "auto")) != "disable")
+        self._numbers = StepNumbers(takes_up(config.trainer))
         self._row_uids = knows_sessions(str(config.algorithm.adv_estimator))
         self._logprobs = not self.settings.collect.retokenise  # every row has the same fields
         self._pad_token_id = _pad_token_id(self.settings.model.path)
         self._blocking = BlockingRolloutManager(self.settings, on_serving=_tell_serving)
         self._failure: BaseException | None = None
+        self._closed = False
         self._writer = _Writer(self._note_failure)
         self._blocking.__enter__()
-        atexit.register(self.close)
+        # `atexit` comes too late: no thread takes work by then, and looking up a host's name is a thread's work.
+        threading._register_atexit(self.close)  # type: ignore[attr-defined]
         self._follow = self._blocking.submit(self._follow_engines())
 
     @classmethod
@@ -93,7 +94,9 @@ class CloudAgentLoopManager:
 
     def close(self) -> None:
         """Ends what was started, and steps that still run. Called at the end of the process, for a minute at most."""
-        atexit.unregister(self.close)
+        if self._closed:
+            return
+        self._closed = True
         self._follow.cancel()
         try:
             self._blocking.close(_CLOSE_S)

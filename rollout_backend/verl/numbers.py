@@ -14,7 +14,7 @@ _PLACES = 500  # batches of one kind in one global step: training refills lost g
 
 
 class StepNumbers:
-    """`resumes`: whether the trainer goes on from a checkpoint if there is one (verl's trainer.resume_mode)."""
+    """`resumes`: whether the trainer goes on from a checkpoint if there is one, with what was sampled after it."""
 
     def __init__(self, resumes: bool) -> None:
         self._resumes = resumes

@@ -63,6 +63,16 @@ def sampling_of(rollout: Any, *, validate: bool, greedy: bool) -> Sampling:
     )
 
 
+def takes_up(trainer: Any) -> bool:
+    """Whether what an earlier life of the trainer has sampled may be taken; `trainer` is verl's section.
+
+    Not in its asynchronous modes: there a batch is sampled on while weights change, and those after the checkpoint
+    are trained anew. What was finished before it is in verl's own checkpoint then.
+    """
+    asynchronous = trainer.get("use_v1", True) and trainer.v1.trainer_mode != "sync"
+    return not asynchronous and str(trainer.get("resume_mode", "auto")) != "disable"
+
+
 def _own(rollout: Any) -> tuple[str | None, dict[str, Any]]:
     from omegaconf import OmegaConf
 

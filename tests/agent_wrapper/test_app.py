@@ -11,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from agent_wrapper import RolloutApp
+from agent_wrapper.app import _fetch_s
 from agent_wrapper.contract import Outcome
 from agent_wrapper.errors import EntrypointError
+from agent_wrapper.outcome import Ending, failed
 
 
 def test_a_number_is_the_reward_and_the_rollout_says_what_it_is(container, gateway):
@@ -382,6 +384,12 @@ def test_ctrl_c_does_the_same_and_waits_for_no_thread(start_container, make_sign
     assert container.stop(signal.SIGINT) < 6
     assert container.process.returncode == 0
     assert container.await_result(block).failure.reason == "terminated"
+
+
+def test_a_reward_is_worth_waiting_for_a_gateway_that_is_away_and_a_failure_is_not():
+    earned, lost = Ending(Outcome.COMPLETED, 1.0), failed(Outcome.INFRA_ERROR, "model_unavailable", "it is away")
+    assert [_fetch_s(earned, left_s) for left_s in (600.0, 5.0, -1.0)] == [600.0, 20.0, 20.0]
+    assert _fetch_s(lost, 600.0) == 20.0
 
 
 def test_sigterm_publishes_every_rollout_even_without_a_gateway(start_container, dead_url, make_signal):

@@ -167,6 +167,8 @@ class ModelThrottledException(Exception):
         (status_error(503, MODEL), True),
         (status_error(429, MODEL), True),
         (status_error(408, MODEL), True),
+        (status_error(410, MODEL), True),
+        (status_error(410, TOOL), False),
         (status_error(400, MODEL), False),
         (status_error(401, MODEL), False),
         (status_error(404, MODEL), False),

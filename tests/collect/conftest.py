@@ -99,7 +99,7 @@ class Sink:
         self.repeated.append(rollout_id)
         self._told.set()
 
-    def arrive(self, rollout: Rollout, announced_at: float | None) -> None:
+    def arrive(self, rollout: Rollout, announced_at: float | None, notice: bool = False) -> None:
         self.wanted.discard(rollout.rollout_id)
         self.arrived.append((rollout, announced_at))
         self._told.set()

@@ -129,8 +129,8 @@ async def test_a_step_over_two_gateways(open_run):
     assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (8, 0, 8)  # all revoked where they were
 
 
-async def test_a_gateway_that_dies_ends_the_run_with_the_reason_and_no_session(open_run, held_back):
-    run = await open_run(replies=held_back)
+async def test_a_gateway_that_dies_for_good_ends_the_run_with_the_reason_and_no_session(open_run, held_back):
+    run = await open_run("serving.max_restarts=0", replies=held_back)
     collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))
     async with asyncio.timeout(20):
         while not run.engine.requests:  # noqa: ASYNC110

@@ -65,7 +65,9 @@ class Served:
         self._server.should_exit = True
         self._thread.join()
 
-    def key(self, session: str = "s1", *, secret: str = SECRET, lives_s: float = 600, **sampling) -> str:
+    def key(
+        self, session: str = "s1", *, secret: str = SECRET, lives_s: float = 600, epoch: str = "", **sampling
+    ) -> str:
         claims = SessionClaims(
             run_id="run",
             step=0,
@@ -74,6 +76,7 @@ class Served:
             session_id=session,
             sampling=Sampling(**sampling),
             expires_at=time.time() + lives_s,
+            epoch=epoch,
         )
         return issue(secret, claims)
 

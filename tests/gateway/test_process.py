@@ -119,8 +119,8 @@ except ConfigError as error:
 def test_the_limit_of_open_files_is_raised_or_named():
     told = subprocess.run([sys.executable, "-c", FILES], check=True, capture_output=True, text=True).stdout
     enough, kept, refused = told.splitlines()
-    assert enough == kept == "(448, 1024)"
-    assert "gateway.max_concurrent_calls=1000 takes 3256 open files" in refused
+    assert enough == kept == "(960, 1024)"
+    assert "gateway.max_concurrent_calls=1000 takes 3768 open files" in refused
     assert "ulimit -Hn" in refused
 
 

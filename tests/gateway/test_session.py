@@ -25,7 +25,7 @@ def say(bundle):
         prompt = session.prepare(messages, tools)
         ids = bundle.tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
         completion = Completion(tuple(ids), (None,) * len(ids), (), "stop", None, 0, 0.0)
-        return session.record(prompt, completion, {"role": "assistant", "content": text, **reply})
+        return session.record(prompt, completion, {"role": "assistant", "content": text, **reply}).opened
 
     return call
 

@@ -257,5 +257,7 @@ def test_the_router_is_reached_at_this_machines_address(ray, tmp_path):
     from rollout_backend.gateway.ray_shards import ray_shards
 
     settings = config(gateway={"kind": "ray"}, router={"host": "0.0.0.0"})
-    (shard,) = asyncio.run(ray_shards(settings, "http://127.0.0.1:4321", [tmp_path / "log"], "s" * 32))
+    (shard,) = asyncio.run(
+        ray_shards(settings, "http://127.0.0.1:4321", [tmp_path / "log"], ("s" * 32, None), [None], "life")
+    )
     assert shard._actor._arguments[1] == f"http://{ray.util.get_node_ip_address()}:4321"

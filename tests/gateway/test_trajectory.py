@@ -19,7 +19,7 @@ def test_a_turn_that_extends_grows_its_segment():
     trajectory = Trajectory()
     assert add(trajectory, [1, 2], [3, 4]).opened
     place = add(trajectory, [1, 2, 3, 4, 5], [6], opened_by="never")
-    assert place == (0, 5, 6, False)
+    assert place == (0, 4, 5, 6, False)
     (segment,) = trajectory.segments()
     assert segment.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert segment.mask.tolist() == [0, 0, 1, 1, 0, 1]

@@ -21,6 +21,7 @@ from rollout_backend.collect.queue import queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import load_config
 from rollout_backend.dispatch.agentcore import AgentCoreRuntime
+from rollout_backend.dispatched import Dispatched, Note
 from rollout_backend.errors import QuotaExceeded
 from rollout_backend.janitor.__main__ import Books
 from rollout_backend.janitor.owner import Janitor
@@ -160,6 +161,12 @@ class Cloud:
     def sessions(self) -> set[str]:
         return {session["id"] for session in self._portal.call(self._runtime.sessions)["sessions"]}
 
+    def note(self) -> Dispatched:
+        """The run's notes, with one of an agent at work."""
+        notes = Dispatched(Path(self.settings["output_dir"]) / self.settings["run_id"] / "steps")
+        notes.running(0, Note(session_id="s", rollout_id="r", attempt=1, began=0.0, deadline=1.0))
+        return notes
+
     @property
     def log(self) -> str:
         return (Path(self.settings["output_dir"]) / self.settings["run_id"] / "janitor.log").read_text()
@@ -213,10 +220,12 @@ def test_a_killed_run_leaves_no_queue_and_no_session(start, cloud):
     owner.do("close", sid("b"))
     assert cloud.sessions == {sid("a"), sid("c")}
     [janitor] = janitors_of(owner.pid)
+    notes = cloud.note()
     owner.kill()
     until(lambda: not cloud.queues, "the queues are gone")
     until(lambda: not cloud.sessions, "the sessions are stopped")
     until(lambda: not janitors_of(owner.pid), "the janitor is gone")
+    assert notes.at_work(0) == []  # whoever starts the run again need not wait for them
     assert f"(process {owner.pid}) is dead: 1 queues and 2 sessions are left" in cloud.log
     assert "stopped 2 of 2 sessions" in cloud.log
     assert janitor != owner.pid
@@ -236,9 +245,11 @@ def test_a_run_that_ends_by_itself_takes_its_janitor_with_it(start, cloud):
 def test_what_is_started_again_keeps_its_queue_and_its_sessions_until_it_dies_itself(start, cloud):
     first = start()
     first.do("open", sid("e"))
+    notes = cloud.note()
     second = start()  # before the first is dead: its janitor's grace is shorter than a start
     first.kill()
     until(lambda: not janitors_of(first.pid), "the first janitor is gone")
+    assert notes.at_work(0)
     assert "was started again" in cloud.log
     assert cloud.queues == {"", "-dlq"}
     assert cloud.sessions == {sid("e")}

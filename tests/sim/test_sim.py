@@ -65,8 +65,9 @@ def test_a_seed_is_one_history_whichever_process_plays_it(seed):
 
 
 def test_no_promise_is_broken():
-    broken = {seed: verdict.broken for seed in SEEDS if (verdict := play(seed)).broken}
-    assert broken == {}
+    verdicts = [play(seed) for seed in SEEDS]
+    assert {verdict.seed: verdict.broken for verdict in verdicts if verdict.broken} == {}
+    assert sum(verdict.reattached for verdict in verdicts) > 50  # or little is said of agents that outlive a trainer
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -82,6 +83,6 @@ def test_the_command_tells_the_seed_that_fails_and_how_to_play_it_again():
     seed = found.output.partition("seed ")[2].partition(":")[0]
     again = runner.invoke(cli.app, ["chaos", "--seed", seed, "--mutant", "reward_zero_on_failure"])
     assert again.exit_code == 1
-    assert "session starts" in again.output
+    assert "trainer 1 starts" in again.output
     assert runner.invoke(cli.app, ["chaos", "--seeds", "8"]).exit_code == 0
     assert runner.invoke(cli.app, ["chaos", "--mutant", "nonsense"]).exit_code == 2

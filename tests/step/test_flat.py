@@ -66,8 +66,8 @@ async def test_many_steps_leave_no_more_than_a_few(open_bench, caplog):
     caplog.clear()
     after = held()
     assert [ref() for ref in steps] == [None] * STEPS
-    assert after["Step"] == after["Ledger"] == after["Entry"] == after["Rollout"] == 0
-    more = {kind: after[kind] - count for kind, count in before.items() if after[kind] > count + 10}
+    spare = {"Event": 10, "tasks": 10, "files": 10}  # other tests of this process may have left things, so: no more
+    more = {kind: after[kind] - count for kind, count in before.items() if after[kind] > count + spare.get(kind, 0)}
     assert more == {}, "more is held after many steps than after five"
     assert len(lines) <= STEPS, "a step in which nothing is amiss has next to nothing to say"
     buffer, dispatcher = bench.services.buffer, bench.services.dispatcher

@@ -76,7 +76,7 @@ class Training:
             "queue": {"wait_s": 2},
         }
         self.own.write_text(yaml.safe_dump(tree))
-        self.settings = [
+        self.settings = [  # of verl's
             *overrides(rollout_devices=rollout_devices),
             f"actor_rollout_ref.model.path={make_tiny_model(work / 'model')}",
             "actor_rollout_ref.model.enable_gradient_checkpointing=False",
@@ -110,10 +110,10 @@ class Training:
             "trainer.val_before_train=False",
             "trainer.test_freq=-1",
             "trainer.save_freq=-1",
+            f"trainer.default_local_dir={work / 'checkpoints'}",
             "trainer.resume_mode=disable",
             *more,
         ]
-        hydra = [f"hydra.run.dir={work}", "hydra.output_subdir=null"]
         self._marker = f"{work}:{time.time_ns()}"
         self.environ = {
             **environment(threads=2),
@@ -124,12 +124,12 @@ class Training:
             "VERL_FILE_LOGGER_PATH": str(self.metrics_file),
             "TEST_TRAINING": self._marker,  # by which its processes are known
         }
-        self.verl = ServerProcess(
-            "verl",
-            [sys.executable, "-m", "verl.trainer.main_ppo", *self.settings, *hydra],
-            work / "verl.log",
-            self.environ,
-        )
+        self.verl = self._made()
+
+    def _made(self, *more: str) -> ServerProcess:
+        hydra = [f"hydra.run.dir={self.work}", "hydra.output_subdir=null"]
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *self.settings, *more, *hydra]
+        return ServerProcess("verl", command, self.work / "verl.log", self.environ)
 
     def config(self, *more: str) -> Any:
         """verl's whole tree of settings, in this process."""
@@ -140,6 +140,22 @@ class Training:
 
     async def start(self) -> None:
         await self.verl.start()
+
+    async def start_again(self, *more: str) -> None:
+        """Another life of a run that has ended or was killed; its log goes on in the same file."""
+        self.verl = self._made(*more)
+        await self.verl.start()
+
+    async def kill(self) -> None:
+        """Every process of the run at once, as where its machine's memory is full, but for the janitor."""
+        while victims := [
+            pid for pid, command in self.processes().items() if "rollout_backend.janitor" not in command
+        ]:
+            for pid in victims:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.05)
+        await self.verl.wait()
 
     async def stop(self) -> None:
         await self.verl.stop(grace_s=20)
@@ -166,9 +182,23 @@ class Training:
         files = sorted((self.run_dir / "steps").glob("*.json"))
         return [StepReport.model_validate_json(file.read_text()) for file in files]
 
+    def say(self, *names: str) -> None:
+        """To the agents that wait for it."""
+        for name in names:
+            (self.seen / name).touch()
+
+    def begun(self) -> dict[str, str]:
+        """The rollouts whose agents are at work or were, with the name of their group."""
+        return {file.name: file.read_text() for file in self.seen.iterdir() if "." in file.name}
+
+    def forget(self) -> None:
+        """What was said, and which rollouts have begun."""
+        for file in self.seen.iterdir():
+            file.unlink()
+
     def groups(self) -> dict[str, str]:
         """The name of each prompt's uid, as the agents saw it."""
-        return {file.name.rpartition(".")[0]: file.read_text() for file in self.seen.iterdir()}
+        return {rollout_id.rpartition(".")[0]: name for rollout_id, name in self.begun().items()}
 
     def gradient(self, step: int) -> dict[str, list[dict[str, Any]]]:
         """What the actor was updated by: rows by the name of their group, less verl's own filling."""
@@ -183,11 +213,21 @@ class Training:
         return dict(rows)
 
     def rollouts(self, step: int) -> list[Rollout]:
-        """What arrived in the backend's step, which counts from 0."""
-        return [Rollout.decode(file.read_bytes()) for file in self.run_dir.glob(f"rollouts/{step:08d}/*")]
+        """What arrived of the first batch of verl's step, which counts from 1."""
+        return [Rollout.decode(file.read_bytes()) for file in self._of_step("rollouts", step).glob("[!.]*")]
+
+    def report(self, step: int) -> StepReport:
+        """Of the first batch of verl's step."""
+        return StepReport.model_validate_json(self._of_step("steps", step).with_suffix(".json").read_text())
+
+    def _of_step(self, what: str, step: int) -> Path:
+        from rollout_backend.verl.numbers import StepNumbers  # needs verl
+
+        number, _ = StepNumbers(resumes=False).next(step, validate=False)
+        return self.run_dir / what / f"{number:08d}"
 
     def versions(self, step: int) -> set[str]:
-        """Of the weights that sampled the backend's step."""
+        """Of the weights that sampled verl's step."""
         turns = [turn for rollout in self.rollouts(step) for segment in rollout.segments for turn in segment.turns]
         return {span.version for turn in turns for span in turn.weight_versions}
 

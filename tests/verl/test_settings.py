@@ -1,9 +1,15 @@
+import re
+import shlex
+from pathlib import Path
+
 import pytest
+from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.verl.settings import sampling_of, settings_of
+from rollout_backend.verl.settings import sampling_of, settings_of, takes_up
 
+ROOT = Path(__file__).parents[2]
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-a1B2c3D4e5"
 OWN = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "agentcore", "arn": ARN}}
 
@@ -142,3 +148,35 @@ def test_an_old_verl_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"verl": "0.8.0"}[name])
     with pytest.raises(ConfigError, match=r"verl 0\.8\.0 is too old.*install verl 0\.9\.1"):
         CloudAgentLoopManager.create(config=None, llm_client=None, replay_buffer=object())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "takes"),
+    [
+        ([], True),
+        (["trainer.resume_mode=resume_path"], True),
+        (["trainer.resume_mode=disable"], False),
+        (["trainer.v1.trainer_mode=separate_async"], False),
+        (["trainer.v1.trainer_mode=separate_async", "trainer.use_v1=False"], True),
+    ],
+)
+def test_what_an_earlier_life_sampled_is_taken_where_its_weights_are_served(overrides, takes):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        assert takes_up(compose("ppo_trainer", overrides).trainer) is takes
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
+def test_what_pages_say_to_set_is_there_in_verl(page):
+    """With a + where verl lacks the key, and without where it has it: Hydra refuses either mistake."""
+    text = (ROOT / page).read_text()
+    ours = r"\+?(?:actor_rollout_ref|algorithm|data|trainer)\.[\w.]+"
+    blocks = "".join(re.findall(r"^```sh\n(.*?)^```", text, flags=re.M | re.S)).replace("\\\n", " ")
+    given = [word for word in shlex.split(blocks, comments=True) if re.match(f"{ours}=", word)]
+    assert given
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", given)
+        for name in re.findall(f"`({ours})", text):
+            compose("ppo_trainer", [f"{name}=x"])
+    if page.startswith("docs"):
+        assert config.algorithm.adv_estimator == "grpo_present"
+        assert config.trainer.v1.sampler.sampler_kwargs.max_staleness == 2

@@ -6,20 +6,20 @@ A start of a trainer takes most of a minute on two cores, so that each run here 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import statistics
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+import yaml
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.report import StepReport
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 GROUP = 4
 SAME = 1e-4  # the engine's probabilities and the trainer's, both in float32
@@ -66,6 +66,7 @@ def is_settled(report: StepReport) -> None:
 
 
 async def test_what_is_lost_does_not_reach_the_gradient(tmp_path: Path, training: Any) -> None:
+    """Nor does a server that says a version which it does not serve go unnoticed: the third step's."""
     everyone = dict.fromkeys("0123", "die")
     first = [
         normal("normal"),
@@ -76,8 +77,14 @@ async def test_what_is_lost_does_not_reach_the_gradient(tmp_path: Path, training
     ]
     second = [normal(f"second-{i}") for i in range(len(first))]
     second[0]["columns"] = {"__rollout_n__": 2}  # fewer than the others, which have none of it
-    async with training(tmp_path, first + second, len(first)) as run:
+    # They call the model for the first time once the engine serves the file of version 0 as version 2.
+    stale = {**normal("stale"), "segments": 0, "do": dict.fromkeys("0123", "wait for go")}
+    third = [stale, *({**normal(f"third-{i}"), "columns": {"__rollout_n__": 2}} for i in range(4))]
+    async with training(tmp_path, first + second + third, len(first)) as run:
         await run.start()
+        await run.until(lambda: [*run.begun().values()].count("stale") == GROUP, "at work in step 3", within_s=400)
+        await push(run, run.work / "model", version=2)
+        run.say("go")
         assert await run.ends() == 0, run.verl.tail()
 
         rows = run.gradient(step=1)
@@ -92,7 +99,7 @@ async def test_what_is_lost_does_not_reach_the_gradient(tmp_path: Path, training
         assert advantages(rows["one-lost"]) == pytest.approx(grpo([0.0, 1.0, 0.25]), abs=1e-5)
         assert advantages(rows["straggler"]) == pytest.approx(grpo([0.0, 0.5, 1.0]), abs=1e-5)
         trained = [value for of_group in rows.values() for row in of_group for value in row["advantages"]]
-        lost, whole = run.metrics()
+        lost, whole, old = run.metrics()
         assert lost["critic/advantages/max"] == pytest.approx(max(trained))
         assert lost["critic/advantages/min"] == pytest.approx(min(trained))
 
@@ -102,10 +109,11 @@ async def test_what_is_lost_does_not_reach_the_gradient(tmp_path: Path, training
         }
         for metrics in (lost, whole):
             is_trained_well(metrics)
-        assert [run.versions(step) for step in range(2)] == [{"0"}, {"1"}]
+        assert old["training/rollout_probs_diff_max"] > SAME, "old weights under a new version are not noticed"
+        assert [run.versions(step) for step in (1, 2, 3)] == [{"0"}, {"1"}, {"2"}]
 
-        lossy, clean = run.reports()
-        for report in (lossy, clean):
+        lossy, clean, _ = run.reports()
+        for report in run.reports():
             is_settled(report)
             assert report.staleness is not None
             assert report.staleness.max == 0
@@ -126,35 +134,52 @@ async def test_what_is_lost_does_not_reach_the_gradient(tmp_path: Path, training
         await run.leaves_nothing()
 
 
-async def test_a_step_without_a_rollout_stops_the_run_with_the_reason(tmp_path: Path, training: Any) -> None:
+async def push(run: Any, folder: Path, version: int) -> None:
+    """Has the engine load the weights of a folder under whatever version, behind the trainer's back."""
+    [command] = run.processes("sglang.launch_server").values()
+    words = command.split()
+    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/update_weights_from_disk"
+    async with httpx.AsyncClient(timeout=60) as http:
+        reply = await http.post(url, json={"model_path": str(folder), "weight_version": str(version)})
+    assert reply.json()["success"], reply.text
+
+
+async def test_messages_are_trained_without_logprobs_and_a_step_without_a_rollout_stops_the_run(
+    tmp_path: Path, training: Any
+) -> None:
+    """The first step has rows that have no logprobs, so that none of the batch has; the second has no rows at all."""
+    told = {**normal("told"), "segments": 0, "do": dict.fromkeys("0123", "tell")}
+    # One is lost, so that verl fills the batch up with rows of its own.
+    sampled = {**normal("sampled"), "do": {"3": "raise"}}
     everyone = dict.fromkeys("0123", "raise")
-    tasks = [{"name": f"broken-{i}", "rewards": [0.0] * GROUP, "do": everyone} for i in range(2)]
-    async with training(tmp_path, tasks, 2) as run:
+    broken = [{"name": f"broken-{i}", "rewards": [0.0] * GROUP, "do": everyone} for i in range(2)]
+    no_logprobs = "actor_rollout_ref.rollout.calculate_log_probs=False"
+    async with training(tmp_path, [told, sampled, *broken], 2, no_logprobs) as run:
+        tree = yaml.safe_load(run.own.read_text())
+        run.own.write_text(yaml.safe_dump({**tree, "collect": {"retokenise": True}}))
         await run.start()
         assert await run.ends() != 0
-        assert "0 of 2 groups usable" in run.log
-        assert "agent_error: agent_exception" in run.log
-        assert "the tool is broken" in run.log
-        [report] = run.reports()
-        is_settled(report)
-        await run.leaves_nothing()
 
-
-async def test_an_engine_that_dies_in_mid_step_stops_the_run(tmp_path: Path, training: Any) -> None:
-    everyone = dict.fromkeys("0123", "wait for go")
-    tasks = [{**normal(f"task-{i}"), "do": everyone} for i in range(2)]
-    async with training(tmp_path, tasks, 2) as run:
-        await run.start()
-        await run.until(lambda: len(run.groups()) == 2, "at work")
-        engine = run.processes("sglang.launch_server")
-        assert len(engine) == 1
-        for pid in engine:
-            os.kill(pid, signal.SIGKILL)
-        (run.seen / "go").touch()
-        assert await run.ends(within_s=120) != 0
-        assert "engine-0 died did not answer any more" in run.log
-        for report in run.reports():
+        told_of, lost = run.reports()
+        for report in (told_of, lost):
             is_settled(report)
+        assert (told_of.trainable, told_of.retokenised) == (7, 4)
+        assert told_of.reasons == {"agent_error: agent_exception": 1}
+        assert "7 trainable (4 re-tokenised)" in run.log
+        guesses = [rollout for rollout in run.rollouts(1) if rollout.retokenised]
+        assert len(guesses) == 4
+        trained = [row["trained"] for row in run.gradient(step=1)["told"]]
+        assert sorted(trained) == sorted(min(8, rollout.sampled_tokens) for rollout in guesses)
+        [metrics] = run.metrics()
+        assert metrics["actor/grad_norm"] > 0
+        assert not [name for name in metrics if "rollout_probs_diff" in name], "there is nothing to compare with"
+
+        assert lost.trainable == 0
+        # Which of a group are not awaited, once it is lost, is by chance.
+        assert lost.reasons.keys() <= {"agent_error: agent_exception", "cancelled: group_doomed"}
+        for word in ("0 of 2 groups usable", "agent_error: agent_exception", "the tool is broken"):
+            assert word in run.log
+        assert len(run.spy_file.read_text().splitlines()) == 1, "the second step reached the gradient"
         await run.leaves_nothing()
 
 
@@ -176,7 +201,7 @@ async def test_the_legacy_trainer_leaves_a_lost_slot_empty(tmp_path: Path, train
         assert advantages(rows["normal"]) == pytest.approx(grpo([0.0, 1.0, 0.25, 0.5]), abs=1e-5)
         for metrics in run.metrics():
             is_trained_well(metrics)
-        assert [run.versions(step) for step in range(2)] == [{"0"}, {"1"}]
+        assert [run.versions(step) for step in (1, 2)] == [{"0"}, {"1"}]
         lossy, clean = run.reports()
         for report in (lossy, clean):
             is_settled(report)
@@ -217,7 +242,7 @@ async def test_a_greedy_baseline_is_rolled_out_and_a_lost_one_trains_nothing(tmp
             "left_out/group_dropped/sum": GROUP,
             "groups_dropped/sum": 2,
         }
-        greedy = {rollout.rollout_id.partition("-greedy")[1]: is_greedy(run, rollout) for rollout in run.rollouts(0)}
+        greedy = {rollout.rollout_id.partition("-greedy")[1]: is_greedy(run, rollout) for rollout in run.rollouts(1)}
         assert greedy == {"-greedy": True, "": False}
         [report] = run.reports()
         is_settled(report)

@@ -22,7 +22,7 @@ def normal(name: str) -> dict[str, Any]:
 
 def waits(name: str, go: str) -> dict[str, Any]:
     """Its sessions call the model, and call it again once `go` is said."""
-    return {**normal(name), "do": dict.fromkeys("0123", "wait for go"), "go": go}
+    return {**normal(name), "do": dict.fromkeys("0123", f"wait for {go}")}
 
 
 def rollouts_of(run: Any, name: str) -> list[Rollout]:
@@ -62,13 +62,13 @@ async def test_rollouts_span_weights_and_what_is_too_old_is_dropped(tmp_path: Pa
     async with training(tmp_path, tasks, 2, *settings, rollout_devices=1, timeouts=TIMEOUTS) as run:
         await run.start()
         await run.until(lambda: run.steps_done() >= 1, "done with step 1")
-        (run.seen / "go").touch()  # the weights are of version 1 by now
+        run.say("go")  # the weights are of version 1 by now
         await run.until(lambda: len(rollouts_of(run, "spans")) == GROUP, "done with the group that spans")
-        (run.seen / "go-second").touch()
+        run.say("go-second")
         await run.until(lambda: run.steps_done() >= 3, "done with step 3")
-        (run.seen / "go-late").touch()
+        run.say("go-late")
         await run.until(lambda: len(rollouts_of(run, "too-old")) == GROUP, "done with the old group")
-        (run.seen / "go-last").touch()
+        run.say("go-last")
         assert await run.ends() == 0, run.verl.tail()
 
         for rollout in rollouts_of(run, "spans"):

@@ -64,7 +64,8 @@ def config(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     from hydra import compose, initialize_config_module
 
     rollout = "actor_rollout_ref.rollout"
-    own = f"{{threads: 1, log_dir: {tmp_path_factory.mktemp('logs')}}}"
+    folders = tmp_path_factory.mktemp("weights"), tmp_path_factory.mktemp("logs")
+    own = "{{threads: 1, weights_dir: {}, log_dir: {}}}".format(*folders)
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose(
             "ppo_trainer",

@@ -19,9 +19,9 @@ app = RolloutApp()
 async def agent(context: RolloutContext) -> dict[str, object]:
     """`name` of the group, `rewards` of its sessions; `do`: {number: what befalls it}; `segments` of each session.
 
-    `baseline` is the reward of the greedy one, whose number is "greedy".
+    `baseline` is the reward of the greedy one, whose number is "greedy"; `max_tokens` is of each call.
 
-    `go` is the file that a session waits for, to go on with its last conversation; `max_tokens` is of each call.
+    A session that is to "wait for X" goes on with its last conversation once there is a file X beside its own.
     """
     payload, seen = context.payload, Path(os.environ["SEEN"])
     task, _, number = str(context.rollout_id).rpartition(".")
@@ -51,9 +51,9 @@ async def agent(context: RolloutContext) -> dict[str, object]:
                 return {"reward": payload["rewards"][int(number)], "messages": said}
             case "never return":
                 await asyncio.Event().wait()
-            case "wait for go":
-                while not (seen / payload.get("go", "go")).exists():
-                    assert context.remaining_s, "nobody said go"
+            case str(wait) if wait.startswith("wait for "):
+                while not (seen / wait.removeprefix("wait for ")).exists():
+                    assert context.remaining_s, f"nobody came: {wait}"
                     await asyncio.sleep(0.05)
                 await ask("go", *history)
     return {"reward": rewards[number]}

@@ -74,6 +74,6 @@ def overrides(trainer_devices: int = 1, rollout_devices: int = 0, attention: str
         f"{rollout}.tensor_model_parallel_size=1",
         # One loop of verl's own would pad validation batches to a multiple of its workers; ours is one.
         f"{rollout}.agent.num_workers=1",
-        "reward.num_workers=1",
+        "reward.num_workers=0",  # agents bring their rewards; a worker of verl's would wait in a gigabyte for nothing
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     ]

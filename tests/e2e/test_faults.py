@@ -1,0 +1,633 @@
+"""Whole runs while S3, SQS, agents, router, engines, clock and credentials fail.
+
+Everything but the model is a real process; S3 and SQS are moto, or the emulator at $ROLLOUT_TEST_EMULATOR (see
+`benchmarks/faithful_emulator.py`). The same tasks are rolled out each time, and the model answers by the
+prompt alone: so what comes out must be what came out of the run that nobody disturbed, or be missing with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import yaml
+from aiohttp import web
+
+from agent_wrapper.contract import PUT_HEADERS, Outcome, Sampling
+from rollout_backend import aws
+from rollout_backend.collect.presign import Presigner
+from rollout_backend.config import AwsConfig, StorageConfig, load_config
+from rollout_backend.errors import CredentialsExpired
+from rollout_backend.gateway.tokens import SessionClaims
+from rollout_backend.local.cloud import LocalRuntime, LocalStorage
+from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.local.sessions import Limits
+from rollout_backend.manager import RolloutManager
+from rollout_backend.process import ServerProcess
+from rollout_backend.report import StepResult
+from rollout_backend.tasks import Task
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ROOT = Path(__file__).parents[2]
+AGENT = ROOT / "examples" / "arithmetic" / "agent.py"
+TASKS = [Task(f"t{i}", {"question": f"What is {i} + 4?", "answer": str(i + 4)}) for i in range(8)]
+PLANNED = 16
+EMULATOR = os.environ.get("ROLLOUT_TEST_EMULATOR")
+LATER = time.time() + 600
+CLAIMS = SessionClaims(
+    run_id="r", step=0, rollout_id="a.0", attempt=1, session_id="s", sampling=Sampling(), expires_at=LATER
+)
+Rows = dict[str, tuple[float | None, list[tuple[list[int], list[int], list[str]]]]]
+
+TRAINER = """
+import asyncio, json, sys
+from pathlib import Path
+from rollout_backend.config import load_config
+from rollout_backend.manager import RolloutManager
+from rollout_backend.tasks import read_tasks
+
+async def main(folder):
+    async with RolloutManager(load_config(folder / "settings.yaml")) as manager:
+        for step in range(int(sys.argv[2])):
+            while not (folder / f"go-{step}").exists():
+                await asyncio.sleep(0.05)
+            result = await manager.collect(read_tasks(folder / "tasks.jsonl"))
+            report = result.report
+            line = {
+                "balanced": report.balanced,
+                "rows": {
+                    r.rollout_id: [
+                        r.reward, [[list(s.token_ids), list(s.mask), list(map(str, s.logprobs))] for s in r.segments]
+                    ]
+                    for r in result.rollouts
+                    if r.trainable
+                },
+                "ends": sorted(f"{one.outcome} {one.reason}" for one in result.failures),
+            }
+            with (folder / "steps.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\\n")
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+CLOCK = """
+import os, time
+real = time.time
+
+def shifted():
+    with open(os.environ["CLOCK"]) as file:
+        return real() + float(file.read() or 0)
+
+time.time = shifted
+"""
+
+
+class Model:
+    """Answers by the prompt alone. Told to hold, it keeps all answers after the first few back."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._free = sys.maxsize
+        self._let_go = threading.Event()
+        spec = importlib.util.spec_from_file_location("kill_trainer", ROOT / "benchmarks" / "kill_trainer.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self._answer: Callable[[str], str] = module.answer
+
+    def __call__(self, prompt: str) -> str:
+        self._asked += 1
+        if self._asked > self._free:
+            self._let_go.wait(60)
+        return self._answer(prompt)
+
+    def hold(self, after: int = 0) -> None:
+        self._asked, self._free = 0, after
+        self._let_go.clear()
+
+    def let_go(self) -> None:
+        self._free = sys.maxsize
+        self._let_go.set()
+
+
+class Emulator(LocalStorage):
+    """One that runs already."""
+
+    def __init__(self, url: str, run_dir: Path) -> None:
+        super().__init__(run_dir=run_dir)
+        self.endpoint_url = url
+        self._folder = run_dir
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {**super().environ, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+
+    async def start(self) -> None:
+        self._folder.mkdir(parents=True)
+        (self._folder / "aws-config").write_text("[default]\n")
+        async with self.s3() as s3:
+            await s3.create_bucket(Bucket=self.bucket)
+
+    async def stop(self) -> None:
+        pass
+
+
+@dataclass
+class World:
+    """The cloud, with a proxy before it for each side."""
+
+    folder: Path
+    storage: LocalStorage
+    runtime: LocalRuntime
+    agents: FaultProxy
+    trainer: FaultProxy
+    model: Model
+    engines: list[ScriptedEngine]
+    asked_before: int = 0
+
+    def hold(self, after: int = 0) -> None:
+        """The model answers so many calls more, and no others until `model.let_go`."""
+        self.asked_before += self.asked()
+        self.model.hold(after)
+
+    def asked(self) -> int:
+        """Calls that have reached an engine since `hold`."""
+        return sum(len(engine.requests) for engine in self.engines) - self.asked_before
+
+    def tree(self, **more: Any) -> dict[str, Any]:
+        timeouts = {"model_call_s": 10, "agent_s": 40, "publish_grace_s": 20, "collection_s": 90, "token_s": 120}
+        return {
+            "model": {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 16384},
+            "serving": {"kind": "external", "urls": [engine.url for engine in self.engines]},
+            "aws": {"region": self.storage.region, "endpoint_url": self.trainer.url},
+            "storage": {"bucket": self.storage.bucket},
+            "runtime": {
+                "kind": "agentcore",
+                "arn": self.runtime.arn,
+                "endpoint_url": self.runtime.endpoint_url,
+                "invoke_per_s": 100,
+                "stop_per_s": 100,
+                "read_timeout_s": 100,
+            },
+            "queue": {"wait_s": 1},
+            "collect": {"quiet_s": 2, "no_queue_sweep_s": 0.3},
+            "group": {"size": 2, "min_viable": 1},
+            "timeouts": timeouts,
+            "output_dir": str(self.folder / "runs"),
+            **more,
+        }
+
+    @asynccontextmanager
+    async def run(self, run_id: str, **more: Any) -> AsyncIterator[RolloutManager]:
+        config = load_config(base=self.tree(run_id=run_id, **more), env={})
+        async with RolloutManager(config) as manager:
+            yield manager
+
+    @asynccontextmanager
+    async def faults(self, *, agents: list[Rule] | None = None, trainer: list[Rule] | None = None) -> Any:
+        """Each of these rules must hit in the block, or it has shown nothing."""
+        for proxy, rules in ((self.agents, agents), (self.trainer, trainer)):
+            proxy.rules, proxy.calls = list(rules or ()), []
+        try:
+            yield
+            for rule in (*self.agents.rules, *self.trainer.rules):
+                assert rule.hits, f"{rule} has hit nothing"
+        finally:
+            self.agents.rules, self.trainer.rules = [], []
+
+    async def nothing_is_open(self) -> bool:
+        return (await self.runtime.sessions())["sessions"] == []
+
+    async def until(self, what: Callable[[], Awaitable[bool] | bool], seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not (done if isinstance(done := what(), bool) else await done):
+            assert time.monotonic() < deadline, "it did not come about in time"
+            await asyncio.sleep(0.02)
+
+
+def rows(result: StepResult) -> Rows:
+    """What would be trained, by rollout."""
+    return {
+        r.rollout_id: (r.reward, [(list(s.token_ids), list(s.mask), list(map(str, s.logprobs))) for s in r.segments])
+        for r in result.rollouts
+        if r.trainable
+    }
+
+
+async def four_are_in(manager: RolloutManager) -> bool:
+    return sum((await manager.progress()).outcomes.values()) >= 4
+
+
+async def same_as(calm: Rows, result: StepResult, world: World, planned: int = PLANNED) -> None:
+    report = result.report
+    assert report.balanced, report
+    assert report.planned == planned
+    assert report.outcomes[Outcome.COMPLETED] == planned, report.reasons
+    assert rows(result) == calm
+    assert await world.nothing_is_open()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    folder = tmp_path_factory.mktemp("faults")
+    model = Model()
+    with ScriptedEngine(model) as one, ScriptedEngine(model) as other, pytest.MonkeyPatch.context() as patch:
+        made = Emulator(EMULATOR, folder / "cloud") if EMULATOR else LocalStorage(run_dir=folder / "cloud")
+        async with made as storage:
+            for name, value in storage.environ.items():
+                patch.setenv(name, value)
+            async with (
+                FaultProxy(storage.endpoint_url, seed=1) as agents,
+                FaultProxy(storage.endpoint_url, seed=2) as trainer,
+            ):
+                env = {**storage.environ, "AWS_ENDPOINT_URL": agents.url}
+                limits = Limits(grace_s=2.0)
+                async with LocalRuntime(AGENT, run_dir=folder / "cloud", env=env, limits=limits) as runtime:
+                    yield World(folder, storage, runtime, agents, trainer, model, [one, other])
+        model.let_go()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def run(world: World) -> AsyncIterator[RolloutManager]:
+    """One run, a step of which each test disturbs: always the same one, for the lots fall by the objects' names."""
+    async with world.run("disturbed") as manager:
+        yield manager
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def listing(world: World) -> AsyncIterator[RolloutManager]:
+    """Another one, without a queue."""
+    async with world.run("listing", queue={"enabled": False}) as manager:
+        yield manager
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def calm(world: World, run: RolloutManager) -> Rows:
+    """The rows of the step that nobody disturbed."""
+    result = await run.collect(TASKS, step=0)
+    assert result.report.outcomes[Outcome.COMPLETED] == PLANNED, result.failures
+    return rows(result)
+
+
+# --- S3 and SQS -------------------------------------------------------------------------------------------
+
+
+async def test_sqs_is_switched_off_from_the_start(world: World, listing: RolloutManager, calm: Rows) -> None:
+    async with world.faults():
+        result = await listing.collect(TASKS)
+        assert {call.operation for call in world.agents.calls} == {"s3:PutObject"}
+    await same_as(calm, result, world)
+
+
+async def test_s3_fails_on_both_sides(world: World, run: RolloutManager, listing: RolloutManager, calm: Rows) -> None:
+    for manager, rare in ((run, ("s3:PutObject",)), (listing, ("s3:PutObject", "s3:ListObjects"))):
+        trainer = [Rule(name, Fault.FAIL, times=2, code="SlowDown") for name in rare]
+        trainer += [Rule("s3:*", Fault.FAIL, share=0.2, code="SlowDown"), Rule("s3:*", Fault.CUT_BEFORE, share=0.1)]
+        agents = [
+            Rule("s3:PutObject", Fault.FAIL, share=0.2, status=500, code="InternalError"),
+            Rule("s3:PutObject", Fault.CUT_BEFORE, share=0.2),
+        ]
+        async with world.faults(agents=agents, trainer=trainer):
+            await same_as(calm, await manager.collect(TASKS, step=1), world)
+
+
+async def test_s3_and_sqs_hang_for_a_while(world: World, run: RolloutManager, calm: Rows) -> None:
+    agents = [
+        Rule("s3:PutObject", Fault.HANG, share=0.3, seconds=3),
+        Rule("sqs:SendMessage", Fault.HANG, times=2),  # until it gives up
+    ]
+    trainer = [
+        Rule("s3:GetObject", Fault.HANG, times=3, seconds=3),
+        Rule("s3:ListObjects", Fault.HANG, times=1, seconds=2),
+        Rule("sqs:ReceiveMessage", Fault.HANG, times=2, seconds=6),
+    ]
+    async with world.faults(agents=agents, trainer=trainer):
+        await same_as(calm, await run.collect(TASKS, step=2), world)
+
+
+async def test_a_write_whose_answer_is_lost_is_a_write(world: World, run: RolloutManager, calm: Rows) -> None:
+    async with world.faults(agents=[Rule("s3:PutObject", Fault.CUT_AFTER, once_each=True)]):
+        result = await run.collect(TASKS, step=3)
+        writes = [call.status for call in world.agents.calls if call.operation == "s3:PutObject"]
+    assert writes.count(None) == PLANNED
+    assert set(writes) == {None, 412}
+    await same_as(calm, result, world)
+    logs = [path.read_text() for path in world.runtime.session_logs.glob("*.log")]
+    assert any("an earlier write of ours had arrived after all" in log for log in logs)
+    assert not any("another attempt had written" in log for log in logs)
+
+
+async def test_writes_without_credentials_fail_on_the_way(world: World, calm: Rows) -> None:
+    """Their URLs are signed for the trainer's way to S3, so that is the one they take."""
+    storage = {"bucket": world.storage.bucket, "presigned": True}
+    rules = [
+        Rule("s3:PutObject", Fault.CUT_AFTER, share=0.3, once_each=True),
+        Rule("s3:PutObject", Fault.FAIL, share=0.2, code="SlowDown"),
+    ]
+    async with world.run("presigned", storage=storage) as manager, world.faults(trainer=rules):
+        result = await manager.collect(TASKS)
+        assert world.agents.calls == []
+    await same_as(calm, result, world)
+
+
+@pytest.mark.skipif(not EMULATOR, reason="moto checks no signature")
+async def test_a_presigned_url_is_good_for_what_was_signed_alone(world: World) -> None:
+    storage = StorageConfig(bucket=world.storage.bucket)
+    where = AwsConfig(region=world.storage.region, endpoint_url=world.trainer.url)
+    url = Presigner(storage, where).urls(CLAIMS).result
+    short = Presigner(storage, where).urls(CLAIMS.model_copy(update={"expires_at": 0.0})).notice  # for a second
+
+    async def put(url: str, **headers: str) -> int:
+        async with httpx.AsyncClient() as http:
+            return (await http.put(url, content=b"x", headers={**PUT_HEADERS, **headers})).status_code
+
+    signed = time.monotonic()
+    assert await put(url.replace("/a.0", "/b.0")) == 403
+    assert await put(url, **{"If-None-Match": "other"}) == 403
+    assert await put(url) == 200
+    assert await put(url) == 412
+    await world.until(lambda: time.monotonic() > signed + 2)
+    assert await put(short) == 403
+
+
+async def test_sqs_fails_on_both_sides(world: World, run: RolloutManager, calm: Rows) -> None:
+    agents = [
+        Rule("sqs:SendMessage", Fault.FAIL, share=0.3, status=500, code="InternalFailure"),
+        Rule("sqs:SendMessage", Fault.CUT_AFTER, share=0.3),
+    ]
+    trainer = [
+        Rule("sqs:ReceiveMessage", Fault.FAIL, share=0.3, status=500, code="InternalFailure"),
+        Rule("sqs:ReceiveMessage", Fault.CUT_AFTER, share=0.3),
+        Rule("sqs:DeleteMessageBatch", Fault.FAIL, share=0.5, status=500, code="InternalFailure"),
+    ]
+    async with world.faults(agents=agents, trainer=trainer):
+        await same_as(calm, await run.collect(TASKS, step=4), world)
+
+
+async def test_announcements_are_lost_doubled_and_out_of_order(world: World, run: RolloutManager, calm: Rows) -> None:
+    agents = [
+        Rule("sqs:SendMessage", Fault.DROP, share=0.1),
+        Rule("sqs:SendMessage", Fault.DOUBLE, share=0.1),
+        Rule("sqs:SendMessage", Fault.DELAY, seconds=1.0),
+    ]
+    async with world.faults(agents=agents):
+        await same_as(calm, await run.collect(TASKS, step=5), world)
+
+
+async def test_the_queue_is_deleted_in_mid_run_and_the_run_started_again(
+    world: World, calm: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world.run("queueless") as manager:
+        assert manager._services is not None
+        url = manager._services.queue_url
+        world.hold(after=4)
+        collecting = asyncio.create_task(manager.collect(TASKS))
+
+        await world.until(lambda: four_are_in(manager))
+        where = {"region": world.storage.region, "endpoint_url": world.storage.endpoint_url}
+        async with aws.client("sqs", **where) as sqs:
+            await sqs.delete_queue(QueueUrl=url)
+        world.model.let_go()
+        await same_as(calm, await collecting, world)
+    assert "results are found by listing" in caplog.text
+    # SQS blocks the name for a minute: each second refusal costs a pause of five seconds.
+    blocked = Rule("sqs:CreateQueue", Fault.FAIL, times=1, status=400, code="QueueDeletedRecently")
+    async with world.faults(trainer=[blocked]), world.run("queueless") as manager:
+        again = await manager.collect(TASKS, step=0)
+    assert again.report.resumed == PLANNED
+    await same_as(calm, again, world)
+    assert "is blocked for a minute after its deletion" in caplog.text
+
+
+# --- processes --------------------------------------------------------------------------------------------
+
+
+async def test_agents_are_killed(world: World, calm: Rows) -> None:
+    timeouts = {"model_call_s": 5, "agent_s": 12, "publish_grace_s": 4, "collection_s": 60, "token_s": 90}
+    async with world.run("shot", timeouts=timeouts) as manager:
+        world.hold()
+        collecting = asyncio.create_task(manager.collect(TASKS))
+        await world.until(lambda: world.asked() == PLANNED)
+        shot = random.Random(1).sample((await world.runtime.sessions())["sessions"], 3)
+        for session in shot:
+            os.kill(session["pid"], signal.SIGKILL)
+        world.model.let_go()
+        result = await collecting
+    lost = {failure.rollout_id: failure for failure in result.failures}
+    assert {failure.session_id for failure in lost.values()} == {session["id"] for session in shot}
+    for failure in lost.values():
+        assert (failure.outcome, failure.reason) == (Outcome.TIMED_OUT, "no_result")
+        assert "the log of session" in failure.message
+    assert result.report.balanced
+    assert rows(result) == {rollout_id: row for rollout_id, row in calm.items() if rollout_id not in lost}
+    assert await world.nothing_is_open()
+
+
+async def test_the_router_is_killed(world: World, run: RolloutManager, calm: Rows) -> None:
+    assert run._fleet is not None
+    world.hold()
+    collecting = asyncio.create_task(run.collect(TASKS, step=6))
+    await world.until(lambda: world.asked() == PLANNED)
+    pid = run._fleet._router.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await world.until(lambda: run.servers()[0].restarts == 1)
+    world.model.let_go()
+    await same_as(calm, await collecting, world)
+
+
+async def test_an_engine_is_killed(world: World, run: RolloutManager, calm: Rows) -> None:
+    victim = world.engines[1]
+    before = len(victim.requests)
+    world.hold()
+    collecting = asyncio.create_task(run.collect(TASKS, step=7))
+    await world.until(lambda: world.asked() == PLANNED)
+    assert len(victim.requests) > before
+    await asyncio.to_thread(victim.__exit__, None, None, None)
+    world.model.let_go()
+    await same_as(calm, await collecting, world)
+    revived = ScriptedEngine(world.model, port=victim.port)
+    await asyncio.to_thread(revived.__enter__)
+    world.engines[1] = revived
+
+
+# --- the clock --------------------------------------------------------------------------------------------
+
+
+async def test_the_trainers_clock_jumps(world: World, calm: Rows, tmp_path: Path) -> None:
+    """By six hours. The trainer is a process of its own here; its gateway has the same clock, and the agents not."""
+    clock, done = tmp_path / "clock", tmp_path / "steps.jsonl"
+    hours = {"right": 0, "ahead": 6, "behind": -6}
+    tasks = [json.dumps({"task_id": task.task_id, "payload": task.payload}) for task in TASKS[:4]]
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(CLOCK)
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(world.tree(run_id="clock")))
+    (tmp_path / "tasks.jsonl").write_text("\n".join(tasks))
+    done.touch()
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "hook"), "CLOCK": str(clock)}
+    command = [sys.executable, str(tmp_path / "trainer.py"), str(tmp_path), "4"]
+    trainer = ServerProcess("the trainer", command, tmp_path / "trainer.log", env)
+
+    def turn(which: str) -> None:
+        beside = clock.with_suffix(".new")
+        beside.write_text(str(3600 * hours[which]))
+        beside.replace(clock)
+
+    def told() -> list[dict[str, Any]]:
+        assert trainer.running or trainer.returncode == 0, trainer.tail()
+        return [json.loads(line) for line in done.read_text().splitlines()]
+
+    async def step(begin: str, *then: str) -> dict[str, Any]:
+        """A step that begins at the first of these times and sees the others while its agents wait for the model."""
+        number = len(told())
+        turn(begin)
+        world.hold()
+        (tmp_path / f"go-{number}").touch()
+        await world.until(lambda: len(told()) > number or world.asked() == 8)
+        for which in then:
+            turn(which)
+        world.model.let_go()
+        await world.until(lambda: len(told()) > number)
+        assert await world.nothing_is_open()
+        line = told()[number]
+        assert line.pop("balanced")
+        return line
+
+    turn("right")
+    mine = tuple(f"{task.task_id}." for task in TASKS[:4])
+    rows_then = {key: row for key, row in json.loads(json.dumps(calm)).items() if key.startswith(mine)}
+    whole = {"rows": rows_then, "ends": []}
+    await trainer.start()
+    try:
+        assert await step("right", "ahead", "behind", "right") == whole
+        assert await step("ahead", "right") == whole
+        # The keys of the agents have expired by their gateway's clock.
+        assert await step("right", "ahead") == {"rows": {}, "ends": ["infra_error trajectory_unavailable"] * 8}
+        # The agents' deadline has passed before it came to them.
+        assert await step("behind") == {"rows": {}, "ends": ["timed_out agent_deadline"] * 8}
+    finally:
+        await trainer.stop()
+
+
+# --- credentials ------------------------------------------------------------------------------------------
+
+
+class Vault:
+    """Hands out credentials as a container of AWS gets its role's: keys that last for seconds, and then others."""
+
+    def __init__(self, *proxies: FaultProxy, lasts_s: float = 3.0) -> None:
+        self.ends: dict[str, float] = {}  # by access key, unix seconds
+        self.url = ""
+        self._proxies = proxies
+        self._lasts_s = lasts_s
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Vault]:
+        app = web.Application()
+        app.router.add_get("/role", self._give)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = "http://{}:{}/role".format(*runner.addresses[0][:2])
+        refusing = asyncio.create_task(self._refuse_old_ones())
+        try:
+            yield self
+        finally:
+            refusing.cancel()
+            await runner.cleanup()
+
+    async def _give(self, request: web.Request) -> web.Response:
+        now = time.time()
+        key = f"AK{int(now / self._lasts_s * 2)}"
+        ends = self.ends.setdefault(key, now + self._lasts_s)
+        moment = datetime.fromtimestamp(ends, UTC).isoformat()
+        return web.json_response(
+            {"AccessKeyId": key, "SecretAccessKey": "secret", "Token": "token", "Expiration": moment}
+        )
+
+    async def _refuse_old_ones(self) -> None:
+        refused: set[str] = set()
+        while True:
+            for key in {key for key, ends in self.ends.items() if ends < time.time()} - refused:
+                refused.add(key)
+                for proxy in self._proxies:
+                    proxy.rules.append(Rule("*", Fault.FAIL, status=403, code="ExpiredToken", access_key=key))
+            await asyncio.sleep(0.05)
+
+
+async def test_credentials_that_expire_in_mid_run_are_renewed(
+    world: World, calm: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Vault(world.agents, world.trainer).open() as vault:
+        role = {"AWS_CONTAINER_CREDENTIALS_FULL_URI": vault.url}
+        for name, value in role.items():
+            monkeypatch.setenv(name, value)
+        given = {name: value for name, value in world.storage.environ.items() if "KEY" not in name}
+        for name in world.storage.environ.keys() - given.keys():
+            monkeypatch.delenv(name)
+        env = {**given, **role, "AWS_ENDPOINT_URL": world.agents.url}
+        async with LocalRuntime(AGENT, run_dir=tmp_path, env=env, limits=Limits(grace_s=2.0)) as runtime:
+            there = {**world.tree()["runtime"], "arn": runtime.arn, "endpoint_url": runtime.endpoint_url}
+            async with world.faults(), world.run("renewed", runtime=there) as manager:
+                config = manager.config
+                presigner = await asyncio.to_thread(Presigner, config.storage, config.aws)
+                world.hold()
+                collecting = asyncio.create_task(manager.collect(TASKS))
+                await world.until(lambda: world.asked() == PLANNED)
+                before = await asyncio.to_thread(presigner.urls, CLAIMS)
+                old = dict(vault.ends)
+                await world.until(lambda: max(old.values()) + 0.5 < time.time())
+                world.model.let_go()
+                result = await collecting
+                after = await asyncio.to_thread(presigner.urls, CLAIMS)
+                world.agents.rules, world.trainer.rules = [], []  # keys that nobody used again are as it should be
+            assert (await runtime.sessions())["sessions"] == []
+        calls = [*world.agents.calls, *world.trainer.calls]
+    await same_as(calm, result, world)
+    signers = [re.findall(r"Credential=(\w+)", urls.result)[0] for urls in (before, after)]
+    assert [key in old for key in signers] == [True, False]
+    assert {call.access_key for call in world.agents.calls} <= vault.ends.keys() - old.keys()
+    assert {call.access_key for call in calls} & old.keys()  # the trainer's, before
+    assert len({call.access_key for call in world.trainer.calls}) >= 2
+    assert not [call for call in calls if call.fault]
+
+
+@pytest.mark.parametrize("by_queue", [True, False], ids=["queue", "listing"])
+async def test_credentials_that_expire_and_are_not_renewed_end_the_run_and_new_ones_take_it_up(
+    world: World, calm: Rows, by_queue: bool
+) -> None:
+    settings = {"run_id": f"expired-{by_queue}", "queue": {"enabled": by_queue, "wait_s": 1}}
+    async with world.run(**settings) as manager:
+        world.hold(after=4)
+        collecting = asyncio.create_task(manager.collect(TASKS))
+
+        await world.until(lambda: four_are_in(manager))
+        async with world.faults(trainer=[Rule("*", Fault.FAIL, status=400, code="ExpiredToken")]):
+            with pytest.raises(CredentialsExpired, match="aws sso login"):
+                await asyncio.wait_for(collecting, 20)
+        assert await world.nothing_is_open()
+        world.model.let_go()
+    async with world.run(**settings) as manager:
+        result = await manager.collect(TASKS, step=0)
+    assert result.report.resumed == 4
+    await same_as(calm, result, world)

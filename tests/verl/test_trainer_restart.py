@@ -1,0 +1,98 @@
+"""verl's trainer killed in mid-step and started again: over its own checkpoint, and without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+GROUP = 4
+SAME = 1e-4
+TIMEOUTS = {"model_call_s": 60, "agent_s": 120, "publish_grace_s": 10, "collection_s": 200, "token_s": 240}
+EARLY, LATE = ("0", "1"), ("2", "3")
+
+
+def task(number: int) -> dict[str, Any]:
+    """Two of its sessions wait for "NAME-early", two for "NAME-late". No two tasks have a reward in common."""
+    name = f"task-{number}"
+    waits = {**dict.fromkeys(EARLY, f"wait for {name}-early"), **dict.fromkeys(LATE, f"wait for {name}-late")}
+    return {"name": name, "rewards": [2 * number + reward for reward in (0.0, 0.25, 0.5, 1.0)], "do": waits}
+
+
+def grpo(rewards: list[float]) -> dict[float, float]:
+    mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
+    return {reward: (reward - mean) / (deviation + 1e-6) for reward in rewards}
+
+
+async def test_a_killed_trainer_goes_on_from_its_checkpoint_with_what_was_finished(
+    tmp_path: Path, training: Any
+) -> None:
+    """The rows of the second step are of two lives, and all of them were sampled by the weights that it trains. With
+    resume_mode=disable other weights are served, so nothing is taken; that life ends with its engine."""
+    tasks = [task(number) for number in range(4)]
+    resumes = ("trainer.resume_mode=auto", "trainer.save_freq=1", "data.shuffle=True")
+    async with training(tmp_path, tasks, 2, *resumes, timeouts=TIMEOUTS) as run:
+        await run.start()
+        await run.until(lambda: len(run.begun()) == 2 * GROUP, "at work in step 1")
+        first = set(run.begun().values())
+        run.say(*(f"{name}-{when}" for name in first for when in ("early", "late")))
+        await run.until(lambda: len(run.begun()) == 4 * GROUP, "at work in step 2")
+        second = set(run.begun().values()) - first
+        assert len(second) == 2
+        run.say(*(f"{name}-early" for name in second))
+        await run.until(lambda: len(run.rollouts(2)) == 4, "half done with step 2")
+        finished = {rollout.rollout_id: rollout.encode() for rollout in run.rollouts(2)}
+        begun = {rollout_id for rollout_id, name in run.begun().items() if name in second}
+        await run.kill()
+
+        run.forget()
+        run.say(*(f"{name}-{when}" for name in second for when in ("early", "late")))
+        await run.start_again()
+        assert await run.ends() == 0, run.verl.tail()
+        assert run.begun().keys() == begun - finished.keys(), "what is run again"
+        again = {rollout.rollout_id: rollout.encode() for rollout in run.rollouts(2)}
+        assert again.keys() == begun
+        assert again.items() >= finished.items()
+        report = run.report(2)
+        assert report.resumed == 4
+        assert report.trainable == report.planned == 2 * GROUP
+        for each in run.reports():
+            assert each.balanced
+            assert each.sessions_open == 0
+        rows = [row for row in json.loads(run.spy_file.read_text().splitlines()[-1]) if row["trained"]]
+        expected = {}
+        for name in second:
+            expected |= grpo(tasks[int(name.removeprefix("task-"))]["rewards"])
+        assert sorted(row["reward"] for row in rows) == sorted(expected)
+        for row in rows:
+            assert row["advantages"] == pytest.approx([expected[row["reward"]]], abs=1e-5)
+        [metrics] = run.metrics()
+        assert metrics["training/global_step"] == 2
+        assert metrics["training/rollout_probs_diff_max"] < SAME, "what was taken was sampled by other weights"
+        assert metrics["actor/grad_norm"] > 0
+        assert run.versions(2) == {"1"}
+        await run.leaves_nothing()
+
+        updates, told = len(run.spy_file.read_text().splitlines()), len(run.log)
+        assert updates == 2
+        run.forget()
+        patience = {"serving": {"startup_timeout_s": 5, "max_restarts": 1}}
+        run.own.write_text(yaml.safe_dump(yaml.safe_load(run.own.read_text()) | patience))
+        await run.start_again("trainer.resume_mode=disable")
+        await run.until(lambda: len(run.begun()) == 2 * GROUP, "at work in step 1, all of it anew")
+        assert set(run.begun().values()) == first
+        [engine] = run.processes("sglang.launch_server")
+        os.kill(engine, signal.SIGKILL)
+        run.say(*(f"{name}-{when}" for name in first for when in ("early", "late")))
+        assert await run.ends(within_s=100) != 0  # before the agents' own time is up
+        assert "a batch failed as a whole: engine-0 is gone" in run.log[told:]
+        assert len(run.spy_file.read_text().splitlines()) == updates, "a step that lost its engine was trained"
+        await run.leaves_nothing()
