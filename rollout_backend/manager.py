@@ -238,8 +238,8 @@ class RolloutManager:
         A step of this run that was begun before, with the same number and tasks of the same content, goes on where
         it was left: finished rollouts are taken, agents that are still at work are waited for where the gateway has
         what they sampled, other sessions are closed, and only the rest is run. Say
-        `same_weights=False` where other weights are served now; then all of it is run anew. `weights` names them
-        in the step's manifest.
+        `same_weights=False` where other weights are served now; then all of it is run anew. `weights` names their
+        version: of another one, or of another model, nothing is taken.
 
         Raises:
             TaskFileError: no task, or two with one id.
@@ -253,7 +253,8 @@ class RolloutManager:
         assert self._services is not None, "enter the manager first: async with RolloutManager(config) as manager"
         wanted = unique(tasks)
         number = next(self._numbers) if step is None else step
-        current = Step(number, wanted, self._services, sampling, on_group, weights=weights, same_weights=same_weights)
+        served = f"{self.config.model.path}@{weights}"
+        current = Step(number, wanted, self._services, sampling, on_group, weights=served, same_weights=same_weights)
         self._steps[number] = current
         running = asyncio.create_task(current.run())
         self._collecting.add(running)

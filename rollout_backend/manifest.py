@@ -2,8 +2,8 @@
 
 What must always hold:
 
-- a step is the same step if run, number and tasks are the same: payloads, sampling and sizes of groups, in any order.
-  The tasks' own ids do not count, for trainers draw them anew each time;
+- a step is the same step if run, number, weights and tasks are the same: payloads, sampling and sizes of groups, in
+  any order. The tasks' own ids do not count, for trainers draw them anew each time;
 - whoever can read a manifest knows every session that may be open for it: session ids follow from it;
 - no attempt's number, and so no session id, is used twice, however often the step is taken up again.
 """
@@ -50,7 +50,7 @@ class Manifest(ContractObject):
     deadline: float
     """Unix seconds when the step ends at the latest."""
     weights: str = ""
-    """The version that was served when the step began, if it is known."""
+    """The model that was served when the step began, and its version if that is known."""
     sealed_by: str = ""
     """Fingerprint of the secret that seals what is sampled; empty where nothing is sealed."""
     gateway: str = ""
@@ -77,7 +77,7 @@ class Manifest(ContractObject):
 
         `before` is what stands in S3 of a step of this number. If that is the same step, this is another take of
         it, with the rollouts that it planned; else the ids of the rollouts are such as it never used.
-        `same_weights` False: what was sampled then is not to be used now, whatever the tasks.
+        If other `weights` were served then, or `same_weights` is False, what was sampled then is not used.
         """
         groups = [
             PlannedTask(
@@ -99,7 +99,7 @@ class Manifest(ContractObject):
         }
         if before is None:
             return cls.model_validate({**fields, "tasks": groups})
-        taken = before.matched(groups) if same_weights else None
+        taken = before.matched(groups) if same_weights and before.weights == weights else None
         if taken is not None:
             return cls.model_validate(
                 {

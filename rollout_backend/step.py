@@ -159,6 +159,7 @@ class Step:
         self._deadline = began + self._at.config.timeouts.collection_s
         self._at.buffer.attach(self)
         sweeping = asyncio.create_task(self._sweep_when_quiet())
+        sweeping.add_done_callback(self._sweeping_ended)
         try:
             await self._begin()
             await self._collect()
@@ -430,6 +431,12 @@ class Step:
                 self.abort(error)
                 return
             swept_at = loop.time()
+
+    def _sweeping_ended(self, sweeping: asyncio.Task[None]) -> None:
+        """Nobody waits for it: without this, a step without a queue would hear of nothing until its deadline."""
+        error = None if sweeping.cancelled() else sweeping.exception()
+        if error is not None:
+            self.abort(error)
 
     async def _wind_up(self) -> None:
         """Settles what is left, and waits until every session is closed and every task is over."""

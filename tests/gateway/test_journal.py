@@ -320,9 +320,8 @@ def test_what_was_sampled_is_gone_on_from_and_not_rendered_anew(start):
     with ScriptedEngine([own_way, "seen"]) as engine:
         life = start(engine)
         messages = [{"role": "user", "content": "Look."}]
-        reply = life.post({"model": "scripted", "messages": messages, "tools": [tool]}).json()["choices"][0][
-            "message"
-        ]
+        first = life.post({"model": "scripted", "messages": messages, "tools": [tool]}).json()
+        reply = first["choices"][0]["message"]
         life.again()
         result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "nothing"}
         body = {"model": "scripted", "messages": [*messages, reply, result], "tools": [tool]}

@@ -87,8 +87,14 @@ async def test_the_tasks_own_ids_and_order_do_not_count(open_bench):
 
 @pytest.mark.parametrize(
     ("tasks", "more"),
-    [(["a", "c"], {}), (["a"], {}), (["a", "a:2", "b"], {}), (["a", "b"], {"same_weights": False})],
-    ids=["another task", "one less", "one more", "other weights"],
+    [
+        (["a", "c"], {}),
+        (["a"], {}),
+        (["a", "a:2", "b"], {}),
+        (["a", "b"], {"same_weights": False}),
+        (["a", "b"], {"weights": "model@1"}),
+    ],
+    ids=["another task", "one less", "one more", "other weights", "another version"],
 )
 async def test_another_step_of_the_same_number_takes_nothing_of_it(open_bench, tasks, more):
     bench = await open_bench()
@@ -99,7 +105,8 @@ async def test_another_step_of_the_same_number_takes_nothing_of_it(open_bench, t
     assert not {r.rollout_id for r in result.rollouts} & {"a.0", "a.1", "b.0", "b.1"}
     # And what now stands for this number is the new one.
     bench.agents.requests.clear()
-    assert (await bench.step(*tasks).run()).report.resumed == 2 * len(tasks)
+    more.pop("same_weights", None)
+    assert (await bench.step(*tasks, **more).run()).report.resumed == 2 * len(tasks)
 
 
 async def test_a_rollout_that_was_lost_before_is_run_again(open_bench):

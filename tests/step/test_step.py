@@ -611,3 +611,22 @@ async def test_a_result_that_does_not_say_when_it_was_done_has_no_lag(open_bench
     result = await bench.step().run()
     assert result.report.lag is None
     assert result.report.latency is not None
+
+
+async def test_a_fault_in_the_listing_ends_the_step(open_bench, monkeypatch):
+    """Else nobody would hear of it, and the step would wait for its deadline."""
+    bench = await open_bench("collect.quiet_s=0.1", "queue.wait_s=0")
+
+    async def hang(agents, request):
+        await asyncio.Event().wait()
+
+    async def break_down(sink):
+        raise RuntimeError("credentials were refreshed, but the refreshed ones are expired")
+
+    bench.agents.behave = hang
+    monkeypatch.setattr(bench.services.buffer, "sweep", break_down)
+    step = bench.step()
+    with pytest.raises(RuntimeError, match="expired"):
+        await step.run()
+    step.ledger.reconcile()
+    assert set(bench.agents.stopped) == {request.session_id for request in bench.agents.requests}
