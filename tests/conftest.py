@@ -16,12 +16,10 @@ from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.process import ServerProcess, free_port
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Of several processes one runs all of a file, and one all that share the real engine: it is started once."""
-    for item in items:
-        shares = item.get_closest_marker("engine") is not None and item.path.parent.name != "verl"
-        item.add_marker(pytest.mark.xdist_group("engine" if shares else item.path.stem))
+    shares = item.get_closest_marker("engine") is not None and item.path.parent.name != "verl"
+    item.add_marker(pytest.mark.xdist_group("engine" if shares else item.path.stem))
 
 
 @pytest.fixture(scope="session")
