@@ -13,8 +13,8 @@ demo: engine  ## 64 real rollouts of a real agent on this machine
 	$(RUN)/rollout demo
 
 test: lint engine verl  ## the whole suite
-	$(RUN)/pytest --numprocesses 2 --dist loadgroup --durations 30
-	$(VERL)/bin/pytest tests/verl --numprocesses 2 --dist loadgroup --no-loadscope-reorder --durations 10
+	$(RUN)/pytest --numprocesses 2 --durations 30
+	$(VERL)/bin/pytest tests/verl --numprocesses 2 --no-loadscope-reorder --durations 10
 
 train: engine verl  ## verl trains a small model on sums: a quarter of an hour
 	$(VERL)/bin/python examples/train_arithmetic/train.py

@@ -6,20 +6,28 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
+from xdist.scheduler import LoadScopeScheduling
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.process import ServerProcess, free_port
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of several processes one runs all of a file, and one all that share the real engine: it is started once."""
-    shares = item.get_closest_marker("engine") is not None and item.path.parent.name != "verl"
-    item.add_marker(pytest.mark.xdist_group("engine" if shares else item.path.stem))
+class Rooms(LoadScopeScheduling):
+    """Of several processes one runs all of a room, whose servers are started once; of verl's room, all of a file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if "/verl/" in file else "/".join(file.split("/")[:2])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Rooms:
+    return Rooms(config, log)
 
 
 @pytest.fixture(scope="session")
