@@ -170,7 +170,7 @@ async def http_runtime() -> AsyncIterator[HttpRuntime]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    runtime = await HttpRuntime.open(HttpConfig(url=f"http://127.0.0.1:{port}/", read_timeout_s=0.5))
+    runtime = await HttpRuntime.open(HttpConfig(url=f"http://127.0.0.1:{port}/", read_timeout_s=2.0))
     yield runtime
     await runtime.aclose()
     await runner.cleanup()

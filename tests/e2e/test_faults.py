@@ -588,7 +588,7 @@ async def test_credentials_that_expire_in_mid_run_are_renewed(
         env = {**given, **role, "AWS_ENDPOINT_URL": world.agents.url}
         async with LocalRuntime(AGENT, run_dir=tmp_path, env=env, limits=Limits(grace_s=2.0)) as runtime:
             there = {**world.tree()["runtime"], "arn": runtime.arn, "endpoint_url": runtime.endpoint_url}
-            async with world.faults(), world.run("renewed", runtime=there) as manager:
+            async with world.run("renewed", runtime=there) as manager, world.faults():
                 config = manager.config
                 presigner = await asyncio.to_thread(Presigner, config.storage, config.aws)
                 world.hold()

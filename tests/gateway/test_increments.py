@@ -92,6 +92,8 @@ def without_ids(message: dict) -> dict:
     plain = json.loads(json.dumps(message))
     for call in plain.get("tool_calls", ()):
         del call["id"]
+    if isinstance(plain.get("content"), str):
+        plain["content"] = plain["content"].lstrip()  # some parsers drop it once there is more; what was sent stands
     return plain
 
 

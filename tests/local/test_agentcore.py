@@ -23,7 +23,7 @@ def code(raised) -> tuple[int, str]:
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone, or gone in the middle of it
         return False
     return state != "Z"
 

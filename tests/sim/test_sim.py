@@ -72,7 +72,7 @@ def test_no_promise_is_broken():
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_variant_that_breaks_a_promise_is_caught(mutant):
-    assert any(play(seed, mutant).broken for seed in SEEDS), f"{mutant} passes: the checks have a hole"
+    assert any(play(seed, mutant).broken for seed in range(1000)), f"{mutant} passes: the checks have a hole"
     assert play(0).broken is None  # and the code is whole again
 
 

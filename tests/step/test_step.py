@@ -39,7 +39,7 @@ async def test_each_rollout_arrives_once_and_its_session_is_closed(open_bench):
 
 
 async def test_doubled_announcements_change_nothing(open_bench):
-    bench = await open_bench()
+    bench = await open_bench("timeouts.agent_s=100", "timeouts.collection_s=120", "timeouts.token_s=130")
 
     async def twice(agents, request):
         await agents.complete(request)
@@ -53,7 +53,7 @@ async def test_doubled_announcements_change_nothing(open_bench):
     bench.agents.behave = last
     step = bench.step("task-a", "task-b")
     running = asyncio.create_task(step.run())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while step.ledger.duplicates < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     waiting = next(request for request in bench.agents.requests if request.rollout_id == "task-b.0")
