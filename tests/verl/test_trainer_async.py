@@ -10,7 +10,7 @@ import pytest
 from agent_wrapper.contract import Rollout
 from rollout_backend.report import StepReport
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 GROUP = 4
 TIMEOUTS = {"model_call_s": 60, "agent_s": 240, "publish_grace_s": 10, "collection_s": 300, "token_s": 360}

@@ -221,6 +221,12 @@ def bundle_of() -> Callable[[Family], RendererBundle]:
     return of
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """An engine for each family takes a minute; `make test` is content with two that differ most."""
+    if item.path.name == "test_real_engine.py" and item.callspec.params["family"] not in FAMILIES[:2]:  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", params=FAMILIES, ids=str)
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
