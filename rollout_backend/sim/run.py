@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import logging
 import random
+import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from agent_wrapper.contract import ModelEndpoint, Outcome
 from rollout_backend.breaker import Breaker
@@ -47,6 +49,7 @@ class Verdict:
 def simulate(seed: int, faults: Faults | None = None) -> Verdict:
     """Plays the history of a seed. The same seed plays the same one."""
     random.seed(seed)  # tenacity's jitter
+    draw = random.Random(seed)  # noqa: S311
     logger = logging.getLogger("rollout_backend")  # misfortunes by the hundred
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -54,7 +57,9 @@ def simulate(seed: int, faults: Faults | None = None) -> Verdict:
     loop.set_exception_handler(lambda _, context: None)  # of tasks that died with their trainer
     play = Play(seed, faults)
     try:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        # Session ids follow from a manifest's nonce, and from them the order in which sets of them are gone through.
+        nonces = patch.object(secrets, "token_hex", lambda nbytes: draw.randbytes(nbytes).hex())
+        with nonces, asyncio.Runner(loop_factory=lambda: loop) as runner:
             runner.run(play.run())
         broken = None
     except Violation as violation:

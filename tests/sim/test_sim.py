@@ -64,6 +64,11 @@ def test_a_seed_is_one_history_whichever_process_plays_it(seed):
     assert told[0].stdout.strip() == "\n".join(simulate(seed).history).strip()
 
 
+@pytest.mark.parametrize("seed", [22, 25, 39])
+def test_a_seed_is_one_history_whatever_was_played_before(seed):
+    assert simulate(seed).history == simulate(seed).history
+
+
 def test_no_promise_is_broken():
     verdicts = [play(seed) for seed in SEEDS]
     assert {verdict.seed: verdict.broken for verdict in verdicts if verdict.broken} == {}
