@@ -241,7 +241,8 @@ class Step:
             for rollout_id in ledger.entries  # a session that has finished its rollout stays open as well
             for session_id in self._manifest.earlier_sessions(rollout_id)
         ]
-        self._begin_closing(self._close_earlier({*left_open, *noted} - going_on))
+        unused = [session_id for session_id in dict.fromkeys((*left_open, *noted)) if session_id not in going_on]
+        self._begin_closing(self._close_earlier(unused))
         self._taken_up = True
         for group in self._groups.values():
             for rollout_id in group.ids:

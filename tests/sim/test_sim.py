@@ -56,7 +56,7 @@ def test_a_quiet_world_completes_everything():
     assert not any(verdict.outcomes[kind] for kind in ("agent_error", "infra_error", "timed_out"))
 
 
-@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("seed", [0, 7, 22, 34])
 def test_a_seed_is_one_history_whichever_process_plays_it(seed):
     code = f"from rollout_backend.sim.run import simulate; print('\\n'.join(simulate({seed}).history))"
     told = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in "ab"]

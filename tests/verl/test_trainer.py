@@ -219,6 +219,7 @@ async def test_the_legacy_trainer_leaves_a_lost_slot_empty(tmp_path: Path, train
         await run.leaves_nothing()
 
 
+@pytest.mark.slow
 async def test_a_greedy_baseline_is_rolled_out_and_a_lost_one_trains_nothing(tmp_path: Path, training: Any) -> None:
     """REMAX, which of verl's trainers only the legacy one has."""
     tasks = [
