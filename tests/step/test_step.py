@@ -43,6 +43,8 @@ async def test_doubled_announcements_change_nothing(open_bench):
 
     async def twice(agents, request):
         await agents.complete(request)
+        while step.wants(request.rollout_id):  # noqa: ASYNC110  # repeats that come before it is in are one with it
+            await asyncio.sleep(0.02)
         await agents.announce(request)
         if request.rollout_id == "task-a.1":  # keeps the step open until the repeats have come
             await agents.announce(request)
