@@ -428,13 +428,11 @@ class Step:
                 await buffer.sweep(self)
             except StoreError as error:
                 log.warning("%s; it is listed again", error)
-            except CredentialsExpired as error:
-                self.abort(error)
-                return
             swept_at = loop.time()
 
     def _sweeping_ended(self, sweeping: asyncio.Task[None]) -> None:
-        """Nobody waits for it: without this, a step without a queue would hear of nothing until its deadline."""
+        """Its fault, expired credentials say, ends the step: nobody waits for it, and without this a step without a
+        queue would hear of nothing until its deadline."""
         error = None if sweeping.cancelled() else sweeping.exception()
         if error is not None:
             self.abort(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from xdist.scheduler import LoadScopeScheduling
 
-from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
+from agent_wrapper.contract import Failure, Outcome, Rollout, Sampling, Segment, Turn, VersionSpan
+from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.process import ServerProcess, free_port
 
@@ -94,6 +96,25 @@ def make_rollout(make_segment: Callable[..., Segment], run_id: str) -> Callable[
         else:
             fields["failure"] = Failure(reason="agent_exception", message="boom")
         return Rollout.model_validate({**fields, **more})
+
+    return make
+
+
+@pytest.fixture
+def claims() -> Callable[..., SessionClaims]:
+    """Of a session key that is good for ten minutes."""
+
+    def make(session: str = "s", **more: object) -> SessionClaims:
+        fields: dict[str, object] = {
+            "run_id": "r",
+            "step": 0,
+            "rollout_id": "x",
+            "attempt": 1,
+            "session_id": session,
+            "sampling": Sampling(),
+            "expires_at": time.time() + 600,
+        }
+        return SessionClaims.model_validate({**fields, **more})
 
     return make
 

@@ -111,12 +111,7 @@ class ResultStore:
     async def own(self, run_id: str, owner: str) -> str:
         """Writes down who owns the run, in the place of whoever did, and tells the object's key. See `janitor`."""
         key = f"{self.config.prefix}runs/{run_id}/owner"
-        body = json.dumps({"owner": owner}).encode()
-        try:
-            await self._s3.put_object(Bucket=self.config.bucket, Key=key, Body=body, ContentType="application/json")
-        except (ClientError, BotoCoreError, OSError, TimeoutError) as error:
-            aws.end_if_expired(error, "S3")
-            raise StoreError(f"S3 did not take {key!r}: {error}") from error
+        await self.put(key, json.dumps({"owner": owner}).encode())
         return key
 
     async def aclose(self) -> None:

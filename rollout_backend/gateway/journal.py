@@ -37,9 +37,8 @@ import msgpack
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.errors import ApiError
+from rollout_backend.gateway.records import Record
 from rollout_backend.gateway.tokens import SessionClaims
-
-Record = dict[str, Any]
 
 _PARTS = ("sessions", "closed", "epoch")
 _HEAD = struct.Struct("<II")

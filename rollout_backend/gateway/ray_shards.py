@@ -8,11 +8,12 @@ An actor or a machine that ends, ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollout_backend.config import RolloutConfig
+from rollout_backend.config import GatewayConfig, RolloutConfig
 from rollout_backend.errors import StartupError
 from rollout_backend.gateway.process import GatewayProcess, gateway_name
 from rollout_backend.gateway.stats import GatewayStats
@@ -35,8 +36,23 @@ async def ray_shards(
     if config.router.host in ("0.0.0.0", "::"):  # noqa: S104 - listened on; `router_url` is good on this machine only
         parts = urlsplit(router_url)
         router_url = parts._replace(netloc=f"{ray.util.get_node_ip_address()}:{parts.port}").geturl()
+    secret, seal_secret = secrets
     return [
-        RayGateway(config, router_url, log.absolute(), secrets, i, journal, life)
+        RayGateway(
+            config.gateway,
+            i,
+            partial(
+                GatewayProcess,
+                config,
+                router_url,
+                log.absolute(),
+                secret,
+                seal_secret=seal_secret,
+                shard=i,
+                journal=journal,
+                life=life,
+            ),
+        )
         for i, (log, journal) in enumerate(zip(logs, journals, strict=True))
     ]
 
@@ -44,21 +60,11 @@ async def ray_shards(
 class RayGateway:
     """A shard on whichever machine of the cluster has a CPU free."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        router_url: str,
-        log: Path,
-        secrets: tuple[str, str | None],
-        shard: int,
-        journal: Path | None,
-        life: str,
-    ) -> None:
-        self._config = config.gateway
-        self._name = gateway_name(config.gateway, shard)
-        self._actor = RayActor(
-            self._name, _Host, (config, router_url, log, secrets, shard, journal, life), spread=True
-        )
+    def __init__(self, config: GatewayConfig, shard: int, gateway: Callable[..., GatewayProcess]) -> None:
+        """`gateway` makes it, on the machine with the `node_ip` that it is given."""
+        self._config = config
+        self._name = gateway_name(config, shard)
+        self._actor = RayActor(self._name, _Host, (gateway,), spread=True)
         self.url = ""
         self.epoch = ""
 
@@ -98,31 +104,10 @@ class RayGateway:
 class _Host:
     """The actor: a `GatewayProcess` on the machine that Ray chose."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        router_url: str,
-        log: Path,
-        secrets: tuple[str, str | None],
-        shard: int,
-        journal: Path | None,
-        life: str,
-    ) -> None:
+    def __init__(self, gateway: Callable[..., GatewayProcess]) -> None:
         import ray.util
 
-        secret, seal_secret = secrets
-        node_ip = ray.util.get_node_ip_address()
-        self._gateway = GatewayProcess(
-            config,
-            router_url,
-            log,
-            secret,
-            seal_secret=seal_secret,
-            shard=shard,
-            node_ip=node_ip,
-            journal=journal,
-            life=life,
-        )
+        self._gateway = gateway(node_ip=ray.util.get_node_ip_address())
 
     async def start(self) -> tuple[str, str]:
         await self._gateway.start()

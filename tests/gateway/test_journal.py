@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agent_wrapper.contract import Sampling, Trajectory
+from agent_wrapper.contract import Trajectory
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway import journal as journals
 from rollout_backend.gateway.errors import ApiError
@@ -16,7 +16,7 @@ from rollout_backend.gateway.journal import Journal
 from rollout_backend.gateway.registry import Registry
 from rollout_backend.gateway.seal import Sealer
 from rollout_backend.gateway.secret import key_secret
-from rollout_backend.gateway.tokens import KeyRefused, SessionClaims, issue, verify
+from rollout_backend.gateway.tokens import KeyRefused, issue, verify
 from rollout_backend.local.scripted import Fail, ScriptedEngine
 
 SEAL_SECRET = "the seals of this run " * 2
@@ -171,7 +171,7 @@ def test_what_nobody_came_back_for_goes_when_its_key_has_expired(folder):
     let_go(again)
 
 
-def test_the_keys_secret_follows_from_the_runs_and_is_no_other_secret():
+def test_the_keys_secret_follows_from_the_runs_and_is_no_other_secret(claims):
     secret = "a secret of the settings " * 2
     keys = {key_secret(secret, "run-a"), key_secret(secret, "run-b"), key_secret(secret + "!", "run-a"), secret}
     assert len(keys) == 4
@@ -184,20 +184,7 @@ def test_the_keys_secret_follows_from_the_runs_and_is_no_other_secret():
 # --- sessions ---------------------------------------------------------------------------------------------
 
 
-def claims(session="s", **more) -> SessionClaims:
-    fields = {
-        "run_id": "r",
-        "step": 0,
-        "rollout_id": "x",
-        "attempt": 1,
-        "session_id": session,
-        "sampling": Sampling(),
-        "expires_at": time.time() + 600,
-    }
-    return SessionClaims(**{**fields, **more})
-
-
-async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, folder):
+async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, folder, claims):
     def registry() -> Registry:
         return Registry(bundle, "m", 50.0, sealer=Sealer(SEAL_SECRET), journal=Journal(folder))
 
@@ -220,7 +207,7 @@ async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, f
     let_go(again._journal)
 
 
-async def test_a_session_that_cannot_be_written_down_is_over(bundle, folder):
+async def test_a_session_that_cannot_be_written_down_is_over(bundle, folder, claims):
     registry = Registry(bundle, "m", 50.0, journal=Journal(folder))
     entry, _ = registry.open(claims())
     (folder / "sessions").rmdir()
@@ -232,7 +219,7 @@ async def test_a_session_that_cannot_be_written_down_is_over(bundle, folder):
     let_go(registry._journal)
 
 
-async def test_a_call_under_way_brings_no_revoked_session_back(bundle, folder):
+async def test_a_call_under_way_brings_no_revoked_session_back(bundle, folder, claims):
     registry = Registry(bundle, "m", 50.0, journal=Journal(folder))
     entry, _ = registry.open(claims())
     await registry.revoke(["s"])

@@ -2,16 +2,14 @@
 
 import asyncio
 import os
-import time
 from pathlib import Path
 
 import aiohttp
 from aiohttp import web
 
-from agent_wrapper.contract import Sampling, Trajectory
+from agent_wrapper.contract import Trajectory
 from rollout_backend.config import RolloutConfig
 from rollout_backend.gateway.process import GatewayProcess
-from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.process import free_port
 
@@ -40,23 +38,11 @@ async def serve_engine() -> tuple[web.AppRunner, str]:
     return runner, f"http://127.0.0.1:{port}"
 
 
-def claims(session: str) -> SessionClaims:
-    return SessionClaims(
-        run_id="r",
-        step=0,
-        rollout_id=session,
-        attempt=1,
-        session_id=session,
-        sampling=Sampling(),
-        expires_at=time.time() + 600,
-    )
-
-
 def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def test_what_is_closed_takes_no_room(tmp_path):
+async def test_what_is_closed_takes_no_room(tmp_path, claims):
     runner, url = await serve_engine()
     config = RolloutConfig.parse(
         {

@@ -3,18 +3,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import openai
 import pytest
 
-from agent_wrapper.contract import Sampling
 from agent_wrapper.trajectory import fetch_trajectory
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.gateway.process import GatewayProcess
 from rollout_backend.gateway.seal import Sealer
-from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.process import ServerProcess
 
@@ -32,18 +29,6 @@ def config(**sections) -> RolloutConfig:
     )
 
 
-def claims(session: str = "s") -> SessionClaims:
-    return SessionClaims(
-        run_id="r",
-        step=0,
-        rollout_id="x",
-        attempt=1,
-        session_id=session,
-        sampling=Sampling(),
-        expires_at=time.time() + 600,
-    )
-
-
 async def call(endpoint):
     async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
         return await client.chat.completions.create(
@@ -51,7 +36,7 @@ async def call(endpoint):
         )
 
 
-async def test_a_whole_life(tmp_path):
+async def test_a_whole_life(tmp_path, claims):
     log = tmp_path / "logs" / "gateway.log"
     with ScriptedEngine(["a very private answer"]) as engine:
         gateway = GatewayProcess(config(), engine.url, log)
@@ -77,7 +62,7 @@ async def test_a_whole_life(tmp_path):
     assert "Traceback" not in logged
 
 
-async def test_agents_may_have_another_way_in(tmp_path):
+async def test_agents_may_have_another_way_in(tmp_path, claims):
     gateway = GatewayProcess(config(gateway={"public_url": "https://lb.example/gw/"}), "http://e", tmp_path / "log")
     endpoint = gateway.endpoint(claims())
     assert endpoint.base_url == "https://lb.example/gw/v1"
@@ -136,7 +121,7 @@ async def test_a_server_may_open_more_files_than_the_shell_that_started_it(tmp_p
     assert int((tmp_path / "log").read_text()) == min(hard, 65_536)
 
 
-async def test_what_it_hands_out_is_sealed_with_the_runs_secret(tmp_path):
+async def test_what_it_hands_out_is_sealed_with_the_runs_secret(tmp_path, claims):
     secret = "the secret of the settings " * 2
     with ScriptedEngine(["seven"]) as engine:
         settings = config(gateway={"secret": secret})

@@ -10,14 +10,12 @@ import time
 import openai
 import pytest
 
-from agent_wrapper.contract import Sampling
 from agent_wrapper.trajectory import fetch_trajectory
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ServingError
 from rollout_backend.gateway.seal import Sealer
 from rollout_backend.gateway.secret import key_secret
 from rollout_backend.gateway.shards import GatewayFleet, shard_of
-from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.local.scripted import BYTE_MODEL, LOGPROB, ScriptedEngine
 
 SECRET = "the secret of this run " * 2
@@ -46,18 +44,6 @@ def fleet_of(engine, tmp_path, events=None, run_id="run", **sections) -> Gateway
     )
 
 
-def claims(session: str = "s") -> SessionClaims:
-    return SessionClaims(
-        run_id="run",
-        step=0,
-        rollout_id="x",
-        attempt=1,
-        session_id=session,
-        sampling=Sampling(),
-        expires_at=time.time() + 600,
-    )
-
-
 def client_of(endpoint, retries: int = 0) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=retries)
 
@@ -82,7 +68,7 @@ async def until(condition, timeout_s: float = 30) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_session_survives_the_death_of_its_gateway_in_the_middle_of_a_call(tmp_path):
+async def test_a_session_survives_the_death_of_its_gateway_in_the_middle_of_a_call(tmp_path, claims):
     asked, go = threading.Semaphore(0), threading.Event()
     replies = iter(["one", "lost with its gateway", "two", "three"])
 
@@ -151,7 +137,7 @@ async def test_one_that_dies_again_and_again_ends_the_run(tmp_path):
     assert events[-1] == ("gateway-1", "gave_up")
 
 
-async def test_a_trainer_started_again_finds_its_sessions_at_the_same_address(tmp_path):
+async def test_a_trainer_started_again_finds_its_sessions_at_the_same_address(tmp_path, claims):
     with ScriptedEngine(lambda prompt: str(prompt.count("user"))) as engine:
         first = fleet_of(engine, tmp_path)
         await first.start()

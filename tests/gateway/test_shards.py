@@ -4,21 +4,18 @@ import asyncio
 import os
 import signal
 import socket
-import time
 from collections import Counter
 
 import httpx
 import openai
 import pytest
 
-from agent_wrapper.contract import Sampling
 from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.gateway.process import GatewayProcess
 from rollout_backend.gateway.shards import GatewayFleet, shard_of
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 
 
@@ -30,18 +27,6 @@ def config(**sections) -> RolloutConfig:
             "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
             **sections,
         }
-    )
-
-
-def claims(session: str) -> SessionClaims:
-    return SessionClaims(
-        run_id="r",
-        step=0,
-        rollout_id="x",
-        attempt=1,
-        session_id=session,
-        sampling=Sampling(),
-        expires_at=time.time() + 600,
     )
 
 
@@ -113,9 +98,9 @@ def test_the_way_from_outside_names_the_shard(template, urls, tmp_path):
     assert tuple(shard.public_url for shard in shards) == urls
 
 
-async def test_two_processes_are_one_gateway(fleet):
+async def test_two_processes_are_one_gateway(fleet, claims):
     assert len(set(fleet.urls)) == 2
-    await a_key_is_good_at_its_own_shard_only(fleet)
+    await a_key_is_good_at_its_own_shard_only(fleet, claims)
     sessions = [session_of(0), session_of(1)]
     for session, url in zip(sessions, fleet.urls, strict=True):
         endpoint = fleet.endpoint(claims(session))
@@ -137,7 +122,7 @@ async def test_two_processes_are_one_gateway(fleet):
     )
 
 
-async def a_key_is_good_at_its_own_shard_only(fleet):
+async def a_key_is_good_at_its_own_shard_only(fleet, claims):
     there = fleet.endpoint(claims(session_of(0)))
     elsewhere = there.model_copy(
         update={"base_url": f"{fleet.urls[1]}/v1", "trajectory_url": f"{fleet.urls[1]}/v1/rollout/trajectory"}
@@ -150,7 +135,7 @@ async def a_key_is_good_at_its_own_shard_only(fleet):
     assert (await fleet.stats()).sessions_open == 0  # nothing was opened
 
 
-async def test_one_that_dies_is_named_with_its_log(fleet):
+async def test_one_that_dies_is_named_with_its_log(fleet, claims):
     waiting = asyncio.create_task(fleet.wait())
     await asyncio.sleep(0)
     os.kill(fleet._shards[1]._process.pid, signal.SIGKILL)
@@ -215,7 +200,7 @@ def on_ray(**gateway) -> RolloutConfig:
     return config(gateway=settings, router={"host": "192.0.2.1"})  # not asked: the engine's own URL is used here
 
 
-async def test_gateways_as_ray_actors(ray, engine, tmp_path):
+async def test_gateways_as_ray_actors(ray, engine, tmp_path, claims):
     fleet = GatewayFleet(on_ray(), engine.url, tmp_path)
     try:
         await fleet.start()

@@ -1,18 +1,15 @@
 """HTTPS by the gateway itself, with a certificate of a CA of one's own."""
 
-import time
 from pathlib import Path
 
 import openai
 import pytest
 import trustme
 
-from agent_wrapper.contract import Sampling
 from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import StartupError
 from rollout_backend.gateway.shards import GatewayFleet
-from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 
 
@@ -42,19 +39,7 @@ def config(certificate: Path, key: Path, **gateway) -> RolloutConfig:
     )
 
 
-def claims() -> SessionClaims:
-    return SessionClaims(
-        run_id="r",
-        step=0,
-        rollout_id="x",
-        attempt=1,
-        session_id="s",
-        sampling=Sampling(),
-        expires_at=time.time() + 600,
-    )
-
-
-async def test_a_rollout_over_https(certificate, ca, tmp_path, monkeypatch):
+async def test_a_rollout_over_https(certificate, ca, tmp_path, monkeypatch, claims):
     with ScriptedEngine(["sealed"]) as engine:
         fleet = GatewayFleet(config(*certificate), engine.url, tmp_path)
         await fleet.start()

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -10,12 +9,11 @@ import openai
 import pytest
 from pydantic import SecretStr
 
-from agent_wrapper.contract import ModelEndpoint, Sampling
+from agent_wrapper.contract import ModelEndpoint
 from agent_wrapper.trajectory import fetch_trajectory
 from rollout_backend.config import RelayConfig, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.gateway.shards import GatewayFleet, shard_of
-from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.process import free_port
 from rollout_backend.relay.process import DialerProcess, behind_relay
@@ -70,20 +68,6 @@ async def training_side(tmp_path: Path):
         yield start
 
 
-def endpoint(fleet: GatewayFleet, session: str) -> ModelEndpoint:
-    return fleet.endpoint(
-        SessionClaims(
-            run_id="r",
-            step=0,
-            rollout_id="x",
-            attempt=1,
-            session_id=session,
-            sampling=Sampling(),
-            expires_at=time.time() + 600,
-        )
-    )
-
-
 async def ask(given: ModelEndpoint, retries: int = 0) -> str | None:
     async with openai.AsyncOpenAI(base_url=given.base_url, api_key=given.api_key, max_retries=retries) as client:
         answer = await client.chat.completions.create(model=given.name, messages=USER)
@@ -98,7 +82,7 @@ async def ask_streamed(given: ModelEndpoint, question: str = "What is 3 + 4?") -
         return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices])
 
 
-async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_side, key, until):
+async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_side, key, until, claims):
     relay = await start_relay("--wait-s", 30)
     laid = await wire(relay.port)
     script = Held()
@@ -107,7 +91,7 @@ async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_sid
     sessions = {shard_of(name, 2): name for name in ("session-0", "session-1", "session-2", "session-3")}
     assert set(sessions) == {0, 1}
     for shard, session in sessions.items():
-        given = endpoint(fleet, session)
+        given = fleet.endpoint(claims(session))
         assert given.base_url == f"{relay.url}/s/{shard}/v1"
         assert await ask(given) == "It is 7."
         assert await ask_streamed(given, "And 5 + 2?") == "It is 7."
@@ -121,7 +105,7 @@ async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_sid
         script.asked.clear()
         script.go.clear()
         made = laid.connections
-        call = asyncio.create_task(how(endpoint(fleet, f"cut-{number}")))
+        call = asyncio.create_task(how(fleet.endpoint(claims(f"cut-{number}"))))
         await until(script.asked.is_set)
         await laid.cut()
         await until(lambda made=made: laid.connections > made)
@@ -131,7 +115,7 @@ async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_sid
     # An agent that hangs up ends what the engine does for it.
     script.asked.clear()
     script.go.clear()
-    call = asyncio.create_task(ask(endpoint(fleet, "gone")))
+    call = asyncio.create_task(ask(fleet.endpoint(claims("gone"))))
     await until(script.asked.is_set)
     call.cancel()
     await until(lambda: engine.aborted == 1)
@@ -140,7 +124,7 @@ async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_sid
     # The relay is killed and started again: the SDK asks again, and is answered.
     script.asked.clear()
     script.go.clear()
-    call = asyncio.create_task(ask(endpoint(fleet, "retried"), retries=8))
+    call = asyncio.create_task(ask(fleet.endpoint(claims("retried")), retries=8))
     await until(script.asked.is_set)
     relay.kill()
     script.go.set()
@@ -148,11 +132,11 @@ async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_sid
     assert await call == "It is 7."
 
     # What is not an agent's business does not pass, and a wrong session key is the gateway's to refuse.
-    stranger = endpoint(fleet, "session-0").model_copy(update={"api_key": "nothing"})
+    stranger = fleet.endpoint(claims("session-0")).model_copy(update={"api_key": "nothing"})
     with pytest.raises(openai.AuthenticationError):
         await ask(stranger)
     log = (Path(laid.url).name, *(path.read_text() for path in fleet._log_dir.glob("*.log")))
-    assert all(endpoint(fleet, "cut-0").api_key not in text and key not in text for text in log)
+    assert all(fleet.endpoint(claims("cut-0")).api_key not in text and key not in text for text in log)
 
 
 async def test_a_wrong_key_stops_the_run_before_it_begins(start_relay, key, tmp_path):

@@ -112,9 +112,14 @@ class Agents:
     async def put(self, request: RolloutRequest, body: bytes, key: str = "") -> None:
         await self.s3.put_object(Bucket=request.result.bucket, Key=key or request.key, Body=body)
 
-    async def announce(self, request: RolloutRequest, *, bucket: str | None = None, key: str | None = None) -> None:
-        message = Announcement(bucket=bucket or request.result.bucket, key=key or request.key)
-        await self.say(request, message.encode())
+    async def announce(
+        self, request: RolloutRequest, *, bucket: str | None = None, key: str | None = None, times: int = 1
+    ) -> None:
+        """All of them are sent at once: as soon as one is heard, the session may be stopped."""
+        body = Announcement(bucket=bucket or request.result.bucket, key=key or request.key).encode()
+        entries = [{"Id": str(n), "MessageBody": body} for n in range(times)]
+        assert request.result.queue_url is not None
+        await self.sqs.send_message_batch(QueueUrl=request.result.queue_url, Entries=entries)
 
     async def say(self, request: RolloutRequest, body: str) -> None:
         assert request.result.queue_url is not None
