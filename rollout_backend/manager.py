@@ -48,7 +48,8 @@ from rollout_backend.preflight import open_runtime
 from rollout_backend.relay.process import DialerProcess, behind_relay
 from rollout_backend.report import GroupResult, StepResult
 from rollout_backend.serving.fleet import Fleet, ServerState, ServingEvent
-from rollout_backend.step import Step, StepServices
+from rollout_backend.step import Step
+from rollout_backend.step_services import StepServices
 from rollout_backend.tasks import Task, unique
 
 log = logging.getLogger(__name__)

@@ -14,67 +14,27 @@ What must always hold:
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_wrapper.contract import (
-    REQUEST_FIELD,
-    ContractError,
-    ModelEndpoint,
-    Outcome,
-    ResultTarget,
-    ResultUrls,
-    Rollout,
-    RolloutRequest,
-    Sampling,
-)
-from rollout_backend.breaker import Breaker
-from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.set_aside import SetAside
-from rollout_backend.config import RolloutConfig
-from rollout_backend.dispatch.closer import SessionCloser
-from rollout_backend.dispatch.dispatcher import Dispatcher, Submission
-from rollout_backend.dispatched import Dispatched, Note
+from agent_wrapper.contract import ContractError, Outcome, Rollout, Sampling
+from rollout_backend.dispatch.dispatcher import Submission
+from rollout_backend.dispatched import Note
 from rollout_backend.errors import CircuitOpen, CredentialsExpired, ServingError, StoreError
 from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.ledger import TASK_SET_ASIDE, Arrival, Entry, Ledger, Phase, PlannedRollout
 from rollout_backend.manifest import Manifest, payload_digest
 from rollout_backend.policy import GroupPolicy, GroupState, StragglerRule
 from rollout_backend.report import MESSAGES_ONLY, GroupResult, StepResult, failures_of, make_report
+from rollout_backend.step_services import StepServices
 from rollout_backend.take_up import adoptable, can_check, read_finished
 from rollout_backend.tasks import Task
 
 log = logging.getLogger(__name__)
 
 _LAST_LOOK_S = 15.0  # for the listing before a deadline is carried out
-
-
-@dataclass(frozen=True)
-class StepServices:
-    """What a step needs of its run."""
-
-    config: RolloutConfig
-    dispatcher: Dispatcher
-    closer: SessionCloser
-    buffer: RolloutBuffer
-    queue_url: str | None
-    endpoint: Callable[[SessionClaims], ModelEndpoint]
-    revoke: Callable[[Iterable[str]], Awaitable[None]]
-    keep: Callable[[Rollout], None]  # every result that arrives, before it is counted
-    read_manifest: Callable[[int], Awaitable[Manifest | None]]
-    write_manifest: Callable[[Manifest], Awaitable[None]]
-    wall: Callable[[], float] = time.time  # unix seconds
-    sealed_by: str = ""  # fingerprint of the secret behind the seals that the buffer checks; empty: it checks none
-    presign: Callable[[SessionClaims], ResultUrls] | None = None  # how agents write without credentials
-    breaker: Breaker = field(default_factory=Breaker)
-    set_aside: SetAside | None = None  # None: every task is always tried again
-    gateway: str = ""  # names addresses and journals of the gateways; empty: no session outlives this trainer
-    dispatched: Dispatched | None = None  # notes of the agents at work; None: none are kept
-    adopt: Callable[[Collection[str]], Awaitable[None]] | None = None  # lets sessions of earlier trainers go on
 
 
 @dataclass
@@ -516,42 +476,22 @@ class Step:
         self._changed.set()  # a submission that failed has settled the rollout
 
     def _prepare(self, rollout_id: str, task: Task, attempt: int) -> Submission:
-        config, now, wall = self._at.config, asyncio.get_running_loop().time(), self._at.wall()
+        times, now = self._at.config.timeouts, asyncio.get_running_loop().time()
         session_id = self._manifest.session_id(rollout_id, attempt)
         self._sessions.append(session_id)
         self._began[rollout_id] = now
-        grace = config.timeouts.publish_grace_s
-        agent_deadline = min(now + config.timeouts.agent_s, max(now, self._deadline - grace))
-        sampling = task.sampling or self._sampling
         claims = SessionClaims(
-            run_id=config.run_id,
+            run_id=self._at.config.run_id,
             step=self.step,
             rollout_id=rollout_id,
             attempt=attempt,
             session_id=session_id,
-            sampling=sampling,
-            expires_at=wall + config.timeouts.token_s,
+            sampling=task.sampling or self._sampling,
+            expires_at=self._at.wall() + times.token_s,
         )
-        request = RolloutRequest(
-            run_id=config.run_id,
-            step=self.step,
-            task_id=task.task_id,
-            rollout_id=rollout_id,
-            attempt=attempt,
-            session_id=session_id,
-            endpoint=self._at.endpoint(claims),
-            sampling=sampling,
-            deadline=wall + agent_deadline - now,
-            result=ResultTarget(
-                bucket=config.storage.bucket,
-                prefix=config.storage.prefix,
-                queue_url=self._at.queue_url,
-                region=config.aws.region,
-                urls=self._at.presign(claims) if self._at.presign is not None else None,
-            ),
-        )
-        payload = {**task.payload, REQUEST_FIELD: request.model_dump(mode="json")}
-        return Submission(session_id, json.dumps(payload).encode(), deadline=agent_deadline + grace)
+        deadline = min(now + times.agent_s, max(now, self._deadline - times.publish_grace_s))
+        payload = self._at.payload(task, claims, deadline=self._at.wall() + deadline - now)
+        return Submission(session_id, payload, deadline=deadline + times.publish_grace_s)
 
     async def _close(self, session_id: str) -> None:
         """Closes a session, and goes on with it even if the caller is cancelled."""

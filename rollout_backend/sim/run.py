@@ -28,7 +28,8 @@ from rollout_backend.sim.checks import Checks, Violation
 from rollout_backend.sim.clock import Deadlock, VirtualLoop
 from rollout_backend.sim.faults import Faults
 from rollout_backend.sim.world import BUCKET, Killed, SimDispatched, SimQueue, SimRuntime, SimStore, Trainer, World
-from rollout_backend.step import Step, StepServices
+from rollout_backend.step import Step
+from rollout_backend.step_services import StepServices
 from rollout_backend.tasks import Task
 
 _MOST_LIVES = 12

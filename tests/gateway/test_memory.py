@@ -13,7 +13,7 @@ from rollout_backend.gateway.process import GatewayProcess
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.process import free_port
 
-SESSIONS = 5_000
+SESSIONS = 10_000
 WARM_UP = 2_000
 AT_ONCE = 16
 KEPT_BYTES = 4096  # of a session, once it is closed; in truth it is 250, and the allocator wavers

@@ -33,7 +33,8 @@ from rollout_backend.dispatch.closer import SessionCloser
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.step import Step, StepServices
+from rollout_backend.step import Step
+from rollout_backend.step_services import StepServices
 from rollout_backend.tasks import Task
 
 Behaviour = Callable[["Agents", RolloutRequest], Awaitable[None]]

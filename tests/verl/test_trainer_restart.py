@@ -32,6 +32,35 @@ def grpo(rewards: list[float]) -> dict[float, float]:
     return {reward: (reward - mean) / (deviation + 1e-6) for reward in rewards}
 
 
+async def half_of_step_2(run: Any) -> tuple[set[str], set[str]]:
+    """Brings the run to where four rollouts of its second step are done and four at work. The names of the groups of
+    its first step, and of its second."""
+    await run.start()
+    await run.until(lambda: len(run.begun()) == 2 * GROUP, "at work in step 1")
+    first = set(run.begun().values())
+    run.say(*(f"{name}-{when}" for name in first for when in ("early", "late")))
+    await run.until(lambda: len(run.begun()) == 4 * GROUP, "at work in step 2")
+    second = set(run.begun().values()) - first
+    assert len(second) == 2
+    run.say(*(f"{name}-early" for name in second))
+    await run.until(lambda: len(run.rollouts(2)) == 4, "half done with step 2")
+    return first, second
+
+
+def trained_as_one_step(run: Any, tasks: list[dict[str, Any]]) -> None:
+    """All the rollouts of both lives were in the gradient of step 2, each once, and the weights were the same."""
+    rows = [row for row in json.loads(run.spy_file.read_text().splitlines()[-1]) if row["trained"]]
+    expected = {reward: advantage for task in tasks for reward, advantage in grpo(task["rewards"]).items()}
+    assert sorted(row["reward"] for row in rows) == sorted(expected)
+    for row in rows:
+        assert row["advantages"] == pytest.approx([expected[row["reward"]]], abs=1e-5)
+    [metrics] = run.metrics()
+    assert metrics["training/global_step"] == 2
+    assert metrics["training/rollout_probs_diff_max"] < SAME, "what was taken was sampled by other weights"
+    assert metrics["actor/grad_norm"] > 0
+    assert run.versions(2) == {"1"}
+
+
 async def test_a_killed_trainer_goes_on_from_its_checkpoint_with_what_was_finished(
     tmp_path: Path, training: Any
 ) -> None:
@@ -40,15 +69,7 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint_with_what_was_finish
     tasks = [task(number) for number in range(4)]
     resumes = ("trainer.resume_mode=auto", "trainer.save_freq=1", "data.shuffle=True")
     async with training(tmp_path, tasks, 2, *resumes, timeouts=TIMEOUTS) as run:
-        await run.start()
-        await run.until(lambda: len(run.begun()) == 2 * GROUP, "at work in step 1")
-        first = set(run.begun().values())
-        run.say(*(f"{name}-{when}" for name in first for when in ("early", "late")))
-        await run.until(lambda: len(run.begun()) == 4 * GROUP, "at work in step 2")
-        second = set(run.begun().values()) - first
-        assert len(second) == 2
-        run.say(*(f"{name}-early" for name in second))
-        await run.until(lambda: len(run.rollouts(2)) == 4, "half done with step 2")
+        first, second = await half_of_step_2(run)
         finished = {rollout.rollout_id: rollout.encode() for rollout in run.rollouts(2)}
         begun = {rollout_id for rollout_id, name in run.begun().items() if name in second}
         await run.kill()
@@ -67,18 +88,7 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint_with_what_was_finish
         for each in run.reports():
             assert each.balanced
             assert each.sessions_open == 0
-        rows = [row for row in json.loads(run.spy_file.read_text().splitlines()[-1]) if row["trained"]]
-        expected = {}
-        for name in second:
-            expected |= grpo(tasks[int(name.removeprefix("task-"))]["rewards"])
-        assert sorted(row["reward"] for row in rows) == sorted(expected)
-        for row in rows:
-            assert row["advantages"] == pytest.approx([expected[row["reward"]]], abs=1e-5)
-        [metrics] = run.metrics()
-        assert metrics["training/global_step"] == 2
-        assert metrics["training/rollout_probs_diff_max"] < SAME, "what was taken was sampled by other weights"
-        assert metrics["actor/grad_norm"] > 0
-        assert run.versions(2) == {"1"}
+        trained_as_one_step(run, [tasks[int(name.removeprefix("task-"))] for name in second])
         await run.leaves_nothing()
 
         updates, told = len(run.spy_file.read_text().splitlines()), len(run.log)
@@ -96,3 +106,25 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint_with_what_was_finish
         assert "a batch failed as a whole: engine-0 is gone" in run.log[told:]
         assert len(run.spy_file.read_text().splitlines()) == updates, "a step that lost its engine was trained"
         await run.leaves_nothing()
+
+
+async def test_a_killed_trainer_goes_on_with_the_agents_at_work(tmp_path: Path, training: Any) -> None:
+    """Its machine is back before its janitor closes their sessions: nothing that was sampled is sampled again."""
+    tasks = [task(number) for number in range(4)]
+    resumes = ("trainer.resume_mode=auto", "trainer.save_freq=1", "data.shuffle=True")
+    async with training(tmp_path, tasks, 2, *resumes, timeouts=TIMEOUTS) as run:
+        run.own.write_text(yaml.safe_dump(yaml.safe_load(run.own.read_text()) | {"janitor": {"grace_s": 300}}))
+        _, second = await half_of_step_2(run)
+        begun = run.begun()
+        await run.kill()
+        run.say(*(f"{name}-late" for name in second))  # they ask a gateway that is not there
+        await run.start_again()
+        assert await run.ends() == 0, run.verl.tail()
+        assert run.begun() == begun, "agents were begun anew"
+        report = run.report(2)
+        assert (report.resumed, report.reattached, report.attempts) == (4, 4, 0)
+        assert report.trainable == report.planned == 2 * GROUP
+        assert report.broken_histories == 0
+        assert report.balanced
+        assert report.sessions_open == 0
+        trained_as_one_step(run, [tasks[int(name.removeprefix("task-"))] for name in second])
