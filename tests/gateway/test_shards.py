@@ -245,4 +245,5 @@ def test_the_router_is_reached_at_this_machines_address(ray, tmp_path):
     (shard,) = asyncio.run(
         ray_shards(settings, "http://127.0.0.1:4321", [tmp_path / "log"], ("s" * 32, None), [None], "life")
     )
-    assert shard._actor._arguments[1] == f"http://{ray.util.get_node_ip_address()}:4321"
+    (make,) = shard._actor._arguments
+    assert make.args[1] == f"http://{ray.util.get_node_ip_address()}:4321"

@@ -1,0 +1,59 @@
+"""Gateways on a Ray cluster of two machines, each with an address of its own."""
+
+import asyncio
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+from ray.cluster_utils import Cluster
+
+from rollout_backend.config import RolloutConfig
+from rollout_backend.gateway.shards import GatewayFleet, shard_of
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+
+
+@pytest.fixture
+def cluster():
+    import ray
+
+    cluster = Cluster()
+    cluster.add_node(num_cpus=1, include_dashboard=False)
+    cluster.add_node(num_cpus=1, node_ip_address="127.0.0.2")
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+async def test_one_gateway_on_each_machine(cluster, claims, tmp_path):
+    machines = {node.node_ip_address for node in cluster.list_all_nodes()}
+    assert len(machines) == 2
+    config = RolloutConfig.parse(
+        {
+            "model": {"path": BYTE_MODEL, "name": "m"},
+            "storage": {"bucket": "bucket"},
+            "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
+            "gateway": {"kind": "ray", "processes": 2},
+        }
+    )
+    with ScriptedEngine(["one"]) as engine:
+        fleet = GatewayFleet(config, engine.url, tmp_path)
+        try:
+            await fleet.start()
+            assert {urlsplit(url).hostname for url in fleet.urls} == machines
+            for shard in range(2):
+                session = next(name for name in map(str, range(100)) if shard_of(name, 2) == shard)
+                given = fleet.endpoint(claims(session))
+                assert urlsplit(given.base_url).hostname == urlsplit(fleet.urls[shard]).hostname
+                async with openai.AsyncOpenAI(base_url=given.base_url, api_key=given.api_key) as client:
+                    answer = await client.chat.completions.create(
+                        model="m", messages=[{"role": "user", "content": "?"}]
+                    )
+                assert answer.choices[0].message.content == "one"
+            waiting = asyncio.create_task(fleet.wait())
+            lost = next(node for node in cluster.list_all_nodes() if node.node_ip_address == "127.0.0.2")
+            await asyncio.to_thread(cluster.remove_node, lost)
+            shard = next(i for i, url in enumerate(fleet.urls) if "127.0.0.2" in url)
+            assert f"gateway {shard} of 2" in await asyncio.wait_for(waiting, 60)
+        finally:
+            await fleet.stop()
