@@ -10,6 +10,7 @@ Both packages use these types and nothing else to talk to each other. What must 
   lost to the infrastructure has no result: it leaves a notice under a key of its own (`notice_key`), so that it does
   not stand in the way of the next attempt.
 - What was sampled carries the gateway's seal from the trajectory into the rollout, unread.
+- An image that the model saw stands once in a rollout, under the SHA-256 of its bytes, by which segments name it.
 - Whatever is malformed raises `ContractError`, which names the field.
 
 Two encodings of the same fields are read: the compact one that `Rollout.encode` writes (msgpack in one zstd
@@ -18,12 +19,15 @@ frame, arrays as little-endian raw bytes), and plain JSON, so that an agent in a
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
 import json
 import math
 import re
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeVar, cast
 from urllib.parse import quote, unquote_plus
@@ -38,8 +42,10 @@ from pydantic import (
     Field,
     JsonValue,
     PlainSerializer,
+    SerializerFunctionWrapHandler,
     StringConstraints,
     ValidationError,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import from_json
@@ -135,6 +141,24 @@ TokenIds = Annotated[IntArray, _array_type("i", "int32 token ids"), _dump]
 Mask = Annotated[IntArray, _array_type("B", "mask bytes of 0 or 1"), _dump]
 Logprobs = Annotated[FloatArray, _array_type("f", "float32 logprobs"), _dump]
 
+
+def _image_bytes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return base64.b64decode(value, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"is no base64: {error}") from None
+
+
+def _dump_bytes(value: bytes, info: Any) -> object:
+    return base64.b64encode(value).decode("ascii") if info.mode == "json" else value
+
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Images = dict[Sha256, Annotated[bytes, BeforeValidator(_image_bytes), PlainSerializer(_dump_bytes)]]
+"""The bytes of images as they came (JSON: base64), each under their SHA-256."""
+
 Identifier = Annotated[str, StringConstraints(pattern=rf"^{_ID}$")]
 """An id that can stand in a key, a URL and a file name: no slash, no leading dot, 128 characters at most."""
 
@@ -182,6 +206,17 @@ class ContractObject(BaseModel):
             raise ContractError(f"{where}{field}", first["msg"].removeprefix("Value error, ")) from None
 
 
+class _WithImages(ContractObject):
+    """Of what has images only where an image was seen: without one it is encoded as if there were no such field."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_images(self, encode: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = encode(self)
+        if not fields.get("images"):
+            fields.pop("images", None)
+        return fields
+
+
 class VersionSpan(ContractObject):
     """The tokens `[start, end)` of a segment that one version of the weights sampled."""
 
@@ -201,7 +236,16 @@ class Turn(ContractObject):
     seconds: float = Field(default=0.0, ge=0)  # from the gateway's request to the engine's last token
 
 
-class Segment(ContractObject):
+class ImageSpan(ContractObject):
+    """The tokens `[start, end)` of a segment that stand for one image."""
+
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+    sha256: Sha256  # of the image's bytes
+    media_type: str = Field(pattern=r"^image/[a-z]+$")
+
+
+class Segment(_WithImages):
     """One token sequence that the model saw from its first token on, with what was sampled in it.
 
     `token_ids`, `mask` and `logprobs` have one length. `mask` is 1 where the token was sampled by the
@@ -215,6 +259,7 @@ class Segment(ContractObject):
     messages: tuple[dict[str, JsonValue], ...] = ()  # the conversation in the OpenAI shape, for people to read
     opened_by: str = "first_call"  # why this is not the extension of an earlier segment
     retokenised: bool = False  # made of messages by the training side: `mask` is 1 on a guess of what was sampled
+    images: tuple[ImageSpan, ...] = ()  # in the order of their tokens
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -243,6 +288,13 @@ class Segment(ContractObject):
                 raise ValueError(f"turns.{i}.weight_versions do not cover its tokens")
         if bytes(sampled) != mask:
             raise ValueError("mask is not 1 exactly where the turns sampled")
+        last = 0
+        for i, image in enumerate(self.images):
+            if not last <= image.start < image.end <= n:
+                raise ValueError(f"images.{i} spans [{image.start}, {image.end}) of {n} tokens, after {last}")
+            if any(mask[image.start : image.end]):
+                raise ValueError(f"images.{i} stands where the model sampled")
+            last = image.end
         if self.retokenised and not all(map(math.isnan, self.logprobs)):
             raise ValueError("logprobs has a value, yet the segment was made of messages: nobody knows it")
         if self.retokenised and any(turn.weight_versions for turn in self.turns):
@@ -291,7 +343,17 @@ class Failure(ContractObject):
     traceback: Readable | None = None
 
 
-class Trajectory(ContractObject):
+def _check_images(images: Images, segments: Iterable[Segment]) -> None:
+    """Raises ValueError, unless these are the images that the segments name, each what its name says."""
+    named = {span.sha256 for segment in segments for span in segment.images}
+    if named != images.keys():
+        raise ValueError(f"images hold {len(images)}, which are not the {len(named)} that the segments name")
+    for name, data in images.items():
+        if hashlib.sha256(data).hexdigest() != name:
+            raise ValueError(f"images.{name} has other bytes than its name says")
+
+
+class Trajectory(_WithImages):
     """What the gateway hands the wrapper when a session is sealed: everything sampled in it."""
 
     schema_version: Literal[1] = 1
@@ -299,6 +361,12 @@ class Trajectory(ContractObject):
     segments: tuple[Segment, ...]
     unanswered_calls: int = Field(default=0, ge=0)  # model calls that failed on our side and never went through
     seal: Seal | None = None  # the gateway's signature, for the rollout to carry
+    images: Images = {}  # those that the segments name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_images(self.images, self.segments)
+        return self
 
     def encode(self) -> bytes:
         return _pack(self)
@@ -308,7 +376,7 @@ class Trajectory(ContractObject):
         return _unpack(cls, data, max_bytes)
 
 
-class Rollout(ContractObject):
+class Rollout(_WithImages):
     """One finished rollout, as stored under `result_key`."""
 
     schema_version: Literal[1] = 1
@@ -328,6 +396,7 @@ class Rollout(ContractObject):
     conversations: tuple[Conversation, ...] = Field(default=(), max_length=MAX_CONVERSATIONS)  # in place of segments
     started_at: float = Field(default=0.0, ge=0)  # unix seconds, by the container's clock; 0: not known
     finished_at: float = Field(default=0.0, ge=0)
+    images: Images = {}  # those that the segments name, out of the trajectory
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -349,6 +418,7 @@ class Rollout(ContractObject):
             raise ValueError(
                 "conversations stand beside sampled segments: what was sampled holds its messages itself"
             )
+        _check_images(self.images, self.segments)
         return self
 
     @property

@@ -38,6 +38,7 @@ from agent_wrapper.contract import (
     ContractError,
     Conversation,
     Failure,
+    Images,
     Outcome,
     Rollout,
     RolloutRequest,
@@ -114,9 +115,11 @@ def conclude(
     model = request.endpoint.name
     segments: tuple[Segment, ...] = ()
     seal: str | None = None
+    images: Images = {}
     conversations: tuple[Conversation, ...] = ()
     if isinstance(trajectory, Trajectory):
         model, segments, seal = trajectory.model, trajectory.segments, trajectory.seal
+        images = trajectory.images
         if ending.reward is not None and trajectory.unanswered_calls:
             ending = failed(
                 Outcome.INFRA_ERROR,
@@ -148,6 +151,7 @@ def conclude(
         conversations=conversations,
         started_at=started_at,
         finished_at=max(started_at, finished_at),
+        images=images,
     )
 
 

@@ -338,6 +338,13 @@ class GatewayConfig(_Section):
     form; its tokens are no sample of the model's own distribution and are not trained. `refuse`: answered 400."""
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """Of one model call's request; a larger one is refused."""
+    max_images: int = Field(default=16, ge=0)
+    """Images in one model call's request, its history included, where the model takes images. 0: none are taken."""
+    max_image_pixels: int = Field(default=16 * 1024 * 1024, ge=1)
+    """Of one image, width times height; a larger one is refused before it is unpacked."""
+    session_image_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
+    """Of all images that one session's calls show, each counted once. They are part of the session's result, so
+    `storage.max_result_bytes` must have room for them."""
     max_concurrent_calls: int = Field(default=1024, ge=1)
     """Model calls in flight in one process; one more is answered 429 with Retry-After."""
     max_queued_per_engine: int = Field(default=512, ge=1)

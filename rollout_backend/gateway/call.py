@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from rollout_backend.gateway.errors import ApiError
+from rollout_backend.gateway.images import Image
 
 Message = dict[str, Any]
-"""As it is rendered, compared and stored. `role` is system, user, assistant or tool; `content` one string. Where they
-apply: `name`, `tool_call_id`, `reasoning_content`, and `tool_calls`, each `{"id", "type": "function", "function":
-{"name", "arguments": JSON text}}`."""
+"""As it is rendered, compared and stored. `role` is system, user, assistant or tool; `content` one string or, where
+images stand in it, a list of parts: `{"type": "text", "text"}` and `{"type": "image_url", "image_url": {"url":
+"sha256:NAME"}}`, an image by the SHA-256 of its bytes. Where they apply: `name`, `tool_call_id`, `reasoning_content`,
+and `tool_calls`, each `{"id", "type": "function", "function": {"name", "arguments": JSON text}}`."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class ModelCall:
 
     model: str
     messages: Sequence[Message]
+    images: Mapping[str, Image] = field(default_factory=dict)
+    """Those that the messages name, each under its SHA-256."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Each in the form of OpenAI's chat: {"type": "function", "function": {"name", "description", "parameters"}}."""
     tool_choice: Literal["auto", "none", "required"] = "auto"

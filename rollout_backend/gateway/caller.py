@@ -6,6 +6,7 @@ What must always hold:
 - Of several choices each is a turn of its own: siblings that branch from one prompt.
 - What is answered stands in the session's journal by then, and so does that it was asked, before it is made.
 - Tokens of a constrained reply are recorded without logprobs, for the engine's are of another distribution.
+- An image gets to an engine only once all of it could be read.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from rollout_backend.gateway import records
 from rollout_backend.gateway.cache import is_cache_break
 from rollout_backend.gateway.call import Answer, Choice, ModelCall
 from rollout_backend.gateway.constraint import Constraints
-from rollout_backend.gateway.engine import Completion, EngineClient, EngineRefused, Progress
+from rollout_backend.gateway.engine import Completion, EngineClient, EngineRefused, Progress, PromptDiffers
 from rollout_backend.gateway.errors import ApiError
+from rollout_backend.gateway.images import check_pixels
 from rollout_backend.gateway.increments import Increments, at_once
 from rollout_backend.gateway.registry import Entry
 from rollout_backend.gateway.renderer import RendererBundle
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _ENGINE_RETRY_S = 5
+_NEVER = -100.0  # added to a logit
 _PACE_S = 0.03  # between two looks at what a stream has sampled
 
 
@@ -67,7 +70,7 @@ class Caller:
 
     async def count(self, session: Session, call: ModelCall) -> int:
         """Tokens of the prompt that this call would have. Raises ApiError (400) if it cannot be rendered."""
-        return len((await self._in_thread(_prepare, session, call)).ids)
+        return len((await self._in_thread(self._prepare, session, call)).ids)
 
     async def answer(self, running: Running, entry: Entry, session: Session, claims: SessionClaims) -> Answer:
         """The call's answer, booked as unanswered for as long as it fails by our doing.
@@ -92,7 +95,7 @@ class Caller:
         self, running: Running, entry: Entry, session: Session, claims: SessionClaims, digest: bytes
     ) -> Answer:
         call = running.call
-        prompt = await self._in_thread(_prepare, session, call)
+        prompt = await self._in_thread(self._prepare, session, call)
         forced = await self._in_thread(self._constraints.params, call, prompt.ids)
         running.rendered(len(prompt.ids))
         requests = [self._request(call, prompt, entry, claims, i) | forced for i in range(call.n)]
@@ -141,6 +144,8 @@ class Caller:
         )
         if choice == 0:
             self._counters.overridden.update(asked.overridden)
+        if prompt.images and self._bundle.vision is not None:
+            asked.params["logit_bias"] = {str(token): _NEVER for token in self._bundle.vision.unsayable}
         return asked.params
 
     async def _sampled(
@@ -205,10 +210,15 @@ class Caller:
         resumable: bool = True,
     ) -> Completion:
         try:
-            return await self._engine.generate(prompt.ids, params, session_id, progress=progress, resumable=resumable)
+            return await self._engine.generate(
+                prompt.ids, params, session_id, images=prompt.images, progress=progress, resumable=resumable
+            )
         except EngineUnavailable as error:
             logger.warning("a model call got no answer: %s", error)
             raise ApiError(503, str(error), code="engine_unavailable", retry_after_s=_ENGINE_RETRY_S) from None
+        except PromptDiffers as error:
+            logger.warning("a model call with images cannot be recorded: %s", error)
+            raise ApiError(500, str(error), code="prompt_differs") from None
         except EngineRefused as error:
             logger.warning("an engine refused a model call: %s", error)
             if "context length" in str(error) or "maximum allowed length" in str(error):
@@ -239,6 +249,26 @@ class Caller:
 
     async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _prepare(self, session: Session, call: ModelCall) -> Prompt:
+        fresh = session.unseen(call.images)
+        cap = self._settings.gateway.session_image_bytes
+        if fresh and session.image_bytes + sum(len(image.data) for image in fresh) > cap:
+            raise ApiError(
+                400, f"the images of this session come to more than {cap} bytes; send fewer, or smaller ones"
+            )
+        for image in fresh:
+            try:
+                check_pixels(image)
+            except ValueError as error:
+                raise ApiError(400, f"an image ({image.media_type}, {len(image.data)} bytes) {error}") from None
+        try:
+            return session.prepare(call.messages, call.tools, call.images)
+        except Exception as error:  # templates refuse conversations in ways of their own
+            logger.warning("a conversation could not be rendered: %r", type(error).__name__)
+            raise ApiError(
+                400, f"these messages cannot be rendered for this model: {error}", code="unrenderable"
+            ) from None
 
     def _increments(self, call: ModelCall, prompt: Prompt, choice: int) -> Increments:
         return Increments(
@@ -278,16 +308,6 @@ class Caller:
 def call_digest(call: ModelCall) -> bytes:
     """Names a call by what it asks, so that the same question asked again is known as such."""
     return hashlib.sha256(json.dumps([call.messages, call.tools], sort_keys=True).encode()).digest()
-
-
-def _prepare(session: Session, call: ModelCall) -> Prompt:
-    try:
-        return session.prepare(call.messages, call.tools)
-    except Exception as error:  # templates refuse conversations in ways of their own
-        logger.warning("a conversation could not be rendered: %r", type(error).__name__)
-        raise ApiError(
-            400, f"these messages cannot be rendered for this model: {error}", code="unrenderable"
-        ) from None
 
 
 def _tools_offered(call: ModelCall) -> bool:

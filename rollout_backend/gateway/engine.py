@@ -4,6 +4,8 @@ What must always hold:
 
 - A `Completion` holds exactly what the engine sampled for these ids. A logprob or a version that it did not give is
   None, or absent; nothing is filled in.
+- A prompt with images is the one that was sent: the engine makes it of one token and the bytes for each image, and
+  says what it made. If that is not the prompt that is recorded, the reply does not count.
 - A call ends within `timeout_s`, and after `attempts` attempts at most.
 - Generation that an engine aborts in the middle (it pauses to take new weights, say) goes on from the tokens sampled
   so far: they were sampled under the same prompt, keep their logprobs and the version that sampled them, and the
@@ -28,11 +30,14 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 
 from agent_wrapper.contract import VersionSpan
 from rollout_backend.errors import EngineUnavailable, ServingError
+from rollout_backend.gateway.images import Placed
+from rollout_backend.gateway.vision import collapsed
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
 _RETRIED = frozenset({408, 429, 499})  # and every 5xx
 _MESSAGE_CHARS = 500
 _STREAM_INTERVAL = 4  # tokens in a piece of a stream: each costs the engine a message
+_IMAGES_STREAM_INTERVAL = 32  # each piece repeats the prompt
 
 Progress = Callable[[Sequence[int]], None]
 """Told the tokens sampled so far, each time there are more. The sequence is the same one, and it grows."""
@@ -40,6 +45,10 @@ Progress = Callable[[Sequence[int]], None]
 
 class EngineRefused(ServingError):
     """The engine says that the request itself is at fault (4xx). The message is the engine's."""
+
+
+class PromptDiffers(ServingError):
+    """The engine made another prompt of the images than we did, so what it sampled is no reply to ours."""
 
 
 class _Retry(Exception):
@@ -138,10 +147,12 @@ class EngineClient:
         sampling_params: Mapping[str, Any],
         routing_key: str,
         *,
+        images: Sequence[Placed] = (),
         progress: Progress | None = None,
         resumable: bool = True,
     ) -> Completion:
-        """Samples the continuation of `input_ids`. To cancel this call aborts the generation.
+        """Samples the continuation of `input_ids`, in which these images stand. To cancel this call aborts the
+        generation.
 
         `sampling_params` are SGLang's, `max_new_tokens` among them. With `progress` the engine streams. A generation
         that is not `resumable` (a grammar would begin anew) starts again from its prompt after an abort.
@@ -149,6 +160,7 @@ class EngineClient:
         Raises:
             EngineUnavailable: no engine answered in time, or in as many attempts as there are.
             EngineRefused: the engine finds fault with the request.
+            PromptDiffers: the engine saw other tokens.
         """
         began = time.monotonic()
         partial = _Partial()
@@ -163,7 +175,7 @@ class EngineClient:
                     with attempt:
                         if not resumable:
                             partial = _Partial()
-                        await self._advance(partial, input_ids, sampling_params, routing_key, progress)
+                        await self._advance(partial, input_ids, images, sampling_params, routing_key, progress)
         except RetryError as error:
             cause = error.last_attempt.exception()
             raise EngineUnavailable(
@@ -187,6 +199,7 @@ class EngineClient:
         self,
         partial: _Partial,
         input_ids: Sequence[int],
+        images: Sequence[Placed],
         params: Mapping[str, Any],
         routing_key: str,
         progress: Progress | None,
@@ -196,21 +209,27 @@ class EngineClient:
             partial.finish = {"type": "length"}
             return
         params = {**params, "max_new_tokens": left}
+        prompt = [*input_ids, *partial.token_ids]
         body = {
             "rid": uuid.uuid4().hex,
-            "input_ids": [*input_ids, *partial.token_ids],
+            "input_ids": collapsed(prompt, images),
             "sampling_params": params,
             "return_logprob": True,
             "logprob_start_len": -1,  # 0 would cost the prefix cache
         }
+        if images:
+            body |= {"image_data": [placed.image.data_url for placed in images], "return_prompt_token_ids": True}
         if progress is not None:
-            body |= {"stream": True, "sampling_params": {**params, "stream_interval": _STREAM_INTERVAL}}
+            interval = _IMAGES_STREAM_INTERVAL if images else _STREAM_INTERVAL
+            body |= {"stream": True, "sampling_params": {**params, "stream_interval": interval}}
         finish: Mapping[str, Any] | None = None
         attempt = _Attempt(partial)
         try:
             try:
                 async with contextlib.aclosing(self._post(body, routing_key)) as replies:
                     async for reply in replies:
+                        if images:
+                            _check_prompt(reply, prompt)
                         attempt.add(reply)
                         finish = reply["meta_info"]["finish_reason"]
                         if progress is not None and finish is None:
@@ -270,6 +289,16 @@ def _stream_error(error: Any) -> Exception:
         if isinstance(code, int) and 400 <= code < 500 and code not in _RETRIED
         else _Retry(message)
     )
+
+
+def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
+    if not reply["output_ids"]:
+        return  # aborted, perhaps before there was a prompt
+    saw = reply.get("prompt_token_ids")
+    if saw is None:
+        raise PromptDiffers("the engine does not tell which prompt it made of the images; SGLang does from 0.5.23 on")
+    if saw != prompt:
+        raise PromptDiffers(f"the engine made a prompt of {len(saw)} tokens of the images, and not our {len(prompt)}")
 
 
 def _error_message(text: str) -> str:

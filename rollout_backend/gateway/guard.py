@@ -101,6 +101,16 @@ class GuardedRenderer:
             )
         )
 
+    def render_places(self, messages: Sequence[Message], *, tools: Tools = None) -> list[int]:
+        """The prompt for the next reply, with one token in the place of each image."""
+        rendered = self.inner.render(
+            self._marked(messages),
+            tools=self._marked_tools(tools),
+            add_generation_prompt=True,
+            process_multimodal=False,
+        )
+        return list(rendered.token_ids)
+
     def parse_response(
         self, token_ids: Sequence[int], *, tools: Tools = None, prompt_ids: list[int] | None = None
     ) -> ParsedResponse:
@@ -129,9 +139,15 @@ class GuardedRenderer:
         new_messages: Sequence[Message],
         *,
         tools: Tools = None,
+        places: bool = False,
     ) -> RenderedTokens | None:
+        """With `places` one token stands in the place of each image, before and after."""
         extended = self.inner.bridge_to_next_turn(
-            previous_prompt_ids, previous_completion_ids, self._marked(new_messages), tools=self._marked_tools(tools)
+            previous_prompt_ids,
+            previous_completion_ids,
+            self._marked(new_messages),
+            tools=self._marked_tools(tools),
+            **({"process_multimodal": False} if places else {}),
         )
         before = [*previous_prompt_ids, *previous_completion_ids]
         return extended if extended is not None and extended.token_ids[: len(before)] == before else None

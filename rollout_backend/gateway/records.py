@@ -7,7 +7,7 @@
 
 What must always hold: a call is one record, with all its choices. Numbers come back as they were, logprobs as
 float32, which is all that a trajectory keeps of them. What people and models wrote is JSON inside: it may be no valid
-UTF-8.
+UTF-8. Of images there is a word only where a turn has some, and the bytes of one stand here once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_wrapper.contract import VersionSpan
+from agent_wrapper.contract import ImageSpan, VersionSpan
 from rollout_backend.gateway.call import Answer, Choice
 from rollout_backend.gateway.engine import Completion
+from rollout_backend.gateway.images import Image
 from rollout_backend.gateway.session import RecordedTurn, Session
 
 Record = dict[str, Any]
@@ -84,7 +85,10 @@ def answered(
 def _turn(turn: RecordedTurn) -> Record:
     completion = turn.completion
     logprobs = [math.nan if logprob is None else logprob for logprob in completion.logprobs]
-    return {
+    seen: Record = {"spans": [vars(span) for span in turn.spans]} if turn.spans else {}
+    if turn.images:
+        seen["images"] = [vars(image) for image in turn.images]
+    return seen | {
         "extends": turn.extends,
         "given": array("i", turn.given).tobytes(),
         "sampled": array("i", completion.token_ids).tobytes(),
@@ -124,6 +128,8 @@ def _turn_of(record: Record) -> RecordedTurn:
         tools_digest=record["tools"],
         end=record["end"],
         seen=record["seen"],
+        spans=[ImageSpan(**span) for span in record.get("spans", ())],
+        images=[Image(**image) for image in record.get("images", ())],
     )
 
 

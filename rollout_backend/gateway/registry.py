@@ -229,6 +229,7 @@ class Registry:
                 model=self._model_name,
                 segments=session.trajectory.segments(),
                 unanswered_calls=unanswered,
+                images=session.images(),
             )
             if self._sealer is not None:
                 trajectory = self._sealer.seal(trajectory, claims)

@@ -25,6 +25,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.chatml import ChatMLConfig, ChatMLRenderer
 from rollout_backend.gateway.guard import GuardedRenderer
 from rollout_backend.gateway.harmony import vocabulary_of
+from rollout_backend.gateway.vision import Vision, load_vision
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class RendererBundle:
     tokenizer: Any
     renderer: GuardedRenderer
     stop_token_ids: tuple[int, ...]
+    vision: Vision | None = None  # None: it takes text only
 
     @property
     def needs_tool_names(self) -> bool:
@@ -76,7 +78,7 @@ def load_renderer(model: ModelConfig) -> RendererBundle:
     logger.info("messages are rendered for %s by %s", model.path, name)
     stop_ids = tuple(dict.fromkeys(int(token) for token in [*inner.get_stop_token_ids(), *_eos_ids(model.path)]))
     renderer = GuardedRenderer(inner, tokenizer, stop_ids, encodes_text=name in _ENCODES_TEXT)
-    return RendererBundle(name, tokenizer, renderer, stop_ids)
+    return RendererBundle(name, tokenizer, renderer, stop_ids, load_vision(model.path, name, tokenizer))
 
 
 def known_renderers() -> list[str]:

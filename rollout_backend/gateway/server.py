@@ -41,6 +41,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from rollout_backend.config import GatewayConfig
 from rollout_backend.gateway import records
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.call import Answer, Dialect, ModelCall
@@ -49,6 +50,7 @@ from rollout_backend.gateway.dialects.anthropic_messages import AnthropicMessage
 from rollout_backend.gateway.dialects.openai_chat import OpenAIChat
 from rollout_backend.gateway.dialects.openai_responses import OpenAIResponses
 from rollout_backend.gateway.errors import ApiError, not_adopted
+from rollout_backend.gateway.images import ImageLimits
 from rollout_backend.gateway.journal import Journal, refuse_lost
 from rollout_backend.gateway.loads import LoadPoller
 from rollout_backend.gateway.registry import Entry, Registry
@@ -64,7 +66,6 @@ from rollout_backend.gateway.tokens import KeyRefused, SessionClaims, verify
 
 _SWEEP_S = 5.0
 _PREFIXES = ("/v1", "/v1/v1", "")
-_CHAT, _RESPONSES, _MESSAGES = OpenAIChat(), OpenAIResponses(), AnthropicMessages()
 _RETRIED = frozenset({408, 409, 429})  # by both clients, and every 5xx
 
 
@@ -111,6 +112,10 @@ class Gateway:
         self._adopted = set(settings.adopted)
         self._epoch = journal.epoch if journal is not None else ""
         self._registry = Registry(bundle, self._model_name, settings.token_s, sealer=sealer, journal=journal)
+        limits = _images_taken(settings.gateway, bundle)
+        self._chat = OpenAIChat(limits)
+        self._responses = OpenAIResponses(limits)
+        self._messages = AnthropicMessages(limits)
         self._counters = Counters()
         self._caller = Caller(settings, bundle, self._counters)
         self._admission = Admission(settings.gateway.max_concurrent_calls, settings.gateway.max_queued_per_engine)
@@ -163,20 +168,20 @@ class Gateway:
     # --- routes -------------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        return await self._call(request, _CHAT)
+        return await self._call(request, self._chat)
 
     async def responses(self, request: Request) -> Response:
-        return await self._call(request, _RESPONSES)
+        return await self._call(request, self._responses)
 
     async def messages(self, request: Request) -> Response:
-        return await self._call(request, _MESSAGES)
+        return await self._call(request, self._messages)
 
     async def count_tokens(self, request: Request) -> Response:
-        request.state.dialect = _MESSAGES
+        request.state.dialect = self._messages
         _, session = self._registry.open(self._authenticate(request))
-        call = _MESSAGES.parse_count(await self._body(request))
+        call = self._messages.parse_count(await self._body(request))
         self._check_model(call.model)
-        return JSONResponse(_MESSAGES.count_body(await self._caller.count(session, call)))
+        return JSONResponse(self._messages.count_body(await self._caller.count(session, call)))
 
     async def models(self, request: Request) -> Response:
         self._authenticate(request)
@@ -380,7 +385,7 @@ class Gateway:
         assert isinstance(error, ApiError)
         self._counters.errors[error.code] += 1
         anthropic = "anthropic-version" in request.headers or "/messages" in request.url.path
-        default = _MESSAGES if anthropic else _CHAT
+        default: Dialect = self._messages if anthropic else self._chat
         dialect: Dialect = getattr(request.state, "dialect", default)
         return JSONResponse(dialect.error_body(error), status_code=error.status, headers=error.headers)
 
@@ -396,6 +401,13 @@ class Gateway:
 
     async def _unexpected(self, request: Request, error: Exception) -> Response:
         return await self._api_error(request, ApiError(500, "internal error of the gateway; its log says more"))
+
+
+def _images_taken(config: GatewayConfig, bundle: RendererBundle) -> ImageLimits | None:
+    """What images may come; None: the model takes none, or none are wanted."""
+    if bundle.vision is None or not config.max_images:
+        return None
+    return ImageLimits(config.max_images, config.max_image_pixels)
 
 
 def _bearer(request: Request) -> str:

@@ -6,6 +6,8 @@ What must always hold:
   sampled included, wherever the renderer can extend them. Only otherwise is the history rendered anew.
 - What `record` returns, added in the same order to a session of its own, makes the same session: the same prompts,
   the same trajectory.
+- An image stands in a message by the name of its bytes. The bytes are kept once, from the first answered call on
+  that showed them.
 - Messages are compared by what is rendered: text parts or a string, None or "", arguments of a tool call in another
   spacing or with the defaults of the tool's schema filled in, and fields that nobody renders make no difference.
   Reasoning is not compared, for most agents do not send it back: the tokens keep it, and whether it stays in the
@@ -21,9 +23,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent_wrapper.contract import ImageSpan
 from rollout_backend.gateway.engine import Completion
+from rollout_backend.gateway.images import Image, Placed, image_names
 from rollout_backend.gateway.renderer import RendererBundle
 from rollout_backend.gateway.trajectory import Place, Trajectory
+from rollout_backend.gateway.vision import collapsed
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -42,6 +47,7 @@ class Prompt:
     opened_by: str
     known: int = 0  # of the ids, how many are the conversation that this call goes on with
     defaults: _Defaults = field(default_factory=dict)
+    images: Sequence[Placed] = ()  # in the order of their tokens
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class RecordedTurn:
     tools_digest: _Digest
     end: _Digest  # of the conversation with the reply
     seen: Sequence[_Digest]  # beginnings of the request that no request had before
+    spans: Sequence[ImageSpan] = ()  # of the images among the given tokens
+    images: Sequence[Image] = ()  # that the session had not seen before
 
     @property
     def opened(self) -> str | None:
@@ -74,9 +82,23 @@ class Session:
         self._replies: set[_Digest] = set()  # ends of recorded conversations, whatever their tools
         self._seen: set[_Digest] = set()  # every beginning of a request that was answered
         self._said: dict[int, Sequence[Message]] = {}  # the conversation of each segment
+        self._images: dict[str, Image] = {}
 
-    def prepare(self, messages: Sequence[Message], tools: Tools) -> Prompt:
-        """The prompt for `messages` (plain, as `openai_chat` makes them). Raises whatever the renderer raises."""
+    def unseen(self, images: Mapping[str, Image]) -> list[Image]:
+        """Those that no answered call has shown."""
+        return [image for name, image in images.items() if name not in self._images]
+
+    @property
+    def image_bytes(self) -> int:
+        return sum(len(image.data) for image in list(self._images.values()))
+
+    def images(self) -> dict[str, bytes]:
+        """All images of the trajectory, each under its SHA-256."""
+        return {name: image.data for name, image in self._images.items()}
+
+    def prepare(self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image] | None = None) -> Prompt:
+        """The prompt for `messages` (plain, as `openai_chat` makes them), which name no other images than `images`.
+        Raises whatever the renderer raises."""
         tools_digest = _digest(b"tools", tools or [])
         defaults = _defaults(tools)
         chain = _chain(messages, defaults)
@@ -85,25 +107,21 @@ class Session:
             place = self._turns.get((tools_digest, chain[n - 1]))
             if place is None:
                 continue
-            extended = self._bundle.renderer.bridge_to_next_turn(
-                self.trajectory.prompt_ids(place),
-                self.trajectory.completion_ids(place),
-                list(messages_named[n:]),
-                tools=tools,
-            )
+            extended = self._bridged(place, messages_named[n:], tools, images or {})
             if extended is not None:
-                ids = list(extended.token_ids)
-                return Prompt(ids, messages, tools_digest, chain, "branched", known=place.end, defaults=defaults)
+                ids, placed = extended
+                return Prompt(ids, messages, tools_digest, chain, "branched", place.end, defaults, placed)
             break
-        ids = self._bundle.render(messages_named, tools)
+        ids, placed = self._rendered(messages_named, tools, images or {})
         why = self._why_rendered(messages, chain, tools_digest)
-        return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults)
+        return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults, images=placed)
 
     def record(self, prompt: Prompt, completion: Completion, reply: Message) -> RecordedTurn:
         """Adds an answered call. `reply` is the message as returned."""
         (end,) = _chain([reply], prompt.defaults, prompt.chain[-1])
         messages = [*prompt.messages, reply]
-        place = self._add(prompt.ids, completion, messages, prompt.opened_by)
+        spans = [placed.span for placed in prompt.images]
+        place = self._add(prompt.ids, completion, messages, prompt.opened_by, spans)
         said = self._said.get(place.segment, ())
         same = itertools.takewhile(lambda both: both[0] == both[1], zip(said, messages, strict=False))
         kept = sum(1 for _ in same)
@@ -117,6 +135,8 @@ class Session:
             tools_digest=prompt.tools_digest,
             end=end,
             seen=[digest for digest in prompt.chain if digest not in self._seen],
+            spans=[span for span in spans if span.start >= place.before],
+            images=self.unseen({placed.image.sha256: placed.image for placed in prompt.images}),
         )
         self._note(place, messages, recorded)
         return recorded
@@ -124,12 +144,53 @@ class Session:
     def add(self, turn: RecordedTurn) -> None:
         """Adds what a session with the same turns before it has recorded."""
         before = [] if turn.extends is None else self.trajectory.ids(turn.extends)
+        spans = [] if turn.extends is None else self.trajectory.images(turn.extends)
         said = () if turn.extends is None else self._said[turn.extends][: turn.kept]
         messages = [*said, *turn.messages]
-        place = self._add([*before, *turn.given], turn.completion, messages, turn.opened_by)
+        place = self._add([*before, *turn.given], turn.completion, messages, turn.opened_by, [*spans, *turn.spans])
         self._note(place, messages, turn)
 
-    def _add(self, ids: Sequence[int], completion: Completion, messages: Sequence[Message], opened_by: str) -> Place:
+    def _rendered(
+        self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
+    ) -> tuple[list[int], tuple[Placed, ...]]:
+        names = image_names(messages)
+        if not names:
+            return self._bundle.render(messages, tools), ()
+        assert self._bundle.vision is not None, "images were let in for a model that has none"
+        ids = self._bundle.renderer.render_places(messages, tools=tools)
+        return self._bundle.vision.expanded(ids, [images[name] for name in names])
+
+    def _bridged(
+        self, place: Place, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
+    ) -> tuple[list[int], tuple[Placed, ...]] | None:
+        """The conversation at `place` with these messages after it, where the renderer can extend it."""
+        prompt, completion = self.trajectory.prompt_ids(place), self.trajectory.completion_ids(place)
+        earlier = [
+            Placed(span.start, span.end, self._images[span.sha256])
+            for span in self.trajectory.images(place.segment, place.start)
+        ]
+        names = image_names(messages)
+        extended = self._bundle.renderer.bridge_to_next_turn(
+            collapsed(prompt, earlier), completion, list(messages), tools=tools, places=bool(earlier or names)
+        )
+        if extended is None:
+            return None
+        before = [*prompt, *completion]
+        added = extended.token_ids[len(collapsed(before, earlier)) :]
+        if not names:
+            return [*before, *added], tuple(earlier)
+        assert self._bundle.vision is not None, "images were let in for a model that has none"
+        ids, placed = self._bundle.vision.expanded(added, [images[name] for name in names], len(before))
+        return [*before, *ids], (*earlier, *placed)
+
+    def _add(
+        self,
+        ids: Sequence[int],
+        completion: Completion,
+        messages: Sequence[Message],
+        opened_by: str,
+        spans: Sequence[ImageSpan],
+    ) -> Place:
         return self.trajectory.add(
             ids,
             completion.token_ids,
@@ -140,10 +201,12 @@ class Session:
             seconds=completion.seconds,
             messages=messages,
             opened_by=opened_by,
+            images=spans,
         )
 
     def _note(self, place: Place, messages: Sequence[Message], turn: RecordedTurn) -> None:
         self._said[place.segment] = messages
+        self._images.update((image.sha256, image) for image in turn.images)
         self._turns[turn.tools_digest, turn.end] = place
         self._replies.add(turn.end)
         self._seen.update(turn.seen)

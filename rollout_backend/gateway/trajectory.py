@@ -5,7 +5,8 @@ What must always hold:
 - Every sampled token is in the mask of exactly one segment, exactly once, with the logprob and the weight version
   that the engine gave; what it did not give is NaN, or no version.
 - A segment is a sequence that the model saw: for each of its turns, the tokens before the turn are exactly the
-  prompt of that call. So a turn grows a segment only if its prompt begins with all of the segment's tokens.
+  prompt of that call. So a turn grows a segment only if its prompt begins with all of the segment's tokens, and
+  with the same images in them: of any two images of one size the tokens are the same.
 - Whatever does not grow a segment opens a new one, which says why.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agent_wrapper.contract import Segment, Turn, VersionSpan
+from agent_wrapper.contract import ImageSpan, Segment, Turn, VersionSpan
 
 if TYPE_CHECKING:
     IntArray = array[int]
@@ -44,6 +45,7 @@ class _Open:
     logprobs: FloatArray = field(default_factory=lambda: array("f"))
     turns: list[Turn] = field(default_factory=list)
     messages: Sequence[Mapping[str, Any]] = ()
+    images: list[ImageSpan] = field(default_factory=list)
 
     def append(self, ids: IntArray, kind: int, logprobs: FloatArray) -> None:
         self.ids.extend(ids)
@@ -58,6 +60,7 @@ class _Open:
             turns=tuple(self.turns),
             messages=tuple(dict(message) for message in self.messages),
             opened_by=self.opened_by,
+            images=tuple(self.images),
         )
 
 
@@ -82,17 +85,18 @@ class Trajectory:
         seconds: float = 0.0,
         messages: Sequence[Mapping[str, Any]] = (),
         opened_by: str = "first_call",
+        images: Sequence[ImageSpan] = (),
     ) -> Place:
         """Adds one model call.
 
         `logprobs` has one entry for each id of `completion_ids`. The spans of `weight_versions` count from the
         first sampled token. `messages` is the conversation up to and with this call's reply. `opened_by` says why
-        this call opens a segment, in case that it does.
+        this call opens a segment, in case that it does. `images` are those of the prompt, in order.
         """
         if len(logprobs) != len(completion_ids):
             raise ValueError(f"{len(logprobs)} logprobs for {len(completion_ids)} sampled tokens")
         prompt = array("i", prompt_ids)
-        index = self._extended_by(prompt)
+        index = self._extended_by(prompt, images)
         opened = index is None
         if index is None:
             index = len(self._segments)
@@ -121,6 +125,7 @@ class Trajectory:
             )
         )
         segment.messages = messages
+        segment.images += images[len(segment.images) :]
         return Place(index, before, start, len(segment.ids), opened)
 
     def prompt_ids(self, place: Place) -> list[int]:
@@ -130,6 +135,10 @@ class Trajectory:
         """All of a segment."""
         return self._segments[segment].ids.tolist()
 
+    def images(self, segment: int, end: int | None = None) -> list[ImageSpan]:
+        """Those of a segment; with `end`, those among its first `end` tokens."""
+        return [span for span in self._segments[segment].images if end is None or span.end <= end]
+
     def completion_ids(self, place: Place) -> list[int]:
         return self._segments[place.segment].ids[place.start : place.end].tolist()
 
@@ -137,11 +146,13 @@ class Trajectory:
         """What was recorded so far, in the order in which the segments were opened."""
         return tuple(segment.freeze() for segment in self._segments)
 
-    def _extended_by(self, prompt: IntArray) -> int | None:
-        """The longest segment that `prompt` begins with; of equals the latest."""
+    def _extended_by(self, prompt: IntArray, images: Sequence[ImageSpan]) -> int | None:
+        """The longest segment that the prompt begins with; of equals the latest."""
         found, longest = None, 0
         for index, segment in enumerate(self._segments):
             n = len(segment.ids)
-            if longest <= n <= len(prompt) and prompt[:n] == segment.ids:
+            if not longest <= n <= len(prompt) or prompt[:n] != segment.ids:
+                continue
+            if [span for span in images if span.start < n] == segment.images:
                 found, longest = index, n
         return found

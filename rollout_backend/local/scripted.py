@@ -8,6 +8,7 @@ the tokens and their log-probability, which is `LOGPROB` for each.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import threading
 import time
@@ -72,13 +73,20 @@ class ScriptedEngine:
     An answer ends with the token `end` unless `max_new_tokens` or a stop string cuts it; with `end=None`, for models
     with several such tokens, it ends with the first of the request's stop tokens in it, and else at its limit. To a
     request with `stream` it comes token by token, each as an event of its own; `cumulative` events hold all tokens so
-    far, as SGLang's do unless it was started with --incremental-streaming-output.
+    far, as SGLang's do unless it was started with --incremental-streaming-output. `image_tokens` tells how many
+    tokens an image takes, by its bytes, for vocabularies with `<|image_pad|>`; without it images are an error 400.
     """
 
     cumulative = False
 
     def __init__(
-        self, replies: Script, model_path: Path = BYTE_MODEL, port: int = 0, *, end: str | None = "<|im_end|>"
+        self,
+        replies: Script,
+        model_path: Path = BYTE_MODEL,
+        port: int = 0,
+        *,
+        end: str | None = "<|im_end|>",
+        image_tokens: Callable[[bytes], int] | None = None,
     ) -> None:
         file = model_path / "tokenizer.json"
         if not file.is_file():
@@ -89,6 +97,7 @@ class ScriptedEngine:
         self.aborted = 0  # calls whose client hung up before the answer
         self.port = port or free_port()
         self.replies = replies  # of sessions that begin from now on and have no script of their own
+        self.image_tokens = image_tokens
         self._scripts: dict[str, Script] = {}
         self._model_path = model_path
         self._read: dict[str, int] = {}
@@ -166,6 +175,10 @@ class ScriptedEngine:
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
+        try:
+            body = {**body, "input_ids": self._prompt(body)}
+        except ValueError as error:
+            return JSONResponse({"error": {"message": str(error)}}, status_code=400)
         answer = asyncio.ensure_future(self._reply(request.headers.get("x-smg-routing-key", ""), body))
         gone = asyncio.ensure_future(_hung_up(request))
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -183,9 +196,23 @@ class ScriptedEngine:
         text = await asyncio.to_thread("".join, reply.parts) if isinstance(reply, Pieces) else str(reply)
         return JSONResponse(self._completion(text, body))
 
+    def _prompt(self, body: dict[str, Any]) -> list[int]:
+        """As SGLang makes it: a pad for each image, repeated as often as the image takes tokens."""
+        images = [base64.b64decode(url.partition(",")[2]) for url in body.get("image_data") or ()]
+        if not images:
+            return list(body["input_ids"])
+        if self.image_tokens is None:
+            raise ValueError("this scripted engine takes no images: it was not told how many tokens they are")
+        pad = self.tokenizer.token_to_id("<|image_pad|>")
+        if body["input_ids"].count(pad) != len(images):
+            raise ValueError(f"{body['input_ids'].count(pad)} places for {len(images)} images")
+        lengths = map(self.image_tokens, images)
+        return [token for each in body["input_ids"] for token in [each] * (next(lengths) if each == pad else 1)]
+
     async def _events(self, parts: Iterable[str], body: dict[str, Any]) -> AsyncIterator[bytes]:
         """The completion of what is there so far, again and again, each time as far as it is new."""
         text, sent, remaining, done = "", 0, iter(parts), False
+        told = _prompt_ids(body)
         try:
             while not done:
                 part = await asyncio.to_thread(next, remaining, None)
@@ -203,7 +230,7 @@ class ScriptedEngine:
                         "output_token_logprobs": meta["output_token_logprobs"][start:n],
                         "weight_versions": [{"version": meta["weight_version"], "start": 0, "end": n}],
                     }
-                    yield _event({"output_ids": ids[start:n], "meta_info": piece})
+                    yield _event({**told, "output_ids": ids[start:n], "meta_info": piece})
                 sent = last
                 done = sent == len(ids)
             yield b"data: [DONE]\n\n"
@@ -242,7 +269,7 @@ class ScriptedEngine:
             ids = ids[:limit]
             finish = {"type": "length", "length": limit}
         version = self.weight_version
-        return {
+        return _prompt_ids(body) | {
             "text": self.tokenizer.decode(ids),
             "output_ids": ids,
             "meta_info": {
@@ -256,6 +283,10 @@ class ScriptedEngine:
                 "output_token_logprobs": [[LOGPROB, token, None] for token in ids],
             },
         }
+
+
+def _prompt_ids(body: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt_token_ids": body["input_ids"]} if body.get("return_prompt_token_ids") else {}
 
 
 def _event(data: dict[str, Any]) -> bytes:

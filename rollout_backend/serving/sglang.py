@@ -86,6 +86,8 @@ def engine_command(
         env["OMP_WAIT_POLICY"] = "PASSIVE"
         argv += [
             *("--attention-backend", "torch_native"),  # the others are kernels for GPUs, or for AMX
+            *("--mm-attention-backend", "sdpa"),
+            "--disable-fast-image-processor",  # which is torchvision's
             *("--sampling-backend", "pytorch"),
             *("--grammar-backend", "none"),  # compiles for 10 s at the start, for a feature that is not used
             "--disable-overlap-schedule",  # there is no device to overlap with

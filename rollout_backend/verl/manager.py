@@ -39,6 +39,7 @@ from rollout_backend.verl.metrics import TALLY, count_group, named, staleness
 from rollout_backend.verl.numbers import StepNumbers
 from rollout_backend.verl.settings import engine_urls, sampling_of, settings_of, takes_up
 from rollout_backend.verl.versions import VersionLabels
+from rollout_backend.verl.vision import load_vision
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class CloudAgentLoopManager:
         self._row_uids = knows_sessions(str(config.algorithm.adv_estimator))
         self._logprobs = not self.settings.collect.retokenise  # every row has the same fields
         self._pad_token_id = _pad_token_id(self.settings.model.path)
+        self._vision = load_vision(self.settings.model.path, wanted=self.settings.gateway.max_images > 0)
         self._blocking = BlockingRolloutManager(self.settings, on_serving=_tell_serving)
         self._failure: BaseException | None = None
         self._closed = False
@@ -158,7 +160,8 @@ class CloudAgentLoopManager:
                     # Validation has no advantages, and groups its metrics by the prompt's uid.
                     by_row = self._row_uids and batch.partition == "train"
                     own = {"session_id": session, "uid": key if by_row else uid}
-                    fields.append(rows.v1_fields(row, {**base, **own}, _numbers(rollout), self._logprobs))
+                    numbers = _numbers(rollout)
+                    fields.append(rows.v1_fields(row, {**base, **own}, numbers, self._logprobs, self._vision))
                     tags.append(rows.v1_tag(row, step, _version(step, batch.partition == "val")))
                     keys.append(key)
             if keys:
@@ -219,7 +222,7 @@ class CloudAgentLoopManager:
             for place, of_rollout in zip(places[task_id], of_group, strict=False):
                 slots[place] = of_rollout
         lengths = int(self._rollout.prompt_length), int(self._rollout.response_length)
-        batch = rows.legacy_batch(slots, *lengths, pad_token_id=self._pad_token_id, logprobs=self._logprobs)
+        batch = rows.legacy_batch(slots, *lengths, self._pad_token_id, self._logprobs, self._vision)
         if batch.left_out_tokens:
             log.warning("%d sampled tokens of further segments are not trained", batch.left_out_tokens)
         counts["left_out_tokens"] = batch.left_out_tokens
@@ -265,7 +268,9 @@ class CloudAgentLoopManager:
         )
 
     def _rows(self, rollout: Rollout) -> rows.Rows:
-        made = rows.rows_of(rollout, int(self._rollout.prompt_length), int(self._rollout.response_length))
+        image_token = None if self._vision is None else self._vision.image_token
+        lengths = int(self._rollout.prompt_length), int(self._rollout.response_length)
+        made = rows.rows_of(rollout, *lengths, image_token)
         if made.truncated_tokens or made.unknown_logprobs:
             log.warning(
                 "rollout %s: %d sampled tokens did not fit and %d have no logprob; they are not trained",

@@ -14,6 +14,10 @@ follows, with mask 1 on the tokens that are trained. What must always hold:
   session from its last row, which therefore must train something.
 - Where the mask is 0, `logprobs` is 0: finite, since 0 * NaN would reach the loss, and of no weight, since verl
   multiplies whatever it makes of a logprob by the mask.
+- An image of a segment is in its row whole, or not at all: what is cut off is behind a trained token. Rows of a
+  model that sees bring its pixels and positions, in the way of verl's own agent loop; without a processor to make
+  them a row with images is refused. A place for an image that the model sampled itself has none behind it, and
+  ends what is trained.
 - A re-tokenised segment has no logprob at all, and is trained all the same: its row is marked, its `logprobs` are
   NaN, and it goes to verl only where no row brings logprobs. verl has no word for one that is not known, and a number
   that stood for it would be taken for the engine's.
@@ -31,6 +35,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from agent_wrapper.contract import Rollout, Segment
+from rollout_backend.errors import ConfigError
+from rollout_backend.verl.vision import SeenImage, Vision
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +56,7 @@ class Row:
     truncated_tokens: int  # sampled, with a logprob, and not trained: there was no place
     unknown_logprobs: int  # sampled, and not trained: without a logprob
     retokenised: bool = False  # made of messages: its tokens are a guess
+    images: tuple[SeenImage, ...] = ()
 
     @property
     def trained_tokens(self) -> int:
@@ -90,8 +97,9 @@ class Rows(Sequence[Row]):
         return iter(self.rows)
 
 
-def rows_of(rollout: Rollout, prompt_length: int, response_length: int) -> Rows:
-    """The rows of a rollout, at most `prompt_length` + `response_length` tokens each.
+def rows_of(rollout: Rollout, prompt_length: int, response_length: int, image_token: int | None = None) -> Rows:
+    """The rows of a rollout, at most `prompt_length` + `response_length` tokens each. `image_token` is the one that
+    stands for images, where the model sees.
 
     Raises:
         ValueError: the rollout has no reward, or a length is below 1.
@@ -105,11 +113,11 @@ def rows_of(rollout: Rollout, prompt_length: int, response_length: int) -> Rows:
     rows: list[Row] = []
     truncated = unknown = 0
     for segment in rollout.segments:
-        cut = _cut(segment, prompt_length, response_length)
+        cut = _cut(segment, prompt_length, response_length, image_token)
         truncated += cut.truncated
         unknown += cut.unknown
         if cut.end:
-            rows.append(_row(segment, cut, rollout.reward, index=len(rows)))
+            rows.append(_row(segment, cut, rollout, index=len(rows)))
     return Rows(tuple(rows), truncated, unknown, empty_segments=len(rollout.segments) - len(rows))
 
 
@@ -124,7 +132,7 @@ class _Cut:
     unknown: int
 
 
-def _cut(segment: Segment, prompt_length: int, response_length: int) -> _Cut:
+def _cut(segment: Segment, prompt_length: int, response_length: int, image_token: int | None) -> _Cut:
     sampled = np.asarray(segment.mask, dtype=bool)
     known = sampled if segment.retokenised else sampled & np.isfinite(np.asarray(segment.logprobs, dtype=np.float32))
     unknown = int(sampled.sum() - known.sum())
@@ -133,12 +141,16 @@ def _cut(segment: Segment, prompt_length: int, response_length: int) -> _Cut:
     trained = known.copy()
     trained[:start] = False
     trained[start + response_length :] = False
+    if image_token is not None:
+        astray = np.flatnonzero(sampled & (np.asarray(segment.token_ids) == image_token))
+        trained[astray[0] if len(astray) else len(trained) :] = False
     places = np.flatnonzero(trained)
     end = int(places[-1]) + 1 if len(places) else 0
     return _Cut(trained, start, end, int(known.sum()) - len(places), unknown)
 
 
-def _row(segment: Segment, cut: _Cut, reward: float, index: int) -> Row:
+def _row(segment: Segment, cut: _Cut, rollout: Rollout, index: int) -> Row:
+    assert rollout.reward is not None
     tokens = np.asarray(segment.token_ids, dtype=np.int64)
     trained = cut.trained[cut.start : cut.end]
     logprobs = np.asarray(segment.logprobs, dtype=np.float32)[cut.start : cut.end]
@@ -158,7 +170,7 @@ def _row(segment: Segment, cut: _Cut, reward: float, index: int) -> Row:
         response=tokens[cut.start : cut.end],
         mask=trained.astype(np.int64),
         logprobs=logprobs if segment.retokenised else np.where(trained, logprobs, np.float32(0)),
-        reward=reward,
+        reward=rollout.reward,
         min_version=min(numbers) if known else None,
         max_version=max(numbers) if known else None,
         mean_version=weighed / int(trained.sum()) if known else None,
@@ -167,6 +179,11 @@ def _row(segment: Segment, cut: _Cut, reward: float, index: int) -> Row:
         truncated_tokens=cut.truncated,
         unknown_logprobs=cut.unknown,
         retokenised=segment.retokenised,
+        images=tuple(
+            SeenImage(span.start, span.end, rollout.images[span.sha256])
+            for span in segment.images
+            if span.end <= cut.end
+        ),
     )
 
 
@@ -179,22 +196,29 @@ def _number(version: str) -> int | None:
 
 
 def v1_fields(
-    row: Row, base: Mapping[str, Any], reward_extra_info: Mapping[str, Any] | None = None, logprobs: bool = True
+    row: Row,
+    base: Mapping[str, Any],
+    reward_extra_info: Mapping[str, Any] | None = None,
+    logprobs: bool = True,
+    vision: Vision | None = None,
 ) -> dict[str, Any]:
     """What TransferQueue holds for a row: the same set of fields for every row, unpadded 1-D tensors.
 
     `base` is what the dataset gave for the prompt, with `uid` and `session_id`. `reward_extra_info` goes to verl's
     validation metrics; verl adds "reward" itself, so it must not hold that. Without `logprobs` there is no field
-    `rollout_log_probs`: say so for all rows of a run that may hold re-tokenised ones, or for none.
+    `rollout_log_probs`: say so for all rows of a run that may hold re-tokenised ones, or for none. With `vision` all
+    rows have positions of its kind, [4, P + R].
 
     Raises:
-        ValueError: logprobs are wanted of a re-tokenised row.
+        ValueError: logprobs are wanted of a re-tokenised row, or an image is not what its tokens say.
+        ConfigError: there are images and no `vision`.
     """
     _check_logprobs(row, logprobs)
     response = torch.tensor(row.response)
     mask = torch.tensor(row.mask)
     ids = torch.cat([torch.tensor(row.prompt), response])
     known = {"rollout_log_probs": torch.tensor(row.logprobs)} if logprobs else {}
+    seen, positions = _seen(row, ids, vision)
     return {
         **base,
         **known,
@@ -203,10 +227,10 @@ def v1_fields(
         "response_mask": mask,
         "loss_mask": mask,
         "input_ids": ids,
-        "position_ids": torch.arange(len(ids)),
+        "position_ids": positions,
         "rm_scores": torch.tensor(_scores(row)),
         "num_turns": row.turns,
-        "multi_modal_inputs": {},
+        "multi_modal_inputs": seen,
         "extra_fields": {"reward_extra_info": dict(reward_extra_info or {})},
     }
 
@@ -238,6 +262,17 @@ def _check_logprobs(row: Row, wanted: bool) -> None:
         raise ValueError("a re-tokenised row has no logprobs: leave them out of every row")
 
 
+def _seen(row: Row, ids: torch.Tensor, vision: Vision | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    if vision is not None:
+        return vision.inputs(ids, row.images)
+    if row.images:
+        raise ConfigError(
+            f"a rollout has {len(row.images)} images in a row, and verl has no processor for this model to prepare "
+            "them with: set gateway.max_images=0"
+        )
+    return {}, torch.arange(len(ids))
+
+
 def _scores(row: Row) -> NDArray[np.float32]:
     scores = np.zeros(len(row.response), dtype=np.float32)
     scores[-1] = row.reward
@@ -260,7 +295,12 @@ class LegacyBatch:
 
 
 def legacy_batch(
-    slots: Sequence[Rows | None], prompt_length: int, response_length: int, pad_token_id: int, logprobs: bool = True
+    slots: Sequence[Rows | None],
+    prompt_length: int,
+    response_length: int,
+    pad_token_id: int,
+    logprobs: bool = True,
+    vision: Vision | None = None,
 ) -> LegacyBatch:
     """B rollouts, None where one is missing, as P = `prompt_length` + R = `response_length` columns.
 
@@ -273,9 +313,11 @@ def legacy_batch(
     The loss modes that average over rows (`seq-mean-*`) divide by it, too; `token-mean` does not.
 
     Without `logprobs` there is no `rollout_log_probs`; re-tokenised rows have none, and are marked in `retokenised`.
+    With `vision` the positions are [B, 4, P + R].
 
     Raises:
-        ValueError: logprobs are wanted of a re-tokenised row.
+        ValueError: logprobs are wanted of a re-tokenised row, or an image is not what its tokens say.
+        ConfigError: there are images and no `vision`.
     """
     shape = len(slots), prompt_length
     prompts = np.full(shape, pad_token_id, dtype=np.int64)
@@ -288,6 +330,10 @@ def legacy_batch(
     retokenised = np.zeros(len(slots), dtype=bool)
     turns = np.zeros(len(slots), dtype=np.int32)
     missing = np.ones(len(slots), dtype=bool)
+    # Of a model that sees; else they follow from the attention.
+    positions = torch.zeros(len(slots), 4, prompt_length + response_length if vision else 0, dtype=torch.int64)
+    images = np.empty(len(slots), dtype=object)
+    images[:] = [{} for _ in slots]
     left_out = 0
     for i, rows in enumerate(slots):
         if not rows:
@@ -306,6 +352,9 @@ def legacy_batch(
         retokenised[i] = row.retokenised
         turns[i] = row.turns
         missing[i] = False
+        images[i], of_row = _seen(row, torch.from_numpy(np.concatenate([row.prompt, row.response])), vision)
+        if vision is not None:
+            positions[i, :, start : prompt_length + end] = of_row
     attention = np.concatenate([prompt_attention, response_attention], axis=1)
     arrays = {
         "prompts": prompts,
@@ -320,11 +369,11 @@ def legacy_batch(
     if not logprobs:
         del arrays["rollout_log_probs"]
     tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
-    no_images = np.empty(len(slots), dtype=object)
-    no_images[:] = [{} for _ in slots]
+    if vision is not None:
+        tensors["position_ids"] = positions
     return LegacyBatch(
         tensors=TensorDict(tensors, batch_size=[len(slots)]),
-        non_tensors={"multi_modal_inputs": no_images, "__num_turns__": turns, "retokenised": retokenised},
+        non_tensors={"multi_modal_inputs": images, "__num_turns__": turns, "retokenised": retokenised},
         missing=missing,
         left_out_tokens=left_out,
         truncated_tokens=sum(rows.truncated_tokens for rows in slots if rows is not None),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import json
 import math
 import time
@@ -435,6 +437,101 @@ def test_a_broken_segment_says_what_is_wrong(encode, changes, words):
 def test_raw_bytes_of_a_wrong_length_are_refused():
     with pytest.raises(ContractError, match="13 bytes are no whole number of int32 token ids"):
         Rollout.decode(pack(make_fields(segments=[make_segment(token_ids=b"\0" * 13)])))
+
+
+# --- images -----------------------------------------------------------------------------------------------
+
+SHOWN = b"\x89PNG, or so they say"
+NAME = hashlib.sha256(SHOWN).hexdigest()
+SPAN = {"start": 0, "end": 2, "sha256": NAME, "media_type": "image/png"}
+
+
+def make_seen(**changes: Any) -> dict[str, Any]:
+    """Fields of a rollout whose first two tokens are an image."""
+    seen = make_segment(token_ids=[1, 1, 2], mask=[0, 0, 1], logprobs=[None, None, -1.0], turns=[turn(2, 3)])
+    return make_fields(segments=[{**seen, "images": [SPAN]}], images={NAME: SHOWN}) | changes
+
+
+def test_an_image_comes_back_from_either_form():
+    rollout = Rollout.parse(make_seen())
+    for form in (rollout.encode(), rollout.to_json()):
+        read = Rollout.decode(form)
+        assert read.images == {NAME: SHOWN}
+        assert read.segments[0].images == rollout.segments[0].images
+    assert json.loads(rollout.to_json())["images"] == {NAME: base64.b64encode(SHOWN).decode()}
+    trajectory = Trajectory(model="m", segments=rollout.segments, images=rollout.images)
+    assert Trajectory.decode(trajectory.encode()).images == {NAME: SHOWN}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"images": {}}, "not the 1 that the segments name"),
+        ({"images": {NAME: SHOWN, "0" * 64: b""}}, "images hold 2"),
+        ({"images": {NAME: b"another"}}, "other bytes than its name says"),
+        ({"images": {"x": SHOWN}}, "pattern"),
+    ],
+)
+def test_images_are_those_that_the_segments_name(changes, words):
+    with pytest.raises(ContractError, match=words):
+        Rollout.parse(make_seen(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"end": 4}, r"images.0 spans \[0, 4\) of 3 tokens"),
+        ({"end": 0}, "images.0 spans"),
+        ({"end": 3}, "where the model sampled"),
+        ({"media_type": "text/html"}, "pattern"),
+    ],
+)
+def test_an_image_stands_among_the_given_tokens(changes, words):
+    fields = make_seen()
+    fields["segments"][0]["images"] = [{**SPAN, **changes}]
+    with pytest.raises(ContractError, match=words):
+        Rollout.parse(fields)
+
+
+def test_without_images_an_object_is_what_it_was_before_there_were_any():
+    """The bytes of the compact form, before they are packed, and of the plain one."""
+    segment = Segment.parse(
+        {
+            "token_ids": [5, 6, 7, 8],
+            "mask": [0, 0, 1, 1],
+            "logprobs": [None, None, -0.25, -0.5],
+            "turns": [
+                {
+                    "start": 2,
+                    "end": 4,
+                    "finish_reason": "stop",
+                    "weight_versions": [{"version": "7", "start": 2, "end": 4}],
+                }
+            ],
+            "messages": [{"role": "user", "content": "h"}],
+        }
+    )
+    rollout = Rollout(
+        run_id="run",
+        step=0,
+        task_id="t",
+        rollout_id="r",
+        attempt=1,
+        session_id="s",
+        outcome=Outcome.COMPLETED,
+        reward=1.0,
+        model="m",
+        segments=(segment,),
+    )
+    unpacked = [
+        zstandard.ZstdDecompressor().decompress(found.encode())
+        for found in (Trajectory(model="m", segments=(segment,)), rollout)
+    ]
+    assert [hashlib.sha256(form).hexdigest() for form in (*unpacked, rollout.to_json())] == [
+        "fc7c56ad0cc9aac065be9f047ba18d395ef45b1fdf11475aeba205bf5370fa99",
+        "efc769bc143d948413b470ed90f1e873a15f91ac031d35a00635c57343617b1d",
+        "eb53dd948d8182ef972612f97568e6c647642630bb0b28bfe1654a4063fea404",
+    ]
 
 
 @pytest.mark.parametrize("data", [b"", b" ", b"[]", b"null", b"\x1f\x8b gzip", b"PK"])

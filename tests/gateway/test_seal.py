@@ -247,3 +247,10 @@ def test_a_secret_that_is_none_is_refused(tmp_path, text, mode, words):
 
 def test_a_fingerprint_tells_secrets_apart():
     assert Sealer(SECRET).fingerprint == SEALER.fingerprint != Sealer("x" * 48).fingerprint
+
+
+def test_a_seal_without_images_is_what_it_was_before_there_were_any():
+    seen = segment(logprobs=[None, None, -0.25, -0.5], messages=[{"role": "user", "content": "h"}])
+    turn = Turn(start=2, end=4, finish_reason="stop", weight_versions=(VersionSpan(version="7", start=2, end=4),))
+    found = digest_of([seen.model_copy(update={"turns": (turn,)})])
+    assert found == "1332109a222b772101007bb3a8fe4242d3112f745e40df0989c093941b20c154"

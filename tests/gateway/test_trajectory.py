@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_wrapper.contract import ImageSpan, VersionSpan
 from agent_wrapper.contract import Trajectory as Wire
-from agent_wrapper.contract import VersionSpan
 from rollout_backend.gateway.trajectory import Trajectory
 
 
@@ -38,6 +38,23 @@ def test_a_turn_that_does_not_extend_opens_a_segment_that_says_why():
     assert first.token_ids.tolist() == [1, 2, 3, 4]
     assert second.opened_by == "rerendered"
     assert second.mask.tolist() == [0, 0, 0, 0, 0, 1]
+
+
+def test_a_turn_that_shows_other_images_opens_a_segment():
+    def shown(start: int, name: str) -> ImageSpan:
+        return ImageSpan(start=start, end=start + 2, sha256=name * 64, media_type="image/png")
+
+    trajectory = Trajectory()
+    prompt = [1, 7, 7, 2]
+    add(trajectory, prompt, [3], images=[shown(1, "a")])
+    assert add(trajectory, [*prompt, 3, 4], [5], images=[shown(1, "b")], opened_by="history_rewritten").opened
+    assert add(trajectory, [*prompt, 3, 4], [5], opened_by="history_rewritten").opened
+    place = add(trajectory, [*prompt, 3, 7, 7], [5], images=[shown(1, "a"), shown(5, "b")])
+    assert (place.segment, place.opened) == (0, False)
+    first, *others = trajectory.segments()
+    assert first.images == (shown(1, "a"), shown(5, "b"))
+    assert [segment.images for segment in others] == [(shown(1, "b"),), ()]
+    assert trajectory.images(0, end=5) == [shown(1, "a")]
 
 
 def test_the_same_prompt_again_is_a_branch():

@@ -3,13 +3,15 @@
 What must always hold:
 
 - A conversation becomes the messages that it would be in OpenAI's chat. The assistant's blocks are one message:
-  texts are joined, `thinking` is `reasoning_content`, each `tool_use` is a tool call with its input as JSON text.
+  texts in a row are joined, `thinking` is `reasoning_content`, each `tool_use` is a tool call with its input as JSON
+  text.
   Of a user's turn each `tool_result` is a message of its own, in order, before the turn's text.
 - An answer sent back as history is the message that was sampled. So arguments that are no JSON object, which
   `tool_use.input` cannot hold, come as the input {"INVALID_JSON": "the text as it was sampled"}, as Anthropic tells
   clients to name such text, and an input of that form is read as that text again.
-- What a text model cannot be given (images, documents, tools built into Anthropic's own models, a reply begun for
-  it) is refused. Passed over: `cache_control`, signatures, `redacted_thinking`, and settings of thinking.
+- What the model cannot be given (documents, images where it takes none, tools built into Anthropic's own models, a
+  reply begun for it) is refused. Passed over: `cache_control`, signatures, `redacted_thinking`, and settings of
+  thinking.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ from pydantic import BeforeValidator, Field
 
 from rollout_backend.gateway.call import Answer, Choice, Delta, EventStream, Message, ModelCall
 from rollout_backend.gateway.dialects import wire
+from rollout_backend.gateway.dialects.images import ImageReader
 from rollout_backend.gateway.dialects.wire import Body, JsonObject, refused
 from rollout_backend.gateway.errors import ApiError
+from rollout_backend.gateway.images import Image, ImageLimits, content_of
 
+_TEXT_ONLY = "image blocks cannot be read: this model takes text only, so send what it says as text"
 _INVALID = "INVALID_JSON"
 _SIGNATURE = "unsigned"  # clients want one beside thinking; it says nothing and is not read when it comes back
 # Claude Code's accounting: a line of the system prompt whose hash is another in every call. Kept, it would make each
@@ -48,11 +53,17 @@ _ERROR_TYPES = {
 # --- the request ------------------------------------------------------------------------------------------
 
 
-def _is_text_model(block: object) -> object:
+def _is_readable(block: object) -> object:
     kind = block.get("type") if isinstance(block, dict) else None
-    if kind in ("image", "document"):
-        raise ValueError(f"{kind} blocks cannot be read: this model takes text only, so send what it says as text")
+    if kind == "document":
+        raise ValueError("document blocks cannot be read here: send what it says as text")
     return block
+
+
+def _is_text(block: object) -> object:
+    if isinstance(block, dict) and block.get("type") == "image":
+        raise ValueError("image blocks cannot be read: what stands here takes text only")
+    return _is_readable(block)
 
 
 def _as_blocks(content: object) -> object:
@@ -80,19 +91,33 @@ class _ToolUse(Body):
     input: JsonObject
 
 
-_Texts = Annotated[list[Annotated[_Text, BeforeValidator(_is_text_model)]], BeforeValidator(_as_blocks)]
+class _Source(Body):
+    type: str | None = None
+    data: str | None = None
+
+
+class _Image(Body):
+    type: Literal["image"]
+    source: _Source
+
+
+_Texts = Annotated[list[Annotated[_Text, BeforeValidator(_is_text)]], BeforeValidator(_as_blocks)]
+_Shown = Annotated[
+    list[Annotated[Annotated[_Text | _Image, Field(discriminator="type")], BeforeValidator(_is_readable)]],
+    BeforeValidator(_as_blocks),
+]
 
 
 class _ToolResult(Body):
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
-    content: _Texts | None = None
+    content: _Shown | None = None
     is_error: bool | None = None
 
 
 _Block = Annotated[
-    Annotated[_Text | _Thinking | _RedactedThinking | _ToolUse | _ToolResult, Field(discriminator="type")],
-    BeforeValidator(_is_text_model),
+    Annotated[_Text | _Image | _Thinking | _RedactedThinking | _ToolUse | _ToolResult, Field(discriminator="type")],
+    BeforeValidator(_is_readable),
 ]
 
 
@@ -154,7 +179,12 @@ class _Request(_Conversation):
 
 
 class AnthropicMessages:
+    """`images` is None where the model takes none."""
+
     name = "anthropic_messages"
+
+    def __init__(self, images: ImageLimits | None = None) -> None:
+        self._images = images
 
     def parse(self, body: bytes) -> ModelCall:
         request = wire.read(_Request, body)
@@ -166,6 +196,7 @@ class AnthropicMessages:
         wishes = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
         return _call(
             request,
+            ImageReader(self._images, _TEXT_ONLY),
             max_new_tokens=request.max_tokens,
             stop=tuple(request.stop_sequences or ()),
             stream=bool(request.stream),
@@ -174,7 +205,7 @@ class AnthropicMessages:
 
     def parse_count(self, body: bytes) -> ModelCall:
         """The conversation whose prompt `POST /v1/messages/count_tokens` asks the length of."""
-        return _call(wire.read(_Conversation, body))
+        return _call(wire.read(_Conversation, body), ImageReader(self._images, _TEXT_ONLY))
 
     def count_body(self, prompt_tokens: int) -> dict[str, Any]:
         return {"input_tokens": prompt_tokens}
@@ -195,7 +226,7 @@ class AnthropicMessages:
         return _error(error)
 
 
-def _call(request: _Conversation, **more: Any) -> ModelCall:
+def _call(request: _Conversation, images: ImageReader, **more: Any) -> ModelCall:
     if request.mcp_servers:
         raise refused("mcp_servers", "are not called from here; let the agent call them, and offer them as tools")
     choice = request.tool_choice or _ToolChoice(type="auto")
@@ -205,7 +236,8 @@ def _call(request: _Conversation, **more: Any) -> ModelCall:
     output_format = request.output_config and request.output_config.format
     call = ModelCall(
         model=request.model,
-        messages=_messages(request),
+        messages=_messages(request, images),
+        images=images.found,
         tools=[wire.chat_tool(t.name, t.description, t.input_schema, t.strict) for t in request.tools or ()] or None,
         tool_choice="required" if forced else "none" if choice.type == "none" else "auto",
         tool_name=choice.name if choice.type == "tool" else None,
@@ -220,7 +252,7 @@ def _call(request: _Conversation, **more: Any) -> ModelCall:
     return call
 
 
-def _messages(request: _Conversation) -> list[Message]:
+def _messages(request: _Conversation, images: ImageReader) -> list[Message]:
     plain: list[Message] = []
     if system := "".join(_BILLING.sub("", block.text) for block in request.system or ()):
         plain.append({"role": "system", "content": system})
@@ -229,26 +261,40 @@ def _messages(request: _Conversation) -> list[Message]:
             plain.append(_assistant(turn))
         else:
             for i, message in turn:
-                plain += _given(message, f"messages.{i}")
+                plain += _given(message, f"messages.{i}", images)
     return plain
 
 
-def _given(message: _Message, where: str) -> Iterator[Message]:
+def _given(message: _Message, where: str, images: ImageReader) -> Iterator[Message]:
     """The messages of a user's or a system's turn."""
-    texts, results = [], 0
+    said: list[str | Image] = []
+    results = 0
     for i, block in enumerate(message.content):
+        at = f"{where}.content.{i}"
         if isinstance(block, _Text):
-            texts.append(block.text)
+            said.append(block.text)
+        elif isinstance(block, _Image) and message.role == "user":
+            said.append(_image(block, at, images))
         elif isinstance(block, _ToolResult) and message.role == "user":
             results += 1
-            content = "".join(part.text for part in block.content or ())
+            content = content_of(
+                part.text if isinstance(part, _Text) else _image(part, f"{at}.content.{j}", images)
+                for j, part in enumerate(block.content or ())
+            )
             if block.is_error and not content:
                 content = "Error"  # all that this result says
             yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
         else:
-            raise refused(f"{where}.content.{i}", f"a {message.role} message cannot hold a {block.type} block")
-    if texts or not results:
-        yield {"role": message.role, "content": "".join(texts)}
+            raise refused(at, f"a {message.role} message cannot hold a {block.type} block")
+    if said or not results:
+        yield {"role": message.role, "content": content_of(said)}
+
+
+def _image(block: _Image, where: str, images: ImageReader) -> Image:
+    source = block.source
+    if images.taken and (source.type != "base64" or source.data is None):
+        raise refused(where, "nothing is fetched here: send the image itself, as a source of type base64")
+    return images.base64(source.data or "", where)
 
 
 def _assistant(messages: Iterable[tuple[int, _Message]]) -> Message:
@@ -262,8 +308,8 @@ def _assistant(messages: Iterable[tuple[int, _Message]]) -> Message:
             elif isinstance(block, _ToolUse):
                 function = {"name": block.name, "arguments": _arguments(block.input)}
                 calls.append({"id": block.id, "type": "function", "function": function})
-            elif isinstance(block, _ToolResult):
-                raise refused(f"messages.{i}.content.{j}", "an assistant message cannot hold a tool_result block")
+            elif isinstance(block, (_Image, _ToolResult)):
+                raise refused(f"messages.{i}.content.{j}", f"an assistant message cannot hold a {block.type} block")
     plain: Message = {"role": "assistant", "content": "".join(texts)}
     if calls:
         plain["tool_calls"] = calls

@@ -1,7 +1,8 @@
 """The dialect of OpenAI's chat completions (`POST /v1/chat/completions`). Pure.
 
 What must always hold: what cannot be honoured and would change the agent's meaning is refused with a message that
-says so (images, other tokens' logprobs, the functions of old); unknown fields are passed over.
+says so (images for a model that has none, other tokens' logprobs, the functions of old); unknown fields are passed
+over.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 
 from rollout_backend.gateway.call import Answer, Choice, Delta, EventStream, Message, ModelCall
 from rollout_backend.gateway.dialects import wire
+from rollout_backend.gateway.dialects.images import ImageReader
 from rollout_backend.gateway.dialects.wire import refused
 from rollout_backend.gateway.errors import ApiError
+from rollout_backend.gateway.images import Image, ImageLimits, content_of
 
 MAX_CHOICES = 16
+_TEXT_ONLY = "parts of type 'image_url' are not supported, only text is"
 _WISHES = (
     *("temperature", "top_p", "top_k", "seed"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"),
@@ -34,10 +38,15 @@ class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+class _ImageUrl(_Body):
+    url: str
+
+
 class _Part(_Body):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: _ImageUrl | None = None
 
 
 class _Function(_Body):
@@ -129,16 +138,23 @@ class _Request(_Body):
 
 
 class OpenAIChat:
+    """`images` is None where the model takes none."""
+
     name = "openai_chat"
+
+    def __init__(self, images: ImageLimits | None = None) -> None:
+        self._images = images
 
     def parse(self, body: bytes) -> ModelCall:
         request = _read(body)
         _refuse_unsupported(request)
         wishes = {name: getattr(request, name) for name in _WISHES}
         choice = request.tool_choice or "auto"
+        images = ImageReader(self._images, _TEXT_ONLY)
         call = ModelCall(
             model=request.model,
-            messages=[_plain(message, f"messages.{i}") for i, message in enumerate(request.messages)],
+            messages=[_plain(message, f"messages.{i}", images) for i, message in enumerate(request.messages)],
+            images=images.found,
             tools=request.tools or None,
             tool_choice=choice if isinstance(choice, str) else "required",
             tool_name=choice.function.name if isinstance(choice, _ToolChoice) else None,
@@ -217,10 +233,10 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return tuple(stop or ())
 
 
-def _plain(message: _Message, where: str) -> Message:
+def _plain(message: _Message, where: str, images: ImageReader) -> Message:
     plain: Message = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": _text(message.content, where),
+        "content": _content(message, where, images),
     }
     if message.name is not None:
         plain["name"] = message.name
@@ -238,16 +254,23 @@ def _plain(message: _Message, where: str) -> Message:
     return plain
 
 
-def _text(content: str | list[_Part] | None, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    pieces = []
-    for i, part in enumerate(content):
+def _content(message: _Message, where: str, images: ImageReader) -> str | list[dict[str, Any]]:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    pieces: list[str | Image] = []
+    for i, part in enumerate(message.content):
+        at = f"{where}.content.{i}"
         text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
-        if text is None:
-            raise refused(f"{where}.content.{i}", f"parts of type {part.type!r} are not supported, only text is")
-        pieces.append(text)
-    return "".join(pieces)
+        if part.type == "image_url" and part.image_url is not None:
+            image = images.url(part.image_url.url, at)
+            if message.role not in ("user", "tool"):
+                raise refused(at, f"a {message.role} message cannot hold an image")
+            pieces.append(image)
+        elif text is not None:
+            pieces.append(text)
+        else:
+            raise refused(at, f"parts of type {part.type!r} are not supported, only text is")
+    return content_of(pieces)
 
 
 # --- the answer -------------------------------------------------------------------------------------------

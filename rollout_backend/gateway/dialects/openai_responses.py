@@ -7,7 +7,7 @@ What must always hold:
   begins a new one. Of reasoning the text is kept; a summary is not what the model thought.
 - An answer's items sent back as input are the message that was sampled.
 - Nothing is stored, so each request carries the whole conversation: what refers to something stored is refused, as
-  are tools that OpenAI runs itself, images and files.
+  are tools that OpenAI runs itself, files, and images for a model that has none.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from rollout_backend.gateway.call import Answer, Delta, EventStream, Message, ModelCall
 from rollout_backend.gateway.dialects import wire
+from rollout_backend.gateway.dialects.images import ImageReader
 from rollout_backend.gateway.dialects.openai_response import ResponseEvents, ResponseWriter
 from rollout_backend.gateway.dialects.wire import Body, JsonObject, refused
 from rollout_backend.gateway.errors import ApiError
+from rollout_backend.gateway.images import Image, ImageLimits, content_of
 
+_TEXT_ONLY = "input_image cannot be read: this model takes text only, so send what it says as input_text"
 _STATELESS = {
     "previous_response_id": "responses are not stored here; send the whole conversation as input",
     "conversation": "conversations are not stored here; send the whole conversation as input",
@@ -37,10 +40,10 @@ def _as_parts(content: object) -> object:
     return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
 
 
-def _is_text(part: object) -> object:
+def _is_readable(part: object) -> object:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("input_image", "input_file", "input_audio"):
-        raise ValueError(f"{kind} cannot be read: this model takes text only, so send what it says as input_text")
+    if kind in ("input_file", "input_audio"):
+        raise ValueError(f"{kind} cannot be read: of files this side takes text only, sent as input_text")
     return part
 
 
@@ -58,9 +61,14 @@ class _RefusalPart(Body):
         return self.refusal
 
 
+class _ImagePart(Body):
+    type: Literal["input_image"]
+    image_url: str | None = None
+
+
 _Part = Annotated[
-    Annotated[_TextPart | _RefusalPart, Field(discriminator="type")],
-    BeforeValidator(_is_text),
+    Annotated[_TextPart | _RefusalPart | _ImagePart, Field(discriminator="type")],
+    BeforeValidator(_is_readable),
 ]
 _Parts = Annotated[list[_Part], BeforeValidator(_as_parts)]
 
@@ -182,7 +190,12 @@ class _Request(Body):
 
 
 class OpenAIResponses:
+    """`images` is None where the model takes none."""
+
     name = "openai_responses"
+
+    def __init__(self, images: ImageLimits | None = None) -> None:
+        self._images = images
 
     def parse(self, body: bytes) -> ModelCall:
         request = wire.read(_Request, body)
@@ -196,9 +209,11 @@ class OpenAIResponses:
             raise refused("tool_choice.name", "is missing; name the function that must be called")
         wishes = {name: getattr(request, name) for name in ("temperature", "top_p")}
         tools = [wire.chat_tool(t.name, t.description, t.parameters, t.strict) for t in request.tools or ()]
+        images = ImageReader(self._images, _TEXT_ONLY)
         call = ModelCall(
             model=request.model,
-            messages=_messages(request),
+            messages=_messages(request, images),
+            images=images.found,
             tools=tools or None,
             tool_choice="required" if choice.type == "function" else choice.type,
             tool_name=choice.name if choice.type == "function" else None,
@@ -237,32 +252,35 @@ class OpenAIResponses:
         return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def _messages(request: _Request) -> list[Message]:
+def _messages(request: _Request, images: ImageReader) -> list[Message]:
     plain: list[Message] = []
     if request.instructions:
         plain.append({"role": "system", "content": request.instructions})
     reply: Message = {}  # the assistant's message that the next item may belong to
     before = None
-    for item in request.input or ():
+    for i, item in enumerate(request.input or ()):
         if isinstance(item, _FunctionCallOutput):
-            plain.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+            content = _content(item.output, f"input.{i}.function_call_output.output", images)
+            plain.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
             reply = {}
         elif isinstance(item, _Message) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
-            plain.append({"role": role, "content": _text(item.content)})
+            where = f"input.{i}.message.content"
+            content = _content(item.content, where, images, None if role == "user" else item.role)
+            plain.append({"role": role, "content": content})
             reply = {}
         else:
             if not reply or (isinstance(item, _Message) and isinstance(before, _Message)):
                 reply = {"role": "assistant", "content": ""}
                 plain.append(reply)
-            _add(reply, item)
+            _add(reply, item, f"input.{i}.message.content", images)
         before = item
     return plain
 
 
-def _add(reply: Message, item: _Message | _Reasoning | _FunctionCall) -> None:
+def _add(reply: Message, item: _Message | _Reasoning | _FunctionCall, where: str, images: ImageReader) -> None:
     if isinstance(item, _Message):
-        reply["content"] += _text(item.content)
+        reply["content"] += _content(item.content, where, images, item.role)
     elif isinstance(item, _FunctionCall):
         function = {"name": item.name, "arguments": item.arguments}
         reply.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
@@ -270,8 +288,21 @@ def _add(reply: Message, item: _Message | _Reasoning | _FunctionCall) -> None:
         reply["reasoning_content"] = reply.get("reasoning_content", "") + "".join(part.text for part in item.content)
 
 
-def _text(parts: list[_TextPart | _RefusalPart]) -> str:
-    return "".join(part.text for part in parts)
+def _content(
+    parts: list[_TextPart | _RefusalPart | _ImagePart], where: str, images: ImageReader, text_of: str | None = None
+) -> str | list[dict[str, Any]]:
+    """`text_of` is the role whose messages hold no image."""
+    pieces: list[str | Image] = []
+    for i, part in enumerate(parts):
+        if not isinstance(part, _ImagePart):
+            pieces.append(part.text)
+            continue
+        if part.image_url is None and images.taken:
+            raise refused(f"{where}.{i}", "no files are stored here: send the image itself as image_url")
+        pieces.append(images.url(part.image_url or "", f"{where}.{i}"))
+        if text_of is not None:
+            raise refused(f"{where}.{i}", f"a message of the {text_of} cannot hold an image")
+    return content_of(pieces)
 
 
 def _json_schema(request: _Request) -> dict[str, Any] | None:

@@ -1,8 +1,10 @@
 """Stands in for two packages that SGLang imports and, on the CPU, never calls.
 
-`torchvision` and `sgl_kernel` are named in import statements all over SGLang, yet on the path that serves a text
-model with torch's own attention nothing of them runs: the one is for images, the other is built for GPUs (its CPU
-build comes with a compiler and a container of its own). Python imports this file by itself, in the engine and in
+`torchvision` and `sgl_kernel` are named in import statements all over SGLang, yet on the path that serves a model
+with torch's own attention nothing of them runs: the one is for images, which transformers can prepare without it, the
+other is built for GPUs (its CPU build comes with a compiler and a container of its own). The operations that such a
+build would register with torch (`torch.ops.sgl_kernel.*_cpu`) are named at import too, by the models that read
+images. Python imports this file by itself, in the engine and in
 the processes that the engine starts, because only their PYTHONPATH names this folder.
 
 Any attribute of a stand-in is a class: it can be subclassed, annotated with and looked into, but making one or
@@ -14,7 +16,7 @@ import importlib.abc
 import sys
 import types
 from importlib.machinery import ModuleSpec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 NAMES = ("sgl_kernel", "torchvision")
 
@@ -61,7 +63,24 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        pass
+        if module.__name__ == "sgl_kernel":
+            _stand_in_for_operations()
+
+
+def _stand_in_for_operations() -> None:
+    import torch
+
+    found = torch._ops._OpNamespace.__getattr__
+
+    def find(self: Any, name: str) -> Any:
+        try:
+            return found(self, name)
+        except AttributeError:
+            if self.name != "sgl_kernel" or not name.endswith("_cpu"):
+                raise
+            return _absent(f"torch.ops.sgl_kernel.{name}")
+
+    torch._ops._OpNamespace.__getattr__ = find
 
 
 sys.meta_path.append(_Finder())

@@ -1,0 +1,121 @@
+"""Images that agents send: the bytes, what they are, and the name that stands for them in a message.
+
+What must always hold: an image is bytes that stood in the request itself. Nothing here opens a path or a URL, and a
+message holds nothing that anybody else could open: of an image it has the SHA-256 of its bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image as pillow
+
+from agent_wrapper.contract import ImageSpan
+
+_MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+_NAME = "sha256:"
+_MIN_SIDE = 4  # image processors take a side of 1 or 3 for that of the colours
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    per_request: int
+    pixels: int  # of one image
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image; of an animated one the first frame counts. Its size is what its head says."""
+
+    data: bytes = field(repr=False)
+    sha256: str
+    media_type: str
+    width: int
+    height: int
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """What stands in a message for it, in the shape of OpenAI's chat."""
+        return {"type": "image_url", "image_url": {"url": _NAME + self.sha256}}
+
+    @property
+    def data_url(self) -> str:
+        return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode('ascii')}"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An image and the tokens `[start, end)` of a prompt that stand for it."""
+
+    start: int
+    end: int
+    image: Image
+
+    @property
+    def span(self) -> ImageSpan:
+        return ImageSpan(start=self.start, end=self.end, sha256=self.image.sha256, media_type=self.image.media_type)
+
+
+def read_image(data: bytes, max_pixels: int) -> Image:
+    """What the bytes are by their head, whatever anybody called them. The pixels are not looked at.
+
+    Raises:
+        ValueError: no image of a known kind, or one of too many pixels.
+    """
+    try:
+        with pillow.open(io.BytesIO(data), formats=tuple(_MEDIA_TYPES)) as opened:
+            (width, height), kind = opened.size, opened.format
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning):
+        raise ValueError(f"has more than {max_pixels} pixels; send a smaller one") from None
+    except Exception:  # Pillow's readers raise what their formats make them
+        raise ValueError("is no PNG, JPEG, WebP or GIF that can be read") from None
+    if width * height > max_pixels:
+        raise ValueError(f"has {width} x {height} pixels, more than {max_pixels} in all; send a smaller one")
+    if min(width, height) < _MIN_SIDE:
+        raise ValueError(f"has {width} x {height} pixels; send one of at least {_MIN_SIDE} each way")
+    assert kind is not None
+    return Image(data, hashlib.sha256(data).hexdigest(), _MEDIA_TYPES[kind], width, height)
+
+
+def check_pixels(image: Image) -> None:
+    """Reads all of it: what an engine could not read must not get there.
+
+    Raises:
+        ValueError: it is broken, or cut short.
+    """
+    try:
+        with pillow.open(io.BytesIO(image.data), formats=tuple(_MEDIA_TYPES)) as opened:
+            opened.load()
+    except Exception as error:
+        raise ValueError(f"cannot be read to its end: {error}") from None
+
+
+def image_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The SHA-256 of each image in the messages, in order, once for each time that it is there."""
+    return [
+        part["image_url"]["url"].removeprefix(_NAME)
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if part["type"] == "image_url"
+    ]
+
+
+def content_of(pieces: Iterable[str | Image]) -> str | list[dict[str, Any]]:
+    """A message's content: one string, or parts where an image is among them. Texts in a row are one."""
+    parts: list[dict[str, Any]] = []
+    for piece in pieces:
+        if isinstance(piece, Image):
+            parts.append(piece.part)
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += piece
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts

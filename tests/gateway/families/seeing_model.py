@@ -1,0 +1,94 @@
+"""A tiny model that sees, of random weights. Run by the engine's Python:
+
+seeing_model.py make FOLDER       makes it in a folder that has the tokenizer
+seeing_model.py logprobs FOLDER   of the tokens of {"ids", "images": [[start, end, base64], ...]} on stdin
+"""
+
+import base64
+import io
+import json
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+PIXELS = {
+    "size": {"shortest_edge": 64 * 64, "longest_edge": 4096 * 4096},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "processor_class": "Qwen3VLProcessor",
+}
+
+
+def make(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": 151936,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+            "rope_parameters": ROPE,
+            "rope_scaling": ROPE,
+            "dtype": "float32",
+            "initializer_range": 0.3,
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "tie_word_embeddings": False,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 256,
+            "deepstack_visual_indexes": [0, 1],
+            "initializer_range": 0.3,
+        },
+        image_token_id=151655,
+        video_token_id=151656,
+        vision_start_token_id=151652,
+        vision_end_token_id=151653,
+        tie_word_embeddings=False,
+    )
+    Qwen3VLForConditionalGeneration(config).float().save_pretrained(folder)
+    images = {**PIXELS, "image_processor_type": "Qwen2VLImageProcessorFast"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    videos = {**PIXELS, "video_processor_type": "Qwen3VLVideoProcessor"}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
+
+
+def logprobs(folder: Path) -> None:
+    asked = json.load(sys.stdin)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    prepare = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    images = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for _, _, data in asked["images"]]
+    ids = torch.tensor([asked["ids"]])
+    kinds = torch.zeros_like(ids)
+    for start, end, _ in asked["images"]:
+        kinds[0, start:end] = 1
+    with torch.inference_mode():
+        logits = model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=kinds,
+            **prepare(images=images, return_tensors="pt"),
+        ).logits[0]
+    known = torch.log_softmax(logits[:-1].float(), dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+    json.dump([0.0, *known.tolist()], sys.stdout)
+
+
+if __name__ == "__main__":
+    {"make": make, "logprobs": logprobs}[sys.argv[1]](Path(sys.argv[2]))

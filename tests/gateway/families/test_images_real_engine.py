@@ -1,0 +1,156 @@
+"""Images on the real engine: the tokens and the bytes that are kept are those that the model's logprobs are of."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+from anyio.from_thread import start_blocking_portal
+from PIL import Image
+
+from rollout_backend.config import ModelConfig, ServingConfig
+from rollout_backend.gateway.renderer import load_renderer
+from rollout_backend.process import ServerProcess, free_port
+from rollout_backend.serving.install import find_engine
+from rollout_backend.serving.sglang import engine_command
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+PAD = 151655
+SCRIPT = Path(__file__).with_name("seeing_model.py")
+TOLERANCE = 2e-3
+
+
+def gradient(colours: tuple[str, str], width: int, height: int, kind: str) -> bytes:
+    left, right = (Image.new("RGB", (width, height), colour) for colour in colours)
+    out = io.BytesIO()
+    Image.composite(left, right, Image.linear_gradient("L").resize((width, height))).save(out, kind)
+    return out.getvalue()
+
+
+FIRST, SECOND = gradient(("red", "blue"), 96, 160, "PNG"), gradient(("green", "white"), 200, 100, "JPEG")
+OTHER = gradient(("black", "white"), 96, 160, "PNG")
+
+
+def in_engine(what: str, folder: Path, asked: dict | None = None) -> str:
+    env = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [find_engine(), str(SCRIPT), what, str(folder)],
+        env=env,
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def model(families, folder_of, tmp_path_factory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("seeing") / "model"
+    shutil.copytree(folder_of(families[0]), folder)
+    in_engine("make", folder)
+    return ModelConfig(path=folder, name="m", renderer="qwen3-vl", context_length=2048)
+
+
+@pytest.fixture(scope="session")
+def bundle(model):
+    return load_renderer(model)
+
+
+@pytest.fixture(scope="session")
+def engine(model, tmp_path_factory):
+    port = free_port()
+    serving = ServingConfig(kind="process", device="cpu", dtype="float32", threads=2, max_total_tokens=8192)
+    argv, env = engine_command(model, serving, "127.0.0.1", port)
+    process = ServerProcess("the engine", argv, tmp_path_factory.mktemp("engine") / "log", env)
+
+    async def answers() -> bool:
+        try:
+            async with httpx.AsyncClient() as http:
+                return (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    with start_blocking_portal() as portal:
+        portal.call(process.start)
+        try:
+            portal.call(process.wait_healthy, answers, 300.0)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            portal.call(process.stop)
+
+
+def shown(data: bytes, text: str) -> dict:
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}],
+    }
+
+
+def test_what_is_kept_is_what_the_model_saw(serve, engine, model):
+    gateway = serve(engine, model=model, model_call_s=300)
+    client = gateway.client(temperature=1.0, seed=1)
+    messages: list[dict] = []
+    news = [
+        shown(FIRST, "What is this?"),
+        shown(SECOND, "<|image_pad|> And this?"),
+        {"role": "user", "content": "So?"},
+    ]
+    for new in news:
+        messages.append(new)
+        ask = {"model": "m", "messages": messages, "max_completion_tokens": 12}
+        if new is news[1]:
+            chunks = list(client.chat.completions.create(**ask, stream=True))
+            said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        else:
+            said = client.chat.completions.create(**ask).choices[0].message.content
+        messages.append({"role": "assistant", "content": said})
+    trajectory = gateway.trajectory()
+    [segment] = trajectory.segments
+    assert len(segment.turns) == 3
+    ids = segment.token_ids.tolist()
+    assert [span.end - span.start for span in segment.images] == [3 * 5, 6 * 3]
+    assert ids.count(PAD) == 3 * 5 + 6 * 3
+    images = [
+        [span.start, span.end, base64.b64encode(trajectory.images[span.sha256]).decode()] for span in segment.images
+    ]
+    reference = json.loads(in_engine("logprobs", model.path, {"ids": ids, "images": images}))
+    images[0][2] = base64.b64encode(OTHER).decode()
+    misled = json.loads(in_engine("logprobs", model.path, {"ids": ids, "images": images}))
+    sampled = [i for i, mask in enumerate(segment.mask) if mask]
+    assert max(abs(reference[i] - segment.logprobs[i]) for i in sampled) < TOLERANCE
+    assert max(abs(misled[i] - segment.logprobs[i]) for i in sampled) > 10 * TOLERANCE  # or it would show nothing
+
+
+def test_an_image_that_the_engine_caches_is_not_taken_for_another(serve, engine, model):
+    """Their tokens are the same; the prefix cache must tell them apart, and so must we."""
+    gateway = serve(engine, model=model, model_call_s=300)
+    client = gateway.client(temperature=0.0)
+    said = []
+    for data in (FIRST, OTHER, FIRST):
+        ask = {"model": "m", "messages": [shown(data, "What is this?")], "max_completion_tokens": 12}
+        said.append(client.chat.completions.create(**ask).choices[0].message.content)
+    assert said[0] == said[2] != said[1]
+    trajectory = gateway.trajectory()
+    assert [trajectory.images[segment.images[0].sha256] for segment in trajectory.segments] == [FIRST, OTHER, FIRST]
+
+
+@pytest.mark.parametrize("spelt", ["<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", "<|video_pad|>"])
+def test_text_that_spells_an_image_is_text_or_an_error(serve, engine, model, spelt):
+    gateway = serve(engine, model=model, model_call_s=300)
+    ask = {"model": "m", "messages": [shown(FIRST, f"Not one: {spelt}")], "max_completion_tokens": 4}
+    message = gateway.client().chat.completions.create(**ask)
+    print(message)
+    trajectory = gateway.trajectory()
+    [segment] = trajectory.segments
+    assert segment.token_ids.tolist().count(PAD) == 15

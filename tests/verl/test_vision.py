@@ -1,0 +1,261 @@
+"""Rows with images: the pixels and positions that verl's own agent loop would give them, or a refusal."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl import Qwen3VLModel
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+from verl.utils.model import extract_multi_modal_inputs
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from agent_wrapper.contract import ImageSpan, Outcome, Rollout, Segment, Turn, VersionSpan
+from rollout_backend.errors import ConfigError
+from rollout_backend.verl import vision as of_verl
+from rollout_backend.verl.rows import legacy_batch, rows_of, v1_fields
+from rollout_backend.verl.vision import SeenImage, Vision, load_vision
+
+PAD, VIDEO_PAD, START, END = 60, 61, 62, 63
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+CONFIG = Qwen3VLConfig(
+    text_config={
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "rope_parameters": ROPE,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    },
+    vision_config={
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+        "initializer_range": 0.3,
+    },
+    image_token_id=PAD,
+    video_token_id=VIDEO_PAD,
+    vision_start_token_id=START,
+    vision_end_token_id=END,
+)
+
+
+class Qwen3VLProcessor(types.SimpleNamespace):
+    """What verl's `hf_processor` makes of a Qwen3-VL, as far as rows need it: that one wants torchvision."""
+
+
+@pytest.fixture(scope="module")
+def processor():
+    made = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessorPil(
+            patch_size=16, merge_size=2, size={"shortest_edge": 64 * 64, "longest_edge": 2**24}
+        ),
+        image_token_id=PAD,
+        video_token_id=VIDEO_PAD,
+        config=CONFIG,
+    )
+    made.get_rope_index = types.MethodType(Qwen3VLModel.get_rope_index, made)
+    made.get_vision_position_ids = types.MethodType(Qwen3VLModel.get_vision_position_ids, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def vision(processor):
+    return Vision(processor)
+
+
+def picture(colour: str, width: int, height: int) -> bytes:
+    out = io.BytesIO()
+    Image.linear_gradient("L").resize((width, height)).convert("RGB").save(out, "PNG")
+    Image.blend(Image.open(out), Image.new("RGB", (width, height), colour), 0.5).save(out := io.BytesIO(), "PNG")
+    return out.getvalue()
+
+
+TALL, WIDE = picture("red", 64, 96), picture("blue", 160, 64)  # 2 x 3 and 5 x 2 tokens
+
+
+def seen(*pieces, reward: float = 0.5) -> Rollout:
+    """One segment. Pieces are ("given" | "sampled", ids), or the bytes of an image with its number of tokens."""
+    ids, mask, turns, spans, images = [], [], [], [], {}
+    for what, content in pieces:
+        start = len(ids)
+        if isinstance(what, bytes):
+            name = hashlib.sha256(what).hexdigest()
+            images[name] = what
+            spans.append(ImageSpan(start=start + 1, end=start + 1 + content, sha256=name, media_type="image/png"))
+            content = [START, *[PAD] * content, END]
+        ids += content
+        mask += [int(what == "sampled")] * len(content)
+        if what == "sampled":
+            version = VersionSpan(version="3", start=start, end=len(ids))
+            turns.append(Turn(start=start, end=len(ids), finish_reason="stop", weight_versions=(version,)))
+    segment = Segment(
+        token_ids=ids,
+        mask=mask,
+        logprobs=[-1.0 if sampled else None for sampled in mask],
+        turns=turns,
+        images=spans,
+    )
+    return Rollout(
+        run_id="run",
+        step=0,
+        task_id="t",
+        rollout_id="t.0",
+        attempt=1,
+        session_id="s",
+        outcome=Outcome.COMPLETED,
+        reward=reward,
+        segments=(segment,),
+        images=images,
+    )
+
+
+TWO = seen(("given", [1, 2]), (TALL, 6), ("given", [3]), ("sampled", [4, 5]), (WIDE, 10), ("sampled", [6, 7, 8]))
+TEXT = seen(("given", [1, 2, 3]), ("sampled", [4, 5]))
+
+
+def row_of(rollout: Rollout, lengths=(64, 64)):
+    [row] = rows_of(rollout, *lengths, PAD)
+    return row
+
+
+def test_pixels_and_positions_are_those_of_verls_own_agent_loop(vision, processor):
+    fields = v1_fields(row_of(TWO), {}, vision=vision)
+    ids = fields["input_ids"]
+    opened = [Image.open(io.BytesIO(data)) for data in (TALL, WIDE)]
+    wanted = dict(processor.image_processor(images=opened, return_tensors="pt"))
+    found = fields["multi_modal_inputs"]
+    assert set(found) == {"pixel_values", "image_grid_thw", "images_seqlens"}
+    assert torch.equal(found["pixel_values"], wanted["pixel_values"])
+    assert found["image_grid_thw"].tolist() == [[1, 6, 4], [1, 4, 10]]
+    assert found["images_seqlens"].tolist() == [24, 40]
+    worker = types.SimpleNamespace(processor=processor)
+    theirs = AgentLoopWorker._compute_position_ids(
+        worker, ids[None], torch.ones_like(ids)[None], {**wanted, "mm_token_type_ids": torch.ones(1)}, {}
+    )
+    assert torch.equal(fields["position_ids"], theirs[0])
+    assert fields["position_ids"].shape == (4, len(ids))
+
+
+def test_the_model_sees_with_them_what_it_sees_by_itself(vision):
+    torch.manual_seed(0)
+    model = Qwen3VLForConditionalGeneration(CONFIG).float().eval()
+    fields = v1_fields(row_of(TWO), {}, vision=vision)
+    ids, images = fields["input_ids"][None], fields["multi_modal_inputs"]
+    pixels = {"pixel_values": images["pixel_values"], "image_grid_thw": images["image_grid_thw"]}
+    with torch.inference_mode():
+        by_itself = model(input_ids=ids, mm_token_type_ids=(ids == PAD).long(), **pixels).logits
+        by_row = model(input_ids=ids, position_ids=fields["position_ids"][:, None], **pixels).logits
+        astray = model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], **pixels).logits
+    assert torch.allclose(by_row, by_itself, atol=1e-5)
+    assert not torch.allclose(astray, by_itself, atol=1e-2)
+
+
+def test_text_and_images_make_one_batch(vision):
+    made = [v1_fields(row_of(rollout), {}, vision=vision) for rollout in (TWO, TEXT, TWO)]
+    assert made[1]["multi_modal_inputs"] == {}
+    assert made[1]["position_ids"].tolist() == [list(range(5))] * 4
+    batch = list_of_dict_to_tensordict(made)
+    inputs = extract_multi_modal_inputs(batch["multi_modal_inputs"])
+    assert inputs["image_grid_thw"].shape == (4, 3)
+    assert batch["position_ids"].is_nested
+
+
+def test_the_legacy_batch_has_them_too(vision):
+    slots = [rows_of(TWO, 32, 32, PAD), None, rows_of(TEXT, 32, 32, PAD)]
+    batch = legacy_batch(slots, 32, 32, pad_token_id=0, vision=vision)
+    positions, attention = batch.tensors["position_ids"], batch.tensors["attention_mask"]
+    assert positions.shape == (3, 4, 64)
+    for i, rollout in ((0, TWO), (2, TEXT)):
+        fields = v1_fields(row_of(rollout), {}, vision=vision)
+        assert torch.equal(positions[i][:, attention[i].bool()], fields["position_ids"])
+        found = batch.non_tensors["multi_modal_inputs"][i]
+        assert set(found) == set(fields["multi_modal_inputs"])
+    assert batch.non_tensors["multi_modal_inputs"][1] == {}
+
+
+def test_a_row_has_the_images_before_its_end(vision):
+    row = row_of(TWO, lengths=(64, 4))  # the second image and what follows it find no place
+    assert [image.data for image in row.images] == [TALL]
+    assert row.truncated_tokens == 3
+    fields = v1_fields(row, {}, vision=vision)
+    assert fields["multi_modal_inputs"]["image_grid_thw"].tolist() == [[1, 6, 4]]
+    assert int((fields["input_ids"] == PAD).sum()) == 6
+
+
+def test_a_long_prompt_is_split_within_an_image(vision):
+    row = row_of(TWO, lengths=(5, 64))
+    assert len(row.prompt) == 5
+    assert torch.equal(
+        v1_fields(row, {}, vision=vision)["position_ids"], v1_fields(row_of(TWO), {}, vision=vision)["position_ids"]
+    )
+
+
+def test_an_image_token_that_the_model_sampled_ends_what_is_trained(vision):
+    astray = seen((TALL, 6), ("given", [1]), ("sampled", [4, PAD, 5]), ("given", [1]), ("sampled", [6]))
+    row = row_of(astray)
+    assert (row.response.tolist(), row.truncated_tokens) == ([4], 3)
+    assert v1_fields(row, {}, vision=vision)["multi_modal_inputs"]["image_grid_thw"].shape == (1, 3)
+    assert len(rows_of(astray, 64, 64)[0].response) == 6  # of a model that does not see it is a token like others
+
+
+def test_an_image_of_another_length_is_refused(vision):
+    wrong = seen((TALL, 5), ("given", [1]), ("sampled", [4]))
+    with pytest.raises(ValueError, match="takes 6 tokens, and the row has 5"):
+        v1_fields(row_of(wrong), {}, vision=vision)
+
+
+def test_images_without_a_processor_are_refused():
+    with pytest.raises(ConfigError, match=r"2 images in a row.*gateway\.max_images=0"):
+        v1_fields(row_of(TWO), {})
+    with pytest.raises(ConfigError, match="2 images in a row"):
+        legacy_batch([rows_of(TWO, 64, 64)], 64, 64, pad_token_id=0)
+    assert v1_fields(row_of(TEXT), {})["position_ids"].tolist() == list(range(5))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessorFast"}')
+    return tmp_path
+
+
+def test_a_model_of_text_needs_no_processor(tmp_path):
+    assert load_vision(tmp_path, wanted=True) is None
+
+
+def test_a_processor_that_cannot_be_loaded_is_told_at_the_start(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # verl's own
+        with pytest.raises(ConfigError, match=r"cannot load its processor.*gateway\.max_images=0"):
+            load_vision(folder, wanted=True)
+        assert load_vision(folder, wanted=False) is None
+
+
+def test_verls_processor_is_taken(folder, processor, monkeypatch):
+    monkeypatch.setattr("verl.utils.tokenizer.hf_processor", lambda path, **_: processor)
+    found = load_vision(folder, wanted=True)
+    assert found is not None
+    assert found.image_token == PAD
+    assert isinstance(found, of_verl.Vision)
+    ids = torch.tensor(np.array([1, START, *[PAD] * 6, END, 2]))
+    inputs, positions = found.inputs(ids, [SeenImage(2, 8, TALL)])
+    assert inputs["pixel_values"].shape[0] == 24
+    assert positions[1:, 9].tolist() == [6, 6, 6]
