@@ -17,7 +17,14 @@ from PIL import Image as pillow
 
 from agent_wrapper.contract import ImageSpan
 
-_MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_MEDIA_TYPES = {
+    "PNG": "image/png",
+    "JPEG": "image/jpeg",
+    "MPO": "image/jpeg",  # a camera's, with more pictures behind it
+    "WEBP": "image/webp",
+    "GIF": "image/gif",
+}
 _NAME = "sha256:"
 _MIN_SIDE = 4  # image processors take a side of 1 or 3 for that of the colours
 
@@ -68,7 +75,7 @@ def read_image(data: bytes, max_pixels: int) -> Image:
         ValueError: no image of a known kind, or one of too many pixels.
     """
     try:
-        with pillow.open(io.BytesIO(data), formats=tuple(_MEDIA_TYPES)) as opened:
+        with pillow.open(io.BytesIO(data), formats=_FORMATS) as opened:
             (width, height), kind = opened.size, opened.format
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning):
         raise ValueError(f"has more than {max_pixels} pixels; send a smaller one") from None
@@ -89,7 +96,7 @@ def check_pixels(image: Image) -> None:
         ValueError: it is broken, or cut short.
     """
     try:
-        with pillow.open(io.BytesIO(image.data), formats=tuple(_MEDIA_TYPES)) as opened:
+        with pillow.open(io.BytesIO(image.data), formats=_FORMATS) as opened:
             opened.load()
     except Exception as error:
         raise ValueError(f"cannot be read to its end: {error}") from None

@@ -21,8 +21,7 @@ from typing import Any
 from rollout_backend.gateway.images import Image, Placed
 
 _RENDERERS = frozenset({"qwen3-vl"})  # whose place of an image is one token, repeated
-_PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"})
-_FILE = "preprocessor_config.json"
+_PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"})
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,13 @@ def collapsed(ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
 
 def prepares_images(path: Path) -> bool:
     """Whether the model in `path` has an image processor whose rule is known here."""
-    file = path / _FILE
-    return file.is_file() and json.loads(file.read_text()).get("image_processor_type") in _PROCESSORS
+    for file in (path / "processor_config.json", path / "preprocessor_config.json"):
+        if file.is_file():
+            found = json.loads(file.read_text())
+            kind = found.get("image_processor", found).get("image_processor_type")
+            if kind is not None:
+                return kind in _PROCESSORS
+    return False
 
 
 def load_vision(path: Path, renderer: str, tokenizer: Any) -> Vision | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from PIL import Image
@@ -20,12 +21,13 @@ from rollout_backend.gateway.vision import prepares_images
 _PROCESSOR = "Qwen3VLProcessor"
 
 
-class SeenImage(NamedTuple):
+@dataclass(frozen=True)
+class SeenImage:
     """The bytes of an image and the tokens `[start, end)` of a row that stand for it."""
 
     start: int
     end: int
-    data: bytes
+    data: bytes = field(repr=False)
 
 
 class Vision:

@@ -154,6 +154,31 @@ assert json.loads("1") == 1
     assert done.returncode == 0, done.stderr
 
 
+def test_operations_of_the_kernels_can_be_named_but_not_used():
+    stubs = Path(install.__file__).parent / "cpu_stubs"
+    script = """
+import sys, types
+class Namespace:  # as torch has them
+    def __init__(self, name): self.name = name
+    def __getattr__(self, name): raise AttributeError(name)
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch._ops = types.SimpleNamespace(_OpNamespace=Namespace)
+import sgl_kernel
+kernels = Namespace("sgl_kernel")
+try:
+    kernels.fused_thing_cpu(1)
+except NotImplementedError as error:
+    assert "torch.ops.sgl_kernel.fused_thing_cpu" in str(error)
+else:
+    raise SystemExit("it was called")
+assert not hasattr(kernels, "gptq_thing")  # SGLang asks what there is
+assert not hasattr(Namespace("aten"), "thing_cpu")
+"""
+    env = {"PYTHONPATH": str(stubs)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.engine
 def test_the_model_ends_its_turns():
     folder = find_model()

@@ -1,4 +1,6 @@
 import asyncio
+import io
+import json
 import os
 import signal
 import socket
@@ -9,6 +11,7 @@ import pytest
 
 from rollout_backend.config import RouterConfig
 from rollout_backend.errors import StartupError
+from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.process import free_port
 from rollout_backend.serving.router import Router, router_command
 
@@ -91,3 +94,26 @@ async def test_it_starts_again_on_its_port(router, start_engine):
     await router.start()
     assert router.url == before
     assert await router.workers() == {}
+
+
+async def test_a_call_with_images_passes_whole(router):
+    body = {
+        "rid": "r",
+        "input_ids": [1, 2],
+        "sampling_params": {"max_new_tokens": 1, "logit_bias": {"3": -100.0}},
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "return_prompt_token_ids": True,
+        "image_data": ["data:image/png;base64," + "A" * 24 * 1024 * 1024, "data:image/png;base64,BBBB"],
+    }
+    with ScriptedEngine(["a"]) as engine:
+        await router.add(engine.url)
+        async with aiohttp.ClientSession() as http:
+            large, kind = io.BytesIO(json.dumps(body).encode()), {"Content-Type": "application/json"}
+            async with http.post(f"{router.url}/generate", data=large, headers=kind) as response:
+                assert response.status == 400  # of the engine, which was not told about images
+                assert "takes no images" in await response.text()
+            text = {**body, "image_data": None}
+            async with http.post(f"{router.url}/generate", json=text) as response:
+                assert (await response.json())["prompt_token_ids"] == [1, 2]
+    assert engine.requests[0].items() >= body.items()

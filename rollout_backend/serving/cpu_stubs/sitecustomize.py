@@ -63,14 +63,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        if module.__name__ == "sgl_kernel":
-            _stand_in_for_operations()
+        if module.__name__ == "sgl_kernel" and "torch" in sys.modules:
+            _stand_in_for_operations(sys.modules["torch"]._ops._OpNamespace)
 
 
-def _stand_in_for_operations() -> None:
-    import torch
-
-    found = torch._ops._OpNamespace.__getattr__
+def _stand_in_for_operations(namespace: Any) -> None:
+    found = namespace.__getattr__
 
     def find(self: Any, name: str) -> Any:
         try:
@@ -80,7 +78,7 @@ def _stand_in_for_operations() -> None:
                 raise
             return _absent(f"torch.ops.sgl_kernel.{name}")
 
-    torch._ops._OpNamespace.__getattr__ = find
+    namespace.__getattr__ = find
 
 
 sys.meta_path.append(_Finder())

@@ -18,6 +18,7 @@ from PIL import Image
 from agent_wrapper.contract import ContractError, Outcome, Rollout, Trajectory
 from rollout_backend.config import ModelConfig
 from rollout_backend.gateway import journal as journals
+from rollout_backend.gateway.images import read_image
 from rollout_backend.gateway.renderer import load_renderer
 from rollout_backend.gateway.seal import Sealer
 from rollout_backend.gateway.session import Session
@@ -58,7 +59,6 @@ def seeing(families, folder_of, tmp_path_factory) -> ModelConfig:
     """Qwen3's vocabulary, which is Qwen3-VL's, and what a Qwen3-VL has for images."""
     folder = tmp_path_factory.mktemp("seeing") / "model"
     shutil.copytree(folder_of(families[0]), folder)
-    (folder / "config.json").write_text(json.dumps({"image_token_id": PAD}))
     (folder / "preprocessor_config.json").write_text(
         json.dumps(
             {
@@ -216,6 +216,7 @@ def test_a_conversation_with_images_is_one_row_of_what_the_engine_saw(gateway, e
         assert [base64.b64decode(url.partition(",")[2]) for url in request["image_data"]] == images
         assert request["input_ids"].count(PAD) == len(images)
         assert engine._prompt(request) == ids[: turn.start]
+        assert request["sampling_params"]["logit_bias"] == {"151655": -100.0, "151656": -100.0}
     assert engine.tokenizer.decode(ids[: segment.images[0].start]).endswith("user\nWhat is ")
     assert "sha256:" in str(segment.messages[0]["content"])
     assert "base64" not in str(segment.messages)
@@ -267,6 +268,13 @@ def test_a_history_that_names_another_image_does_not_go_on_with_the_row(gateway,
     trajectory = gateway.trajectory()
     assert [len(segment.turns) for segment in trajectory.segments] == [1, 1]
     assert trajectory.images[trajectory.segments[1].images[0].sha256] == green
+
+
+def test_a_call_of_text_is_sent_as_to_any_model(gateway, engine):
+    gateway.client().chat.completions.create(model="m", messages=[{"role": "user", "content": "Hello."}])
+    [request] = engine.requests
+    assert request.keys() == {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len"}
+    assert "logit_bias" not in request["sampling_params"]
 
 
 def test_text_is_rendered_as_by_the_renderer_itself(sees):
@@ -352,6 +360,38 @@ def test_what_was_seen_outlives_the_gateway(serve, engine, seeing, sees, tmp_pat
     altered = segment.model_copy(update={"images": (moved, *others)})
     with pytest.raises(ContractError, match="not what was sampled"):
         sealer.check(rollout(trajectory.model_copy(update={"segments": (altered,)})))
+
+
+def test_the_kinds_of_images_that_are_taken(gateway, engine):
+    green = Image.new("RGB", (64, 64), "green")
+    second = [Image.new("RGB", (64, 64), "red")]
+    kinds = {
+        "PNG": ("image/png", {}),
+        "JPEG": ("image/jpeg", {}),
+        "MPO": ("image/jpeg", {"save_all": True, "append_images": second}),
+        "WEBP": ("image/webp", {}),
+        "GIF": ("image/gif", {"save_all": True, "append_images": second}),
+    }
+    engine.replies = ["Green."] * len(kinds)
+    for number, (kind, (_, more)) in enumerate(kinds.items()):
+        out = io.BytesIO()
+        green.save(out, kind, **more)
+        gateway.client().chat.completions.create(model="m", messages=[ask(out.getvalue(), f"Number {number}?")])
+    found = [segment.images[0].media_type for segment in gateway.trajectory().segments]
+    assert found == [media_type for media_type, _ in kinds.values()]
+
+
+def test_newer_folders_have_another_file(seeing, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(seeing.path, folder)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").unlink()
+    model = seeing.model_copy(update={"path": folder})
+    assert load_renderer(model).vision is None
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
+    found = load_renderer(model).vision
+    assert found is not None
+    assert found.tokens(read_image(BLUE, 2**24)) == tokens_of(BLUE)
 
 
 # --- what is refused --------------------------------------------------------------------------------------

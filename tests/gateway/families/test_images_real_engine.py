@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 PAD = 151655
 SCRIPT = Path(__file__).with_name("seeing_model.py")
 TOLERANCE = 2e-3
+SPELT = "<|vision_start|><|image_pad|><|vision_end|>"  # text that is no image
 
 
 def gradient(colours: tuple[str, str], width: int, height: int, kind: str) -> bytes:
@@ -103,7 +104,7 @@ def test_what_is_kept_is_what_the_model_saw(serve, engine, model):
     messages: list[dict] = []
     news = [
         shown(FIRST, "What is this?"),
-        shown(SECOND, "<|image_pad|> And this?"),
+        shown(SECOND, f"{SPELT} And this?"),
         {"role": "user", "content": "So?"},
     ]
     for new in news:
@@ -143,14 +144,3 @@ def test_an_image_that_the_engine_caches_is_not_taken_for_another(serve, engine,
     assert said[0] == said[2] != said[1]
     trajectory = gateway.trajectory()
     assert [trajectory.images[segment.images[0].sha256] for segment in trajectory.segments] == [FIRST, OTHER, FIRST]
-
-
-@pytest.mark.parametrize("spelt", ["<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", "<|video_pad|>"])
-def test_text_that_spells_an_image_is_text_or_an_error(serve, engine, model, spelt):
-    gateway = serve(engine, model=model, model_call_s=300)
-    ask = {"model": "m", "messages": [shown(FIRST, f"Not one: {spelt}")], "max_completion_tokens": 4}
-    message = gateway.client().chat.completions.create(**ask)
-    print(message)
-    trajectory = gateway.trajectory()
-    [segment] = trajectory.segments
-    assert segment.token_ids.tolist().count(PAD) == 15
