@@ -12,6 +12,7 @@ calling it raises `NotImplementedError`, so nothing can be computed with it unno
 name is left alone.
 """
 
+import contextlib
 import importlib.abc
 import sys
 import types
@@ -63,8 +64,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        if module.__name__ == "sgl_kernel" and "torch" in sys.modules:
-            _stand_in_for_operations(sys.modules["torch"]._ops._OpNamespace)
+        if module.__name__ == "sgl_kernel":
+            with contextlib.suppress(ImportError):
+                import torch
+
+                _stand_in_for_operations(torch._ops._OpNamespace)
 
 
 def _stand_in_for_operations(namespace: Any) -> None:
