@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import math
 import time
@@ -250,7 +251,9 @@ class EngineClient:
     async def _post(self, body: Mapping[str, Any], routing_key: str) -> AsyncGenerator[Any]:
         """The reply, or the pieces of a stream."""
         assert self._http is not None, "not started"
-        async with self._http.post(self._url, json=body, headers={ROUTING_HEADER: routing_key}) as response:
+        written = io.BytesIO(json.dumps(body).encode())  # sent in pieces: with images it may be long
+        headers = {ROUTING_HEADER: routing_key, "Content-Type": "application/json"}
+        async with self._http.post(self._url, data=written, headers=headers) as response:
             if response.status != 200:
                 message = f"HTTP {response.status}: {_error_message(await response.text())}"
                 if response.status in _RETRIED or response.status >= 500:
