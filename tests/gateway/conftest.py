@@ -135,7 +135,7 @@ def real_engine(real_model, tmp_path_factory) -> Iterator[str]:
     """One real SGLang with the small model in float32, for all tests of the gateway; its URL."""
     port = free_port()
     serving = ServingConfig(
-        kind="process", device="cpu", dtype="float32", threads=2, max_total_tokens=8192, extra_args=GRAMMARS
+        kind="process", device="cpu", dtype="float32", threads=1, max_total_tokens=8192, extra_args=GRAMMARS
     )
     argv, env = engine_command(real_model, serving, "127.0.0.1", port)
     log = tmp_path_factory.mktemp("engine") / "log"

@@ -25,7 +25,7 @@ def test_a_forward_pass_that_fails_says_why(tmp_path):
 async def fleet(make_config, tmp_path):
     config = make_config(
         model={"path": find_model()},
-        serving={"device": "cpu", "dtype": "float32", "threads": 2, "max_running_requests": 8},
+        serving={"device": "cpu", "dtype": "float32", "threads": 1, "max_running_requests": 8},
     )
     async with Fleet(config, tmp_path) as fleet:
         yield fleet

@@ -94,7 +94,7 @@ class Training:
             f"{ROLLOUT}.dtype=float32",
             f"{ROLLOUT}.calculate_log_probs=True",
             f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={GROUP}",
-            f"+{ROLLOUT}.engine_kwargs.sglang_cpu={{threads: 2, log_dir: {work}}}",
+            f"+{ROLLOUT}.engine_kwargs.sglang_cpu={{threads: 1, log_dir: {work}}}",
             f"+{ROLLOUT}.agent.agent_loop_manager_class=rollout_backend.verl.CloudAgentLoopManager",
             f"+{ROLLOUT}.custom.rollout_backend={self.own}",
             f"{ACTOR}.ppo_mini_batch_size={prompts}",
@@ -116,7 +116,7 @@ class Training:
         ]
         self._marker = f"{work}:{time.time_ns()}"
         self.environ = {
-            **environment(threads=2),
+            **environment(threads=1),
             **cloud.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",

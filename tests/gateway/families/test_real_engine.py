@@ -102,7 +102,7 @@ def model(family, model_folder) -> ModelConfig:
 @pytest.fixture(scope="session")
 def engine(model, tmp_path_factory):
     port = free_port()
-    serving = ServingConfig(kind="process", device="cpu", dtype="float32", threads=2, max_total_tokens=16384)
+    serving = ServingConfig(kind="process", device="cpu", dtype="float32", threads=1, max_total_tokens=16384)
     argv, env = engine_command(model, serving, "127.0.0.1", port)
     process = ServerProcess("the engine", argv, tmp_path_factory.mktemp("engine") / "log", env)
 
