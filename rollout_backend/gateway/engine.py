@@ -5,7 +5,8 @@ What must always hold:
 - A `Completion` holds exactly what the engine sampled for these ids. A logprob or a version that it did not give is
   None, or absent; nothing is filled in.
 - A prompt with images is the one that was sent: the engine makes it of one token and the bytes for each image, and
-  says what it made. If that is not the prompt that is recorded, the reply does not count.
+  says what it made, or behind a router that does not ask it, how long that is. If this is not the prompt that is
+  recorded, the reply does not count.
 - A call ends within `timeout_s`, and after `attempts` attempts at most.
 - Generation that an engine aborts in the middle (it pauses to take new weights, say) goes on from the tokens sampled
   so far: they were sampled under the same prompt, keep their logprobs and the version that sampled them, and the
@@ -297,11 +298,12 @@ def _stream_error(error: Any) -> Exception:
 def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
     if not reply["output_ids"]:
         return  # aborted, perhaps before there was a prompt
-    saw = reply.get("prompt_token_ids")
-    if saw is None:
-        raise PromptDiffers("the engine does not tell which prompt it made of the images; SGLang does from 0.5.23 on")
-    if saw != prompt:
-        raise PromptDiffers(f"the engine made a prompt of {len(saw)} tokens of the images, and not our {len(prompt)}")
+    saw = reply.get("prompt_token_ids")  # sglang-router does not pass on that they are wanted
+    length = len(saw) if saw is not None else reply["meta_info"].get("prompt_tokens")
+    if length is None:
+        raise PromptDiffers("the engine does not tell how long a prompt it made of the images")
+    if length != len(prompt) or saw not in (None, prompt):
+        raise PromptDiffers(f"the engine made a prompt of {length} tokens of the images, and not our {len(prompt)}")
 
 
 def _error_message(text: str) -> str:

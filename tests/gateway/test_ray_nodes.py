@@ -34,6 +34,7 @@ async def test_one_gateway_on_each_machine(cluster, claims, tmp_path):
             "storage": {"bucket": "bucket"},
             "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
             "gateway": {"kind": "ray", "processes": 2},
+            "router": {"host": "192.0.2.1"},  # not asked: the engine's own URL is used here
         }
     )
     with ScriptedEngine(["one"]) as engine:

@@ -518,12 +518,17 @@ def test_a_prompt_that_the_engine_made_otherwise_is_no_one_s_row(serve, seeing, 
     assert (trajectory.segments, dict(trajectory.images), trajectory.unanswered_calls) == ((), {}, 1)
 
 
-def test_an_engine_that_does_not_tell_its_prompt_is_not_believed(serve, seeing, sees, monkeypatch):
+@pytest.mark.parametrize("more", [0, 1])
+def test_behind_a_router_the_length_of_the_prompt_counts(serve, seeing, sees, monkeypatch, more):
+    """It does not ask the engine for the tokens."""
     monkeypatch.setattr("rollout_backend.local.scripted._prompt_ids", lambda body: {})
-    with ScriptedEngine(["Well."], seeing.path, image_tokens=tokens_of) as engine:
-        gateway = serve(engine.url, model=seeing)
-        with pytest.raises(openai.InternalServerError, match="does not tell which prompt"):
-            gateway.client().chat.completions.create(model="m", messages=[ask(RED)])
+    with ScriptedEngine(["Well."], seeing.path, image_tokens=lambda data: tokens_of(data) + more) as engine:
+        create = serve(engine.url, model=seeing).client().chat.completions.create
+        if more:
+            with pytest.raises(openai.InternalServerError, match="made a prompt of"):
+                create(model="m", messages=[ask(RED)])
+        else:
+            assert create(model="m", messages=[ask(RED)]).choices[0].message.content == "Well."
 
 
 def test_an_engine_that_fails_is_asked_again_with_the_images(gateway, engine):

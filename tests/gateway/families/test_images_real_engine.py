@@ -15,10 +15,11 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from PIL import Image
 
-from rollout_backend.config import ModelConfig, ServingConfig
+from rollout_backend.config import ModelConfig, RouterConfig, ServingConfig
 from rollout_backend.gateway.renderer import load_renderer
 from rollout_backend.process import ServerProcess, free_port
 from rollout_backend.serving.install import find_engine
+from rollout_backend.serving.router import Router
 from rollout_backend.serving.sglang import engine_command
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -90,6 +91,17 @@ def engine(model, tmp_path_factory):
             portal.call(process.stop)
 
 
+@pytest.fixture(params=["at the engine", "behind the router"])
+def engine_url(request, engine, tmp_path):
+    if request.param == "at the engine":
+        yield engine
+        return
+    router = Router(RouterConfig(), tmp_path / "router.log")
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(router):
+        portal.call(router.add, engine)
+        yield router.url
+
+
 def shown(data: bytes, text: str) -> dict:
     url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
     return {
@@ -98,8 +110,8 @@ def shown(data: bytes, text: str) -> dict:
     }
 
 
-def test_what_is_kept_is_what_the_model_saw(serve, engine, model):
-    gateway = serve(engine, model=model, model_call_s=300)
+def test_what_is_kept_is_what_the_model_saw(serve, engine_url, model):
+    gateway = serve(engine_url, model=model, model_call_s=300)
     client = gateway.client(temperature=1.0, seed=1)
     messages: list[dict] = []
     news = [
