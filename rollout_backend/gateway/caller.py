@@ -155,6 +155,8 @@ class Caller:
         if not call.stream or forced:  # an abort under a grammar starts again, so nothing of it may be shown before
             completion = await self._generate(prompt, params, session_id, resumable=not forced)
             reply = await self._in_thread(self._read, call, prompt, completion)
+            if call.tool_choice == "required":
+                _check_called(reply, completion)
             running.say(at_once(reply.message, index))
         else:
             increments = await self._in_thread(self._increments, call, prompt, index)
@@ -224,11 +226,9 @@ class Caller:
             if "context length" in str(error) or "maximum allowed length" in str(error):
                 raise context_exceeded(str(error)) from None
             if not resumable:
-                raise ApiError(
-                    400,
+                raise _not_held(
                     f"the engine cannot hold a reply to this form: {error}. It needs a grammar backend (SGLang's "
-                    "--grammar-backend); without one use tool_choice auto and ask for JSON in the prompt",
-                    code="constrained_decoding_unavailable",
+                    "--grammar-backend)"
                 ) from None
             raise ApiError(400, f"the engine refused the call: {error}", code="engine_refused") from None
 
@@ -303,6 +303,23 @@ class Caller:
     def _logprobs(self, completion: Completion) -> list[Mapping[str, Any]]:
         tokens = zip(completion.token_ids, completion.logprobs, strict=True)
         return [logprob_entry(self._bundle.decode([token]), logprob) for token, logprob in tokens]
+
+
+def _check_called(reply: Reply, completion: Completion) -> None:
+    """Under a grammar a reply that came to its end has the call."""
+    if reply.finish_reason == "stop" and completion.matched is None:
+        raise _not_held(
+            "the engine sampled no tool call, for it was not told to: the router before it passes no structural_tag "
+            "on, as sglang-router does not"
+        )
+
+
+def _not_held(why: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{why}; use tool_choice auto and ask for JSON in the prompt",
+        code="constrained_decoding_unavailable",
+    )
 
 
 def call_digest(call: ModelCall) -> bytes:

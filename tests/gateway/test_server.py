@@ -314,6 +314,21 @@ def test_a_forced_reply_has_no_logprobs_to_train_on(serve, stream):
     assert gateway.stats().constrained == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_did_not_reach_the_engine_is_told(serve, stream):
+    """As behind sglang-router, which passes no structural tags on: the model answers freely."""
+    with ScriptedEngine(["I had rather talk.", "Well."]) as engine:
+        gateway = serve(engine.url)
+        with pytest.raises(openai.APIError, match="the router before it passes no structural_tag"):
+            ask(gateway.client(), tools=TOOLS, tool_choice="required", stream=stream)
+        assert "structural_tag" in engine.requests[0]["sampling_params"]
+        assert gateway.stats().errors == {"constrained_decoding_unavailable": 1}
+        ask(gateway.client(), tools=TOOLS)
+    trajectory = gateway.trajectory()
+    assert trajectory.unanswered_calls == 0
+    assert [len(segment.turns) for segment in trajectory.segments] == [1]
+
+
 @pytest.mark.parametrize(
     "more", [{"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"}]
 )
