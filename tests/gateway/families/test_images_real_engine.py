@@ -91,7 +91,7 @@ def engine(model, tmp_path_factory):
             portal.call(process.stop)
 
 
-@pytest.fixture(params=["at the engine", "behind the router"])
+@pytest.fixture(params=[pytest.param("at the engine", marks=pytest.mark.slow), "behind the router"])
 def engine_url(request, engine, tmp_path):
     if request.param == "at the engine":
         yield engine
