@@ -165,7 +165,7 @@ async def test_the_context_that_is_full_is_told_in_each_frameworks_own_way(serve
 @pytest.mark.engine
 @pytest.mark.parametrize("run", AGENTS.values(), ids=AGENTS)
 async def test_what_the_real_engine_sampled_is_recorded(gateway, recorded, witness, run):
-    calls = await run(gateway, SHOTS, max_tokens=40, seed=1)
+    calls = await run(gateway, SHOTS, max_tokens=24, seed=1)
     assert calls == len(witness.sampled) >= 1
     segments = (await asyncio.to_thread(recorded)).segments
     # pydantic-ai leaves a reply that says nothing out of the history: what follows is another row.

@@ -23,7 +23,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 MAX_TOKENS = 64
-TURNS = ("free", "forced", "free", "free")
+TURNS = ("free", "forced", "free")
 
 
 class ChatAgent:
