@@ -425,20 +425,12 @@ def test_an_idle_container_stops_at_once(start_container):
 # --- what the author sees ---------------------------------------------------------------------------------
 
 
-def test_importing_the_wrapper_is_cheap():
-    code = (
-        "import resource, sys\n"
-        "def spent():\n"
-        "    usage = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "    return usage.ru_utime + usage.ru_stime\n"
-        "before = spent()\n"
-        "import agent_wrapper\n"
-        "print(spent() - before, *sys.modules)"
-    )
-    runs = [subprocess.check_output([sys.executable, "-c", code], text=True).split() for _ in range(3)]
-    assert min(float(seconds) for seconds, *_ in runs) < 0.3
-    heavy = {"aiohttp", "boto3", "httpx", "numpy", "openai", "ray", "rollout_backend", "starlette", "torch"}
-    assert not heavy.intersection(runs[0])
+def test_importing_the_wrapper_loads_nothing_that_takes_long():
+    code = "import sys, agent_wrapper; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert "agent_wrapper.contract" in loaded
+    heavy = {"PIL", "aiohttp", "boto3", "httpx", "numpy", "openai", "ray", "rollout_backend", "starlette", "torch"}
+    assert not heavy.intersection(loaded)
 
 
 def test_two_entrypoints_are_refused():
