@@ -73,7 +73,7 @@ async def test_lost_announcements_are_found_by_listing(open_bench):
     result = await step.run()
     ended_well(step, result, bench.agents)
     assert result.report.outcomes[Outcome.COMPLETED] == 2
-    assert result.report.seconds < 5
+    assert not result.report.deadline_reached
 
 
 async def test_a_run_without_a_queue_ends_the_same(open_bench):
@@ -353,7 +353,7 @@ async def test_a_submission_that_fails_for_good_is_reported_at_once(open_bench):
     ended_well(step, result, bench.agents)
     assert result.report.reasons == {"infra_error: runtime_unavailable": 2}
     assert result.report.attempts == 2 * bench.config.runtime.max_attempts
-    assert result.report.seconds < 5  # not its 30 s deadline
+    assert not result.report.deadline_reached
 
 
 async def test_a_throttled_submission_goes_through_in_a_new_session(open_bench):
