@@ -1,13 +1,14 @@
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 import uvicorn
+from anyio.from_thread import start_blocking_portal
 
 from agent_wrapper.contract import Sampling, Trajectory
 from rollout_backend.config import GatewayConfig, ModelConfig, ServingConfig
@@ -17,7 +18,7 @@ from rollout_backend.gateway.settings import GatewaySettings
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.gateway.tokens import SessionClaims, issue
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.process import free_port
+from rollout_backend.process import ServerProcess, free_port
 from rollout_backend.serving.install import cache_dir, find_model, model_path
 from rollout_backend.serving.sglang import engine_command
 
@@ -131,27 +132,36 @@ def real_model() -> ModelConfig:
 
 
 @pytest.fixture(scope="session")
-def real_engine(real_model, tmp_path_factory) -> Iterator[str]:
-    """One real SGLang with the small model in float32, for all tests of the gateway; its URL."""
-    port = free_port()
-    serving = ServingConfig(
-        kind="process", device="cpu", dtype="float32", threads=1, max_total_tokens=8192, extra_args=GRAMMARS
-    )
-    argv, env = engine_command(real_model, serving, "127.0.0.1", port)
-    log = tmp_path_factory.mktemp("engine") / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(argv, env=env, stdout=out, stderr=out, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 170
-    while True:
-        assert process.poll() is None, log.read_text()[-3000:]
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                break
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    yield url
-    process.terminate()
-    process.wait(30)
+def run_engine(tmp_path_factory) -> Callable[..., AbstractContextManager[str]]:
+    """`run_engine(model, within_s, **serving)` is a context: a real SGLang on the CPU, in float32; its URL."""
+
+    @contextmanager
+    def run(model: ModelConfig, within_s: float, **serving) -> Iterator[str]:
+        port = free_port()
+        settings = ServingConfig(kind="process", device="cpu", dtype="float32", threads=1, **serving)
+        argv, env = engine_command(model, settings, "127.0.0.1", port)
+        process = ServerProcess("the engine", argv, tmp_path_factory.mktemp("engine") / "log", env)
+
+        async def answers() -> bool:
+            try:
+                async with httpx.AsyncClient() as http:
+                    return (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        with start_blocking_portal() as portal:
+            portal.call(process.start)
+            try:
+                portal.call(process.wait_healthy, answers, within_s)
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                portal.call(process.stop)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def real_engine(real_model, run_engine) -> Iterator[str]:
+    """One real SGLang with the small model, for all tests of the gateway; its URL."""
+    with run_engine(real_model, 170.0, max_total_tokens=8192, extra_args=GRAMMARS) as url:
+        yield url

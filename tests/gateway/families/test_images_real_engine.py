@@ -10,17 +10,14 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
 from PIL import Image
 
-from rollout_backend.config import ModelConfig, RouterConfig, ServingConfig
+from rollout_backend.config import ModelConfig, RouterConfig
 from rollout_backend.gateway.renderer import load_renderer
-from rollout_backend.process import ServerProcess, free_port
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.router import Router
-from rollout_backend.serving.sglang import engine_command
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -69,26 +66,9 @@ def bundle(model):
 
 
 @pytest.fixture(scope="session")
-def engine(model, tmp_path_factory):
-    port = free_port()
-    serving = ServingConfig(kind="process", device="cpu", dtype="float32", threads=1, max_total_tokens=8192)
-    argv, env = engine_command(model, serving, "127.0.0.1", port)
-    process = ServerProcess("the engine", argv, tmp_path_factory.mktemp("engine") / "log", env)
-
-    async def answers() -> bool:
-        try:
-            async with httpx.AsyncClient() as http:
-                return (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    with start_blocking_portal() as portal:
-        portal.call(process.start)
-        try:
-            portal.call(process.wait_healthy, answers, 300.0)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            portal.call(process.stop)
+def engine(model, run_engine):
+    with run_engine(model, 300.0, max_total_tokens=8192) as url:
+        yield url
 
 
 @pytest.fixture(params=[pytest.param("at the engine", marks=pytest.mark.slow), "behind the router"])

@@ -21,16 +21,14 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from anyio.from_thread import start_blocking_portal
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rollout_backend.config import ModelConfig, ServingConfig
-from rollout_backend.process import ServerProcess, free_port
+from rollout_backend.config import ModelConfig
+from rollout_backend.process import free_port
 from rollout_backend.serving.install import find_engine
-from rollout_backend.serving.sglang import engine_command
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -100,26 +98,9 @@ def model(family, model_folder) -> ModelConfig:
 
 
 @pytest.fixture(scope="session")
-def engine(model, tmp_path_factory):
-    port = free_port()
-    serving = ServingConfig(kind="process", device="cpu", dtype="float32", threads=1, max_total_tokens=16384)
-    argv, env = engine_command(model, serving, "127.0.0.1", port)
-    process = ServerProcess("the engine", argv, tmp_path_factory.mktemp("engine") / "log", env)
-
-    async def answers() -> bool:
-        try:
-            async with httpx.AsyncClient() as http:
-                return (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    with start_blocking_portal() as portal:
-        portal.call(process.start)
-        try:
-            portal.call(process.wait_healthy, answers, 300.0)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            portal.call(process.stop)
+def engine(model, run_engine):
+    with run_engine(model, 300.0, max_total_tokens=16384) as url:
+        yield url
 
 
 class Witness:
