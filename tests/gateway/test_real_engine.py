@@ -14,6 +14,7 @@ from rollout_backend.gateway.renderer import load_renderer
 
 pytestmark = pytest.mark.engine
 USER = [{"role": "user", "content": "Count from one to five in words."}]
+STORY = [{"role": "user", "content": "Write a very long story about a fox, with many chapters."}]
 
 
 @pytest.fixture
@@ -68,9 +69,8 @@ def until(condition) -> None:
 
 
 def test_generation_that_a_pause_aborts_goes_on_under_the_new_version(gateway, engine):
-    story = [{"role": "user", "content": "Write a very long story about a fox, with many chapters."}]
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, gateway, story, max_tokens=300)
+        answer = pool.submit(ask, gateway, STORY, max_tokens=300)
         until(lambda: running(engine) == 1)
         for path, body in (
             ("pause_generation", {"mode": "abort"}),
@@ -98,11 +98,11 @@ def test_a_client_that_hangs_up_frees_the_engine(gateway, engine):
 
 
 def test_a_stream_is_told_as_it_is_sampled_and_recorded_as_told(gateway):
-    stream = ask(gateway, USER, stream=True, max_tokens=60, stream_options={"include_usage": True})
+    stream = ask(gateway, STORY, stream=True, max_tokens=40, stream_options={"include_usage": True})
     chunks = list(stream)
     texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
     assert len(texts) > 3
-    assert ask(gateway, [*USER, {"role": "assistant", "content": "".join(texts)}, *USER])
+    assert ask(gateway, [*STORY, {"role": "assistant", "content": "".join(texts)}, *USER])
     (segment,) = gateway.trajectory().segments  # what was told is what the conversation went on with
     first = segment.turns[0]
     assert first.end - first.start == chunks[-1].usage.completion_tokens
@@ -111,9 +111,8 @@ def test_a_stream_is_told_as_it_is_sampled_and_recorded_as_told(gateway):
 
 
 def test_a_stream_that_a_pause_aborts_goes_on(gateway, engine):
-    story = [{"role": "user", "content": "Write a very long story about a fox, with many chapters."}]
     texts = []
-    for chunk in ask(gateway, story, stream=True, max_tokens=60):
+    for chunk in ask(gateway, STORY, stream=True, max_tokens=60):
         texts.append(chunk.choices[0].delta.content or "")
         if len("".join(texts)) > 20 and len(texts) < 100:
             texts += [""] * 100
@@ -144,7 +143,7 @@ ADD = {
     "name": "add",
     "parameters": {
         "type": "object",
-        "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"type": "integer", "maximum": 99}},
+        "properties": {key: {"type": "integer", "minimum": 0, "maximum": 99} for key in ("a", "b")},
         "required": ["a", "b"],
         "additionalProperties": False,
     },

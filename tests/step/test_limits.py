@@ -139,7 +139,9 @@ async def test_takes_of_one_step_count_and_a_resume_is_not_wedged(open_bench):
     bench.services = started_again(bench)
     result = await bench.step("a", "b").run()
     assert bench.agents.requests == []
-    assert result.report.reasons == {"infra_error: task_set_aside": 3}
+    # Two losses at once leave the group beyond one replacement, so none was planned; one by one, one was.
+    assert set(result.report.reasons) == {"infra_error: task_set_aside"}
+    assert result.report.reasons["infra_error: task_set_aside"] == 2 + result.report.replacements
 
 
 async def test_one_rollout_that_gets_through_ends_the_row(open_bench):
