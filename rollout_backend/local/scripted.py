@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import json
 import threading
 import time
@@ -65,6 +66,12 @@ Reply = str | ToolCall | Fail | Pieces
 Script = Sequence[Reply] | Callable[[str], Reply]
 
 
+@functools.lru_cache(maxsize=8)
+def _tokenizer(file: Path, changed_ns: int) -> Tokenizer:
+    """Kept, for a large vocabulary takes half a second to read, and tests start an engine each."""
+    return Tokenizer.from_file(str(file))
+
+
 class ScriptedEngine:
     """Serves `replies` in a thread of its own while it is entered as a context manager.
 
@@ -91,7 +98,7 @@ class ScriptedEngine:
         file = model_path / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"{model_path} holds no tokenizer.json: model_path must be a model's folder")
-        self.tokenizer = Tokenizer.from_file(str(file))
+        self.tokenizer = _tokenizer(file, file.stat().st_mtime_ns)
         self.weight_version = "0"  # of the answers from now on
         self.requests: list[dict[str, Any]] = []  # the bodies of /generate, in the order of arrival
         self.aborted = 0  # calls whose client hung up before the answer

@@ -612,7 +612,7 @@ async def test_credentials_that_expire_in_mid_run_are_renewed(
     assert not [call for call in calls if call.fault]
 
 
-@pytest.mark.parametrize("by_queue", [True, False], ids=["queue", "listing"])
+@pytest.mark.parametrize("by_queue", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["queue", "listing"])
 async def test_credentials_that_expire_and_are_not_renewed_end_the_run_and_new_ones_take_it_up(
     world: World, calm: Rows, by_queue: bool
 ) -> None:

@@ -70,7 +70,7 @@ def until(condition) -> None:
 
 def test_generation_that_a_pause_aborts_goes_on_under_the_new_version(gateway, engine):
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, gateway, STORY, max_tokens=300)
+        answer = pool.submit(ask, gateway, STORY, max_tokens=80)
         until(lambda: running(engine) == 1)
         for path, body in (
             ("pause_generation", {"mode": "abort"}),

@@ -38,6 +38,7 @@ def test_temperatures_are_checked(tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # the gateway's test of token identity makes the same comparison
 @pytest.mark.timeout(400)  # a real engine and a plain forward pass, on cores that others may use too
 async def test_logprobs_are_those_of_a_plain_forward_pass(fleet):
     """The engine reports a token's logprob under the temperature that it was sampled with."""

@@ -14,7 +14,7 @@ from rollout_backend.sim.faults import Faults
 from rollout_backend.sim.mutants import MUTANTS
 from rollout_backend.sim.run import simulate
 
-SEEDS = range(150)
+SEEDS = range(100)
 
 
 def run(work):
@@ -72,7 +72,7 @@ def test_a_seed_is_one_history_whatever_was_played_before(seed):
 def test_no_promise_is_broken():
     verdicts = [play(seed) for seed in SEEDS]
     assert {verdict.seed: verdict.broken for verdict in verdicts if verdict.broken} == {}
-    assert sum(verdict.reattached for verdict in verdicts) > 50  # or little is said of agents that outlive a trainer
+    assert sum(verdict.reattached for verdict in verdicts) > 30  # or little is said of agents that outlive a trainer
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

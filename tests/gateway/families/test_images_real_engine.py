@@ -19,7 +19,7 @@ from rollout_backend.gateway.renderer import load_renderer
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.router import Router
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PAD = 151655
 SCRIPT = Path(__file__).with_name("seeing_model.py")
@@ -71,7 +71,7 @@ def engine(model, run_engine):
         yield url
 
 
-@pytest.fixture(params=[pytest.param("at the engine", marks=pytest.mark.slow), "behind the router"])
+@pytest.fixture(params=["at the engine", "behind the router"])
 def engine_url(request, engine, tmp_path):
     if request.param == "at the engine":
         yield engine
