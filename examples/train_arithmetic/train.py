@@ -56,7 +56,7 @@ def backend_overrides(tasks: Path, settings: Path) -> list[str]:
 
 def training_overrides(options: argparse.Namespace, model: Path) -> list[str]:
     """What any training script of verl says: the model, the batch, the optimizer. Nothing here is ours."""
-    prompt, response = 96 if options.tiny else 48, 16
+    prompt, response = (96, 16) if options.tiny else (48, 24)
     settings = [
         f"actor_rollout_ref.model.path={model}",
         f"data.train_batch_size={PROMPTS}",

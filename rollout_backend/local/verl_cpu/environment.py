@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
-
-import ray
 
 ROLLOUT_NAME = "sglang_cpu"
 """What our rollout is called in verl's registry, and so in `actor_rollout_ref.rollout.name`."""
@@ -37,22 +34,6 @@ def environment(threads: int | None = None, inherited: Mapping[str, str] | None 
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # models are folders; a mistyped path must not become a question to a hub
         "OMP_NUM_THREADS": str(threads or os.cpu_count() or 1),
-        **_allocator(env),
-    }
-
-
-def _allocator(env: Mapping[str, str]) -> dict[str, str]:
-    """Keeps what is freed, with the allocator that Ray brings along on Linux.
-
-    The C library's gives each large tensor back and fetches its pages anew, and on a virtual machine that may take
-    longer than the arithmetic in between.
-    """
-    library = Path(ray.__file__).parent / "core" / "libjemalloc.so"
-    if "LD_PRELOAD" in env or not library.is_file():
-        return {}
-    return {
-        "LD_PRELOAD": str(library),
-        "MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0",
     }
 
 
