@@ -29,6 +29,7 @@ from rollout_backend.gateway.cache import is_cache_break
 from rollout_backend.gateway.call import Answer, Choice, ModelCall
 from rollout_backend.gateway.constraint import Constraints
 from rollout_backend.gateway.engine import Completion, EngineClient, EngineRefused, Progress, PromptDiffers
+from rollout_backend.gateway.engines import Engines
 from rollout_backend.gateway.errors import ApiError
 from rollout_backend.gateway.images import check_pixels
 from rollout_backend.gateway.increments import Increments, at_once
@@ -53,11 +54,13 @@ _PACE_S = 0.03  # between two looks at what a stream has sampled
 class Caller:
     """Of one gateway. Sessions are touched in the event loop only; one thread renders and parses."""
 
-    def __init__(self, settings: GatewaySettings, bundle: RendererBundle, counters: Counters) -> None:
+    def __init__(
+        self, settings: GatewaySettings, bundle: RendererBundle, counters: Counters, engines: Engines
+    ) -> None:
         self._settings = settings
         self._bundle = bundle
         self._counters = counters
-        self._engine = EngineClient(settings.engine_url, settings.model_call_s, settings.engine_attempts)
+        self._engine = EngineClient(settings.engine_url, settings.model_call_s, settings.engine_attempts, engines)
         self._constraints = Constraints(bundle, settings.gateway.constrained_decoding == "allow")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
 
@@ -310,7 +313,7 @@ def _check_called(reply: Reply, completion: Completion) -> None:
     if reply.finish_reason == "stop" and completion.matched is None:
         raise _not_held(
             "the engine sampled no tool call, for it was not told to: the router before it passes no structural_tag "
-            "on, as sglang-router does not"
+            "on, and does not tell at /workers which engines it has"
         )
 
 

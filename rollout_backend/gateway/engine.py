@@ -5,8 +5,8 @@ What must always hold:
 - A `Completion` holds exactly what the engine sampled for these ids. A logprob or a version that it did not give is
   None, or absent; nothing is filled in.
 - A prompt with images is the one that was sent: the engine makes it of one token and the bytes for each image, and
-  says what it made, or behind a router that does not ask it, how long that is. If this is not the prompt that is
-  recorded, the reply does not count.
+  says what it made, or through a router how long that is. If this is not the prompt that is recorded, the reply does
+  not count.
 - A call ends within `timeout_s`, and after `attempts` attempts at most.
 - Generation that an engine aborts in the middle (it pauses to take new weights, say) goes on from the tokens sampled
   so far: they were sampled under the same prompt, keep their logprobs and the version that sampled them, and the
@@ -32,6 +32,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 
 from agent_wrapper.contract import VersionSpan
 from rollout_backend.errors import EngineUnavailable, ServingError
+from rollout_backend.gateway.engines import Engines
 from rollout_backend.gateway.images import Placed
 from rollout_backend.gateway.vision import collapsed
 
@@ -55,6 +56,10 @@ class PromptDiffers(ServingError):
 
 class _Retry(Exception):
     pass
+
+
+class _Aborted(_Retry):
+    """By an engine that is well: it pauses, say."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +130,12 @@ class _Attempt:
 
 
 class EngineClient:
-    """Calls the router, or an engine directly, at `url`. `timeout_s` bounds one call with all its retries."""
+    """Calls the router, or an engine directly, at `url`; and those of `engines` with what a router does not pass on.
+    `timeout_s` bounds one call with all its retries."""
 
-    def __init__(self, url: str, timeout_s: float, attempts: int = 10) -> None:
-        self._url = url.rstrip("/") + "/generate"
+    def __init__(self, url: str, timeout_s: float, attempts: int = 10, engines: Engines | None = None) -> None:
+        self._url = url.rstrip("/")
+        self._engines = engines or Engines()
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._http: aiohttp.ClientSession | None = None
@@ -166,6 +173,7 @@ class EngineClient:
         """
         began = time.monotonic()
         partial = _Partial()
+        failed: set[str] = set()
         retrying = AsyncRetrying(
             retry=retry_if_exception_type((_Retry, aiohttp.ClientError, TimeoutError)),
             stop=stop_after_attempt(self._attempts),
@@ -177,7 +185,16 @@ class EngineClient:
                     with attempt:
                         if not resumable:
                             partial = _Partial()
-                        await self._advance(partial, input_ids, images, sampling_params, routing_key, progress)
+                        url = self._engines.for_call(sampling_params, routing_key, failed) or self._url
+                        try:
+                            await self._advance(
+                                url, partial, input_ids, images, sampling_params, routing_key, progress
+                            )
+                        except _Aborted:
+                            raise
+                        except (_Retry, aiohttp.ClientError, TimeoutError):
+                            failed.add(url)
+                            raise
         except RetryError as error:
             cause = error.last_attempt.exception()
             raise EngineUnavailable(
@@ -199,6 +216,7 @@ class EngineClient:
 
     async def _advance(
         self,
+        url: str,
         partial: _Partial,
         input_ids: Sequence[int],
         images: Sequence[Placed],
@@ -228,7 +246,7 @@ class EngineClient:
         attempt = _Attempt(partial)
         try:
             try:
-                async with contextlib.aclosing(self._post(body, routing_key)) as replies:
+                async with contextlib.aclosing(self._post(url, body, routing_key)) as replies:
                     async for reply in replies:
                         if images:
                             _check_prompt(reply, prompt)
@@ -246,15 +264,15 @@ class EngineClient:
         if kind == "abort":
             if finish.get("status_code") == 400:
                 raise EngineRefused(finish.get("message") or "no reason given")
-            raise _Retry(f"generation was aborted: {finish.get('message') or 'no reason given'}")
+            raise _Aborted(f"generation was aborted: {finish.get('message') or 'no reason given'}")
         partial.finish = finish
 
-    async def _post(self, body: Mapping[str, Any], routing_key: str) -> AsyncGenerator[Any]:
+    async def _post(self, url: str, body: Mapping[str, Any], routing_key: str) -> AsyncGenerator[Any]:
         """The reply, or the pieces of a stream."""
         assert self._http is not None, "not started"
         written = io.BytesIO(json.dumps(body).encode())  # sent in pieces: with images it may be long
         headers = {ROUTING_HEADER: routing_key, "Content-Type": "application/json"}
-        async with self._http.post(self._url, data=written, headers=headers) as response:
+        async with self._http.post(f"{url}/generate", data=written, headers=headers) as response:
             if response.status != 200:
                 message = f"HTTP {response.status}: {_error_message(await response.text())}"
                 if response.status in _RETRIED or response.status >= 500:
@@ -298,7 +316,7 @@ def _stream_error(error: Any) -> Exception:
 def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
     if not reply["output_ids"]:
         return  # aborted, perhaps before there was a prompt
-    saw = reply.get("prompt_token_ids")  # sglang-router does not pass on that they are wanted
+    saw = reply.get("prompt_token_ids")  # a router does not pass on that they are wanted
     length = len(saw) if saw is not None else reply["meta_info"].get("prompt_tokens")
     if length is None:
         raise PromptDiffers("the engine does not tell how long a prompt it made of the images")

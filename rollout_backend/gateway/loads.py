@@ -15,6 +15,7 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from rollout_backend.gateway.admission import EngineLoad
+from rollout_backend.gateway.engines import Engines
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +43,19 @@ class _Workers(BaseModel):
 
 
 class LoadPoller:
-    """Tells `observe` the loads of all engines behind `url`, a router or an engine itself."""
+    """Tells `observe` the loads of all engines behind `url`, a router or an engine itself, and `engines` where they
+    are."""
 
     def __init__(
-        self, url: str, observe: Callable[[Sequence[EngineLoad]], None], interval_s: float = _INTERVAL_S
+        self,
+        url: str,
+        observe: Callable[[Sequence[EngineLoad]], None],
+        interval_s: float = _INTERVAL_S,
+        engines: Engines | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._observe = observe
+        self._known = engines or Engines()
         self._interval_s = interval_s
         self._told = False
 
@@ -59,7 +66,7 @@ class LoadPoller:
                 await asyncio.sleep(self._interval_s)
 
     async def _look(self, http: aiohttp.ClientSession) -> None:
-        engines = await self._engines(http)
+        engines = self._known.urls = await self._engines(http)
         found = await asyncio.gather(*(self._load(http, engine) for engine in engines))
         loads = [load for load in found if load is not None]
         if loads:
@@ -77,7 +84,7 @@ class LoadPoller:
         try:
             return [worker.url for worker in _Workers.model_validate(workers).workers if worker.is_healthy]
         except ValidationError:
-            return [self._url]  # it has no workers: it is an engine
+            return [*self._known.urls] or [self._url]  # it has no workers: it is an engine
 
     async def _load(self, http: aiohttp.ClientSession, engine: str) -> EngineLoad | None:
         page = await _get(http, f"{engine}/v1/loads?include=core")

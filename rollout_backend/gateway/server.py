@@ -49,6 +49,7 @@ from rollout_backend.gateway.caller import Caller, call_digest
 from rollout_backend.gateway.dialects.anthropic_messages import AnthropicMessages
 from rollout_backend.gateway.dialects.openai_chat import OpenAIChat
 from rollout_backend.gateway.dialects.openai_responses import OpenAIResponses
+from rollout_backend.gateway.engines import Engines
 from rollout_backend.gateway.errors import ApiError, not_adopted
 from rollout_backend.gateway.images import ImageLimits
 from rollout_backend.gateway.journal import Journal, refuse_lost
@@ -117,7 +118,8 @@ class Gateway:
         self._responses = OpenAIResponses(limits)
         self._messages = AnthropicMessages(limits)
         self._counters = Counters()
-        self._caller = Caller(settings, bundle, self._counters)
+        self._engines = Engines()
+        self._caller = Caller(settings, bundle, self._counters, self._engines)
         self._admission = Admission(settings.gateway.max_concurrent_calls, settings.gateway.max_queued_per_engine)
         agents = [
             ("/chat/completions", self.chat, "POST"),
@@ -148,7 +150,7 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         await self._caller.start()
-        loads = LoadPoller(self._settings.engine_url, self._admission.observe, self._settings.loads_s)
+        loads = LoadPoller(self._settings.engine_url, self._admission.observe, self._settings.loads_s, self._engines)
         background = [asyncio.create_task(self._sweep()), asyncio.create_task(loads.run())]
         try:
             yield

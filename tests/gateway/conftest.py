@@ -1,7 +1,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -11,7 +11,7 @@ import uvicorn
 from anyio.from_thread import start_blocking_portal
 
 from agent_wrapper.contract import Sampling, Trajectory
-from rollout_backend.config import GatewayConfig, ModelConfig, ServingConfig
+from rollout_backend.config import GatewayConfig, ModelConfig, RouterConfig, ServingConfig
 from rollout_backend.gateway.renderer import RendererBundle, load_renderer
 from rollout_backend.gateway.server import create_app
 from rollout_backend.gateway.settings import GatewaySettings
@@ -20,6 +20,7 @@ from rollout_backend.gateway.tokens import SessionClaims, issue
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.process import ServerProcess, free_port
 from rollout_backend.serving.install import cache_dir, find_model, model_path
+from rollout_backend.serving.router import Router
 from rollout_backend.serving.sglang import engine_command
 
 
@@ -166,3 +167,18 @@ def real_engine(real_model, run_engine) -> Iterator[str]:
     """One real SGLang with the small model, for all tests of the gateway; its URL."""
     with run_engine(real_model, 170.0, max_total_tokens=8192, extra_args=GRAMMARS) as url:
         yield url
+
+
+@pytest.fixture
+def behind_router(tmp_path: Path) -> Iterator[Callable[[str], str]]:
+    """`behind_router(engine_url)` is the URL of a real sglang-router with this engine."""
+    with start_blocking_portal() as portal, ExitStack() as stack:
+
+        def start(engine_url: str) -> str:
+            router = stack.enter_context(
+                portal.wrap_async_context_manager(Router(RouterConfig(), tmp_path / "router.log"))
+            )
+            portal.call(router.add, engine_url)
+            return router.url
+
+        yield start

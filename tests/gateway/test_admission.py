@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from rollout_backend.gateway.admission import Admission, EngineLoad
+from rollout_backend.gateway.engines import Engines
 from rollout_backend.gateway.loads import LoadPoller
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.process import free_port
@@ -207,6 +208,22 @@ async def test_engines_are_found_by_the_router_and_asked_one_by_one(site):
     workers = [{"id": url, "url": url, "is_healthy": url != sick} for url in (a, silent, dead, b, sick)]
     router = await site({"/workers": {"workers": workers, "total": 5}})
     assert await first_look(router) == [EngineLoad(64, 5, 0), EngineLoad(3, 3, 125)]
+
+
+async def test_where_engines_are_is_known_and_stays_so_while_the_router_is_silent(site):
+    engine = await site({"/v1/loads": loads((1, 0))})
+    pages = {"/workers": {"workers": [{"id": engine, "url": engine, "is_healthy": True}], "total": 1}}
+    looks, engines = [], Engines()
+    polling = asyncio.create_task(LoadPoller(await site(pages), looks.append, 0.01, engines).run())
+    await until(lambda: len(looks) > 0)
+    assert engines.urls == [engine]
+    pages["/workers"] = 500
+    await until(lambda: len(looks) > 10)
+    assert engines.urls == [engine]
+    pages["/workers"] = {"workers": [], "total": 0}
+    await until(lambda: engines.urls == [])
+    polling.cancel()
+    await asyncio.gather(polling, return_exceptions=True)
 
 
 async def test_an_engine_without_a_router(site):

@@ -8,6 +8,7 @@ from aiohttp.test_utils import TestServer
 from agent_wrapper.contract import VersionSpan
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.engine import EngineClient, EngineRefused
+from rollout_backend.gateway.engines import Engines
 from rollout_backend.process import free_port
 
 PARAMS = {"max_new_tokens": 10, "temperature": 1.0}
@@ -27,11 +28,14 @@ async def engine():
     class Engine:
         replies: list
         bodies: list
+        hosts: list[str]
+        url: str
         asked = asyncio.Event()
         aborted = asyncio.Event()
 
         async def handle(self, request: web.Request) -> web.StreamResponse:
             self.bodies.append((await request.json(), request.headers["X-SMG-Routing-Key"]))
+            self.hosts.append(request.host)
             self.asked.set()
             answer = self.replies.pop(0)
             if answer == "hang":
@@ -61,9 +65,11 @@ async def engine():
                 await response.write(b"data: [DONE]\n\n")
             return response
 
-        async def generate(self, replies, ids=(1, 2), params=PARAMS, attempts=3, timeout_s=20.0, **more):
-            self.replies, self.bodies = list(replies), []
-            client = EngineClient(str(server.make_url("/")), timeout_s, attempts)
+        async def generate(
+            self, replies, ids=(1, 2), params=PARAMS, attempts=3, timeout_s=20.0, engines=None, **more
+        ):
+            self.replies, self.bodies, self.hosts = list(replies), [], []
+            client = EngineClient(self.url, timeout_s, attempts, engines)
             await client.start()
             try:
                 return await client.generate(ids, params, "session-1", **more)
@@ -75,6 +81,7 @@ async def engine():
     app.router.add_post("/generate", engine.handle)
     server = TestServer(app)
     await server.start_server()
+    engine.url = str(server.make_url("/")).rstrip("/")
     yield engine
     await server.close()
 
@@ -281,3 +288,63 @@ async def test_an_engine_that_does_not_stream_is_understood(engine):
     told = Told()
     assert (await engine.generate([reply([7, 8])], progress=told)).token_ids == (7, 8)
     assert told.seen == []
+
+
+# --- what goes past the router ----------------------------------------------------------------------------
+
+
+FORCED = {**PARAMS, "structural_tag": "{}"}
+URLS = [f"http://10.0.0.{i}:30000" for i in range(8)]
+
+
+@pytest.fixture
+def engines() -> Engines:
+    engines = Engines()
+    engines.urls = URLS
+    return engines
+
+
+def test_what_a_router_passes_on_goes_to_the_router(engines):
+    assert engines.for_call({**PARAMS, "json_schema": "{}", "stop": ["x"]}, "s") is None
+
+
+@pytest.mark.parametrize("params", [FORCED, {**PARAMS, "logit_bias": {"7": -100}}])
+def test_what_a_router_drops_goes_to_an_engine_and_a_session_stays_there(engines, params):
+    first = {key: engines.for_call(params, key) for key in map(str, range(200))}
+    assert set(first.values()) == set(URLS)  # all of them have work
+    gone = first["0"]
+    engines.urls = [url for url in reversed(URLS) if url != gone]
+    after = {key: engines.for_call(params, key) for key in first}
+    assert all(after[key] == url for key, url in first.items() if url != gone)
+    assert gone not in after.values()
+
+
+def test_where_no_engine_is_known_the_router_gets_it(engines):
+    engines.urls = []
+    assert engines.for_call(FORCED, "s") is None
+
+
+def test_one_that_failed_is_passed_over_until_all_have(engines):
+    order: list[str] = []
+    for _ in URLS:
+        order.append(engines.for_call(FORCED, "s", order))
+    assert sorted(order) == sorted(URLS)
+    assert engines.for_call(FORCED, "s", order) == order[0]
+
+
+@pytest.mark.parametrize("failure", [(503, "starting"), "cut"])
+async def test_a_call_goes_on_at_another_engine_where_it_keeps_its_form(engine, failure):
+    engines = Engines()
+    same_server = engine.url.replace("127.0.0.1", "localhost")
+    engines.urls = [engine.url, same_server]
+    completion = await engine.generate([failure, reply([7])], params=FORCED, engines=engines)
+    assert completion.token_ids == (7,)
+    assert sorted(engine.hosts) == sorted(url.removeprefix("http://") for url in engines.urls)
+    assert all("structural_tag" in body["sampling_params"] for body, _ in engine.bodies)
+
+
+async def test_an_engine_that_aborts_is_well_and_keeps_the_call(engine):
+    engines = Engines()
+    engines.urls = [engine.url, engine.url.replace("127.0.0.1", "localhost")]
+    await engine.generate([reply([7], "abort"), reply([7])], params=FORCED, engines=engines, resumable=False)
+    assert len(set(engine.hosts)) == 1

@@ -150,7 +150,10 @@ ADD = {
 }
 
 
-def test_a_forced_tool_call_is_one_and_is_not_trained(gateway):
+@pytest.mark.parametrize("routed", [False, True], ids=["at the engine", "behind the router"])
+def test_a_forced_tool_call_is_one_and_is_not_trained(serve, engine, behind_router, model, routed):
+    url = behind_router(engine) if routed else engine
+    gateway = serve(url, model=model, bundle=load_renderer(model), model_call_s=120)
     tools = [{"type": "function", "function": ADD}, {"type": "function", "function": {"name": "other"}}]
     choice = {"type": "function", "function": {"name": "add"}}
     answer = ask(gateway, USER, tools=tools, tool_choice=choice, max_tokens=100)

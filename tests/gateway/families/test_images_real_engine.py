@@ -11,13 +11,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from anyio.from_thread import start_blocking_portal
 from PIL import Image
 
-from rollout_backend.config import ModelConfig, RouterConfig
+from rollout_backend.config import ModelConfig
 from rollout_backend.gateway.renderer import load_renderer
 from rollout_backend.serving.install import find_engine
-from rollout_backend.serving.router import Router
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -72,14 +70,8 @@ def engine(model, run_engine):
 
 
 @pytest.fixture(params=["at the engine", "behind the router"])
-def engine_url(request, engine, tmp_path):
-    if request.param == "at the engine":
-        yield engine
-        return
-    router = Router(RouterConfig(), tmp_path / "router.log")
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(router):
-        portal.call(router.add, engine)
-        yield router.url
+def engine_url(request, engine, behind_router):
+    return engine if request.param == "at the engine" else behind_router(engine)
 
 
 def shown(data: bytes, text: str) -> dict:
