@@ -38,7 +38,7 @@ from rollout_backend.tasks import Task
 
 RUN = "killed"
 READY = "the trainer is ready"
-_STEP_S = 3.0  # about what a step takes
+_STEP_S = 1.5  # about what a step takes
 AGENT = Path(__file__).parent.parent / "examples" / "arithmetic" / "agent.py"
 
 
@@ -118,13 +118,13 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
                 *(sys.executable, __file__, "--trainer", str(settings), str(checkpoint)),
                 *("--steps", str(steps), "--tasks", str(tasks)),
             ]
-            left = Counter(draw.choices(range(steps), k=kills))  # kills, by the step in which they fall
+            due = sorted(draw.choices(range(steps), k=kills))  # after how many steps each kill falls, at the earliest
             while True:
                 log = work / f"trainer-{killed}.log"
                 trainer = ServerProcess("the trainer", command, log, {**os.environ, **cloud.environ})
                 await trainer.start()
                 ended = asyncio.create_task(trainer.wait())
-                while not ended.done() and not left[steps_done(checkpoint)]:
+                while not ended.done() and (killed == kills or steps_done(checkpoint) < due[killed]):
                     await asyncio.wait({ended}, timeout=0.02)
                 at = steps_done(checkpoint)
                 if draw.random() < 0.9:  # the others are killed while they start
@@ -139,7 +139,6 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
                 os.kill(trainer.pid, signal.SIGKILL)
                 await ended
                 killed += 1
-                left[at] -= 1
                 print(f"  kill {killed}: {after:.1f} s into step {at}; {steps_done(checkpoint)} are done", flush=True)
             open_sessions = (await cloud.sessions())["sessions"]
             twice = await _run_twice(cloud, steps)
