@@ -62,6 +62,9 @@ class _Aborted(_Retry):
     """By an engine that is well: it pauses, say."""
 
 
+_PASSING = (_Retry, aiohttp.ClientError, TimeoutError)  # what is tried again
+
+
 @dataclass(frozen=True)
 class Completion:
     """One answer. `logprobs` has one entry for each token; the spans of `weight_versions` count from the first."""
@@ -175,7 +178,7 @@ class EngineClient:
         partial = _Partial()
         failed: set[str] = set()
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type((_Retry, aiohttp.ClientError, TimeoutError)),
+            retry=retry_if_exception_type(_PASSING),
             stop=stop_after_attempt(self._attempts),
             wait=wait_exponential_jitter(multiplier=0.25, max=15, jitter=0.25),
         )
@@ -190,10 +193,9 @@ class EngineClient:
                             await self._advance(
                                 url, partial, input_ids, images, sampling_params, routing_key, progress
                             )
-                        except _Aborted:
-                            raise
-                        except (_Retry, aiohttp.ClientError, TimeoutError):
-                            failed.add(url)
+                        except _PASSING as error:
+                            if not isinstance(error, _Aborted):
+                                failed.add(url)
                             raise
         except RetryError as error:
             cause = error.last_attempt.exception()

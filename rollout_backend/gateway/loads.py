@@ -84,7 +84,8 @@ class LoadPoller:
         try:
             return [worker.url for worker in _Workers.model_validate(workers).workers if worker.is_healthy]
         except ValidationError:
-            return [*self._known.urls] or [self._url]  # it has no workers: it is an engine
+            # A router that is silent for once, or what has no workers: an engine.
+            return [*self._known.urls] or [self._url]
 
     async def _load(self, http: aiohttp.ClientSession, engine: str) -> EngineLoad | None:
         page = await _get(http, f"{engine}/v1/loads?include=core")

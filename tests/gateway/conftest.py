@@ -19,6 +19,7 @@ from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.gateway.tokens import SessionClaims, issue
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.process import ServerProcess, free_port
+from rollout_backend.serving.engine import is_healthy
 from rollout_backend.serving.install import cache_dir, find_model, model_path
 from rollout_backend.serving.router import Router
 from rollout_backend.serving.sglang import engine_command
@@ -143,19 +144,12 @@ def run_engine(tmp_path_factory) -> Callable[..., AbstractContextManager[str]]:
         settings = ServingConfig(kind="process", device="cpu", dtype="float32", threads=1, **serving)
         argv, env = engine_command(model, settings, "127.0.0.1", port)
         process = ServerProcess("the engine", argv, tmp_path_factory.mktemp("engine") / "log", env)
-
-        async def answers() -> bool:
-            try:
-                async with httpx.AsyncClient() as http:
-                    return (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
-            except httpx.TransportError:
-                return False
-
+        url = f"http://127.0.0.1:{port}"
         with start_blocking_portal() as portal:
             portal.call(process.start)
             try:
-                portal.call(process.wait_healthy, answers, within_s)
-                yield f"http://127.0.0.1:{port}"
+                portal.call(process.wait_healthy, lambda: is_healthy(url), within_s)
+                yield url
             finally:
                 portal.call(process.stop)
 
