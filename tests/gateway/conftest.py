@@ -18,11 +18,10 @@ from rollout_backend.gateway.settings import GatewaySettings
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.gateway.tokens import SessionClaims, issue
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.process import ServerProcess, free_port
-from rollout_backend.serving.engine import is_healthy
+from rollout_backend.process import free_port
+from rollout_backend.serving.engine import LocalEngine
 from rollout_backend.serving.install import cache_dir, find_model, model_path
 from rollout_backend.serving.router import Router
-from rollout_backend.serving.sglang import engine_command
 
 
 @pytest.fixture(scope="session")
@@ -140,18 +139,16 @@ def run_engine(tmp_path_factory) -> Callable[..., AbstractContextManager[str]]:
 
     @contextmanager
     def run(model: ModelConfig, within_s: float, **serving) -> Iterator[str]:
-        port = free_port()
-        settings = ServingConfig(kind="process", device="cpu", dtype="float32", threads=1, **serving)
-        argv, env = engine_command(model, settings, "127.0.0.1", port)
-        process = ServerProcess("the engine", argv, tmp_path_factory.mktemp("engine") / "log", env)
-        url = f"http://127.0.0.1:{port}"
+        settings = ServingConfig(
+            kind="process", device="cpu", dtype="float32", threads=1, startup_timeout_s=within_s, **serving
+        )
+        engine = LocalEngine("the engine", model, settings, tmp_path_factory.mktemp("engine") / "log")
         with start_blocking_portal() as portal:
-            portal.call(process.start)
             try:
-                portal.call(process.wait_healthy, lambda: is_healthy(url), within_s)
-                yield url
+                portal.call(engine.start)
+                yield engine.url
             finally:
-                portal.call(process.stop)
+                portal.call(engine.stop)
 
     return run
 
