@@ -56,7 +56,7 @@ def backend_overrides(tasks: Path, settings: Path) -> list[str]:
 
 def training_overrides(options: argparse.Namespace, model: Path) -> list[str]:
     """What any training script of verl says: the model, the batch, the optimizer. Nothing here is ours."""
-    prompt, response = (96, 16) if options.tiny else (48, 24)
+    prompt, response = 96 if options.tiny else 48, 16
     settings = [
         f"actor_rollout_ref.model.path={model}",
         f"data.train_batch_size={PROMPTS}",
@@ -94,7 +94,7 @@ def training_overrides(options: argparse.Namespace, model: Path) -> list[str]:
 
 def cpu_overrides(options: argparse.Namespace) -> list[str]:
     """What only a machine without a GPU needs."""
-    server = f"{{threads: {options.threads}, log_dir: {options.work}}}"
+    server = f"{{log_dir: {options.work}}}"
     devices = overrides(rollout_devices=1) if options.trainer == "async" else overrides()
     return [*devices, f"+{ROLLOUT}.engine_kwargs.sglang_cpu={server}"]
 
@@ -167,7 +167,7 @@ def main() -> None:
         "--trainer", choices=["v1", "legacy", "async"], default="v1", help="verl's; async: v1's separate_async"
     )
     parser.add_argument("--tiny", action="store_true", help="a random model of a few thousand weights")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of trainer and engine, each")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="the trainer's")
     options, passed_on = parser.parse_known_args()
     if unknown := [argument for argument in passed_on if argument.startswith("-")]:
         parser.error(f"no such option: {' '.join(unknown)}")

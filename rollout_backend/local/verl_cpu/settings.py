@@ -31,8 +31,9 @@ class ServerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
-    """Of a server. In a synchronous step trainer and server take turns, so each may have every core."""
+    threads: int = Field(default=1, ge=1)
+    """Of a server. One is fastest for a small model, whose attention is many tiny operations: waking a second thread
+    for each costs more than it adds."""
     max_running_requests: int = Field(default=64, ge=1)
     """At once, of a server; further ones wait in it."""
     python: Path | None = None
