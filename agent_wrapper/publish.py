@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_wrapper.contract import Announcement, ResultTarget
+from agent_wrapper.descriptions import new_session
 from agent_wrapper.presigned import put_once
 
 if TYPE_CHECKING:
@@ -126,8 +127,7 @@ class Publisher:
         _retry(budget_s, lambda: sqs.send_message(QueueUrl=queue_url, MessageBody=message))
 
     def _client(self, service: str, region: str | None) -> Any:
-        import boto3  # late: see trajectory.py
-        from botocore.config import Config
+        from botocore.config import Config  # late: see trajectory.py
 
         with self._lock:
             if (service, region) not in self._clients:
@@ -139,7 +139,7 @@ class Publisher:
                 )
                 # A session of our own: boto3's default one is the agent's to set up, and keeps what it first read.
                 if region not in self._sessions:
-                    self._sessions[region] = boto3.Session(region_name=region)
+                    self._sessions[region] = new_session(region)
                 session = self._sessions[region]
                 self._clients[service, region] = session.client(service, config=config)
             return self._clients[service, region]

@@ -110,3 +110,29 @@ def test_what_the_first_session_imports_later_is_there_for_those_after_it(tmp_pa
         go[0].write_text("")
         process.stdin.close()
         assert process.wait(10) == 0
+
+
+def test_what_publishing_reads_is_read_ahead_of_the_sessions(tmp_path):
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import agent_wrapper\n"
+        "from agent_wrapper.descriptions import new_session\n"
+        "from botocore.loaders import JSONFileLoader\n"
+        "read, load = [], JSONFileLoader.load_file\n"
+        "JSONFileLoader.load_file = lambda self, path: read.append(path) or load(self, path)\n"
+        "for service in ('s3', 'sqs'):\n"
+        "    new_session('eu-west-1').client(service, aws_access_key_id='-', aws_secret_access_key='-')\n"
+        "print([path for path in read if path.endswith('/service-2')])\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, prefork.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    with process:
+        print(json.dumps({"script": str(agent), "preload": []}), file=process.stdin, flush=True)
+        assert json.loads(process.stdout.readline()) == {"ready": True}
+        log = tmp_path / "log"
+        print(json.dumps({"id": "a", "env": {}, "log": str(log)}), file=process.stdin, flush=True)
+        assert [json.loads(process.stdout.readline()) for _ in range(2)][1]["code"] == 0, log.read_text()
+        process.stdin.close()
+        assert process.wait(10) == 0
+    assert log.read_text() == "[]\n"
