@@ -25,7 +25,7 @@ test: lint engine verl  ## half an hour on two cores; `make test-all` adds what 
 test-all:  ## the whole suite
 	$(MAKE) test SELECT=
 
-train: engine verl  ## verl trains a small model on sums: some 20 minutes
+train: engine verl  ## verl trains a small model on sums: some 15 minutes
 	$(VERL)/bin/python examples/train_arithmetic/train.py
 
 train-smoke: engine verl  ## two steps of a tiny model, on both of verl's trainers
