@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import random
 import resource
 import signal
 import socket
@@ -22,13 +23,29 @@ from rollout_backend.errors import StartupError
 
 _TAIL_LINES = 15
 _FILES = 65_536
+_LOWEST_PORT = 15_000  # below it programs have ports of their own by custom
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on at this moment.
+
+    One of those that the kernel gives to nobody by itself, where there are such: the others may be an outgoing
+    connection's before the server that this one is for listens, which for an engine is a minute later.
+    """
+    low = _lowest_given_by_the_kernel()
+    asked = random.SystemRandom().sample(range(_LOWEST_PORT, low), 32) if low >= _LOWEST_PORT + 1000 else []
+    for port in (*asked, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    raise StartupError(f"no port is free on {host}")
+
+
+def _lowest_given_by_the_kernel() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:  # not Linux
+        return 0
 
 
 def require_port(host: str, port: int, what: str, setting: str) -> int:

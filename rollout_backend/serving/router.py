@@ -97,7 +97,8 @@ class Router:
             StartupError: its port is taken, or it did not become healthy; the message carries the end of its log.
         """
         self._port = require_port(self._config.host, self._port, "the router", "router.port")
-        argv = router_command(self._config, self._port, free_port(), self._model_call_s)
+        metrics_port = next(port for port in iter(free_port, None) if port != self._port)
+        argv = router_command(self._config, self._port, metrics_port, self._model_call_s)
         if self._http is None:
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10))
         self._process = ServerProcess("the router", argv, self._log)
