@@ -1,0 +1,26 @@
+"""What verl's processes on the CPU are started with."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from rollout_backend.local.verl_cpu.environment import KEEP_FREED_MEMORY, environment
+
+INTEL = sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+@pytest.mark.skipif(not INTEL, reason="its OpenMP is made for Linux on x86-64")
+def test_torch_computes_with_the_openmp_that_bears_several_threads():
+    code = "import torch; torch.ones(1 << 20).exp(); print(open('/proc/self/maps').read())"
+    maps = subprocess.run([sys.executable, "-c", code], env=environment(2), capture_output=True, text=True, check=True)
+    assert "libiomp5.so" in maps.stdout
+
+
+def test_what_the_user_has_set_stays():
+    own = environment(inherited={"LD_PRELOAD": "/lib/mine.so", "GLIBC_TUNABLES": "glibc.malloc.check=1"})
+    assert own["LD_PRELOAD"].split(":")[-1] == "/lib/mine.so"
+    assert own["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
+    assert environment(inherited=environment(inherited={})) == environment(inherited={})
+    assert environment(inherited={})["GLIBC_TUNABLES"] == KEEP_FREED_MEMORY
