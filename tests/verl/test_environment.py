@@ -14,7 +14,8 @@ INTEL = sys.platform == "linux" and platform.machine() == "x86_64"
 @pytest.mark.skipif(not INTEL, reason="its OpenMP is made for Linux on x86-64")
 def test_torch_computes_with_the_openmp_that_bears_several_threads():
     code = "import torch; torch.ones(1 << 20).exp(); print(open('/proc/self/maps').read())"
-    maps = subprocess.run([sys.executable, "-c", code], env=environment(2), capture_output=True, text=True, check=True)
+    argv = [sys.executable, "-c", code]
+    maps = subprocess.run(argv, env=environment(2), capture_output=True, text=True, check=True)
     assert "libiomp5.so" in maps.stdout
 
 
