@@ -107,8 +107,10 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
                 "model": {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 4096},
                 "serving": {"kind": "external", "urls": [engine.url]},
                 "group": {"size": 2},
+                # Room for ten kills within a step, each of which costs a start: a rollout that ran out of time would
+                # be accounted for, but the rows could not be compared.
                 "timeouts": {
-                    "model_call_s": 10, "agent_s": 60, "publish_grace_s": 20, "collection_s": 120, "token_s": 240,
+                    "model_call_s": 10, "agent_s": 600, "publish_grace_s": 20, "collection_s": 900, "token_s": 1200,
                 },
                 "output_dir": str(work / "runs"),
             }  # fmt: skip
