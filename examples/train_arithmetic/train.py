@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import sys
 from pathlib import Path
@@ -167,7 +166,7 @@ def main() -> None:
         "--trainer", choices=["v1", "legacy", "async"], default="v1", help="verl's; async: v1's separate_async"
     )
     parser.add_argument("--tiny", action="store_true", help="a random model of a few thousand weights")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="the trainer's")
+    parser.add_argument("--threads", type=int, help="the trainer's; default: one for each core")
     options, passed_on = parser.parse_known_args()
     if unknown := [argument for argument in passed_on if argument.startswith("-")]:
         parser.error(f"no such option: {' '.join(unknown)}")

@@ -41,8 +41,6 @@ DEFERRED = {
     "openai": ("openai.resources.chat.completions", "openai.resources.responses", "openai.types.chat"),
 }
 
-# What every agent with our wrapper reads to publish its result: as costly as an import.
-READ_AHEAD = ("agent_wrapper.descriptions", "read_ahead")
 
 _LEARN_S = 30.0  # for so long the first session tells what it imports
 _LEARN_EVERY_S = 0.2
@@ -70,10 +68,9 @@ def preload(script: Path, modules: list[str]) -> None:
         with contextlib.suppress(Exception):  # the session will fail on it with its own traceback
             importlib.import_module(name)
         names += [deferred for deferred in DEFERRED.get(name.split(".")[0], ()) if deferred not in names]
-    if "agent_wrapper" in sys.modules:
-        module, function = READ_AHEAD
+    if "agent_wrapper" in sys.modules:  # what its sessions would each read to publish: as costly as an import
         with contextlib.suppress(Exception):  # an older wrapper has none, and its sessions read for themselves
-            getattr(importlib.import_module(module), function)()
+            importlib.import_module("agent_wrapper.descriptions").read_ahead()
 
 
 def serve() -> tuple[Path, dict[str, str]]:

@@ -33,6 +33,15 @@ def agent(tmp_path: Path) -> Path:
     return folder / "agent.py"
 
 
+def started(folder: Path) -> subprocess.Popen[str]:
+    argv = [sys.executable, prefork.__file__]
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder)
+
+
+def send(process: subprocess.Popen[str], message: dict) -> None:
+    print(json.dumps(message), file=process.stdin, flush=True)
+
+
 def test_what_is_preloaded(agent):
     agent.write_text("import os.path\nfrom a.b import c\nimport helper\nfrom . import x\ndef f():\n    import late\n")
     assert prefork.imported_by(agent) == ["os.path", "a.b"]
@@ -41,18 +50,11 @@ def test_what_is_preloaded(agent):
 
 
 def test_each_session_is_a_fresh_run_of_the_script(agent, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, prefork.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    with process:
-
-        def send(message: dict) -> None:
-            print(json.dumps(message), file=process.stdin, flush=True)
-
-        send({"script": str(agent), "preload": ["no_such_module"]})
+    with started(tmp_path) as process:
+        send(process, {"script": str(agent), "preload": ["no_such_module"]})
         assert json.loads(process.stdout.readline()) == {"ready": True}
         for who, code in (("a", 0), ("b", 3)):
-            send({"id": who, "env": {"WHO": who, "CODE": str(code)}, "log": str(tmp_path / f"{who}.log")})
+            send(process, {"id": who, "env": {"WHO": who, "CODE": str(code)}, "log": str(tmp_path / f"{who}.log")})
         said = [json.loads(process.stdout.readline()) for _ in range(4)]
         pids = {message["id"]: message["pid"] for message in said if "id" in message}
         codes = {message["pid"]: message["code"] for message in said if "code" in message}
@@ -84,26 +86,20 @@ def test_what_the_first_session_imports_later_is_there_for_those_after_it(tmp_pa
     go = [tmp_path / f"go{i}" for i in range(30)]
     for path in go:
         os.mkfifo(path)
-    process = subprocess.Popen(
-        [sys.executable, prefork.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    with process:
-
-        def send(message: dict) -> None:
-            print(json.dumps(message), file=process.stdin, flush=True)
+    with started(tmp_path) as process:
 
         def session(i: int) -> str:
             """Runs one session to its end, while the first one still lives; what it printed."""
             log = tmp_path / f"{i}.log"
-            send({"id": str(i), "env": {"GO": str(go[i])}, "log": str(log)})
+            send(process, {"id": str(i), "env": {"GO": str(go[i])}, "log": str(log)})
             assert json.loads(process.stdout.readline())["id"] == str(i)
             go[i].write_text("")
             assert json.loads(process.stdout.readline())["code"] == 0
             return log.read_text()
 
-        send({"script": str(folder / "agent.py"), "preload": []})
+        send(process, {"script": str(folder / "agent.py"), "preload": []})
         assert json.loads(process.stdout.readline()) == {"ready": True}
-        send({"id": "0", "env": {"GO": str(go[0])}, "log": str(tmp_path / "0.log")})
+        send(process, {"id": "0", "env": {"GO": str(go[0])}, "log": str(tmp_path / "0.log")})
         assert json.loads(process.stdout.readline())["id"] == "0"
         said = next(text for i in range(1, 30) if (text := session(i)) != "False False\n" or time.sleep(0.1))
         assert said == "True False\n"  # and never the agent's own files
@@ -124,14 +120,11 @@ def test_what_publishing_reads_is_read_ahead_of_the_sessions(tmp_path):
         "    new_session('eu-west-1').client(service, aws_access_key_id='-', aws_secret_access_key='-')\n"
         "print([path for path in read if path.endswith('/service-2')])\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, prefork.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    with process:
-        print(json.dumps({"script": str(agent), "preload": []}), file=process.stdin, flush=True)
+    with started(tmp_path) as process:
+        send(process, {"script": str(agent), "preload": []})
         assert json.loads(process.stdout.readline()) == {"ready": True}
         log = tmp_path / "log"
-        print(json.dumps({"id": "a", "env": {}, "log": str(log)}), file=process.stdin, flush=True)
+        send(process, {"id": "a", "env": {}, "log": str(log)})
         assert [json.loads(process.stdout.readline()) for _ in range(2)][1]["code"] == 0, log.read_text()
         process.stdin.close()
         assert process.wait(10) == 0

@@ -39,6 +39,7 @@ def environment(threads: int | None = None, inherited: Mapping[str, str] | None 
     env = dict(os.environ if inherited is None else inherited)
     # verl counts the devices that this lists, even where it lists none: it must be unset, not empty.
     env.pop("CUDA_VISIBLE_DEVICES", None)
+    env.setdefault("GLIBC_TUNABLES", KEEP_FREED_MEMORY)
     if library := _openmp():
         # torch's own, GNU's, gives each thread that computes helpers of its own, and once those are more than the
         # cores they sleep between any two operations. A worker of verl computes in several threads: 1.75 times the
@@ -59,7 +60,6 @@ def environment(threads: int | None = None, inherited: Mapping[str, str] | None 
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # models are folders; a mistyped path must not become a question to a hub
         "OMP_NUM_THREADS": str(threads or os.cpu_count() or 1),
-        "GLIBC_TUNABLES": env.get("GLIBC_TUNABLES", KEEP_FREED_MEMORY),
     }
 
 
