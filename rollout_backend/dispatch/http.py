@@ -32,7 +32,9 @@ class HttpRuntime:
     @classmethod
     async def open(cls, config: HttpConfig) -> Self:
         timeout = aiohttp.ClientTimeout(sock_connect=config.connect_timeout_s, total=config.read_timeout_s)
-        connector = aiohttp.TCPConnector(limit=min(256, config.max_sessions))
+        # Each invoke on a connection of its own: on a kept one it may go out just as the server closes it, and then
+        # nobody knows whether it arrived. That costs another attempt, which is more than another connection.
+        connector = aiohttp.TCPConnector(limit=min(256, config.max_sessions), force_close=True)
         return cls(config, aiohttp.ClientSession(timeout=timeout, connector=connector))
 
     async def check(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -199,6 +200,28 @@ async def test_http_answers_with_the_containers_body(http_runtime):
 async def test_http_errors_by_what_may_be_done(http_runtime, payload, kind):
     with pytest.raises(kind):
         await http_runtime.invoke(session(), payload)
+
+
+async def test_http_never_invokes_on_a_connection_that_the_server_may_be_closing():
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers the first request of a connection, and hangs up at whatever else comes on it."""
+        connections.append(asyncio.current_task())
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(re.search(rb"content-length: (\d+)", head, re.IGNORECASE)[1]))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await reader.read(1)
+        writer.close()
+        await writer.wait_closed()
+
+    connections: list[asyncio.Task[None] | None] = []
+    server = await asyncio.start_server(once, "127.0.0.1", 0)
+    runtime = await HttpRuntime.open(HttpConfig(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+    try:
+        assert [await runtime.invoke(session(), b"{}") for _ in range(3)] == [b"ok"] * 3
+    finally:
+        await runtime.aclose()
+        server.close()
+        await asyncio.wait(connections)
 
 
 async def test_http_servers_that_are_not_there():

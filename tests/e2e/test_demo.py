@@ -17,6 +17,11 @@ from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 pytestmark = pytest.mark.engine  # the demo sees to it that the engine is installed, though a script answers here
 
 
+def in_the_foreground() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def demo(repository: Path, tmp_path: Path) -> Iterator[Callable[[ScriptedEngine], subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
@@ -32,7 +37,14 @@ def demo(repository: Path, tmp_path: Path) -> Iterator[Callable[[ScriptedEngine]
         overrides = [part for key, value in settings.items() for part in ("-o", f"{key}={value}")]
         argv = [sys.executable, "-m", "rollout_backend.cli", "demo", "--limit", "2", *overrides]
         argv += ["--agent", str(example / "agent.py"), "--tasks", str(example / "tasks.jsonl")]
-        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+        process = subprocess.Popen(
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            preexec_fn=in_the_foreground,
+        )
         started.append(process)
         return process
 
