@@ -116,7 +116,7 @@ class ScriptedEngine:
                 self._app(),
                 host="127.0.0.1",
                 port=self.port,
-                log_level="warning",
+                log_level="error",  # a router asks a new engine in gRPC first: two warnings each time
                 access_log=False,
                 lifespan="off",  # force_exit would cut it, with a traceback
             )
