@@ -1,7 +1,8 @@
 """One server process of ours: started, awaited until healthy, watched, and ended with all its children.
 
-It runs in a session of its own, so a Ctrl-C in the terminal reaches us and we end it in order; and it is ended by
-the kernel if we die without a word (on Linux). Its output goes to a log file, which every error message names.
+It runs in a session of its own, so a Ctrl-C in the terminal reaches us and we end it in order; if we die without a
+word the kernel tells it to end, and its `group_guard` makes it (on Linux). Its output goes to a log file, which every
+error message names.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+from rollout_backend import group_guard
 from rollout_backend.errors import StartupError
 
 _TAIL_LINES = 15
 _FILES = 65_536
-_LOWEST_PORT = 15_000  # below it programs have ports of their own by custom
+_PORTS = range(15_000, 26_000)  # below it programs have ports of their own by custom; those above are for sessions
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -32,8 +34,8 @@ def free_port(host: str = "127.0.0.1") -> int:
     One of those that the kernel gives to nobody by itself, where there are such: the others may be an outgoing
     connection's before the server that this one is for listens, which for an engine is a minute later.
     """
-    low = _lowest_given_by_the_kernel()
-    asked = random.SystemRandom().sample(range(_LOWEST_PORT, low), 32) if low >= _LOWEST_PORT + 1000 else []
+    ours = _PORTS[: max(0, _lowest_given_by_the_kernel() - _PORTS.start)]
+    asked = random.SystemRandom().sample(ours, 32) if len(ours) >= 1000 else []
     for port in (*asked, 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
@@ -113,6 +115,7 @@ class ServerProcess:
                 )
             except OSError as error:
                 raise StartupError(f"{self.name}: cannot start {self.argv[0]}: {error.strerror}") from None
+        await self._guard(self._process.pid)
         if self._stdin is not None and self._process.stdin is not None:
             with contextlib.suppress(ConnectionError):  # it died at once; wait_healthy tells how
                 self._process.stdin.write(self._stdin)
@@ -158,6 +161,17 @@ class ServerProcess:
         except OSError:
             lines = []
         return f"Its log, {self.log}, ends:\n" + "\n".join(f"    {line}" for line in lines or ["(empty)"])
+
+    async def _guard(self, pid: int) -> None:
+        """Takes 20 ms. What the guard starts with is no more than an interpreter may need: it knows no secret."""
+        guard = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", group_guard.__file__, str(pid), str(os.getpid())),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
+            start_new_session=True,
+        )
+        await guard.wait()
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None

@@ -39,7 +39,7 @@ class Vision:
         Raises:
             ValueError: the model takes no image of this shape.
         """
-        patches = self.processor.get_number_of_image_patches(image.height, image.width)
+        patches = self.processor.get_number_of_image_patches(image.height, image.width, {})  # None fails in 5.10
         return int(patches // self.processor.merge_size**2)
 
     def expanded(

@@ -7,7 +7,6 @@ or stopped. `ray_fleet.RayEngine` is a LocalEngine on another machine.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ import aiohttp
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import StartupError
 from rollout_backend.process import ServerProcess, free_port
-from rollout_backend.serving import group_guard
 from rollout_backend.serving.sglang import Command, engine_command
 
 # SGLang looks only every 5 s whether it was told to end, and an engine that is stopped has nothing to finish.
@@ -101,7 +99,6 @@ class LocalEngine:
         argv, env = self._command(self._model, self._serving, self._host, port, self._first_gpu)
         self._process = ServerProcess(self._name, argv, self._log, env)
         await self._process.start()
-        await self._guard()
         await self._process.wait_healthy(lambda: is_healthy(self.url), self._serving.startup_timeout_s)
 
     async def wait(self) -> str:
@@ -119,13 +116,6 @@ class LocalEngine:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
-
-    async def _guard(self) -> None:
-        """Sees to it that no process of the engine's outlives it, whoever ends it and when."""
-        argv = [sys.executable, "-I", "-S", group_guard.__file__, str(self.pid)]  # it starts in 20 ms
-        null = asyncio.subprocess.DEVNULL
-        guard = await asyncio.create_subprocess_exec(*argv, stdin=null, stdout=null, start_new_session=True)
-        await guard.wait()
 
 
 class ExternalEngine:

@@ -60,6 +60,7 @@ class Training:
         more: Iterable[str],
         rollout_devices: int = 0,
         timeouts: dict[str, float] | None = None,
+        backend: dict[str, Any] | None = None,
     ) -> None:
         self.work, self.cloud = work, cloud
         self.seen, self.metrics_file, self.spy_file = work / "seen", work / "metrics.jsonl", work / "spy.jsonl"
@@ -74,6 +75,7 @@ class Training:
             "timeouts": timeouts or TIMEOUTS,
             "janitor": {"grace_s": 0.5},
             "queue": {"wait_s": 2},
+            **(backend or {}),
         }
         self.own.write_text(yaml.safe_dump(tree))
         self.settings = [  # of verl's

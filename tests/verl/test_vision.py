@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image as PILImage
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl import Qwen3VLModel
@@ -20,6 +20,8 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from agent_wrapper.contract import ImageSpan, Outcome, Rollout, Segment, Turn, VersionSpan
 from rollout_backend.errors import ConfigError
+from rollout_backend.gateway import vision as of_gateway
+from rollout_backend.gateway.images import Image
 from rollout_backend.verl import vision as of_verl
 from rollout_backend.verl.rows import legacy_batch, rows_of, v1_fields
 from rollout_backend.verl.vision import SeenImage, Vision, load_vision
@@ -84,8 +86,10 @@ def vision(processor):
 
 def picture(colour: str, width: int, height: int) -> bytes:
     out = io.BytesIO()
-    Image.linear_gradient("L").resize((width, height)).convert("RGB").save(out, "PNG")
-    Image.blend(Image.open(out), Image.new("RGB", (width, height), colour), 0.5).save(out := io.BytesIO(), "PNG")
+    PILImage.linear_gradient("L").resize((width, height)).convert("RGB").save(out, "PNG")
+    PILImage.blend(PILImage.open(out), PILImage.new("RGB", (width, height), colour), 0.5).save(
+        out := io.BytesIO(), "PNG"
+    )
     return out.getvalue()
 
 
@@ -137,10 +141,17 @@ def row_of(rollout: Rollout, lengths=(64, 64)):
     return row
 
 
+def test_the_gateway_counts_with_this_environments_processor_too(processor):
+    gateway = of_gateway.Vision(PAD, (PAD, VIDEO_PAD), processor.image_processor)
+    sizes = {TALL: (64, 96), WIDE: (160, 64)}
+    images = [Image(data, "", "image/png", width, height) for data, (width, height) in sizes.items()]
+    assert [gateway.tokens(image) for image in images] == [6, 10]
+
+
 def test_pixels_and_positions_are_those_of_verls_own_agent_loop(vision, processor):
     fields = v1_fields(row_of(TWO), {}, vision=vision)
     ids = fields["input_ids"]
-    opened = [Image.open(io.BytesIO(data)) for data in (TALL, WIDE)]
+    opened = [PILImage.open(io.BytesIO(data)) for data in (TALL, WIDE)]
     wanted = dict(processor.image_processor(images=opened, return_tensors="pt"))
     found = fields["multi_modal_inputs"]
     assert set(found) == {"pixel_values", "image_grid_thw", "images_seqlens"}

@@ -19,6 +19,8 @@ app = RolloutApp()
 async def agent(context: RolloutContext) -> dict[str, object]:
     """`name` of the group, `rewards` of its sessions; `do`: {number: what befalls it}; `segments` of each session.
 
+    `image` is shown with every question.
+
     `baseline` is the reward of the greedy one, whose number is "greedy"; `max_tokens` is of each call.
 
     A session that is to "wait for X" goes on with its last conversation once there is a file X beside its own.
@@ -32,7 +34,13 @@ async def agent(context: RolloutContext) -> dict[str, object]:
     async with AsyncOpenAI(**context.openai_kwargs()) as client:
 
         async def ask(question: str, *history: Any) -> list[Any]:
-            messages = [*history, {"role": "user", "content": question}]
+            content: Any = question
+            if "image" in payload:
+                content = [
+                    {"type": "image_url", "image_url": {"url": payload["image"]}},
+                    {"type": "text", "text": question},
+                ]
+            messages = [*history, {"role": "user", "content": content}]
             limit = payload.get("max_tokens")
             reply = await client.chat.completions.create(model=context.model, messages=messages, max_tokens=limit)
             return [*messages, {"role": "assistant", "content": reply.choices[0].message.content}]

@@ -1,0 +1,158 @@
+"""verl's real trainer on rollouts with images: it computes what the engine computed, of the same pixels."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+from PIL import Image
+from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.serving.install import cache_dir
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+SAME = 1e-4
+TORCHVISION = "torchvision==0.28.0"  # of torch 2.13
+DECLARED = """\
+import torch
+for name in ("nms", "qnms"):
+    torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+WORDS = ["tool_call", "think", "tool_response"]  # that the renderer of its family asks for
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+PIXELS = {
+    "size": {"shortest_edge": 64 * 64, "longest_edge": 4096 * 4096},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "processor_class": "Qwen3VLProcessor",
+}
+
+
+def make_seeing_model(folder: Path) -> Path:
+    """A tiny Qwen3-VL of random weights, with a token for each byte."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(BYTE_MODEL)
+    vision = ["vision_start", "vision_end", "image_pad", "video_pad"]
+    tags = [tag for word in WORDS for tag in (f"<{word}>", f"</{word}>")]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*(f"<|{name}|>" for name in vision), *tags]})
+    tokenizer.save_pretrained(folder)
+    of_kind = dict(zip(vision, tokenizer.convert_tokens_to_ids([f"<|{name}|>" for name in vision]), strict=True))
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 1024,
+            "rope_parameters": ROPE,
+            "rope_scaling": ROPE,
+            "dtype": "float32",
+            "initializer_range": 0.3,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "tie_word_embeddings": False,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 256,
+            "deepstack_visual_indexes": [0, 1],
+            "initializer_range": 0.3,
+        },
+        image_token_id=of_kind["image_pad"],
+        video_token_id=of_kind["video_pad"],
+        vision_start_token_id=of_kind["vision_start"],
+        vision_end_token_id=of_kind["vision_end"],
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = Qwen3VLForConditionalGeneration(config).float()
+    with torch.no_grad():  # the engine is told never to sample a place of an image; here the model would not either
+        made.get_input_embeddings().weight[:, 0] = 10.0
+        head = made.lm_head.weight
+        head[:, 0] = 0.0
+        head[[of_kind["image_pad"], of_kind["video_pad"]], 0] = -10.0
+    made.save_pretrained(folder)
+    images = {**PIXELS, "image_processor_type": "Qwen2VLImageProcessorFast"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    videos = {**PIXELS, "video_processor_type": "Qwen3VLVideoProcessor"}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
+    return folder
+
+
+def picture(colour: str, width: int, height: int) -> str:
+    made = Image.composite(
+        Image.new("RGB", (width, height), colour),
+        Image.new("RGB", (width, height), "white"),
+        Image.linear_gradient("L").resize((width, height)),
+    )
+    made.save(out := io.BytesIO(), "PNG")
+    return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+def shown(name: str, *image: Any, **more: Any) -> dict[str, Any]:
+    return {"name": name, "rewards": [0.0, 1.0, 0.25, 0.5], "image": picture(*image), **more}
+
+
+@pytest.fixture
+def with_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of the test have it, which the model's processor needs, made of it or of what is installed.
+
+    PyPI's wheel needs the libraries of a torch for GPUs. On another one its operators, which are not called here, are
+    declared instead of loaded: only then can it be imported.
+    """
+    if importlib.util.find_spec("torchvision"):
+        return
+    folder = cache_dir() / f"{TORCHVISION}-declared"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            half_made = folder.with_name(f"{folder.name}.part")
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
+            subprocess.run([*pip, "--target", half_made, TORCHVISION], check=True)
+            first = half_made / "torchvision" / "__init__.py"
+            first.write_text(DECLARED + first.read_text())
+            half_made.rename(folder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
+
+
+@pytest.mark.usefixtures("with_torchvision")
+async def test_a_model_that_sees_is_trained_on_what_it_saw(tmp_path: Path, training: Any) -> None:
+    """Images that fit the model's grid and images that are scaled to it, and none in one group."""
+    tasks = [shown("tall", "red", 90, 130), shown("wide", "blue", 160, 64, segments=2)]
+    tasks += [shown("small", "green", 100, 70), {"name": "blind", "rewards": [0.0, 1.0, 0.25, 0.5]}]
+    model = make_seeing_model(tmp_path / "seeing")
+    more = [f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=160"]
+    async with training(tmp_path, tasks, 2, *more, backend={"model": {"renderer": "qwen3-vl"}}) as run:
+        await run.start()
+        assert await run.ends() == 0, run.verl.tail()
+        for metrics in run.metrics():
+            assert metrics["training/rollout_probs_diff_max"] < SAME, "it was trained on other pixels or positions"
+            assert metrics["actor/grad_norm"] > 0
+        assert [run.versions(step) for step in (1, 2)] == [{"0"}, {"1"}]
+        seen = [[len(s.images) for r in run.rollouts(step) for s in r.segments] for step in (1, 2)]
+        assert [sorted(of_step) for of_step in seen] == [[1] * 12, [0] * 4 + [1] * 4]
+        assert [report.trainable for report in run.reports()] == [8, 8]
+        await run.leaves_nothing()
