@@ -118,7 +118,7 @@ def shown(name: str, *image: Any, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def with_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of the test have it, which the model's processor needs, made of it or of what is installed.
+    """The test's processes can import torchvision, which the model's processor needs.
 
     PyPI's wheel needs the libraries of a torch for GPUs. On another one its operators, which are not called here, are
     declared instead of loaded: only then can it be imported.
