@@ -29,6 +29,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.verl.metrics import TALLY, TOO_OLD, named, staleness
 
 _KEY = "trainer.v1.sampler.sampler_kwargs"
+_POLL_S = 0.25  # verl's own 2 s would leave a finished batch lying for a second on the average
 
 
 class SamplerOptions(BaseModel):
@@ -58,6 +59,7 @@ class RolloutSampler:
             trainer_mode=trainer_mode,
             sampler_kwargs={},
             refill_fn=refill_fn,
+            poll_interval=_POLL_S,
             **of_verl,
             **_withheld(sampler_kwargs, trainer_mode),
         )

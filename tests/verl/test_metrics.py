@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+import types
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
+from verl.trainer.ppo.v1 import replay_buffer
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
@@ -226,6 +229,21 @@ def nothing_told(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 OLD = "+trainer.v1.sampler.sampler_kwargs.max_staleness=2"
+
+
+@pytest.mark.parametrize("mode", ["sync", "separate_async"])
+def test_a_finished_batch_does_not_lie_for_long(queue: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(queue, mode, "data.train_batch_size=1")
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        trainer.finish("u1", [9, 9])
+
+    monkeypatch.setattr(replay_buffer, "time", types.SimpleNamespace(sleep=pause, time=time.time))
+    batch, _ = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=1)
+    assert batch.keys
+    assert pauses == [0.25]
 
 
 def test_a_batch_brings_what_was_left_out_and_how_old_it_is(queue: Any) -> None:
