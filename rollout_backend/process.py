@@ -25,7 +25,7 @@ from rollout_backend.errors import StartupError
 
 _TAIL_LINES = 15
 _FILES = 65_536
-_PORTS = range(15_000, 26_000)  # below it programs have ports of their own by custom; those above are for sessions
+SERVER_PORTS = range(15_000, 26_000)  # below it programs have ports of their own by custom; above are sessions'
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -34,7 +34,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     One of those that the kernel gives to nobody by itself, where there are such: the others may be an outgoing
     connection's before the server that this one is for listens, which for an engine is a minute later.
     """
-    ours = _PORTS[: max(0, _lowest_given_by_the_kernel() - _PORTS.start)]
+    ours = SERVER_PORTS[: max(0, _lowest_given_by_the_kernel() - SERVER_PORTS.start)]
     asked = random.SystemRandom().sample(ours, 32) if len(ours) >= 1000 else []
     for port in (*asked, 0):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -41,7 +41,6 @@ DEFERRED = {
     "openai": ("openai.resources.chat.completions", "openai.resources.responses", "openai.types.chat"),
 }
 
-
 _LEARN_S = 30.0  # for so long the first session tells what it imports
 _LEARN_EVERY_S = 0.2
 

@@ -27,10 +27,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_backend.errors import StartupError
 from rollout_backend.local.spawner import Spawner
-from rollout_backend.process import ServerProcess
+from rollout_backend.process import SERVER_PORTS, ServerProcess
 
 SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
-_PORTS = range(26_000, 32_000)  # above those of servers, and below what the system hands to outgoing connections
+_PORTS = range(SERVER_PORTS.stop, 32_000)  # below the ports that the system hands to outgoing connections
 COUNTERS = ("started", "failed", "stopped", "died", "idle", "expired", "throttled", "refused", "peak")
 _REQUEST_S = 900.0  # a synchronous request may take 15 minutes
 _PING_TIMEOUT = aiohttp.ClientTimeout(total=5.0)

@@ -13,7 +13,7 @@ from rollout_backend.process import free_port
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells its range on Linux alone")
 def test_the_kernel_gives_it_to_nobody_meanwhile():
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert low > process._PORTS.start + 1000, "this machine's kernel leaves us none"
+    assert low > process.SERVER_PORTS.start + 1000, "this machine's kernel leaves us none"
     assert not [port for port in (free_port() for _ in range(100)) if low <= port <= high]
 
 

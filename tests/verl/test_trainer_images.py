@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
-import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 import torch
 from filelock import FileLock
 from PIL import Image
-from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import PreTrainedTokenizerFast
 
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.serving.install import cache_dir
@@ -31,16 +31,7 @@ for name in ("nms", "qnms"):
     torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
 WORDS = ["tool_call", "think", "tool_response"]  # that the renderer of its family asks for
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
-PIXELS = {
-    "size": {"shortest_edge": 64 * 64, "longest_edge": 4096 * 4096},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-    "processor_class": "Qwen3VLProcessor",
-}
+SEEING = Path(__file__).parents[1] / "gateway" / "families" / "seeing_model.py"
 
 
 def make_seeing_model(folder: Path) -> Path:
@@ -51,54 +42,28 @@ def make_seeing_model(folder: Path) -> Path:
     tokenizer.add_special_tokens({"additional_special_tokens": [*(f"<|{name}|>" for name in vision), *tags]})
     tokenizer.save_pretrained(folder)
     of_kind = dict(zip(vision, tokenizer.convert_tokens_to_ids([f"<|{name}|>" for name in vision]), strict=True))
-    config = Qwen3VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 32,
-            "max_position_embeddings": 1024,
-            "rope_parameters": ROPE,
-            "rope_scaling": ROPE,
-            "dtype": "float32",
-            "initializer_range": 0.3,
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-            "tie_word_embeddings": False,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 256,
-            "deepstack_visual_indexes": [0, 1],
-            "initializer_range": 0.3,
-        },
-        image_token_id=of_kind["image_pad"],
-        video_token_id=of_kind["video_pad"],
-        vision_start_token_id=of_kind["vision_start"],
-        vision_end_token_id=of_kind["vision_end"],
-        tie_word_embeddings=False,
-    )
+    text = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 1024,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    of_images = {
+        "image_token_id": of_kind["image_pad"],
+        "video_token_id": of_kind["video_pad"],
+        "vision_start_token_id": of_kind["vision_start"],
+        "vision_end_token_id": of_kind["vision_end"],
+    }
+    seeing = runpy.run_path(str(SEEING))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        made = Qwen3VLForConditionalGeneration(config).float()
+        made = seeing["model_of"](text, of_images)
     with torch.no_grad():  # the engine is told never to sample a place of an image; here the model would not either
         made.get_input_embeddings().weight[:, 0] = 10.0
         head = made.lm_head.weight
         head[:, 0] = 0.0
         head[[of_kind["image_pad"], of_kind["video_pad"]], 0] = -10.0
-    made.save_pretrained(folder)
-    images = {**PIXELS, "image_processor_type": "Qwen2VLImageProcessorFast"}
-    (folder / "preprocessor_config.json").write_text(json.dumps(images))
-    videos = {**PIXELS, "video_processor_type": "Qwen3VLVideoProcessor"}
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
+    seeing["save"](made, folder)
     return folder
 
 

@@ -27,47 +27,57 @@ PIXELS = {
 }
 
 
-def make(folder: Path) -> None:
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "rope_parameters": ROPE,
+    "rope_scaling": ROPE,
+    "dtype": "float32",
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 256,
+    "deepstack_visual_indexes": [0, 1],
+    "initializer_range": 0.3,
+}
+QWEN3 = {"vocab_size": 151936, "bos_token_id": 151643, "eos_token_id": 151645}
+QWEN3_IMAGES = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
+
+
+def model_of(text: dict, of_images: dict) -> Qwen3VLForConditionalGeneration:
+    """The same weights for the same size of a vocabulary."""
     torch.manual_seed(0)
-    config = Qwen3VLConfig(
-        text_config={
-            "vocab_size": 151936,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 32,
-            "max_position_embeddings": 4096,
-            "rope_parameters": ROPE,
-            "rope_scaling": ROPE,
-            "dtype": "float32",
-            "initializer_range": 0.3,
-            "bos_token_id": 151643,
-            "eos_token_id": 151645,
-            "tie_word_embeddings": False,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 256,
-            "deepstack_visual_indexes": [0, 1],
-            "initializer_range": 0.3,
-        },
-        image_token_id=151655,
-        video_token_id=151656,
-        vision_start_token_id=151652,
-        vision_end_token_id=151653,
-        tie_word_embeddings=False,
-    )
-    Qwen3VLForConditionalGeneration(config).float().save_pretrained(folder)
+    config = Qwen3VLConfig(text_config={**TEXT, **text}, vision_config=VISION, **of_images, tie_word_embeddings=False)
+    return Qwen3VLForConditionalGeneration(config).float()
+
+
+def save(model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
+    """With the settings of its image processor."""
+    model.save_pretrained(folder)
     images = {**PIXELS, "image_processor_type": "Qwen2VLImageProcessorFast"}
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
     videos = {**PIXELS, "video_processor_type": "Qwen3VLVideoProcessor"}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
+
+
+def make(folder: Path) -> None:
+    save(model_of(QWEN3, QWEN3_IMAGES), folder)
 
 
 def logprobs(folder: Path) -> None:
