@@ -1,18 +1,20 @@
-"""What goes into the agent's image: the wrapper round your agent's function.
+"""Wrap an agent's function so that its container takes part in training.
 
-from agent_wrapper import RolloutApp, RolloutContext
+    from agent_wrapper import RolloutApp, RolloutContext
 
-app = RolloutApp()
+    app = RolloutApp()
 
-@app.entrypoint
-async def agent(context: RolloutContext) -> float: ...
+    @app.entrypoint
+    async def agent(context: RolloutContext) -> float: ...
 
-if __name__ == "__main__":
-    app.run()
+    if __name__ == "__main__":
+        app.run()
+
+This package runs in the agent's image: it needs no torch, no Ray and no transformers.
 """
 
 from agent_wrapper.app import RolloutApp
 from agent_wrapper.context import RolloutContext
-from agent_wrapper.errors import AgentFailure
+from agent_wrapper.errors import AgentFailure, EntrypointError
 
-__all__ = ["AgentFailure", "RolloutApp", "RolloutContext"]
+__all__ = ["AgentFailure", "EntrypointError", "RolloutApp", "RolloutContext"]

@@ -1,9 +1,11 @@
-"""The agent's container: `POST /invocations` starts a rollout, `GET /ping` says whether one is running.
+"""The agent's container: `POST /invocations` starts a rollout, `POST /stop` stops one, `GET /ping` reports the load.
 
-- An invoke that carries the backend's block is answered at once and worked on in the background. A rollout runs once
-  in this process: an invoke sent again is answered from memory.
-- Every rollout that was accepted is published, with a reward or with a reason, also when the process is told to stop.
-- An invoke without that block is an ordinary call of the same function, answered with what it returns.
+- An invoke with the backend's block is answered immediately, and the rollout runs in the background. Each attempt has
+  its own session id and runs once per process: a repeated invoke is answered from memory. The next attempt at the
+  same rollout has a different session id and runs.
+- Every accepted rollout is published, with a reward or a failure reason, even if its session or the process is
+  stopped.
+- An invoke without the block calls the same function directly and returns its return value.
 """
 
 from __future__ import annotations
@@ -11,20 +13,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, Rollout, RolloutRequest, Trajectory
 from agent_wrapper.errors import EntrypointError
-from agent_wrapper.outcome import Ending, conclude, describe, failed, judge
+from agent_wrapper.heartbeat import beat
+from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, failed
 from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.runner import Agent, Returned
 from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
@@ -37,15 +41,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("agent_wrapper")
 
 SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
-_REMEMBERED = 10_000  # finished rollouts that a repeated invoke is answered for
+_REMEMBERED = 10_000  # finished attempts that a repeated invoke is answered for
 
-# After its deadline an agent has so long to unwind, the trajectory to arrive, the result to be written. Together
-# with the start of the session they should fit the backend's publish_grace_s. Before it there is more time for the
-# trajectory: a trainer that is started again takes its gateway along.
+# Limits after the agent's deadline: time to unwind, to fetch the trajectory and to write the result. Each is also
+# capped at a share of the backend's publish_grace_s, so that the result is published in time. Before the deadline the
+# trajectory has more time, because a restarting trainer also restarts its gateway.
 _UNWIND_S, _FETCH_S, _PUBLISH_S = 2.0, 20.0, 60.0
-# The same once the process is told to stop: what follows SIGTERM comes soon.
+_UNWIND_SHARE, _FETCH_SHARE, _PUBLISH_SHARE = 0.1, 0.25, 0.5
+# The same limits after a stop request or SIGTERM: SIGKILL follows SIGTERM within seconds.
 _LAST_UNWIND_S, _LAST_FETCH_S, _LAST_PUBLISH_S = 0.5, 2.0, 4.0
-_LAST_REQUESTS_S = 2  # for the answers still being written, before that
+_LAST_REQUESTS_S = 2  # before that, time to finish writing open responses
 _SHUTDOWN_S = 8.0
 
 _Function = TypeVar("_Function", bound=Callable[[RolloutContext], Any])
@@ -54,17 +59,48 @@ _T = TypeVar("_T")
 
 @dataclass
 class _Job:
-    """One accepted rollout, in memory."""
+    """One accepted attempt at a rollout, in memory."""
 
     request: RolloutRequest
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
     status: Literal["running", "finished", "unpublished"] = "running"
     outcome: Outcome | None = None
     reason: str | None = None
+
+    @property
+    def unwind_s(self) -> float:
+        return min(_UNWIND_S, _UNWIND_SHARE * self._grace_s)
+
+    @property
+    def fetch_s(self) -> float:
+        return min(_FETCH_S, _FETCH_SHARE * self._grace_s)
+
+    @property
+    def publish_s(self) -> float:
+        return min(_PUBLISH_S, _PUBLISH_SHARE * self._grace_s)
+
+    @property
+    def _grace_s(self) -> float:
+        return self.request.publish_grace_s or math.inf
+
+    @property
+    def is_running(self) -> bool:
+        return self.status == "running"
 
     def answer(self) -> dict[str, Any]:
         answer = {"status": self.status, "rollout_id": self.request.rollout_id}
         more = {"outcome": self.outcome, "reason": self.reason}
         return answer | {name: value for name, value in more.items() if value is not None}
+
+    async def wait(self, future: asyncio.Future[Any], usual_s: float, last_s: float) -> bool:
+        """Waits at most `usual_s`, and from the word to stop at most `last_s`. Returns whether `future` is done."""
+        stopping = asyncio.create_task(self.stopping.wait())
+        both: set[asyncio.Future[Any]] = {future, stopping}
+        await asyncio.wait(both, timeout=usual_s, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if self.stopping.is_set() and not future.done() and last_s:
+            await asyncio.wait({future}, timeout=last_s)
+        return future.done()
 
 
 class RolloutApp:
@@ -86,13 +122,13 @@ class RolloutApp:
     def __init__(self) -> None:
         self._agent: Agent | None = None
         self._publisher = Publisher()
-        self._jobs: dict[tuple[str, str], _Job] = {}
+        self._jobs: dict[tuple[str, str, str], _Job] = {}  # by run, rollout and session
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._busy_since_change = (False, int(time.time()))
 
     def entrypoint(self, function: _Function) -> _Function:
-        """Marks the agent's function, and returns it as it is.
+        """Register the agent's function and return it unchanged.
 
         Raises:
             EntrypointError: there is one already, or it does not take one argument.
@@ -103,8 +139,8 @@ class RolloutApp:
         return function
 
     def run(self, host: str | None = None, port: int | None = None) -> None:
-        """Serves until the process is told to stop. Default: $HOST or 0.0.0.0, $PORT or 8080."""
-        asgi = self.asgi  # first, so that a missing entrypoint is told before anything else
+        """Serves until the process is stopped. Default: $HOST or 0.0.0.0, $PORT or 8080."""
+        asgi = self.asgi  # first, so that a missing entrypoint is reported before anything else
         import uvicorn
 
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -144,6 +180,7 @@ class RolloutApp:
             routes=[
                 Route("/ping", self._ping, methods=["GET"]),
                 Route("/invocations", self._invocations, methods=["POST"]),
+                Route("/stop", self._stop, methods=["POST"]),
             ],
             lifespan=lifespan,
         )
@@ -151,8 +188,10 @@ class RolloutApp:
     async def shutdown(self) -> None:
         """Ends every running rollout as a failure and publishes it. Takes a few seconds at most."""
         self._stopping.set()
+        for job in self._jobs.values():
+            job.stopping.set()
         if self._tasks:
-            logger.info("told to stop: %d rollouts are running and will be published as failures", len(self._tasks))
+            logger.info("stopping: %d rollouts are running and will be published as failures", len(self._tasks))
             _, pending = await asyncio.wait(self._tasks, timeout=_SHUTDOWN_S)
             if pending:
                 logger.error("%d rollouts could not be published before the end", len(pending))
@@ -183,14 +222,27 @@ class RolloutApp:
             wanted = RolloutRequest.parse(payload.pop(REQUEST_FIELD), f"{REQUEST_FIELD}.")
         except ContractError as error:
             return JSONResponse(_error("ContractError", str(error)) | {"field": error.field}, 400)
-        job = self._jobs.get((wanted.run_id, wanted.rollout_id))
+        job = self._jobs.get((wanted.run_id, wanted.rollout_id, wanted.session_id))
         if job is not None:
             return JSONResponse(job.answer())
         if self._stopping.is_set():
-            return JSONResponse(_error("Stopping", "this process has been told to stop"), 503)
+            return JSONResponse(_error("Stopping", "this process is stopping"), 503)
         logger.info("rollout %s accepted in session %s", wanted.rollout_id, request.headers.get(SESSION_HEADER))
         self._accept(wanted, payload)
         return JSONResponse({"status": "accepted", "rollout_id": wanted.rollout_id})
+
+    async def _stop(self, request: Request) -> JSONResponse:
+        """Stops the session that the header names, as a runtime does that gives each session a container."""
+        from starlette.responses import JSONResponse
+
+        session_id = request.headers.get(SESSION_HEADER)
+        jobs = [job for job in self._jobs.values() if job.request.session_id == session_id and job.is_running]
+        if not jobs:
+            return JSONResponse(_error("SessionNotFound", f"no rollout runs in session {session_id}"), 404)
+        for job in jobs:
+            logger.info("rollout %s: session %s is stopped", job.request.rollout_id, session_id)
+            job.stopping.set()
+        return JSONResponse({"status": "stopping"})
 
     async def _serve(self, payload: dict[str, Any]) -> JSONResponse:
         from starlette.responses import JSONResponse
@@ -212,7 +264,7 @@ class RolloutApp:
     def _accept(self, request: RolloutRequest, payload: dict[str, Any]) -> None:
         job = _Job(request)
         self._forget_oldest()
-        self._jobs[request.run_id, request.rollout_id] = job
+        self._jobs[request.run_id, request.rollout_id, request.session_id] = job
         task = asyncio.create_task(self._live(job, payload), name=f"rollout-{request.rollout_id}")
         self._tasks.add(task)
         self._note_busy()
@@ -229,15 +281,16 @@ class RolloutApp:
 
     def _forget_oldest(self) -> None:
         over = len(self._jobs) - _REMEMBERED
-        for key in [key for key, job in self._jobs.items() if job.status != "running"][: max(0, over)]:
+        for key in [key for key, job in self._jobs.items() if not job.is_running][: max(0, over)]:
             del self._jobs[key]
 
     async def _live(self, job: _Job, payload: dict[str, Any]) -> None:
+        beating = asyncio.create_task(self._beat(job))
         try:
-            rollout = await self._roll_out(job.request, payload)
+            rollout = await self._roll_out(job, payload)
             job.outcome = rollout.outcome
             job.reason = rollout.failure.reason if rollout.failure else None
-            await self._publish(job.request, rollout)
+            await self._publish(job, rollout)
         except PublishError as error:
             job.status, job.reason = "unpublished", str(error)
             logger.error("rollout %s is lost: %s", job.request.rollout_id, error)  # noqa: TRY400
@@ -246,37 +299,54 @@ class RolloutApp:
             logger.exception("rollout %s is lost to a bug in the wrapper", job.request.rollout_id)
         else:
             job.status = "finished"
+        finally:
+            beating.cancel()
 
-    async def _roll_out(self, request: RolloutRequest, payload: dict[str, Any]) -> Rollout:
-        started_at = time.time()
+    async def _beat(self, job: _Job) -> None:
+        """Sends heartbeats until the result is published. A session that is closed for good is stopped."""
+        endpoint, every_s = job.request.endpoint, job.request.heartbeat_s
+        if endpoint.heartbeat_url is None or every_s is None:
+            return
+        try:
+            await beat(endpoint.heartbeat_url, endpoint.api_key, every_s)
+        except Exception:  # no rollout may fail for it
+            logger.exception("rollout %s sends no more heartbeats", job.request.rollout_id)
+        else:
+            logger.info("rollout %s: the gateway has closed its session", job.request.rollout_id)
+            job.stopping.set()
+
+    async def _roll_out(self, job: _Job, payload: dict[str, Any]) -> Rollout:
+        request, started_at = job.request, time.time()
         preparing = asyncio.create_task(self._prepare(request))
-        ending = await self._play(request, RolloutContext.of_request(request, payload))
+        context = RolloutContext.of_request(request, payload)
+        ending = await self._play(job, context)
         preparing.cancel()
         finished_at = time.time()
-        trajectory = await self._fetch(request, _fetch_s(ending, request.deadline - finished_at))
-        return conclude(request, ending, trajectory, started_at, finished_at)
+        trajectory = await self._fetch(job, _fetch_s(ending, context.remaining_s, job.fetch_s))
+        return build_rollout(request, ending, trajectory, started_at, finished_at)
 
-    async def _play(self, request: RolloutRequest, context: RolloutContext) -> Ending:
-        """Runs the agent until it ends, its deadline passes, or the process is told to stop."""
+    async def _play(self, job: _Job, context: RolloutContext) -> AgentResult:
+        """Runs the agent until it ends, its deadline passes, or its session is stopped."""
         assert self._agent is not None
         if not context.remaining_s:
             return failed(Outcome.TIMED_OUT, "agent_deadline", "the deadline had passed before the agent was started")
         call = self._agent.start(context)
         ended = asyncio.wrap_future(call.future)
-        if await self._wait(ended, context.remaining_s, 0):
-            return judge(ended.result(), request.endpoint.base_url)
-        stopped = self._stopping.is_set()
+        if await job.wait(ended, context.remaining_s, 0):
+            return classify(ended.result(), job.request.endpoint.base_url)
+        stopped = job.stopping.is_set()
         if call.cancel():
-            await self._wait(ended, _UNWIND_S, _LAST_UNWIND_S)
+            await job.wait(ended, job.unwind_s, _LAST_UNWIND_S)
         if stopped:
-            message = "the container was told to stop before its agent was done"
+            what = "container" if self._stopping.is_set() else "session"
+            message = f"the {what} was stopped before its agent finished"
             return failed(Outcome.INFRA_ERROR, "terminated", message, call.stack())
         message = "the agent had not returned by its deadline"
         return failed(Outcome.TIMED_OUT, "agent_deadline", message, call.stack())
 
-    async def _fetch(self, request: RolloutRequest, budget_s: float) -> Trajectory | TrajectoryUnavailable:
-        fetch = asyncio.create_task(fetch_trajectory(request.endpoint, budget_s))
-        if not await self._wait(fetch, budget_s, _LAST_FETCH_S):
+    async def _fetch(self, job: _Job, budget_s: float) -> Trajectory | TrajectoryUnavailable:
+        fetch = asyncio.create_task(fetch_trajectory(job.request.endpoint, budget_s))
+        if not await job.wait(fetch, budget_s, _LAST_FETCH_S):
             fetch.cancel()
             return TrajectoryUnavailable("the gateway did not hand out the trajectory in time")
         try:
@@ -284,25 +354,15 @@ class RolloutApp:
         except TrajectoryUnavailable as error:
             return error
 
-    async def _wait(self, future: asyncio.Future[Any], usual_s: float, last_s: float) -> bool:
-        """Waits at most `usual_s`, and from the word to stop at most `last_s`. Returns whether `future` is done."""
-        stopping = asyncio.create_task(self._stopping.wait())
-        both: set[asyncio.Future[Any]] = {future, stopping}
-        await asyncio.wait(both, timeout=usual_s, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if self._stopping.is_set() and not future.done() and last_s:
-            await asyncio.wait({future}, timeout=last_s)
-        return future.done()
-
     async def _prepare(self, request: RolloutRequest) -> None:
         try:
             await _in_thread(lambda: self._publisher.prepare(request.result), "prepare")
-        except Exception as error:  # whatever it is, publishing will meet it again, and there it counts
+        except Exception as error:  # publishing will hit the same error and report it
             logger.info("the clients could not be made ahead: %s", describe(error))
 
-    async def _publish(self, request: RolloutRequest, rollout: Rollout) -> None:
-        body = rollout.encode()
-        budget_s = _LAST_PUBLISH_S if self._stopping.is_set() else _PUBLISH_S
+    async def _publish(self, job: _Job, rollout: Rollout) -> None:
+        request, body = job.request, rollout.encode()
+        budget_s = _LAST_PUBLISH_S if job.stopping.is_set() else job.publish_s
         written = await _in_thread(
             lambda: self._publisher.publish(
                 request.result,
@@ -316,10 +376,10 @@ class RolloutApp:
         logger.info("rollout %s published as %s (written: %s)", rollout.rollout_id, rollout.outcome, written)
 
 
-def _fetch_s(ending: Ending, left_s: float) -> float:
-    """How long the gateway is asked for the trajectory: what an agent has earned is worth waiting for until its
-    deadline. One that failed may have failed for want of the gateway, and says so at once."""
-    return max(_FETCH_S, left_s) if ending.failure is None else _FETCH_S
+def _fetch_s(ending: AgentResult, left_s: float, least_s: float) -> float:
+    """Return how long to retry fetching the trajectory. A completed rollout is worth waiting for until the agent's
+    deadline. A failed agent may have failed because the gateway is down, so it gets only `least_s`."""
+    return max(least_s, left_s) if ending.failure is None else least_s
 
 
 async def _in_thread(work: Callable[[], _T], name: str) -> _T:

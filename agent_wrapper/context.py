@@ -28,8 +28,9 @@ class RolloutContext:
     api_key: str = field(repr=False)  # in training it opens this rollout's session only
     model: str
     sampling: Sampling = field(default_factory=Sampling)  # the trainer's; the gateway applies it by itself
-    deadline: float = math.inf  # unix seconds by which the agent must have returned
+    deadline: float = math.inf  # unix seconds, by this container's clock, by which the agent must have returned
     rollout_id: str | None = None
+    _ends_at: float | None = field(default=None, repr=False)  # the deadline by the monotonic clock
 
     @property
     def training(self) -> bool:
@@ -39,7 +40,8 @@ class RolloutContext:
     @property
     def remaining_s(self) -> float:
         """Seconds until the deadline, never below 0; infinite in deployment."""
-        return max(0.0, self.deadline - time.time())
+        left = self.deadline - time.time() if self._ends_at is None else self._ends_at - time.monotonic()
+        return max(0.0, left)
 
     def openai_kwargs(self) -> dict[str, Any]:
         """Arguments for `openai.OpenAI` and `openai.AsyncOpenAI`: base_url, api_key, timeout, max_retries.
@@ -54,14 +56,18 @@ class RolloutContext:
 
     @classmethod
     def of_request(cls, request: RolloutRequest, payload: dict[str, Any]) -> RolloutContext:
+        """For a request that has arrived just now."""
+        now = time.time()
+        remaining_s = request.deadline - now if request.remaining_s is None else request.remaining_s
         return cls(
             payload=payload,
             base_url=request.endpoint.base_url,
             api_key=request.endpoint.api_key,
             model=request.endpoint.name,
             sampling=request.sampling,
-            deadline=request.deadline,
+            deadline=now + remaining_s,
             rollout_id=request.rollout_id,
+            _ends_at=time.monotonic() + remaining_s,
         )
 
     @classmethod

@@ -1,24 +1,23 @@
-"""Pure: what became of a rollout, from what the agent returned or raised and what it sampled.
+"""Classify a rollout by what its agent returned or raised and by what was sampled. Pure.
 
-Two rules hold throughout. A reward is a finite number that the agent gave, or there is none. And a failure of the
-model's endpoint is never the agent's: an exception counts as `model_unavailable` if, anywhere in its chain of
-causes, stands an error that
+Invariants:
 
-- says that the endpoint failed: it has a `status_code` (its own or its `response`'s) of 408, 410 (the session is
-  closed or lost, which is never the agent's doing), 429 or 5xx, or it is
-  an error of the transport by its class (httpx, httpcore, aiohttp or requests: no connection, timed out, cut), or
-  it has one of the names that model SDKs give to these (`APIConnectionError`, ...; plain `APIError` is what they
-  raise for an error event inside a stream); and
-- was met on the way to the model: if it knows the URL of its request, that is one of the session's endpoint. An
-  error that knows none counts only if it is an SDK's.
+- a reward is a finite number that the agent returned, or there is none;
+- a failure of the model endpoint is never an agent error.
 
-An agent may also catch such an error and return a reward all the same. The gateway knows: it counts the calls that it
-could not answer and that were not made again with success, and a rollout with one has no reward.
+An exception is `model_unavailable` if an error in its chain of causes meets both conditions:
 
-So a tool's own failing web call stays the agent's error, and no SDK needs to be installed to tell.
+- the endpoint failed: `status_code`, of the error or of its `response`, is 408, 410 (the session is closed or lost),
+  429 or 5xx; or its class is a transport error of httpx, httpcore, aiohttp or requests; or its class has a name that
+  model SDKs use (`APIConnectionError`, ...; plain `APIError` for an error event inside a stream);
+- the call went to the model: the request's URL, if the error has one, is below the session's endpoint. An error
+  without a URL counts only if it is an SDK's.
 
-An agent that called its model elsewhere says so by returning its `messages`: without a token sampled here, they are
-what the rollout holds.
+So a failed web call of a tool is an agent error, and no SDK needs to be installed for the check.
+
+If an agent catches such an error and returns a reward, the gateway's count of unanswered calls still refuses it.
+
+An agent that called another model returns its `messages`. The rollout stores them if nothing was sampled here.
 """
 
 from __future__ import annotations
@@ -45,13 +44,16 @@ from agent_wrapper.contract import (
     Segment,
     Trajectory,
 )
+from agent_wrapper.contract.codec import MAX_DEPTH, check_packed
 from agent_wrapper.errors import AgentFailure
+from agent_wrapper.plain import check_plain
 from agent_wrapper.runner import Raised, Returned
 from agent_wrapper.trajectory import TrajectoryUnavailable
 
 _MESSAGE_CHARS = 2_000
 _TRACEBACK_CHARS = 20_000
-_WANTED = "return a finite number, or a dict with one under 'reward' and JSON values beside it"
+_EXTRAS_DEPTH = MAX_DEPTH - 10  # extras are nested some levels deep in the result
+_WANTED = "return a finite number, or a dict with one under 'reward' and other JSON values"
 
 _SDK_ERRORS = frozenset(
     {
@@ -79,7 +81,7 @@ _TRANSPORT_ERRORS = frozenset(
 
 
 @dataclass(frozen=True)
-class Ending:
+class AgentResult:
     """The agent's part of a rollout, over. What it sampled is not known yet."""
 
     outcome: Outcome
@@ -90,23 +92,23 @@ class Ending:
 
 def failed(
     outcome: Outcome, reason: str, message: str, trace: str | None = None, reward: float | None = None
-) -> Ending:
+) -> AgentResult:
     failure = Failure(
         reason=reason,
         message=_text(message)[:_MESSAGE_CHARS],
         traceback=_text(trace)[-_TRACEBACK_CHARS:] if trace else None,  # the end names the error
     )
-    return Ending(outcome, reward, failure=failure)
+    return AgentResult(outcome, reward, failure=failure)
 
 
-def judge(result: Returned | Raised, base_url: str) -> Ending:
+def classify(result: Returned | Raised, base_url: str) -> AgentResult:
     """The ending of an agent that came to its end by itself."""
-    return _judge_value(result.value) if isinstance(result, Returned) else _judge_error(result.error, base_url)
+    return _classify_value(result.value) if isinstance(result, Returned) else _classify_error(result.error, base_url)
 
 
-def conclude(
+def build_rollout(
     request: RolloutRequest,
-    ending: Ending,
+    ending: AgentResult,
     trajectory: Trajectory | TrajectoryUnavailable,
     started_at: float,
     finished_at: float,
@@ -124,11 +126,11 @@ def conclude(
             ending = failed(
                 Outcome.INFRA_ERROR,
                 "model_unavailable",
-                f"the model's endpoint failed {trajectory.unanswered_calls} calls for good, and the agent went on "
-                "without an answer: what it scored is not the model's doing",
+                f"the model endpoint left {trajectory.unanswered_calls} calls unanswered and the agent continued, so "
+                "its reward does not measure the model",
             )
         elif ending.outcome is Outcome.COMPLETED and not any(segment.sampled_tokens for segment in segments):
-            ending, conversations = _told(ending)
+            ending, conversations = _with_conversation(ending)
     elif ending.failure is None:
         ending = failed(Outcome.INFRA_ERROR, "trajectory_unavailable", str(trajectory))
     else:
@@ -156,12 +158,12 @@ def conclude(
 
 
 def describe(error: BaseException) -> str:
-    """`Class: message`, as the last line of a traceback has it."""
+    """Return `Class: message`, like the last line of a traceback."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def _told(ending: Ending) -> tuple[Ending, tuple[Conversation, ...]]:
-    """The ending of an agent that sampled nothing here: whether it tells what was said elsewhere."""
+def _with_conversation(ending: AgentResult) -> tuple[AgentResult, tuple[Conversation, ...]]:
+    """Return the result of an agent that sampled nothing here, with the conversation that it returned."""
     if "messages" not in ending.extras:
         message = (
             "the agent returned a reward, yet nothing was sampled for it: call the model at the context's base_url "
@@ -172,7 +174,7 @@ def _told(ending: Ending) -> tuple[Ending, tuple[Conversation, ...]]:
     fields = {"messages": extras.pop("messages"), "tools": extras.pop("tools", None) or ()}
     try:
         conversation = Conversation.parse(fields)
-        if not conversation.said:
+        if not conversation.model_messages:
             raise ContractError("messages", "there is none with the role 'assistant'")
     except ContractError as error:
         message = f"{error}; return 'messages' (and 'tools') as lists in the shape of OpenAI's chat completions"
@@ -183,7 +185,7 @@ def _told(ending: Ending) -> tuple[Ending, tuple[Conversation, ...]]:
 # --- what the agent returned ------------------------------------------------------------------------------
 
 
-def _judge_value(value: object) -> Ending:
+def _classify_value(value: object) -> AgentResult:
     extras: dict[str, Any] = {}
     try:
         if isinstance(value, Mapping):
@@ -191,15 +193,16 @@ def _judge_value(value: object) -> Ending:
                 raise ValueError(f"the agent returned a dict without 'reward' (it has {sorted(map(str, value))})")
             reward = _number(value["reward"])
             extras = {_key(k): _json(k, v) for k, v in value.items() if k != "reward"}
+            check_packed(msgpack.packb(extras), share=2)  # the other half is for what was sampled
         else:
             reward = _number(value)
     except ValueError as error:
         return failed(Outcome.AGENT_ERROR, "bad_reward", f"{error}; {_WANTED}")
-    return Ending(Outcome.COMPLETED, reward, extras)
+    return AgentResult(Outcome.COMPLETED, reward, extras)
 
 
 def _number(value: object) -> float:
-    """Python's and numpy's numbers; True is 1 and False is 0, so that `return answer == wanted` is a reward."""
+    """Convert a number of Python or NumPy. True is 1 and False is 0, so `return answer == wanted` is a reward."""
     if not isinstance(value, numbers.Real):
         raise ValueError(f"the reward is {_short(value)}, a {type(value).__name__}, not a number")  # noqa: TRY004
     try:
@@ -213,23 +216,24 @@ def _number(value: object) -> float:
 
 def _key(key: object) -> str:
     if not isinstance(key, str):
-        raise ValueError(f"the key {_short(key)} beside the reward is not a text")  # noqa: TRY004
+        raise ValueError(f"the key {_short(key)} is not a string")  # noqa: TRY004
     return key
 
 
 def _json(key: object, value: object) -> Any:
     try:
         plain = json.loads(json.dumps(value, allow_nan=False))
-        msgpack.packb([key, plain])  # the stored form: no integers over 64 bits, no broken surrogates
+        check_plain(plain, "it", _EXTRAS_DEPTH)
+        msgpack.packb([key, plain])  # the stored form has no integers over 64 bits
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{key!r} beside the reward cannot be stored as JSON: {error}") from None
+        raise ValueError(f"{key!r} cannot be stored as JSON: {error}") from None
     return plain
 
 
 # --- what the agent raised --------------------------------------------------------------------------------
 
 
-def _judge_error(error: BaseException, base_url: str) -> Ending:
+def _classify_error(error: BaseException, base_url: str) -> AgentResult:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, AgentFailure):
         if error.reward is None:

@@ -1,6 +1,6 @@
-"""A result written by a presigned URL: one PUT, and no credential of the container's own.
+"""Write a result through a presigned URL: one PUT, and no credentials in the container.
 
-What must always hold: the URL is a key to the bucket. No error and no log of ours tells it.
+Invariant: the URL grants access to the bucket, so no error message and no log record contains it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _SIGNED = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
 
 
 class PutRefused(Exception):
-    """S3 did not take the object, or could not be reached in time. The message says why."""
+    """S3 refused the object or could not be reached in time. The message says why."""
 
 
 def put_once(url: str, body: bytes, budget_s: float) -> bool:
-    """Writes `body`. False if an object stood there: another attempt's, or ours, where an answer was lost.
+    """Write `body`. Return False if the object exists: another attempt's, or ours if a response was lost.
 
     Raises:
-        PutRefused: after about `budget_s` of trying again, or at once where that is of no use.
+        PutRefused: the retries took `budget_s`, or the error is permanent.
     """
     import httpx  # late: see trajectory.py
     import tenacity
@@ -59,7 +59,7 @@ def _is_passing(response: httpx.Response) -> bool:
 
 
 def _keep_quiet() -> None:
-    """httpx logs each URL whole, where the agent has switched that on."""
+    """Remove signatures from httpx's log, which contains complete URLs if the agent enables it."""
     logger = logging.getLogger("httpx")
     if _without_signature not in logger.filters:
         logger.addFilter(_without_signature)

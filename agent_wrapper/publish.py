@@ -1,9 +1,11 @@
-"""Write once to S3, then announce.
+"""Write a result to S3 once, then announce it on SQS.
 
-- The object under a rollout's key never changes: the write is conditional on there being none.
-- An announcement is sent only for an object that stands. A result that could not be announced still counts: the
-  backend lists what was not announced. A repeated announcement is a no-op for the reader, a missing one costs time,
-  so whoever finds the object already there announces it again.
+Invariants:
+
+- the object under a rollout's key never changes: the write fails if the key exists;
+- only an existing object is announced. An unannounced result still counts, because the backend lists the prefix. A
+  repeated announcement has no effect and a missing one costs time, so an attempt that finds the object existing
+  announces it again.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from agent_wrapper.botocore_models import new_session
 from agent_wrapper.contract import Announcement, ResultTarget
-from agent_wrapper.descriptions import new_session
 from agent_wrapper.presigned import put_once
 
 if TYPE_CHECKING:
@@ -34,20 +36,20 @@ _T = TypeVar("_T")
 
 
 class PublishError(Exception):
-    """The result could not be written. The message says why, and where it should have gone."""
+    """The result could not be written. The message says why, and names the key."""
 
 
 class Written(StrEnum):
-    """How the object came to stand under its key."""
+    """Which attempt wrote the object."""
 
     NOW = "now"
-    BEFORE = "before"  # by us: the answer to an earlier write was lost
-    BY_ANOTHER = "by_another"  # another attempt at this rollout was first, and its result is the one that counts
-    UNSEEN = "unseen"  # one of the two, but it could not be read to tell
+    BEFORE = "before"  # an earlier write of this attempt, whose response was lost
+    BY_ANOTHER = "by_another"  # another attempt of this rollout, whose result counts
+    UNSEEN = "unseen"  # BEFORE or BY_ANOTHER: the object could not be read
 
 
 class Publisher:
-    """Holds the clients. Safe to use from several threads; each call blocks its own."""
+    """Holds the S3 and SQS clients. Thread-safe; each call blocks its thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +57,7 @@ class Publisher:
         self._clients: dict[tuple[str, str | None], Any] = {}
 
     def prepare(self, target: ResultTarget) -> None:
-        """Makes the clients that `publish` needs ahead of it: some tenths of a second."""
+        """Create the clients that `publish` needs. Creating them takes a few tenths of a second."""
         if target.urls is not None:
             return  # boto3 need not be loaded
         self._client("s3", target.region)
@@ -65,11 +67,12 @@ class Publisher:
     def publish(
         self, target: ResultTarget, key: str, body: bytes, budget_s: float, url: str | None = None
     ) -> Written:
-        """Writes `body` under `key` unless an object is there, and announces it, each within about `budget_s`.
-        With `url`, which was signed for that key, the write needs no credentials.
+        """Write `body` under `key` unless the key exists, and announce it. Each takes at most about `budget_s`.
+
+        With `url`, which is presigned for that key, the write needs no credentials.
 
         Raises:
-            PublishError: nothing stands under the key.
+            PublishError: the key may not exist.
         """
         where = f"s3://{target.bucket}/{key}"
         try:
@@ -81,16 +84,18 @@ class Publisher:
             raise PublishError(f"cannot write {where}: {type(error).__name__}: {error}") from error
         match written:
             case Written.BEFORE:
-                logger.info("%s: an earlier write of ours had arrived after all", where)
+                logger.info("%s: an earlier write of this attempt had succeeded", where)
             case Written.BY_ANOTHER:
-                logger.warning("%s: another attempt had written its result before; ours is dropped", where)
+                logger.warning("%s: another attempt wrote its result first; this result is dropped", where)
             case Written.UNSEEN:
-                logger.warning("%s: a result had been written before; it could not be read to tell whose", where)
+                logger.warning(
+                    "%s: the key exists, and the object could not be read to see which attempt wrote it", where
+                )
         if target.queue_url is not None:
             try:
                 self._announce(target, key, budget_s)
             except Exception as error:
-                logger.warning("%s stands, but could not be announced on %s: %s", where, target.queue_url, error)
+                logger.warning("%s was written but could not be announced on %s: %s", where, target.queue_url, error)
         return written
 
     def _write(self, target: ResultTarget, key: str, body: bytes, budget_s: float) -> Written:
@@ -135,9 +140,9 @@ class Publisher:
                     connect_timeout=_CONNECT_TIMEOUT_S,
                     read_timeout=_READ_TIMEOUT_S,
                     max_pool_connections=_CONNECTIONS,
-                    retries={"total_max_attempts": 1},  # one layer of retries: ours
+                    retries={"total_max_attempts": 1},  # `_retry` is the only layer of retries
                 )
-                # A session of our own: boto3's default one is the agent's to set up, and keeps what it first read.
+                # Not boto3's default session: the agent may configure that, and it caches what it read first.
                 if region not in self._sessions:
                     self._sessions[region] = new_session(region)
                 session = self._sessions[region]

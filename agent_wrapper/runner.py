@@ -1,8 +1,10 @@
-"""The agent's function, and one call of it.
+"""Call the agent's function.
 
-A call never holds up the server: a sync function runs in a daemon thread of its own, async ones share an event loop
-in a daemon thread of theirs, so an agent that blocks delays neither a ping, nor its deadline, nor a shutdown. A call
-always settles as `Returned` or `Raised`, and never more than once.
+Invariants:
+
+- a call never blocks the server. A sync function runs in a separate daemon thread. Async functions share one event
+  loop in another daemon thread. So a blocked agent delays neither a ping, nor its deadline, nor a shutdown;
+- each call settles exactly once, as `Returned` or `Raised`.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ class Raised:
 
 
 class AgentCall:
-    """One call of the agent's function. `future` settles with what came of it."""
+    """One call of the agent's function. `future` holds its result."""
 
     def __init__(self) -> None:
         self.future: Future[Returned | Raised] = Future()
 
     def cancel(self) -> bool:
-        """Asks the agent to stop. False: a sync function cannot be asked, and is abandoned."""
+        """Cancel the agent. Return False if it is a sync function, which cannot be cancelled and is abandoned."""
         return False
 
     def stack(self) -> str:
-        """Where the agent stands, or where the cancellation met it, as a traceback; "" if that cannot be told."""
+        """Return a traceback of where the agent runs or was cancelled; "" if unknown."""
         raise NotImplementedError
 
     def _settle(self, result: Returned | Raised) -> None:
@@ -53,10 +55,10 @@ class AgentCall:
 
 
 class Agent:
-    """The function that the author marked as the entrypoint: takes one `RolloutContext`, sync or async."""
+    """The entrypoint function. It takes one `RolloutContext` and is sync or async."""
 
     def __init__(self, function: Callable[[RolloutContext], Any]) -> None:
-        """Raises EntrypointError, with what is wrong and what is wanted."""
+        """Raise EntrypointError if the function is not a valid entrypoint."""
         name = getattr(function, "__qualname__", repr(function))
         if not callable(function):
             raise EntrypointError(f"the entrypoint must be a function, not {name}: use @app.entrypoint without ()")
@@ -149,7 +151,7 @@ def _outcome_of(function: Callable[[RolloutContext], Any], context: RolloutConte
 
 
 def _raised(error: BaseException) -> Raised:
-    """Without the wrapper's own frame: a traceback begins in the agent's code."""
+    """Drop the wrapper's frame, so the traceback starts in the agent's code."""
     return Raised(error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None))
 
 

@@ -1,13 +1,14 @@
-"""AWS clients, all made here: explicit timeouts, and no retries that nobody sees."""
+"""AWS clients with explicit timeouts and no hidden retries."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any
 
 import aioboto3
+import aiohttp
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 from botocore.exceptions import (
@@ -16,20 +17,40 @@ from botocore.exceptions import (
     ConnectTimeoutError,
     CredentialRetrievalError,
     EndpointConnectionError,
+    MetadataRetrievalError,
     NoCredentialsError,
     PartialCredentialsError,
     SSOError,
     TokenRetrievalError,
 )
 from botocore.loaders import Loader, create_loader
+from botocore.parsers import ResponseParserError
 from botocore.utils import deep_merge
 
 from rollout_backend.errors import CredentialsExpired, PreflightError
 
 NO_CONNECTION = (EndpointConnectionError, ConnectTimeoutError)
 NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
-UNSIGNED = (*NO_CREDENTIALS, CredentialRetrievalError, SSOError, TokenRetrievalError)  # no call was sent
+# No call was sent.
+UNSIGNED = (*NO_CREDENTIALS, CredentialRetrievalError, MetadataRetrievalError, SSOError, TokenRetrievalError)
+NO_ANSWER = (BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError, TimeoutError)
+"""A call without an answer, or with one that was cut or cannot be parsed. The service may have done its work. Neither
+botocore nor aiobotocore wraps what goes wrong while a body is streamed, or while XML is parsed."""
+CALL_ERRORS = (ClientError, *NO_ANSWER)
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException"})
+_UNKNOWN_CREDENTIALS = frozenset(
+    {"InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "UnrecognizedClientException"}
+)
+_WRONG_CLOCK = frozenset({"RequestExpired", "RequestTimeTooSkewed"})
+_OTHER_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect"})
+_NO_SUCH = ("NonExistentQueue", "QueueDoesNotExist", "NoSuchBucket", "ResourceNotFoundException")
+_THROTTLED = frozenset(
+    {
+        "LimitExceededException", "RequestLimitExceeded", "RequestThrottled", "SlowDown", "ThrottledException",
+        "Throttling", "ThrottlingException", "TooManyRequestsException",
+    }
+)  # fmt: skip
+_DENIED = frozenset({"AccessDenied", "AccessDeniedException"})
 
 
 def client(
@@ -58,10 +79,11 @@ def client(
     )
     core = AioSession()
     if newer_fields is None:
-        core.register_component("data_loader", _descriptions(core.get_config_variable("data_path")))
+        core.register_component("data_loader", _loader(core.get_config_variable("data_path")))
     else:
         loader = core.get_component("data_loader")  # keeps what it has loaded, and the client is made from that
         deep_merge(loader.load_service_model(service, "service-2"), newer_fields)
+    core.register_component("credential_provider", _CredentialProvider(core.get_component("credential_provider")))
     # Its types list every service by name, and lag behind the services.
     session: Any = aioboto3.Session(botocore_session=core)
     plain = endpoint_url is not None and endpoint_url.startswith("http://")
@@ -76,9 +98,59 @@ def client(
 
 
 @functools.cache
-def _descriptions(data_path: str | None) -> Loader:
-    """botocore's descriptions of services: a third of a second to read, which each client would do anew."""
+def _loader(data_path: str | None) -> Loader:
+    """Cache botocore's service models; loading one takes 0.3 s."""
     return create_loader(data_path)
+
+
+class _CredentialProvider:
+    """A session's chain of credential providers. Errors of Python, such as those that aiobotocore raises when a
+    `credential_process` cannot be started or prints no JSON, become CredentialRetrievalError."""
+
+    def __init__(self, chain: Any) -> None:
+        self._chain = chain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chain, name)
+
+    async def load_credentials(self) -> Any:
+        with _retrieval():
+            credentials = await self._chain.load_credentials()
+        return credentials and _Credentials(credentials)
+
+
+class _Credentials:
+    """Credentials whose renewal fails with errors of botocore only."""
+
+    def __init__(self, credentials: Any) -> None:
+        self._credentials = credentials
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._credentials, name)
+
+    async def get_frozen_credentials(self) -> Any:
+        with _retrieval(self.method):
+            return await self._credentials.get_frozen_credentials()
+
+
+@contextmanager
+def _retrieval(provider: str = "the AWS configuration") -> Iterator[None]:
+    try:
+        yield
+    except (BotoCoreError, ClientError):
+        raise
+    except Exception as error:
+        raise CredentialRetrievalError(provider=provider, error_msg=f"{type(error).__name__}: {error}") from error
+
+
+async def read_up_to(reply: aiohttp.ClientResponse, limit: int) -> bytes:
+    """The first `limit` bytes of a body. The rest is not read."""
+    data = bytearray()
+    async for piece in reply.content.iter_any():
+        data += piece
+        if len(data) >= limit:
+            break
+    return bytes(data[:limit])
 
 
 def status_of(error: ClientError) -> int:
@@ -93,10 +165,27 @@ def message_of(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Message", error))
 
 
+def was_sent(error: BaseException) -> bool:
+    """Whether one of NO_CONNECTION means that the connection broke after the call had been sent on it. aiobotocore
+    raises the same error for a connection that was refused and for one that was reset."""
+    cause = error.kwargs.get("error") if isinstance(error, BotoCoreError) else None
+    return isinstance(cause, aiohttp.ClientOSError) and not isinstance(cause, aiohttp.ClientConnectorError)
+
+
 def expired(error: ClientError) -> bool:
     """Whether the service takes the credentials no more. Those that renew themselves are renewed long before, so no
     later try does better."""
     return code_of(error) in _EXPIRED
+
+
+def throttled(error: ClientError) -> bool:
+    """Whether the service refuses for its rate alone. SQS says so with status 400."""
+    return status_of(error) == 429 or code_of(error) in _THROTTLED
+
+
+def denied(error: BaseException) -> bool:
+    """Return whether IAM does not allow the call."""
+    return isinstance(error, ClientError) and code_of(error) in _DENIED
 
 
 def end_if_expired(error: BaseException, what: str) -> None:
@@ -119,14 +208,31 @@ def preflight_error(error: BotoCoreError | ClientError, what: str, setting: str)
     if isinstance(error, NO_CONNECTION):
         return PreflightError(f"{what} cannot be reached: {error}. Check aws.region and aws.endpoint_url")
     if isinstance(error, ClientError):
-        match status_of(error):
-            case 404 | 400 if not expired(error) and code_of(error) not in ("AccessDenied", "InvalidAccessKeyId"):
-                return PreflightError(f"{what} does not exist. Create it, or mend {setting}")
-            case 301:
-                return PreflightError(f"{what} is in another region: set aws.region")
-            case _:
-                return PreflightError(
-                    f"{what} refuses us: {code_of(error)}: {message_of(error)}. "
-                    "Check the credentials' permissions, and that they have not expired"
-                )
+        return PreflightError(_refusal(error, what, setting))
     return PreflightError(f"{what} cannot be used: {error}")
+
+
+def _refusal(error: ClientError, what: str, setting: str) -> str:
+    """What a service's error code says about `what`, and what to do about it."""
+    code, status = code_of(error), status_of(error)
+    said = f"{code}: {message_of(error)}"
+    if expired(error):
+        return f"{what} refuses us: {said}. The AWS credentials have expired: get new ones, e.g. aws sso login"
+    if code in _UNKNOWN_CREDENTIALS:
+        return f"{what} refuses us: {said}. AWS does not know these credentials: check AWS_PROFILE or the access key"
+    if code in _WRONG_CLOCK or ("Signature" in code and "expired" in message_of(error)):
+        return f"{what} refuses us: {said}. This machine's clock is wrong: synchronise it, e.g. by chrony"
+    if "Signature" in code:
+        return (
+            f"{what} refuses us: {said}. The secret access key does not belong to the access key, or a proxy changes "
+            "requests: check AWS_SECRET_ACCESS_KEY and aws.endpoint_url"
+        )
+    if throttled(error) or status >= 500:
+        return f"{what} was not reached: {said}. The service is busy: start the run again later"
+    if status == 301 or code in _OTHER_REGION:
+        return f"{what} is in another region ({said}): set aws.region"
+    if status == 404 or code.endswith(_NO_SUCH):
+        return f"{what} does not exist: create it, or correct {setting}"
+    if status in (401, 403) or code.startswith("AccessDenied"):
+        return f"{what} refuses us: {said}. Give these credentials the permission that is missing"
+    return f"{what} refuses the call: {said}. Check {setting}"

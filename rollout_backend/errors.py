@@ -1,4 +1,4 @@
-"""What can go wrong on the training side, and where each is dealt with.
+"""The exceptions of the training side.
 
     RolloutBackendError
     ├── ConfigError            the settings: raised before anything is started or spent
@@ -8,16 +8,21 @@
     │   ├── StartupError           never became healthy, died on the way, or its port is taken
     │   └── EngineUnavailable      no engine left that could answer
     ├── RuntimeCallError       one call to the agent runtime; the dispatcher acts on its kind
-    │   ├── Throttled              429: wait and go on, the limiter slows down
-    │   ├── QuotaExceeded          402: too many sessions; wait until some have closed
-    │   ├── RuntimeConflict        409: try again
-    │   ├── RuntimeUnavailable     5xx, or no connection: try again
+    │   ├── Throttled              429: repeated until the time is up, at a lower rate
+    │   ├── QuotaExceeded          402: too many sessions; the same
+    │   ├── RuntimeConflict        409: the same, at the same rate
+    │   ├── RuntimeUnavailable     503, or no connection: as Throttled. Another 5xx: the session may have opened; it
+    │   │                          is closed, and another attempt is made
     │   ├── Unsigned               there are no credentials, or none to be had just now: it was not sent
     │   ├── OutcomeUnknown         the call was cut or timed out after it was sent: the session may be running
+    │   ├── StartTimeout           424, the container was not up in time: another attempt, in another session
     │   └── Rejected               4xx for good: the rollout ends as infra_error at once
+    ├── RunHeld                another manager holds the run, or has taken it over: this one ends
+    ├── CloudLost              the local cloud's S3, SQS or runtime has ended, and each session with it
+    ├── WriteConflict          an object is not what it was when it was read; who wrote it decides what follows
     ├── StoreError             S3 did not answer as it should; a later look may find the result
     │   └── ResultMissing          nothing is stored under the key
-    ├── CredentialsExpired     AWS says so: the run stops, and goes on where it was with new ones
+    ├── CredentialsExpired     the run stops; restart it with new ones to resume
     ├── CircuitOpen            rollouts are lost in one way again and again: the run stops, with a diagnosis
     ├── ManifestError          a step was begun before, and what it left cannot be understood
     └── LedgerError            a step that does not reconcile: a bug, the run stops with the ledger printed
@@ -61,26 +66,35 @@ class RuntimeCallError(RolloutBackendError):
     """One call to the agent runtime that failed. `reason` is what the ledger counts by."""
 
     reason = "runtime_error"
-    never_opened = False  # True: refused before a session could start, so there is none to stop
+    never_opened = False  # True: no session was started, so there is none to stop
+    refused = False  # True: turned away for now. It is no attempt: the same call is repeated until the time is up
+    slow_down = False  # True: the runtime takes fewer calls than it gets
 
 
 class Throttled(RuntimeCallError):
     reason = "throttled"
-    never_opened = True
+    never_opened = refused = slow_down = True
 
 
 class QuotaExceeded(RuntimeCallError):
     reason = "quota_exceeded"
-    never_opened = True
+    never_opened = refused = slow_down = True
 
 
 class RuntimeConflict(RuntimeCallError):
     reason = "runtime_conflict"
-    never_opened = True
+    never_opened = refused = True
 
 
 class RuntimeUnavailable(RuntimeCallError):
     reason = "runtime_unavailable"
+    slow_down = True
+
+    def __init__(self, message: str, *, refused: bool = False, never_opened: bool = False) -> None:
+        """`refused`: 503, which says that the call was not processed. `never_opened`: it was not even received."""
+        super().__init__(message)
+        self.refused = refused or never_opened
+        self.never_opened = never_opened
 
 
 class Unsigned(RuntimeCallError):
@@ -92,13 +106,29 @@ class OutcomeUnknown(RuntimeCallError):
     reason = "invoke_outcome_unknown"
 
 
+class StartTimeout(RuntimeCallError):
+    reason = "container_start_timeout"
+
+
 class Rejected(RuntimeCallError):
     reason = "invoke_rejected"
 
     def __init__(self, message: str, reason: str = "invoke_rejected") -> None:
         super().__init__(message)
         self.reason = reason
-        self.never_opened = reason in ("runtime_not_found", "access_denied", "credentials_expired")
+        self.never_opened = reason in ("runtime_not_found", "access_denied", "credentials_expired", "run_taken_over")
+
+
+class RunHeld(RolloutBackendError):
+    """Another manager holds the run, or has taken it over. The message says which one, and what to do."""
+
+
+class CloudLost(RolloutBackendError):
+    """A process of the local cloud has ended by itself. The message carries the end of its log."""
+
+
+class WriteConflict(RolloutBackendError):
+    """A conditional write was refused: the object has changed, exists already, or is gone."""
 
 
 class StoreError(RolloutBackendError):

@@ -1,13 +1,20 @@
-"""The composition root: starts what a run needs, collects steps, and ends everything it started.
+"""Start the services of a run, collect its steps, and stop everything that was started.
 
     async with RolloutManager(config) as manager:
         step = await manager.collect(tasks)
 
-    with RolloutManager.blocking(config) as manager:  # the same, for code that has no event loop
+    with RolloutManager.blocking(config) as manager:  # for code without an event loop
         step = manager.collect(tasks)
 
-What must always hold: what outside this process the run needs is checked before anything is started; whatever ends
-the run, no server, session or queue of ours is left behind; if it is killed, the janitor sees to the last two.
+Invariants:
+
+- External services are checked before anything is started.
+- However the run ends, it leaves no server, session or queue behind. If the process is killed, the janitor removes
+  the sessions and the queue.
+- One manager holds a run at a time: see `lease`.
+
+A run stops early if the circuit breaker opens, the lease is lost, no engine or gateway is left, the credentials
+expire, the local cloud ends, or a ledger does not balance. `RolloutManager.collect` lists the exceptions.
 """
 
 from __future__ import annotations
@@ -15,61 +22,54 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from agent_wrapper.contract import Sampling
-from rollout_backend.breaker import Breaker, log_place
 from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.manifests import ManifestStore
 from rollout_backend.collect.presign import Presigner
-from rollout_backend.collect.queue import AnnouncementQueue
-from rollout_backend.collect.retokenise import Retokeniser
-from rollout_backend.collect.set_aside import SetAside
+from rollout_backend.collect.queue import AnnouncementQueue, queue_name
+from rollout_backend.collect.retokenize import Retokenizer
 from rollout_backend.collect.store import ResultStore
-from rollout_backend.config import RolloutConfig
-from rollout_backend.dispatch.closer import SessionCloser
-from rollout_backend.dispatch.dispatcher import Dispatcher
-from rollout_backend.dispatched import Dispatched
-from rollout_backend.errors import CircuitOpen, ServingError
-from rollout_backend.gateway.seal import Sealer
-from rollout_backend.gateway.secret import key_secret, run_secret
-from rollout_backend.gateway.shards import GatewayFleet
-from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.janitor.owner import Janitor
-from rollout_backend.ledger import Phase
+from rollout_backend.config import RolloutConfig, RuntimeConfig
+from rollout_backend.core.circuit_breaker import CircuitBreaker, log_place
+from rollout_backend.core.heartbeats import Heartbeats
+from rollout_backend.core.ledger import Phase
+from rollout_backend.core.report import GroupResult, StepResult
+from rollout_backend.core.seal import Sealer
+from rollout_backend.core.tasks import Task, planned_rollouts, unique
+from rollout_backend.dispatch.ramp import check_ramp
+from rollout_backend.errors import CircuitOpen, RunHeld, ServingError
+from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.observe.archive import RunArchive
-from rollout_backend.preflight import open_runtime
-from rollout_backend.relay.process import DialerProcess, behind_relay
-from rollout_backend.report import GroupResult, StepResult
-from rollout_backend.serving.fleet import Fleet, ServerState, ServingEvent
-from rollout_backend.step import Step
-from rollout_backend.step_services import StepServices
-from rollout_backend.tasks import Task, unique
+from rollout_backend.observe.progress import Progress
+from rollout_backend.preflight import check_storage
+from rollout_backend.run_lease import FencedRuntime, Holder, RunLease
+from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.serving.engine_fleet import EngineFleet, ServerState
+from rollout_backend.serving.gateway_fleet import GatewayFleet
+from rollout_backend.serving.relay_process import DialerProcess, behind_relay
+from rollout_backend.serving.run_secret import key_secret, run_secret
+from rollout_backend.serving.supervisor import ServingEvent
+from rollout_backend.step.in_flight import InFlightLog
+from rollout_backend.step.services import StepServices
+from rollout_backend.step.step import Step
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands, for a display. `outcomes` counts by class; `phases` what is not settled yet."""
-
-    phases: dict[str, int]
-    outcomes: dict[str, int]
-    open_sessions: int
-    rewards: tuple[float, ...]
-    gateway: GatewayStats | None
-
-
 class RolloutManager:
-    """Enter it once. `collect` may be called from several tasks at once, for different steps."""
+    """A run and its services. Enter it once.
+
+    Several asyncio tasks can call `collect` at the same time, for different steps.
+    """
 
     def __init__(
         self,
@@ -77,31 +77,58 @@ class RolloutManager:
         *,
         on_status: Callable[[str], None] = lambda text: None,
         on_serving: Callable[[ServingEvent], None] = lambda event: None,
+        wait_lost: Callable[[], Awaitable[None]] | None = None,
+        rollouts: int | None = None,
     ) -> None:
-        """`on_status` is told what is being started; `on_serving` what happens to engines, router and
-        gateways."""
+        """Create a manager. Nothing starts before you enter it.
+
+        `on_status` is called with a line for each service that starts or stops, and `on_serving` with each event of
+        an engine, the router or a gateway. `rollouts` is the number of rollouts in a step: a step that cannot finish
+        in time is then refused before anything starts. `wait_lost` raises CloudLost when the run's local cloud ends.
+        """
         self.config = config
         self.archive = RunArchive(config.run_dir)
         self._on_status = on_status
         self._on_serving = on_serving
+        self._rollouts = rollouts
+        self._wait_lost = wait_lost
+        self._limits: RuntimeConfig = config.runtime
         self._stack = AsyncExitStack()
         self._steps: dict[int, Step] = {}
         self._numbers = itertools.count()
         self._services: StepServices | None = None
+        self._lease: RunLease | None = None
         self._gateway: GatewayFleet | None = None
         self._dialer: DialerProcess | None = None
-        self._fleet: Fleet | None = None
+        self._fleet: EngineFleet | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._collecting: set[asyncio.Task[StepResult]] = set()
 
     # --- start and end ------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Raises ConfigError, PreflightError or StartupError; whatever was started by then is ended."""
+        """Start the run's services.
+
+        Raises:
+            ConfigError, PreflightError, StartupError, RunHeld: after everything that was started has been stopped.
+        """
         async with AsyncExitStack() as stack:
-            self._services = await self._start(stack)
+            self._services = await self._unless_lost(self._start(stack))
             self._stack = stack.pop_all()
         return self
+
+    async def _unless_lost(self, starting: Coroutine[Any, Any, _T]) -> _T:
+        """Return what a coroutine returns, or raise CloudLost."""
+        if self._wait_lost is None:
+            return await starting
+        tasks = asyncio.create_task(starting), asyncio.create_task(_forever(self._wait_lost))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return await (tasks[0] if tasks[0] in done else tasks[1])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -111,29 +138,43 @@ class RolloutManager:
 
     async def _start(self, stack: AsyncExitStack) -> StepServices:
         config, logs = self.config, self.archive.logs
+        _ = config.model.context_tokens  # a ConfigError must come before anything is started
         self._on_status("checking bucket, runtime and queue")
-        store = await ResultStore.open(config.storage, config.aws, connections=config.collect.fetches + 4)
+        store = await ResultStore.open(config.storage, config.aws, connections=config.collect.max_fetches + 4)
         stack.push_async_callback(store.aclose)
-        await store.check()
-        runtime = await open_runtime(config, self._on_status)
+        await check_storage(config, store)
+        lease = RunLease(
+            store, config.run_id, Holder.this_process(), config.janitor.lease_s, on_status=self._on_status
+        )
+        stack.push_async_callback(lease.release)
+        await lease.begin()
+        self._lease = lease
+        runtime = await open_runtime(config.runtime, self._on_status)
         stack.push_async_callback(runtime.aclose)
-        await runtime.check()
+        await runtime.check(config.timeouts.session_s)
+        self._limits = runtime.limits()
+        if self._rollouts is not None:
+            self._on_status(check_ramp(config, self._limits, self._rollouts))
         secret = run_secret(config)
-        janitor = await Janitor.start(config, store, runtime, logs / "janitor.log")
-        stack.push_async_callback(janitor.aclose)
-        runtime = janitor.watch(runtime)
+        janitor = await Janitor.start(config, lease, runtime, logs / "janitor.log")
+
+        async def end_janitor() -> None:  # a dead run's queue is left to the janitors, should this start fail
+            await janitor.aclose(done=lease.lost is not None or await lease.may_delete_queue())
+
+        stack.push_async_callback(end_janitor)
+        fenced = FencedRuntime(janitor.watch(runtime), lease)
         queue = None
         if config.uses_queue:
-            queue = await AnnouncementQueue.open(config.queue, config.aws, config.run_id)
-            stack.push_async_callback(queue.aclose)
+            queue = await AnnouncementQueue.open(config.queue, config.aws, queue_name(config.storage, config.run_id))
+            stack.push_async_callback(_close_queue, queue, lease)
             janitor.queue_made(queue)
-        retokeniser = None
-        if config.collect.retokenise:
-            retokeniser = await Retokeniser.open(config.model)
-            stack.callback(retokeniser.close)
+        retokenizer = None
+        if config.collect.retokenize:
+            retokenizer = await Retokenizer.open(config.model)
+            stack.callback(retokenizer.close)
 
         self._on_status(f"starting {config.serving.servers} SGLang and the router")
-        fleet = Fleet(config, logs, self._on_serving)
+        fleet = EngineFleet(config, logs, self._on_serving)
         stack.push_async_callback(fleet.stop)
         await fleet.start()
         self._fleet = fleet
@@ -156,20 +197,27 @@ class RolloutManager:
             stack.push_async_callback(self._dialer.stop)
             await self._dialer.start()
 
+        await lease.claim()
         sealer = Sealer(secret) if config.gateway.require_seal else None
         buffer = RolloutBuffer(
             config.run_id,
             store,
             queue,
-            config.collect.fetches,
-            retokeniser,
+            config.collect.max_fetches,
+            retokenizer,
             verify=sealer.check if sealer is not None else None,
+            text_format=config.collect.text_format,
         )
+        heartbeat_s = config.timeouts.heartbeat_s
+        heartbeats = Heartbeats(heartbeat_s or math.inf, config.gateway.processes, same_machine=gateway.same_machine)
         self._watching = [
+            *([asyncio.create_task(heartbeats.listen(gateway.heard))] if heartbeat_s is not None else []),
             asyncio.create_task(buffer.run(config.queue.receivers)),
             asyncio.create_task(fleet.failed()),
-            asyncio.create_task(_gateway_ends(gateway)),
-            *([asyncio.create_task(_gateway_ends(self._dialer))] if self._dialer is not None else []),
+            asyncio.create_task(gateway.failed()),
+            asyncio.create_task(lease.wait_lost()),
+            *([asyncio.create_task(_forever(self._wait_lost))] if self._wait_lost is not None else []),
+            *([asyncio.create_task(self._dialer.failed())] if self._dialer is not None else []),
         ]
         stack.push_async_callback(self._end_watching)
         stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
@@ -179,34 +227,28 @@ class RolloutManager:
                 janitor.session_adopted(session_id)
             await gateway.adopt(session_ids)
 
-        runtime_config = config.runtime
-        manifests = ManifestStore(store, config.run_id)
         presigner = Presigner(config.storage, config.aws) if config.storage.presigned else None
-        return StepServices(
-            config=config,
-            dispatcher=Dispatcher(
-                runtime,
-                per_s=runtime_config.invoke_per_s,
-                max_sessions=runtime_config.max_sessions,
-                max_attempts=runtime_config.max_attempts,
-            ),
-            closer=SessionCloser(runtime, runtime_config.stop_per_s),
+        return StepServices.assemble(
+            config,
+            fenced,
+            store,
+            limits=self._limits,
+            generation=lease.generation,
+            owner=str(lease.me),
             buffer=buffer,
             queue_url=queue.url if queue is not None and presigner is None else None,
             endpoint=gateway.endpoint,
             revoke=gateway.revoke,
             keep=self.archive.keep,
-            read_manifest=manifests.read,
-            write_manifest=manifests.write,
             sealed_by=sealer.fingerprint if sealer is not None else "",
             gateway=gateway.identity,
-            dispatched=Dispatched(config.run_dir / "steps"),
+            in_flight=InFlightLog(config.run_dir / "steps"),
+            heartbeats=heartbeats,
             adopt=adopt,
             presign=presigner.urls if presigner is not None else None,
-            breaker=Breaker(config.breakers, lambda entry: log_place(config, entry)),
-            set_aside=SetAside(store, config.run_id, config.group.set_aside_after)
-            if config.group.set_aside_after is not None
-            else None,
+            breaker=CircuitBreaker(
+                config.circuit_breaker, lambda entry: log_place(config, entry, runtime.log_location)
+            ),
         )
 
     async def _end_steps(self) -> None:
@@ -231,28 +273,33 @@ class RolloutManager:
         weights: str = "",
         same_weights: bool = True,
     ) -> StepResult:
-        """Rolls the tasks out and returns once the group policy is satisfied or the step's time is up.
+        """Run the tasks' rollouts, and return once the group policy is satisfied or the step's deadline has passed.
 
-        `step` names the step's place in S3; by default steps are numbered from 0. `sampling` replaces the
-        settings' own for this step. `on_group` is told of each group as soon as all of it is settled.
+        `step` is the step's number in S3; by default steps are numbered from 0. `sampling` overrides the configured
+        sampling for this step. `on_group` is called with each group as soon as all its rollouts are settled.
 
-        A step of this run that was begun before, with the same number and tasks of the same content, goes on where
-        it was left: finished rollouts are taken, agents that are still at work are waited for where the gateway has
-        what they sampled, other sessions are closed, and only the rest is run. Say
-        `same_weights=False` where other weights are served now; then all of it is run anew. `weights` names their
-        version: of another one, or of another model, nothing is taken.
+        If a step with the same number and the same tasks was started before in this run, it resumes: finished
+        rollouts are reused, running agents are awaited if the gateway has what they sampled, other sessions are
+        closed, and only the remaining rollouts run. Pass `same_weights=False` if other weights are served now; then
+        all rollouts run again. `weights` names the version of the weights: results of another version or another
+        model are not reused.
 
         Raises:
             TaskFileError: no task, or two with one id.
-            ManifestError: the step was begun before, and its manifest cannot be read.
-            StoreError: S3 did not take the step's manifest; nothing was dispatched.
+            ConfigError: the rollouts cannot finish within `timeouts.collection_s`; nothing was dispatched.
+            ManifestError: the step was started before, and its manifest cannot be read.
+            StoreError: S3 refused the step's manifest until the step's deadline; nothing was dispatched.
             ServingError: no engine or no gateway is left; the step's open rollouts ended as infra_error.
-            CredentialsExpired: AWS takes this process's credentials no more.
-            CircuitOpen: rollouts are lost in one way again and again; every step of the run ends so.
+            CredentialsExpired: AWS no longer accepts this process's credentials.
+            CircuitOpen: too many rollouts failed for the same reason; every step of the run raises this.
+            RunHeld: another manager has taken the run over; every step of this manager raises this.
+            CloudLost: the local cloud has ended.
             LedgerError: the books do not balance.
         """
         assert self._services is not None, "enter the manager first: async with RolloutManager(config) as manager"
+        assert self._lease is not None
         wanted = unique(tasks)
+        log.info("%s", check_ramp(self.config, self._limits, planned_rollouts(wanted, self.config.group)))
         number = next(self._numbers) if step is None else step
         served = f"{self.config.model.path}@{weights}"
         current = Step(number, wanted, self._services, sampling, on_group, weights=served, same_weights=same_weights)
@@ -265,6 +312,10 @@ class RolloutManager:
             if not running.done():
                 current.abort(_why_it_ended(self._watching))
             result = await running
+            await self._lease.settled()
+        except RunHeld as error:
+            self._lease.lose(error)
+            raise
         except CircuitOpen as error:
             for other in self._steps.values():
                 other.abort(error)
@@ -279,15 +330,43 @@ class RolloutManager:
         return result
 
     async def follow_engines(self, urls: Sequence[str]) -> None:
-        """Serves with these engines from now on; for `serving.kind=external`. Raises StartupError."""
+        """Serve with these engines from now on; for `serving.kind=external`."""
         assert self._fleet is not None, "enter the manager first"
         await self._fleet.follow(urls)
 
+    async def pause_engines(self) -> None:
+        """Hold all model calls, for a trainer that takes the engines' memory: for `serving.kind=external`.
+
+        Returns once no call is at an engine and every engine is idle. Calls are held in the gateway until
+        `resume_engines`, for `timeouts.model_call_s` at most, and then answered 503 with Retry-After.
+
+        Raises:
+            ServingError: a gateway does not answer. The engines are paused all the same.
+        """
+        assert self._fleet is not None, "enter the manager first"
+        assert self._gateway is not None
+        try:
+            await self._gateway.pause()
+        finally:
+            await self._fleet.sleep()
+
+    async def resume_engines(self) -> None:
+        """Let model calls reach the engines again after `pause_engines`.
+
+        Raises:
+            ServingError: a gateway does not answer.
+        """
+        assert self._fleet is not None, "enter the manager first"
+        assert self._gateway is not None
+        await self._fleet.wake()
+        await self._gateway.resume()
+
     def servers(self) -> tuple[ServerState, ...]:
-        """The router and the engines, as they stand."""
+        """Return the state of the router and of each engine."""
         return self._fleet.snapshot() if self._fleet is not None else ()
 
     async def progress(self) -> Progress:
+        """Return counts of the rollouts of all current steps."""
         phases: dict[str, int] = dict.fromkeys(Phase, 0)
         outcomes: dict[str, int] = {}
         open_sessions, rewards = 0, []
@@ -306,16 +385,20 @@ class RolloutManager:
 
     @staticmethod
     def blocking(config: RolloutConfig) -> BlockingRolloutManager:
+        """Return a manager for code without an event loop, with the same `collect`."""
         return BlockingRolloutManager(config)
 
 
 class BlockingRolloutManager:
-    """A RolloutManager on an event loop in a thread of its own."""
+    """A RolloutManager whose event loop runs in a separate thread."""
 
     def __init__(
         self, config: RolloutConfig, on_serving: Callable[[ServingEvent], None] = lambda event: None
     ) -> None:
-        """`on_serving` is told, in that thread, what happens to engines, router and gateways."""
+        """Create a manager. Nothing starts before you enter it.
+
+        `on_serving` is called in the manager's thread with each event of an engine, the router or a gateway.
+        """
         self._manager = RolloutManager(config, on_serving=on_serving)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-manager", daemon=True)
@@ -335,10 +418,10 @@ class BlockingRolloutManager:
         self.close()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Ends the steps that still run, and everything that was started.
+        """End the steps in progress, and everything that was started.
 
         Raises:
-            TimeoutError: it was not done in time; what is left ends with this process.
+            TimeoutError: not everything ended within `timeout_s`; the rest ends with this process.
         """
         self.submit(self._manager.__aexit__(None, None, None)).result(timeout_s)
         self._end_loop()
@@ -349,17 +432,17 @@ class BlockingRolloutManager:
         return self._manager
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Runs a coroutine of the manager beside whatever else it does."""
+        """Run a coroutine of the manager concurrently with its other work."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def collect(
         self, tasks: Iterable[Task], *, step: int | None = None, sampling: Sampling | None = None
     ) -> StepResult:
-        """As `RolloutManager.collect`. Interrupted, it closes the step's sessions before it raises."""
+        """Call `RolloutManager.collect`. An interrupt closes the step's sessions before it propagates."""
         return self.wait_for(self._manager.collect(tasks, step=step, sampling=sampling))
 
     def wait_for(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """What a coroutine of the manager returns. Interrupted, it is cancelled before the interrupt goes on."""
+        """Return the result of a manager's coroutine. An interrupt cancels the coroutine before it propagates."""
         future = self.submit(work)
         try:
             return future.result()
@@ -373,8 +456,13 @@ class BlockingRolloutManager:
         self._loop.close()
 
 
-async def _gateway_ends(gateway: GatewayFleet | DialerProcess) -> None:
-    raise ServingError(await gateway.wait())
+async def _forever(wait_lost: Callable[[], Awaitable[None]]) -> NoReturn:
+    await wait_lost()
+    raise AssertionError("unreachable: it raises")
+
+
+async def _close_queue(queue: AnnouncementQueue, lease: RunLease) -> None:
+    await queue.aclose(delete=await lease.may_delete_queue())
 
 
 def _why_it_ended(watching: Iterable[asyncio.Task[None]]) -> BaseException:

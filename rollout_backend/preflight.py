@@ -1,55 +1,61 @@
-"""Whether a run could start: what outside this process it needs, looked at before anything is started or spent."""
+"""Check the external services that a run needs, before it starts or spends anything."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from rollout_backend.collect.queue import AnnouncementQueue
+from rollout_backend.collect.presign import Presigner
+from rollout_backend.collect.queue import check_queue
 from rollout_backend.collect.store import ResultStore
-from rollout_backend.config import AgentCoreConfig, RolloutConfig
-from rollout_backend.dispatch.runtime import AgentRuntime
+from rollout_backend.config import RolloutConfig
+from rollout_backend.dispatch.ramp import check_ramp
+from rollout_backend.runtimes.registry import open_runtime, runtime_class
 
 
-async def check(config: RolloutConfig, tell: Callable[[str], object] = lambda text: None) -> None:
-    """Looks at bucket, runtime and queue; makes nothing. `tell` is told what is in order.
+async def check(
+    config: RolloutConfig, on_status: Callable[[str], object] = lambda text: None, rollouts: int | None = None
+) -> None:
+    """Try a run's operations on bucket, runtime and queue without starting it, and report each passed check.
+
+    The first check leaves a small object in the bucket; a queue created here is deleted. With `rollouts`, the size
+    of a batch, its ramp is checked as well.
 
     Raises:
+        ConfigError: a batch of that size cannot finish in time.
         PreflightError: what is missing or refuses us, and what to do.
     """
+    if config.model.path.is_dir():  # the model may be on other machines only
+        on_status(f"model: {config.model.context_tokens:,} tokens of context (model.context_length)")
     async with AsyncExitStack() as stack:
         store = await ResultStore.open(config.storage, config.aws)
         stack.push_async_callback(store.aclose)
-        await store.check()
-        tell(f"bucket {config.storage.bucket}: there, and can be listed")
-        if isinstance(config.runtime, AgentCoreConfig) and config.runtime.image is not None:
-            from rollout_backend.dispatch.control import look_at_runtime
-
-            tell(await look_at_runtime(config.runtime))
+        await check_storage(config, store)
+        on_status(f"bucket {config.storage.bucket}: there, and can be listed, written and read")
+        implementation = runtime_class(config.runtime)
+        changes = await implementation.preview(config.runtime)
+        if changes is not None:
+            on_status(changes)
+            limits = implementation.default_limits(config.runtime)
         else:
-            runtime = await open_runtime(config)
+            runtime = await open_runtime(config.runtime)
             stack.push_async_callback(runtime.aclose)
-            await runtime.check()
-            tell("runtime: there, and ready")
-        if config.queue.enabled and config.queue.url is not None:
-            queue = await AnnouncementQueue.open(config.queue, config.aws, config.run_id)
-            stack.push_async_callback(queue.aclose)
-            tell("queue: there")
+            await runtime.check(config.timeouts.session_s)
+            on_status("runtime: there, and ready")
+            limits = runtime.limits()
+        if config.uses_queue:
+            await check_queue(config.queue, config.aws)
+            on_status("queue: there" if config.queue.url is not None else "queue: can be made for the run")
+        if rollouts is not None:
+            on_status(check_ramp(config, limits, rollouts))
 
 
-async def open_runtime(config: RolloutConfig, tell: Callable[[str], object] = lambda text: None) -> AgentRuntime:
-    """The runtime of the settings; where they name an image, it is made or updated first, and `tell` is told.
+async def check_storage(config: RolloutConfig, store: ResultStore) -> None:
+    """Try the trainer's calls to S3, and with `storage.presigned` an agent's.
 
     Raises:
-        PreflightError: it could not be made.
+        PreflightError: the bucket does not exist, or a call is refused.
     """
-    if isinstance(config.runtime, AgentCoreConfig):
-        from rollout_backend.dispatch.agentcore import AgentCoreRuntime
-        from rollout_backend.dispatch.control import make_runtime
-
-        return await AgentCoreRuntime.open(
-            config.runtime, config.runtime.arn or await make_runtime(config.runtime, tell)
-        )
-    from rollout_backend.dispatch.http import HttpRuntime
-
-    return await HttpRuntime.open(config.runtime)
+    await store.check()
+    if config.storage.presigned:
+        await Presigner(config.storage, config.aws).check()

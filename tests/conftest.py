@@ -1,4 +1,4 @@
-"""Shared by all tests: S3 and SQS as real servers, and rollouts to put into them."""
+"""Fixtures for all tests: S3 and SQS as local servers, and rollouts to store in them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,47 @@ from typing import Any
 import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
-from xdist.scheduler import LoadScopeScheduling
+from hypothesis import settings
+from xdist.scheduler import LoadGroupScheduling
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Sampling, Segment, Turn, VersionSpan
-from rollout_backend.gateway.tokens import SessionClaims
+from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.process import ServerProcess, free_port
+from rollout_backend.serving.server_process import ServerProcess, free_port
+
+# Property tests play the same examples each time, so that `make test` says the same of the same code. With
+# --hypothesis-profile=explore (`make test-all`) they draw new ones; commit what they find as an `@example`.
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.load_profile("fixed")
 
 
-class Rooms(LoadScopeScheduling):
-    """Of several processes one runs all of a room, whose servers are started once; of verl's room, all of a file."""
+LONGEST = ("e2e", "sim")  # folders of tests/ with the longest files
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run all tests of the real engine in one process, and those of real tokenizers. Begin with the longest."""
+
+    def order(item: pytest.Item) -> tuple[bool, bool]:
+        return item.get_closest_marker("xdist_group") is None, item.path.parent.name not in LONGEST
+
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        for name in ("real_engine", "bundle_of"):
+            if name in fixtures:
+                item.add_marker(pytest.mark.xdist_group(name))
+    items.sort(key=order)
+
+
+class ByFile(LoadGroupScheduling):
+    """Run the tests of a file in one process, unless they have a group."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return file if "/verl/" in file else "/".join(file.split("/")[:2])
+        return super()._split_scope(nodeid).partition("::")[0]
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Rooms:
-    return Rooms(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +65,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStorage]:
 
 @pytest.fixture
 def local_aws(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> LocalStorage:
-    """This process's AWS clients reach nothing but the local storage."""
+    """Let this process's AWS clients reach only the local storage."""
     for name, value in storage.environ.items():
         monkeypatch.setenv(name, value)
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
@@ -61,7 +84,7 @@ def make_segment() -> Callable[..., Segment]:
         n = prompt + sampled
         return Segment(
             token_ids=list(range(n)),
-            mask=[0] * prompt + [1] * sampled,
+            response_mask=[0] * prompt + [1] * sampled,
             logprobs=[None] * prompt + [-0.5] * sampled,
             turns=[
                 Turn(
@@ -102,7 +125,7 @@ def make_rollout(make_segment: Callable[..., Segment], run_id: str) -> Callable[
 
 @pytest.fixture
 def claims() -> Callable[..., SessionClaims]:
-    """Of a session key that is good for ten minutes."""
+    """Return the claims of a session key that is valid for ten minutes."""
 
     def make(session: str = "s", **more: object) -> SessionClaims:
         fields: dict[str, object] = {
@@ -126,7 +149,7 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def agent_server(storage: LocalStorage, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The arithmetic example as a server of its own; its URL."""
+    """Start the arithmetic example as a server and return its URL."""
     port = free_port()
     process = ServerProcess(
         "the arithmetic agent",

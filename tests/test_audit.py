@@ -18,7 +18,7 @@ Audit = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def known() -> dict[str, str]:
-    """By package, the one vulnerability that the service knows of each version."""
+    """The known vulnerability of each package's version."""
     return dict(VULNERABLE)
 
 
@@ -63,24 +63,24 @@ def audit(service: str, tmp_path: Path, repository: Path) -> Audit:
 
 
 def test_pins_without_a_known_vulnerability_pass(audit: Audit) -> None:
-    code, told = audit("--required")
-    assert (code, told) == (0, "2 pinned versions looked up: 0 known vulnerabilities\n")
+    code, output = audit("--required")
+    assert (code, output) == (0, "2 pinned versions looked up: 0 known vulnerabilities\n")
 
 
 def test_a_known_vulnerability_fails_and_is_named(audit: Audit, known: dict[str, str]) -> None:
     known["two"] = "CVE-2026-1"
-    code, told = audit()
+    code, output = audit()
     assert code == 1
-    assert "two 2.0: CVE-2026-1 (), mended in no version yet" in told
+    assert "two 2.0: CVE-2026-1 (), mended in no version yet" in output
 
 
 @pytest.mark.parametrize(("more", "code"), [((), 0), (("--required",), 3)])
-def test_what_could_not_be_looked_up_does_not_pass_for_clean(
+def test_versions_that_could_not_be_looked_up_fail_the_audit(
     audit: Audit, known: dict[str, str], more: tuple[str, ...], code: int
 ) -> None:
     known.clear()
-    for where in ((), ("--osv-url", "http://127.0.0.1:9/")):  # a service that knows nothing; one that is not there
-        told = audit(*where, *more)
-        assert told[0] == code
-        assert "NOT AUDITED: no service could be asked" in told[1]
-        assert "0 known vulnerabilities" not in told[1]
+    for where in ((), ("--osv-url", "http://127.0.0.1:9/")):  # a service without data, and one that is unreachable
+        output = audit(*where, *more)
+        assert output[0] == code
+        assert "NOT AUDITED: no service could be asked" in output[1]
+        assert "0 known vulnerabilities" not in output[1]

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import ClientError
 
+from rollout_backend import aws
 from rollout_backend.collect.queue import AnnouncementQueue
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AgentCoreConfig, AwsConfig, QueueConfig, StorageConfig
-from rollout_backend.dispatch.agentcore import AgentCoreRuntime
 from rollout_backend.errors import CredentialsExpired, PreflightError, Rejected, RuntimeCallError, Unsigned
 from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
+from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
 SESSION = "s" * 40
 KEYS = """
-import datetime, json, pathlib
-assert pathlib.Path({good!r}).exists()
-soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30)
-keys = {{"AccessKeyId": "AK", "SecretAccessKey": "s", "SessionToken": "t", "Expiration": soon.isoformat()}}
+import datetime, json
+end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds={expires_s})
+keys = {{"AccessKeyId": "AK", "SecretAccessKey": "s", "SessionToken": "t", "Expiration": end.isoformat()}}
 print(json.dumps({{"Version": 1, **keys}}))
 """
+NOT_RENEWED = {
+    "its process fails": "raise SystemExit('log in again')",
+    "its process writes no JSON": "print('log in again')",
+    "its keys have expired": KEYS.format(expires_s=-30),
+    "its program is not found": None,
+}
 
 
 @pytest.fixture
@@ -56,13 +64,13 @@ async def test_what_s3_and_sqs_say_of_expired_credentials_ends_the_run(proxy, st
     for call in (
         store.get("a"),
         store.put("a", b""),
-        store.own(run_id, "me"),
+        store.put_if("a", b"", None),
         anext(store.keys("a")),
         queue.receive(),
     ):
         with pytest.raises(CredentialsExpired, match=rf"says {code}.*aws sso login.*under its run_id"):
             await call
-    with pytest.raises(PreflightError, match=f"refuses us: {code}.*that they have not expired"):
+    with pytest.raises(PreflightError, match=f"refuses us: {code}.*have expired: get new ones"):
         await store.check()
     proxy.rules.clear()
 
@@ -77,23 +85,68 @@ async def test_the_runtimes_refusal_of_expired_credentials_has_its_own_reason(pr
     assert [call.operation.partition(":")[2] for call in proxy.calls] == ["InvokeAgentRuntime", "StopRuntimeSession"]
 
 
-@pytest.mark.parametrize("how", ["missing", "cannot be renewed"])
+def refused(status: int, code: str, message: str = "") -> ClientError:
+    answer = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return ClientError(answer, "CreateQueue")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (refused(404, "NoSuchBucket"), "q does not exist: create it, or correct queue.url"),
+        (
+            refused(400, "AWS.SimpleQueueService.NonExistentQueue"),
+            "q does not exist: create it, or correct queue.url",
+        ),
+        (refused(404, "ResourceNotFoundException"), "q does not exist"),
+        (
+            refused(400, "ThrottlingException", "Rate exceeded"),
+            "ThrottlingException: Rate exceeded. The service is busy",
+        ),
+        (refused(429, "TooManyRequestsException"), "The service is busy: start the run again later"),
+        (refused(503, "ServiceUnavailable"), "The service is busy"),
+        (refused(400, "InvalidSignatureException", "Signature expired: 06:00 is now earlier"), "clock is wrong"),
+        (refused(403, "RequestTimeTooSkewed"), "clock is wrong"),
+        (refused(403, "SignatureDoesNotMatch"), "check AWS_SECRET_ACCESS_KEY"),
+        (refused(400, "UnrecognizedClientException", "token is invalid"), "AWS does not know these credentials"),
+        (refused(403, "InvalidAccessKeyId"), "AWS does not know these credentials"),
+        (refused(400, "ExpiredToken"), "The AWS credentials have expired"),
+        (refused(301, "PermanentRedirect"), "is in another region.*set aws.region"),
+        (
+            refused(400, "AuthorizationHeaderMalformed", "expecting 'eu-west-1'"),
+            "expecting 'eu-west-1'.*set aws.region",
+        ),
+        (refused(403, "AccessDenied"), "Give these credentials the permission that is missing"),
+        (refused(400, "AccessDeniedException"), "Give these credentials the permission that is missing"),
+        (refused(400, "InvalidAttributeValue", "too long"), "InvalidAttributeValue: too long. Check queue.url"),
+    ],
+)
+def test_each_refusal_says_what_it_is(error: ClientError, said: str) -> None:
+    message = str(aws.preflight_error(error, "q", "queue.url"))
+    assert re.search(said, message)
+    assert ("does not exist" in message) == ("does not exist" in said)
+
+
+@pytest.mark.parametrize("how", ["missing", *NOT_RENEWED])
 async def test_a_call_that_cannot_be_signed_is_not_sent_and_may_be_tried_again(
     proxy, stack, monkeypatch, tmp_path: Path, how: str
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    good, config = tmp_path / "good", tmp_path / "config"
-    good.touch()
-    (tmp_path / "keys.py").write_text(KEYS.format(good=str(good)))
-    process = f"credential_process = {sys.executable} {tmp_path / 'keys.py'}\n" if how == "cannot be renewed" else ""
-    config.write_text(f"[default]\n{process}")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    program, keys, config = tmp_path / "python", tmp_path / "keys.py", tmp_path / "config"
+    program.symlink_to(sys.executable)
+    keys.write_text(KEYS.format(expires_s=30))
+    config.write_text(f"[default]\ncredential_process = {program} {keys}\n" if how != "missing" else "[default]\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     runtime = await a_runtime(proxy, stack)
-    good.unlink()
-    for call in (runtime.invoke(SESSION, b"{}"), runtime.stop(SESSION)):
+    if (broken := NOT_RENEWED.get(how)) is not None:
+        keys.write_text(broken)
+    else:
+        program.unlink()
+    for call in (lambda: runtime.invoke(SESSION, b"{}"), lambda: runtime.stop(SESSION)):
         with pytest.raises(RuntimeCallError, match="could not be signed") as caught:
-            await call
+            await call()
         assert isinstance(caught.value, Unsigned)
         assert (caught.value.reason, caught.value.never_opened) == ("no_credentials", True)
     assert proxy.calls == []

@@ -1,9 +1,10 @@
 import pytest
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.breaker import Breaker, log_place
-from rollout_backend.config import BreakerConfig, RolloutConfig
-from rollout_backend.ledger import Entry, PlannedRollout
+from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
+from rollout_backend.core.circuit_breaker import CircuitBreaker, log_place
+from rollout_backend.core.ledger import Entry, PlannedRollout
+from rollout_backend.runtimes.registry import open_runtime
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456789"
 
@@ -19,15 +20,17 @@ def entry(outcome=Outcome.INFRA_ERROR, reason="container_error", message="424", 
     )
 
 
-def opened(entries, consecutive=3, over_s=0.0, every_s=1.0, running=0):
-    breaker = Breaker(BreakerConfig(consecutive=consecutive, over_s=over_s), lambda entry: "the log")
+def opened(entries, max_failures=3, min_span_s=0.0, every_s=1.0, running=0):
+    breaker = CircuitBreaker(
+        CircuitBreakerConfig(max_failures=max_failures, min_span_s=min_span_s), lambda entry: "the log"
+    )
     for i, each in enumerate(entries):
         breaker.settled(each, i * every_s)
         breaker.judge(0, running)
     return breaker.opened
 
 
-def test_it_opens_with_the_last_of_so_many_and_says_what_where_and_what_to_try():
+def test_it_opens_at_the_limit_and_says_what_failed_where_and_what_to_try():
     assert opened([entry()] * 2) is None
     said = opened([entry(), entry(), entry(message="exit code 137")])
     for part in ("3 rollouts", "infra_error, container_error", "exit code 137", "the log", "arm64", "a.0"):
@@ -43,7 +46,7 @@ def test_it_opens_with_the_last_of_so_many_and_says_what_where_and_what_to_try()
     ],
     ids=lambda each: each.outcome,
 )
-def test_whatever_the_infrastructure_let_through_begins_the_count_anew(well):
+def test_any_delivered_rollout_resets_the_count(well):
     assert opened([entry(), entry(), well, entry(), entry()]) is None
     assert opened([entry(), entry(), well, entry(), entry(), entry()])
 
@@ -54,33 +57,33 @@ def test_whatever_the_infrastructure_let_through_begins_the_count_anew(well):
         entry(Outcome.CANCELLED, "target_reached"),
         entry(Outcome.TIMED_OUT, "straggler"),
         entry(reason="run_failed"),
-        entry(reason="task_set_aside"),
+        entry(reason="task_blocked"),
         entry(reason="throttled"),
         entry(reason="quota_exceeded"),
     ],
     ids=lambda each: each.reason,
 )
-def test_what_was_ended_from_here_or_found_no_room_counts_neither_way(ours):
+def test_cancelled_and_throttled_rollouts_do_not_count(ours):
     assert opened([ours] * 9) is None
     assert opened([entry(), entry(), ours, entry()])
 
 
-def test_reasons_are_counted_apart_and_silent_deaths_are_one():
+def test_reasons_are_counted_separately_and_silent_deaths_as_one():
     terminated = entry(reason="terminated")
     assert opened([entry(), terminated, entry(), terminated]) is None
     assert "container_error" in opened([entry(), terminated, entry(), entry()])
     assert "killed for memory" in opened([entry(Outcome.TIMED_OUT, "no_result")] * 3)
 
 
-def test_one_burst_is_no_pattern():
-    assert opened([entry()] * 100, over_s=30.0, every_s=0.01) is None
-    assert opened([entry()] * 100, over_s=30.0, every_s=1.0)
+def test_one_burst_of_failures_does_not_open_it():
+    assert opened([entry()] * 100, min_span_s=30.0, every_s=0.01) is None
+    assert opened([entry()] * 100, min_span_s=30.0, every_s=1.0)
 
 
-def test_while_more_are_running_than_were_lost_nothing_is_proved():
+def test_it_stays_closed_while_more_rollouts_run_than_failed():
     assert opened([entry()] * 30, running=200) is None
     assert opened([entry()] * 30, running=30)
-    breaker = Breaker(BreakerConfig(consecutive=3, over_s=0))
+    breaker = CircuitBreaker(CircuitBreakerConfig(max_failures=3, min_span_s=0))
     breaker.judge(0, running=5)
     for i in range(4):
         breaker.settled(entry(), i)
@@ -90,9 +93,9 @@ def test_while_more_are_running_than_were_lost_nothing_is_proved():
     assert breaker.opened
 
 
-def test_it_can_be_switched_off_and_stays_open():
-    assert opened([entry()] * 1000, consecutive=None) is None
-    breaker = Breaker(BreakerConfig(consecutive=1, over_s=0))
+def test_it_can_be_disabled_and_once_open_stays_open():
+    assert opened([entry()] * 1000, max_failures=None) is None
+    breaker = CircuitBreaker(CircuitBreakerConfig(max_failures=1, min_span_s=0))
     breaker.settled(entry(message="the first"), 0.0)
     breaker.judge(0, 0)
     breaker.settled(entry(Outcome.COMPLETED, "", by_result=True), 1.0)
@@ -110,7 +113,11 @@ def test_it_can_be_switched_off_and_stays_open():
         ({"kind": "agentcore", "arn": ARN}, "invalid_result", "s3://bucket/p/runs/r/quarantine/"),
     ],
 )  # fmt: skip
-def test_where_the_log_is(runtime, reason, place):
+async def test_the_message_names_the_log(runtime, reason, place):
     storage = {"bucket": "bucket", "prefix": "p/"}
     config = RolloutConfig.parse({"run_id": "r", "model": {"path": "m"}, "storage": storage, "runtime": runtime})
-    assert place in log_place(config, entry(reason=reason))
+    opened = await open_runtime(config.runtime)
+    try:
+        assert place in log_place(config, entry(reason=reason), opened.log_location)
+    finally:
+        await opened.aclose()

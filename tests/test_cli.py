@@ -132,6 +132,18 @@ def test_a_queue_that_does_not_exist(rollout, settings, tasks, local_aws, agent_
     refused(rollout("run", config, "--tasks", tasks), "no-such-queue does not exist", "queue.url")
 
 
+def test_a_batch_that_cannot_start_in_time_is_refused_before_anything_starts(rollout, settings, tasks, agent_server):
+    limits = {"invoke_per_s": 0.01, "max_sessions": 2}
+    config = settings(runtime={"kind": "http", "url": agent_server, **limits}, group={"size": 40})
+    said = "rollouts cannot finish within timeouts.collection_s (3600 s): at runtime.invoke_per_s=0.01"
+    refused(rollout("run", config, "--tasks", tasks), said)
+    refused(rollout("check", config, "--tasks", tasks), said)
+    code, output = rollout("check", config, "--tasks", tasks, "-o", "runtime.invoke_per_s=10", "-o", "group.size=4")
+    assert code == 0, output
+    assert "4 rollouts start within 0 s, at 10 sessions per second" in output
+    assert "in 2 waves of 2 sessions (runtime.max_sessions)" in output
+
+
 def test_an_agent_that_is_no_file(rollout, tasks, tmp_path):
     refused(rollout("demo", "--agent", tmp_path / "none.py", "--tasks", tasks), "there is no agent at")
 

@@ -1,6 +1,8 @@
+import json
+
 import pytest
 
-from rollout_backend.config import GroupConfig, load_config
+from rollout_backend.config import GroupConfig, ModelConfig, load_config
 from rollout_backend.errors import ConfigError
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-a1B2c3D4e5"
@@ -110,7 +112,7 @@ def test_a_runtime_from_an_image_needs_little():
         (by_image(environment={"A": "x" * 5001}), r"runtime\.environment: .* values of 5,000"),
         (by_image(idle_timeout_s=30), r"runtime\.idle_timeout_s: .* greater than or equal to 60"),
         (by_image(idle_timeout_s=3600, max_lifetime_s=1900), "idle_timeout_s must not be above max_lifetime_s"),
-        (by_image(max_lifetime_s=1800), r"max_lifetime_s \(1800\) ends sessions before .*\(1860\)"),
+        (by_image(max_lifetime_s=1800), r"max_lifetime_s \(1800\) ends sessions before .*\(1920\)"),
         (by_image(qualifier="training"), "leave qualifier out"),
     ],
 )
@@ -122,7 +124,7 @@ def test_what_no_runtime_can_be_made_from_is_refused(runtime, message):
     ("timeouts", "rungs"),
     [
         ({"model_call_s": 1800}, r"model_call_s \(1800\) is not below agent_s \(1800\)"),
-        ({"agent_s": 3590}, r"agent_s \+ publish_grace_s \(3650\) is not below collection_s \(3600\)"),
+        ({"agent_s": 3590}, r"agent_s \+ publish_grace_s \(3710\) is not below collection_s \(3600\)"),
         ({"collection_s": 5400}, r"collection_s \(5400\) is not below token_s \(5400\)"),
     ],
 )
@@ -178,3 +180,29 @@ def test_a_file_that_cannot_be_read(tmp_path, content, match):
 def test_an_override_without_a_value_is_refused():
     with pytest.raises(ConfigError, match=r"must look like key\.key=value"):
         load_config(base=MINIMAL, env={}, overrides=["group.size"])
+
+
+# --- the model's context ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "tokens"),
+    [
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"max_position_embeddings": 262_144}, 32_768),
+        ({"n_positions": 1024}, 1024),
+        ({"text_config": {"max_position_embeddings": 4096}}, 4096),
+    ],
+)
+def test_the_context_is_the_models_own_with_a_cap(tmp_path, written, tokens):
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert ModelConfig(path=tmp_path).context_tokens == tokens
+    assert ModelConfig(path=tmp_path, context_length=100_000).context_tokens == 100_000
+
+
+@pytest.mark.parametrize("written", [None, "{", '{"hidden_size": 8}'])
+def test_a_model_that_does_not_say_its_context_must_be_told_it(tmp_path, written):
+    if written is not None:
+        (tmp_path / "config.json").write_text(written)
+    with pytest.raises(ConfigError, match=r"model\.context_length is not set, and .*config\.json"):
+        _ = ModelConfig(path=tmp_path).context_tokens

@@ -1,4 +1,4 @@
-"""A server's processes end with it, and it ends with its owner: also where the kernel's word is not enough."""
+"""A server's processes end with it, and it ends with its owner, even without the kernel's parent-death signal."""
 
 import os
 import select
@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from rollout_backend import group_guard
+from rollout_backend.serving import process_group_guard
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it waits for processes as Linux alone lets it")
 
-# A server with a process of its own; `obedient` or `stubborn`, which hangs over its end.
+# A server with a child process; `stubborn` ignores SIGTERM, `obedient` does not.
 SERVER = """
 import signal, subprocess, sys, time
 if sys.argv[1] == "stubborn":
@@ -24,7 +24,7 @@ time.sleep(1000)
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from rollout_backend.process import ServerProcess
+from rollout_backend.serving.server_process import ServerProcess
 
 async def main():
     log = Path(sys.argv[1])
@@ -41,7 +41,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize(("killed", "manner"), [("server", "obedient"), ("owner", "obedient"), ("owner", "stubborn")])
-def test_nothing_is_left(killed, manner, tmp_path):
+def test_no_process_is_left(killed, manner, tmp_path):
     command = [sys.executable, "-c", OWNER, tmp_path / "log", SERVER, manner]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         pids = [int(pid) for pid in owner.stdout.readline().split()]
@@ -56,8 +56,8 @@ def test_nothing_is_left(killed, manner, tmp_path):
                 os.close(process)
 
 
-def test_one_that_has_ended_already():
+def test_a_server_that_has_already_ended():
     ended = subprocess.Popen(["true"], start_new_session=True)
     ended.wait()
-    command = [sys.executable, "-I", "-S", group_guard.__file__, str(ended.pid), str(os.getpid())]
+    command = [sys.executable, "-I", "-S", process_group_guard.__file__, str(ended.pid), str(os.getpid())]
     subprocess.run(command, check=True, timeout=20)

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.core.ledger import MESSAGES_ONLY, NO_RESULT, Arrival, Ledger, Phase, PlannedRollout
 from rollout_backend.errors import LedgerError
-from rollout_backend.ledger import Arrival, Ledger, Phase, PlannedRollout
 
 IDS = ["a.0", "a.1", "b.0"]
 
@@ -37,7 +37,7 @@ def test_each_attempt_has_a_session_that_must_be_closed():
         ledger.reconcile()
 
 
-def test_a_result_that_overtakes_the_invokes_answer_stands():
+def test_a_result_that_arrives_before_the_invokes_response_counts():
     ledger = planned("a.0")
     ledger.attempt("a.0", "s1", deadline=1.0)
     ledger.arrive("a.0", Outcome.COMPLETED)
@@ -45,7 +45,7 @@ def test_a_result_that_overtakes_the_invokes_answer_stands():
     assert ledger.entries["a.0"].phase is Phase.SETTLED
 
 
-def test_the_first_settlement_stands_and_the_rest_is_counted_apart():
+def test_the_first_settlement_counts_and_later_ones_are_counted_separately():
     ledger = planned(*IDS)
     ledger.arrive("a.0", Outcome.COMPLETED, trainable=True)
     assert ledger.arrive("a.0", Outcome.AGENT_ERROR) is Arrival.DUPLICATE
@@ -68,7 +68,7 @@ def test_an_open_rollout_does_not_reconcile_and_every_line_is_printed():
     assert all(rid in str(caught.value) for rid in IDS)
 
 
-def test_a_session_that_would_not_close_is_named_and_not_open():
+def test_an_unclosed_session_is_named_and_not_counted_as_open():
     ledger = planned("a.0")
     ledger.attempt("a.0", "s1", deadline=1.0)
     ledger.settle("a.0", Outcome.INFRA_ERROR, "x")
@@ -84,7 +84,7 @@ def test_nothing_is_planned_twice():
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["attempt", "accept", "arrive", "settle"]),
+        st.sampled_from(["attempt", "accept", "arrive", "settle", "give_up", "replace"]),
         st.sampled_from(IDS),
         st.sampled_from(list(Outcome)),
     ),
@@ -93,7 +93,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_whatever_happens_each_rollout_ends_in_one_class(events):
+def test_any_events_settle_each_rollout_in_one_class(events):
     ledger = planned(*IDS)
     first: dict[str, Outcome] = {}
     repeats = 0
@@ -114,3 +114,43 @@ def test_whatever_happens_each_rollout_ends_in_one_class(events):
     assert {rid: entry.outcome for rid, entry in ledger.entries.items() if entry.outcome} == first
     assert ledger.duplicates + ledger.late == repeats
     assert sum(ledger.counts().values()) + len(list(ledger.open_entries())) == len(IDS)
+
+
+@given(EVENTS)
+def test_counts_equal_a_full_recount(events):
+    ledger = planned(*IDS)
+    for i, (event, rid, outcome) in enumerate(events):
+        match event:
+            case "attempt":
+                if ledger.wants(rid):
+                    ledger.attempt(rid, f"s{i}", deadline=float(i))
+            case "accept":
+                ledger.accept(rid)
+            case "arrive":
+                ledger.arrive(rid, outcome, MESSAGES_ONLY if i % 3 else "", trainable=bool(i % 2))
+            case "settle":
+                ledger.settle(rid, outcome, NO_RESULT)
+            case "give_up":
+                ledger.give_up(rid)
+            case "replace":
+                ledger.plan([PlannedRollout(f"{rid[0]}.{i + 2}", rid[0], replaces=True)])
+        entries = list(ledger.entries.values())
+        assert ledger.counts() == {each: sum(entry.outcome is each for entry in entries) for each in Outcome}
+        assert ledger.phases() == {each: sum(entry.phase is each for entry in entries) for each in Phase}
+        assert ledger.open == len(list(ledger.open_entries()))
+        for task_id, group in ledger.groups.items():
+            own = [entry for entry in entries if entry.planned.task_id == task_id]
+            assert list(group.open) == [entry.planned.rollout_id for entry in own if entry.outcome is None]
+            assert group.trainable == sum(entry.trainable for entry in own)
+            assert group.lost == sum(entry.lost for entry in own)
+            assert group.replacements == sum(entry.planned.replaces for entry in own)
+            assert group.messages_only == sum(entry.reason == MESSAGES_ONLY for entry in own)
+
+
+def test_changed_groups_are_returned_once():
+    ledger = planned(*IDS)
+    assert [group.task_id for group in ledger.take_changed_groups()] == ["a", "b"]
+    ledger.attempt("a.0", "s1", deadline=1.0)
+    assert ledger.take_changed_groups() == []
+    ledger.settle("b.0", Outcome.CANCELLED, "x")
+    assert [group.task_id for group in ledger.take_changed_groups()] == ["b"]

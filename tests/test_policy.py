@@ -1,17 +1,27 @@
 import dataclasses
+import math
+import statistics
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_backend.config import GroupConfig
-from rollout_backend.policy import Cancellation, GroupPolicy, GroupState, StragglerRule
+from rollout_backend.core.policy import (
+    Cancellation,
+    GroupPolicy,
+    GroupState,
+    StragglerRule,
+    Stragglers,
+    percentile_95,
+)
 
 
 def group(task_id="a", needed=2, open_=(), trainable=0, lost=0, replacements=0):
-    return GroupState(task_id, needed, tuple(open_), trainable, lost, replacements)
+    return GroupState(task_id, needed, dict.fromkeys(open_), trainable, lost, replacements)
 
 
-def test_a_step_goes_on_while_a_group_may_become_usable():
+def test_a_step_continues_while_a_group_may_become_usable():
     decision = GroupPolicy().decide([group(open_=["a.0", "a.1"])])
     assert not decision.done
     assert not decision.cancel
@@ -21,18 +31,18 @@ def test_a_step_ends_when_nothing_is_open():
     assert GroupPolicy().decide([group(trainable=2), group("b", trainable=0, lost=4)]).done
 
 
-def test_a_doomed_group_is_cancelled_and_the_others_go_on():
+def test_a_doomed_group_is_cancelled_and_the_others_continue():
     decision = GroupPolicy().decide([group(needed=2, open_=["a.3"], lost=3), group("b", open_=["b.0", "b.1"])])
     assert decision.cancel == (Cancellation("a.3", "group_doomed"),)
     assert not decision.done
 
 
-def test_messages_alone_doom_no_group_and_make_none_usable():
+def test_messages_only_rollouts_neither_doom_a_group_nor_make_it_usable():
     found = dataclasses.replace(group(needed=4, open_=["a.3"]), messages_only=3)
     decision = GroupPolicy(target_groups=1).decide([found])
     assert not decision.cancel
     assert not decision.done
-    settled = dataclasses.replace(found, open=(), messages_only=4)
+    settled = dataclasses.replace(found, open={}, messages_only=4)
     assert GroupPolicy().decide([settled]).done
     assert not settled.usable
     assert not settled.complete
@@ -45,7 +55,7 @@ def test_strict_needs_every_planned_rollout():
     assert decision.done
 
 
-def test_replace_plans_one_for_each_lost_up_to_its_limit():
+def test_replace_plans_one_rollout_for_each_lost_one_up_to_its_limit():
     policy = GroupPolicy.from_config(GroupConfig(size=4, policy="replace", max_replacements=2))
     assert policy.decide([group(trainable=3, lost=1)]).replace == (("a", 1),)
     assert policy.decide([group(trainable=1, lost=3, replacements=1)]).replace == (("a", 1),)
@@ -58,7 +68,7 @@ def test_other_policies_replace_nothing():
     assert policy.decide([group(trainable=3, lost=1)]).replace == ()
 
 
-def test_a_group_that_replacements_cannot_save_gets_none():
+def test_a_group_that_replacements_cannot_save_gets_no_replacement():
     decision = GroupPolicy(max_replacements=1).decide([group(needed=3, lost=4)])
     assert decision.replace == ()
     assert decision.done
@@ -73,7 +83,7 @@ def test_the_target_ends_a_step_early_and_counts_only_complete_groups():
     assert decision.cancel == (Cancellation("b.2", "target_reached"),)
 
 
-def test_a_group_with_some_to_spare_needs_no_more_than_its_size():
+def test_an_oversampled_group_needs_only_its_size():
     found = dataclasses.replace(group(open_=["a.3", "a.4"], trainable=2), enough=3, spare=2)
     assert not GroupPolicy().decide([found]).cancel
     enough = dataclasses.replace(found, trainable=3)
@@ -83,14 +93,14 @@ def test_a_group_with_some_to_spare_needs_no_more_than_its_size():
     assert GroupPolicy(target_groups=1).decide([enough, group("b", open_=["b.0"])]).done
 
 
-def test_what_is_to_spare_makes_up_for_what_is_lost_before_anything_is_replaced():
+def test_oversampled_rollouts_are_used_before_replacements():
     policy = GroupPolicy(max_replacements=2)
     lost_one = dataclasses.replace(group(open_=["a.1", "a.2"], lost=1), enough=2, spare=1)
     assert policy.decide([lost_one]).replace == ()
     assert policy.decide([dataclasses.replace(lost_one, open=("a.2",), lost=2)]).replace == (("a", 1),)
 
 
-def test_how_long_a_rollout_may_run_is_known_once_enough_others_are_finished():
+def test_a_stragglers_time_limit_follows_from_finished_rollouts():
     rule = StragglerRule(after=0.75, factor=2.0)
     assert rule.allowed_s([], 4) is None
     assert rule.allowed_s([10.0, 10.0], 2) is None
@@ -98,6 +108,44 @@ def test_how_long_a_rollout_may_run_is_known_once_enough_others_are_finished():
     assert rule.allowed_s([4.0], 0) == 8.0
     assert rule.allowed_s([float(i) for i in range(101)], 1) == 190.0
     assert StragglerRule.from_config(GroupConfig()) is None
+
+
+@given(st.lists(st.floats(0, 1000), min_size=2, max_size=50))
+def test_the_percentile_is_that_of_the_standard_library(seconds):
+    assert percentile_95(sorted(seconds)) == pytest.approx(
+        statistics.quantiles(seconds, n=20, method="inclusive")[18]
+    )
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["start", "deliver", "end"]), st.integers(0, 9)), max_size=40),
+    st.floats(0.1, 1.0),
+)
+def test_stragglers_equal_a_full_recount(events, after):
+    """Each event takes one second."""
+    rule = StragglerRule(after=after, factor=1.5)
+    running, took = {}, []
+    stragglers = Stragglers(rule, lambda rollout_id, began: running.get(rollout_id) == began)
+    for now, (event, number) in enumerate(events):
+        rollout_id = str(number)
+        if event == "start":
+            running[rollout_id] = float(now)
+            stragglers.started(rollout_id, float(now))
+        elif rollout_id in running:
+            began = running.pop(rollout_id)
+            if event == "deliver":
+                took.append(now - began)
+                stragglers.delivered(now - began)
+        allowed = rule.allowed_s(sorted(took), len(running))
+        expected = {rid for rid, began in running.items() if allowed is not None and began + allowed <= now}
+        due, following = stragglers.due(now, len(running))
+        assert set(due) == expected
+        later = (
+            [began + allowed for rid, began in running.items() if rid not in expected] if allowed is not None else []
+        )
+        assert following == min(later, default=math.inf)
+        for each in due:  # tested again, as a rollout is of which S3 has given no answer
+            stragglers.started(each, running[each])
 
 
 STATES = st.builds(
@@ -114,19 +162,19 @@ STATES = st.builds(
 
 
 @given(st.lists(STATES, max_size=4, unique_by=lambda state: state.task_id), st.integers(0, 3))
-def test_a_decision_that_is_carried_out_asks_for_nothing_more(states, max_replacements):
+def test_an_applied_decision_has_no_further_actions(states, max_replacements):
     policy = GroupPolicy(max_replacements=max_replacements)
     decision = policy.decide(states)
     fresh, cancelled = dict(decision.replace), {c.rollout_id for c in decision.cancel}
     after = []
     for state in states:
-        new = tuple(f"new.{i}" for i in range(fresh.get(state.task_id, 0)))
+        new = {f"new.{i}": None for i in range(fresh.get(state.task_id, 0))}
         doomed = state.trainable + len(state.open) + len(new) < state.needed
         over = doomed or state.satisfied
-        kept = () if over else state.open
+        kept = {} if over else state.open
         assert not over or set(state.open) <= cancelled
         assert not (state.satisfied and new)
-        after.append(dataclasses.replace(state, open=kept + new, replacements=state.replacements + len(new)))
+        after.append(dataclasses.replace(state, open=kept | new, replacements=state.replacements + len(new)))
     again = policy.decide(after)
     assert again.replace == ()
     assert again.cancel == ()

@@ -1,4 +1,4 @@
-"""What holds of the whole source: nothing that is read can run, and no key is shown."""
+"""Checks of the whole source: no input is executed, and no key is printed."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def test_nothing_is_unpickled_evaluated_or_loaded_unsafely(path: Path) -> None:
         "httpx.get(x, verify=False)",
     ],
 )
-def test_and_it_would_be_found(code: str) -> None:
+def test_the_check_finds_unsafe_code(code: str) -> None:
     assert list(faults(ast.parse(code)))

@@ -1,11 +1,16 @@
 import json
+import math
+from datetime import date, datetime
+from decimal import Decimal
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from pydantic_core import from_json
 
+from agent_wrapper.contract.codec import MAX_DEPTH
+from rollout_backend.core.tasks import MAX_TASK_ID, Task, read_tasks, unique
 from rollout_backend.errors import TaskFileError
-from rollout_backend.tasks import MAX_TASK_ID, Task, read_tasks, unique
 
 
 def test_jsonl(tmp_path):
@@ -38,14 +43,89 @@ def test_parquet(tmp_path, as_text):
         ('{"payload": {"_rollout": 1}}', "line 2: the payload of task .* must not have a field '_rollout'"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, line, match):
+def test_an_invalid_line_is_named(tmp_path, line, match):
     file = tmp_path / "t.jsonl"
     file.write_text('{"payload": {}}\n' + line + "\n")
     with pytest.raises(TaskFileError, match=match):
         read_tasks(file)
 
 
-def test_a_broken_row_is_named(tmp_path):
+def test_line_separators_inside_a_string_do_not_end_a_line(tmp_path):
+    file = tmp_path / "t.jsonl"
+    texts = ["a\u2028b", "a\u2029b", "a\x85b", "a\x0cb", "a\x1cb"]
+    lines = [f'{{"payload": {{"q": {json.dumps(text, ensure_ascii=ord(text[1]) < 32)}}}}}' for text in texts]
+    file.write_bytes("\r\n".join(lines).encode())
+    assert [task.payload["q"] for task in read_tasks(file)] == texts
+
+
+def nested(levels: int) -> object:
+    value: object = 1
+    for i in range(levels):
+        value = [value] if i % 2 else {"a": value}
+    return value
+
+
+UNREACHABLE = [
+    (nested(MAX_DEPTH), "payload is nested deeper than 200 levels"),
+    ("\ud83d", r"payload\.q holds '\\ud83d', half of a surrogate pair"),
+    ({"\udc00": 1}, r"a key of payload\.q holds"),
+    ([0.5, math.nan], r"payload\.q\.1 is nan, which JSON does not know"),
+    (-math.inf, r"payload\.q is -inf"),
+    (1 << 20_000, r"payload\.q is a whole number of 20001 bits"),
+    (b"\xff", r"payload\.q is b'\\xff', a bytes, which JSON does not know: write it as a text"),
+    (Decimal("1.5"), r"payload\.q is Decimal\('1\.5'\), a Decimal"),
+    (datetime(2026, 1, 1), r"payload\.q is datetime.*, a datetime"),
+    ({1: 2}, r"payload\.q has the key 1, which is not a text"),
+    ({1, 2}, "a set, which JSON does not know"),
+]
+
+
+@pytest.mark.parametrize(("value", "match"), UNREACHABLE, ids=[match for _, match in UNREACHABLE])
+def test_a_payload_that_cannot_reach_an_agent_is_refused(value, match):
+    with pytest.raises(TaskFileError, match=f"task 'x' cannot reach an agent: .*{match}"):
+        Task("x", {"q": value})
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[" * 250 + "]" * 250, "line 2: .*payload is nested deeper than 200 levels"),
+        ("[" * 990 + "]" * 990, "line 2: .*nested"),
+        ("[" * 100_000 + "]" * 100_000, "line 2: not JSON: it is nested too deep"),
+        (r'"\ud800"', r"line 2: .*payload\.q holds"),
+        ("NaN", r"line 2: .*payload\.q is nan"),
+        ("1e999", r"line 2: .*payload\.q is inf"),
+        ("1" * 5000, "line 2: not JSON: .*limit"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_the_line_of_such_a_payload_is_named(tmp_path, text, match, kind):
+    file = tmp_path / f"t.{kind}"
+    payloads = ["{}", f'{{"q": {text}}}']
+    if kind == "jsonl":
+        file.write_text("\n".join(f'{{"payload": {payload}}}' for payload in payloads))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"payload": payloads}), file)
+        match = match.replace("line 2: not JSON", "row 1: payload is not JSON").replace("line 2", "row 1")
+    with pytest.raises(TaskFileError, match=match):
+        read_tasks(file)
+
+
+@pytest.mark.parametrize("value", [b"\xff", Decimal("1.5"), datetime(2026, 1, 1), date(2026, 1, 1), math.nan])
+def test_a_parquet_column_that_is_not_json_is_refused(tmp_path, value):
+    file = tmp_path / "t.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"payload": [{"q": None}, {"q": value}]}), file)
+    with pytest.raises(TaskFileError, match=r"row 1: .*payload\.q is .*which JSON does not know"):
+        read_tasks(file)
+
+
+def test_payloads_that_the_wrapper_can_parse_are_accepted():
+    payload = {"deep": nested(MAX_DEPTH - 1), "text": "\U0001f600\u2028", "numbers": (1, 10**300, 0.5, True, None)}
+    task = Task("x", payload)
+    assert from_json(json.dumps({**task.payload}))["text"] == payload["text"]
+
+
+def test_an_invalid_row_is_named(tmp_path):
     file = tmp_path / "t.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"payload": ["{}", "{"]}), file)
     with pytest.raises(TaskFileError, match="row 1: payload is not JSON"):
@@ -70,12 +150,12 @@ def test_a_file_that_cannot_be_read(tmp_path, name, content, match):
         read_tasks(file)
 
 
-def test_two_tasks_of_one_id_are_refused():
+def test_two_tasks_with_the_same_id_are_refused():
     with pytest.raises(TaskFileError, match="'a' occurs twice"):
         unique([Task("a", {}), Task("b", {}), Task("a", {})])
 
 
-def test_an_id_leaves_room_for_the_rollouts_number():
+def test_a_task_id_leaves_room_for_the_rollout_number():
     Task("a" * MAX_TASK_ID, {})
     with pytest.raises(TaskFileError, match="must be 1 to 100"):
         Task("a" * (MAX_TASK_ID + 1), {})

@@ -1,13 +1,18 @@
-"""Receives announcements, fetches what they name, checks it, and hands it to its step.
+"""Receives announcements, fetches the results that they name, validates them and delivers them to their step.
 
-What must always hold:
+Invariants:
 
-- a message is deleted only when what it names is safely in, or can never be of use;
-- nothing that a message or an object contains stops the receiving: what cannot be understood is put into quarantine
-  with its reason;
-- an announcement opens nothing but this run's own results.
+- A message is deleted only after its results were delivered, or if they can never be used.
+- No message and no object can stop the receivers. Malformed ones are quarantined with the reason, and of the
+  exceptions over one of them only CredentialsExpired leaves this module.
+- An announcement gives access to this run's results only. A message about another run that shares the queue is left
+  to that run, until it was received 20 times.
+- A result counts only if it names the session that the manifest assigns to its rollout and attempt. Only that
+  attempt's container knows the session id, so no container can write a result for another.
+- An invalid failure marker changes nothing: the rollout's result can still arrive. An invalid result occupies the
+  rollout's only key permanently, so the rollout ends as `invalid_result` and is replaced.
 
-Steps come and go (`attach`, `detach`); the receivers run as long as the run does.
+Steps `attach` and `detach`; the receivers run as long as the run.
 """
 
 from __future__ import annotations
@@ -15,77 +20,127 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Protocol
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
 
 from agent_wrapper.contract import (
     Announcement,
     ContractError,
-    Outcome,
     ResultName,
     Rollout,
-    notice_key,
+    failure_marker_key,
     parse_result_key,
     result_key,
 )
-from rollout_backend.collect.inventory import inventory
+from agent_wrapper.contract.keys import ID_PATTERN
+from rollout_backend.collect.decode import ResultDecoder
+from rollout_backend.collect.inventory import MAX_KEYS, inventory
 from rollout_backend.collect.queue import AWS_ERRORS, AnnouncementQueue, Message
 from rollout_backend.collect.store import ResultStore
-from rollout_backend.collect.text_format import read_result
-from rollout_backend.errors import ResultMissing, StoreError
+from rollout_backend.config import CollectConfig
+from rollout_backend.errors import CredentialsExpired, ResultMissing, StoreError
 
 log = logging.getLogger(__name__)
 
+IDLE_INTERVALS = 3  # a step is listed after this many `collect.list_after_idle_s` even if announcements arrive
+
+_T = TypeVar("_T")
+
+_RECEIVES = 20  # by then the run that a message is for has received it, or has ended
+
 
 class ResultSink(Protocol):
-    """A step, as the buffer sees it."""
+    """The interface of a step towards the buffer."""
 
     step: int
 
     def wants(self, rollout_id: str, attempt: int | None = None) -> bool:
-        """Whether the rollout's result is wanted; with `attempt`, the notice that this attempt was lost."""
+        """Return whether the rollout's result is wanted or, with `attempt`, this attempt's failure marker."""
         ...
 
-    def again(self, rollout_id: str) -> None:
-        """An announcement of what is not wanted: settled already, never planned, or of an attempt given up."""
+    def record_duplicate(self, rollout_id: str) -> None:
+        """Count an announcement that is not wanted: settled already, never planned, or of an abandoned attempt."""
         ...
 
-    def arrive(self, rollout: Rollout, announced_at: float | None, notice: bool = False) -> None:
-        """A result that keeps to the contract, or the notice that this attempt was lost; found by listing, it was not
-        announced."""
+    def on_result(self, rollout: Rollout, announced_at: float | None, failure_marker: bool = False) -> None:
+        """Accept a valid result or failure marker. `announced_at` is None if it was found by listing."""
         ...
 
-    def reject(self, rollout_id: str, error: ContractError) -> None:
-        """A result that does not."""
+    def on_invalid_result(self, rollout_id: str, error: ContractError) -> None:
+        """Settle a rollout whose result is invalid."""
         ...
+
+    def session_id(self, rollout_id: str, attempt: int) -> str:
+        """Return the session id that this attempt's result must name."""
+        ...
+
+    def pending(self) -> list[tuple[str, int]]:
+        """Return the rollouts that are not settled, each with the number of its current attempt."""
+        ...
+
+
+class Fetched(Enum):
+    """The outcome of fetching one object from S3."""
+
+    HANDLED = "handled"  # delivered to the step, as a result or as invalid
+    ABSENT = "absent"  # S3 answered that the object does not exist
+    UNKNOWN = "unknown"  # S3 did not answer, or did not accept the quarantine record: retry later
+
+
+class Handled(Enum):
+    """What becomes of a message."""
+
+    DONE = "done"  # it is deleted
+    UNKNOWN = "unknown"  # S3 did not answer, or has no such object yet: it is received again
+    OF_ANOTHER_RUN = "of another run"  # the run that shares the queue may receive it at once
 
 
 class RolloutBuffer:
+    """Collects the results of one run and delivers each to its step."""
+
     def __init__(
         self,
         run_id: str,
         store: ResultStore,
         queue: AnnouncementQueue | None,
-        fetches: int,
-        retokenise: Callable[[Rollout], Awaitable[Rollout]] | None = None,
+        max_fetches: int,
+        retokenize: Callable[[Rollout], Awaitable[Rollout]] | None = None,
         verify: Callable[[Rollout], None] | None = None,
+        text_format: bool = False,
     ) -> None:
-        """`queue` None: results are found by `sweep` alone. `retokenise` makes messages trainable, where it can.
-        `verify` raises ContractError over what was not sampled as it says; see `gateway.seal`."""
+        """Make a buffer.
+
+        Args:
+            run_id: The run whose results are collected.
+            store: Where results are read.
+            queue: Where announcements are received. None: results are found only by `sweep`.
+            max_fetches: How many objects are fetched at once.
+            retokenize: Renders rollouts that carry only messages into tokens, where possible.
+            verify: See `ResultDecoder`.
+            text_format: See `ResultDecoder`.
+        """
         self._run_id = run_id
         self._store = store
         self._queue = queue
-        self._retokenise = retokenise
-        self._verify = verify
-        self._fetching = asyncio.Semaphore(fetches)
+        self._retokenize = retokenize
+        self._decoder = ResultDecoder(run_id, store.config.max_result_bytes, text_format=text_format, verify=verify)
+        self.max_fetches = max_fetches
+        self._fetching = asyncio.Semaphore(max_fetches)
+        self._batches = max(1, 2 * max_fetches // 10)  # of 10 messages, so one waits for each that is being fetched
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by key
         self._sinks: dict[int, ResultSink] = {}
-        self.refused = 0  # messages that name nothing of this run's, or cannot be understood
-        self.stale = 0  # announcements for steps that are over, or not begun
-        self.dangling = 0  # announcements of objects that are not there (yet)
+        self._refused_markers: dict[int, set[str]] = defaultdict(set)  # keys, by step
+        self._flooded: set[int] = set()  # steps whose listing is too long to finish
+        self.refused = 0  # malformed messages, and messages that name objects outside this run
+        self.stale = 0  # announcements for steps that have ended or not begun
+        self.dangling = 0  # announcements of objects that do not exist (yet)
         self.queue_down = queue is None
-        self.heard_at = 0.0  # loop seconds of the last announcement
+        self.last_announcement_at = 0.0  # seconds, by the event loop's clock
 
     def attach(self, sink: ResultSink) -> None:
         assert sink.step not in self._sinks, f"step {sink.step} is being collected already"
@@ -93,76 +148,114 @@ class RolloutBuffer:
 
     def detach(self, sink: ResultSink) -> None:
         del self._sinks[sink.step]
+        self._refused_markers.pop(sink.step, None)
+        self._flooded.discard(sink.step)
 
     # --- by announcement ----------------------------------------------------------------------------------
 
     async def run(self, receivers: int) -> None:
-        """Receives until cancelled; without a queue there is nothing to do until then."""
+        """Receive announcements until cancelled. Without a queue, only wait for the cancellation."""
         if self._queue is None:
             await asyncio.Event().wait()
             return
+        room = asyncio.Semaphore(receivers + self._batches)
         async with asyncio.TaskGroup() as group:
             for _ in range(receivers):
-                group.create_task(self._receive(self._queue))
+                group.create_task(self._receive(self._queue, room))
 
-    async def _receive(self, queue: AnnouncementQueue) -> None:
+    async def _receive(self, queue: AnnouncementQueue, room: asyncio.Semaphore) -> None:
+        """Receive batches for ever. Each batch holds `room` from before it is received until it is handled."""
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(AWS_ERRORS), wait=wait_exponential_jitter(multiplier=0.5, max=30)
         )
         async with asyncio.TaskGroup() as handling:
             while True:
-                async for attempt in retrying:  # for ever: S3 is listed meanwhile
+                await room.acquire()
+                async for attempt in retrying:  # without an end: meanwhile results are found by listing
                     with attempt:
                         messages = await self._receive_once(queue)
-                if messages:
-                    handling.create_task(self._handle(queue, messages))
+                batch = handling.create_task(self._handle(queue, messages))
+                batch.add_done_callback(lambda _: room.release())
 
     async def _receive_once(self, queue: AnnouncementQueue) -> list[Message]:
         try:
             messages = await queue.receive()
         except AWS_ERRORS as error:
             if not self.queue_down:
-                log.warning("the queue does not answer, results are found by listing: %s", error)
+                log.warning("the queue does not answer; results are found by listing: %s", error)
             self.queue_down = True
             raise
         self.queue_down = False
         if messages:
-            self.heard_at = asyncio.get_running_loop().time()
+            self.last_announcement_at = asyncio.get_running_loop().time()
         return messages
 
     async def _handle(self, queue: AnnouncementQueue, messages: list[Message]) -> None:
-        done = await asyncio.gather(*(self._read(message) for message in messages))
-        finished = [message for message, deletable in zip(messages, done, strict=True) if deletable]
+        if not messages:
+            return
+        hiding = asyncio.create_task(self._keep_hidden(queue, messages))
+        try:
+            done = await asyncio.gather(
+                *(
+                    _log_defects(
+                        f"message {message.message_id}", self._handle_message(queue, message), Handled.UNKNOWN
+                    )
+                    for message in messages
+                )
+            )
+        finally:
+            hiding.cancel()
+        finished = [message for message, state in zip(messages, done, strict=True) if state is Handled.DONE]
+        others = [message for message, state in zip(messages, done, strict=True) if state is Handled.OF_ANOTHER_RUN]
         try:
             await queue.delete(finished)
+            await queue.give_back(others)
         except AWS_ERRORS as error:
-            log.warning("%d messages were not deleted and will come again: %s", len(finished), error)
+            log.warning("%d messages will be received again: %s", len(finished) + len(others), error)
 
-    async def _read(self, message: Message) -> bool:
-        """Deals with one message. True if it may be deleted."""
+    async def _keep_hidden(self, queue: AnnouncementQueue, messages: list[Message]) -> None:
+        """Extend the messages' visibility timeout while they are handled, so that none is received again."""
+        while True:
+            await asyncio.sleep(queue.visibility_s / 2)
+            try:
+                await queue.extend(messages)
+            except AWS_ERRORS as error:
+                log.warning("%d messages may be received again while they are handled: %s", len(messages), error)
+
+    async def _handle_message(self, queue: AnnouncementQueue, message: Message) -> Handled:
         try:
-            items = [item for item in Announcement.decode(message.body) if not self._is_record(item)]
-            named = [(self._locate(item), item) for item in items]
+            items = [item for item in Announcement.decode(message.body) if not self._is_trainer_object(item)]
+            if queue.is_shared and message.receives < _RECEIVES and any(map(self._is_of_another_run, items)):
+                return Handled.OF_ANOTHER_RUN
+            results = [(self._parse_key(item), item) for item in items]
         except ContractError as error:
-            return await self._refuse(message, error)
-        taken = True
-        for name, item in named:
+            return Handled.DONE if await self._refuse(message, error) else Handled.UNKNOWN
+        handled = True
+        for name, item in results:
             sink = self._sinks.get(name.step)
             if sink is None:
                 self.stale += 1
             elif not sink.wants(name.rollout_id, name.attempt):
-                sink.again(name.rollout_id)
+                sink.record_duplicate(name.rollout_id)
             else:
-                taken = await self._take(sink, name, item.key, message.sent_at) and taken
-        return taken
+                handled = await self._fetch(sink, name, item.key, message.sent_at) is Fetched.HANDLED and handled
+        return Handled.DONE if handled else Handled.UNKNOWN
 
-    def _is_record(self, item: Announcement) -> bool:
-        """Whether it names what a trainer wrote beside the results: S3 notifies of that as well. Evidence put aside
-        for such a message would be told of again, and so for ever."""
+    def _is_trainer_object(self, item: Announcement) -> bool:
+        """Return whether it names an object that a trainer wrote, such as a manifest or a quarantine record.
+
+        S3 notifies of these too. Quarantining such a message would write another object, which S3 announces again,
+        without an end.
+        """
         runs = rf"{re.escape(self._store.config.prefix)}runs/[^/]+/"
         return item.bucket == self._store.config.bucket and bool(re.match(rf"{runs}(?!steps/).", item.key))
 
-    def _locate(self, item: Announcement) -> ResultName:
+    def _is_of_another_run(self, item: Announcement) -> bool:
+        match = re.fullmatch(rf"(.*/)?runs/({ID_PATTERN})/steps/[^/]+/[^/]+", item.key)
+        place = self._store.config.bucket, self._store.config.prefix, self._run_id
+        return match is not None and (item.bucket, match[1] or "", match[2]) != place
+
+    def _parse_key(self, item: Announcement) -> ResultName:
         bucket = self._store.config.bucket
         if item.bucket != bucket:
             raise ContractError("bucket.name", f"{item.bucket!r} is not this run's bucket {bucket!r}")
@@ -176,85 +269,173 @@ class RolloutBuffer:
     # --- by listing ---------------------------------------------------------------------------------------
 
     async def sweep(self, sink: ResultSink) -> bool:
-        """Lists the step's prefix and takes what is wanted and was not heard of. True if all of it could be read.
+        """List the step's prefix and fetch all wanted results. Return whether all of them could be read.
 
-        Raises StoreError if S3 does not list it.
+        If the listing is too long to finish, the results of unsettled rollouts are fetched by key instead.
+
+        Raises:
+            StoreError: S3 did not list the prefix.
         """
+        found = await self._inventory(sink)
+        if found is None:
+            return all(await asyncio.gather(*(self.fetch_by_key(sink, *each) for each in sink.pending())))
         complete = True
-        found = await inventory(self._store, self._run_id, sink.step)
-        for notices in (False, True):  # a result settles its rollout, whatever lost attempts there were
+        for failure_markers in (
+            False,
+            True,
+        ):  # results first: they settle rollouts
             wanted = [
                 (key, name)
                 for key, name in found.items()
-                if (name.attempt is not None) == notices and sink.wants(name.rollout_id, name.attempt)
+                if (name.attempt is not None) == failure_markers and sink.wants(name.rollout_id, name.attempt)
             ]
-            complete = all(await asyncio.gather(*(self._take(sink, name, key) for key, name in wanted))) and complete
+            fetched = await asyncio.gather(*(self._try_to_fetch(sink, name, key) for key, name in wanted))
+            complete = all(each is Fetched.HANDLED for each in fetched) and complete
         return complete
 
-    async def look(self, sink: ResultSink, attempts: Iterable[tuple[str, int]]) -> None:
-        """Asks for the results of these rollouts by their keys, and for the notices of these attempts of them.
-        What is not there is passed over."""
+    async def list_when_idle(self, sink: ResultSink, config: CollectConfig) -> None:
+        """List the step's prefix until cancelled: once no announcement came for `list_after_idle_s`, and after three
+        times that in any case, for a lost announcement does not show in the traffic of others. Without a queue, list
+        every `list_interval_s`."""
+        loop = asyncio.get_running_loop()
+        listed_at = loop.time()
+        while True:
+            interval = config.list_interval_s if self.queue_down else config.list_after_idle_s
+            due = listed_at + interval
+            if not self.queue_down:
+                due = min(max(due, self.last_announcement_at + interval), listed_at + IDLE_INTERVALS * interval)
+            wait = due - loop.time()
+            if wait > 0:
+                await asyncio.sleep(min(wait, config.list_interval_s))  # the queue may go down meanwhile
+                continue
+            try:
+                await self.sweep(sink)
+            except StoreError as error:
+                log.warning("%s; it is listed again", error)
+            listed_at = loop.time()
+
+    async def list_results(self, sink: ResultSink) -> set[str] | None:
+        """Return the rollouts with a wanted result or failure marker in S3; None if there are too many keys to list.
+
+        Raises:
+            StoreError: S3 did not list the prefix.
+        """
+        found = await self._inventory(sink)
+        return None if found is None else {name.rollout_id for name in found.values()}
+
+    async def _inventory(self, sink: ResultSink) -> dict[str, ResultName] | None:
+        if sink.step in self._flooded:
+            return None
+        found = await inventory(self._store, self._run_id, sink.step, sink.wants)
+        if found is None:
+            log.warning(
+                "more than %d objects are stored for step %d, more than this run's agents write: from now on open "
+                "results are fetched by key, which takes longer. Set storage.presigned=true so that agents can write "
+                "only their own result",
+                MAX_KEYS,
+                sink.step,
+            )
+            self._flooded.add(sink.step)
+        return found
+
+    async def fetch_by_key(self, sink: ResultSink, rollout_id: str, attempt: int) -> bool:
+        """Fetch a rollout's result by key or, if there is none, this attempt's failure marker.
+
+        Return whether S3 answered, whether or not the objects exist.
+        """
         place = self._store.config.prefix, self._run_id, sink.step
+        name = ResultName(sink.step, rollout_id, None)
+        fetched = await self._try_to_fetch(sink, name, result_key(*place, rollout_id))
+        if fetched is Fetched.ABSENT and attempt and sink.wants(rollout_id, attempt):
+            key = failure_marker_key(*place, rollout_id, attempt)
+            fetched = await self._try_to_fetch(sink, name._replace(attempt=attempt), key)
+        return fetched is not Fetched.UNKNOWN
 
-        async def ask(rollout_id: str, attempt: int) -> None:
-            name = ResultName(sink.step, rollout_id, None)
-            await self._take(sink, name, result_key(*place, rollout_id))
-            if sink.wants(rollout_id, attempt):
-                await self._take(sink, name._replace(attempt=attempt), notice_key(*place, rollout_id, attempt))
-
-        await asyncio.gather(*(ask(rollout_id, attempt) for rollout_id, attempt in attempts))
+    async def _try_to_fetch(self, sink: ResultSink, name: ResultName, key: str) -> Fetched:
+        return await _log_defects(key, self._fetch(sink, name, key), Fetched.UNKNOWN)
 
     # --- either way ---------------------------------------------------------------------------------------
 
-    async def _take(self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None = None) -> bool:
-        """Fetches a result or a notice and hands it over. False if a later try may do better."""
+    async def _fetch(
+        self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None = None
+    ) -> Fetched:
+        """Fetch a result or failure marker and deliver it. A key is fetched by one caller at a time."""
+        if key in self._refused_markers.get(sink.step, ()):
+            return Fetched.HANDLED
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:
+            return await self._fetch_unlocked(sink, name, key, announced_at)
+
+    async def _fetch_unlocked(
+        self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None
+    ) -> Fetched:
         async with self._fetching:
+            if not sink.wants(name.rollout_id, name.attempt):  # it was delivered while this call waited
+                if announced_at is not None:
+                    sink.record_duplicate(name.rollout_id)
+                return Fetched.HANDLED
             try:
                 data = await self._store.get(key)
             except ResultMissing:
                 self.dangling += announced_at is not None
-                return False
+                return Fetched.ABSENT
             except StoreError as error:
-                log.warning("%s; it is tried again", error)
-                return False
+                log.warning("%s; it is retried", error)
+                return Fetched.UNKNOWN
             except ContractError as error:
-                return await self._reject(sink, name.rollout_id, key, error, b"")
-        try:
-            cap = self._store.config.max_result_bytes
-            rollout = read_result(data, cap, run_id=self._run_id, step=name.step, rollout_id=name.rollout_id)
-            self._check(rollout, name)
-            if self._verify is not None:
-                self._verify(rollout)
-        except ContractError as error:
-            return await self._reject(sink, name.rollout_id, key, error, data)
-        if self._retokenise is not None:
-            rollout = await self._retokenise(rollout)
-        sink.arrive(rollout, announced_at, name.attempt is not None)
-        return True
-
-    def _check(self, rollout: Rollout, name: ResultName) -> None:
-        wanted: dict[str, object] = {"run_id": self._run_id, "step": name.step, "rollout_id": name.rollout_id}
-        if name.attempt is not None:
-            wanted |= {"attempt": name.attempt, "outcome": Outcome.INFRA_ERROR}
-        for field, value in wanted.items():
-            if getattr(rollout, field) != value:
-                raise ContractError(field, f"is {getattr(rollout, field)!r} in the result of {value!r}")
-        if rollout.retokenised:  # or an agent could have tokens trained that nobody sampled
-            raise ContractError("segments", "one is marked retokenised, which is for this side alone to do")
+                return await self._reject(sink, name, key, error, b"")
+            try:
+                rollout = await self._decoder.decode(data, name)
+                _check_session(sink, rollout)
+            except ContractError as error:
+                return await self._reject(sink, name, key, error, data)
+        if self._retokenize is not None:
+            rollout = await self._retokenize(rollout)
+        sink.on_result(rollout, announced_at, name.attempt is not None)
+        return Fetched.HANDLED
 
     async def _reject(
-        self, sink: ResultSink, rollout_id: str, key: str, error: ContractError, evidence: bytes
-    ) -> bool:
-        log.warning("the result %s cannot be used: %s", key, error)
+        self, sink: ResultSink, name: ResultName, key: str, error: ContractError, evidence: bytes
+    ) -> Fetched:
+        log.warning("%s is invalid: %s", key, error)
         if not await self._quarantine(key, error, evidence):
-            return False
-        sink.reject(rollout_id, error)
-        return True
+            return Fetched.UNKNOWN
+        if name.attempt is None:
+            sink.on_invalid_result(name.rollout_id, error)
+        else:
+            self._refused_markers[sink.step].add(key)
+        return Fetched.HANDLED
 
     async def _quarantine(self, what: str, error: ContractError, evidence: bytes) -> bool:
         try:
             await self._store.quarantine(self._run_id, what, str(error), evidence)
         except StoreError as failure:
-            log.warning("%s; it is tried again", failure)
+            log.warning("%s; it is retried", failure)
             return False
         return True
+
+
+async def _log_defects(what: str, work: Awaitable[_T], failed: _T) -> _T:
+    """Await the handling of one message or object, and return `failed` if it raises.
+
+    A defect in this code is logged and retried later instead of ending the run. Expired credentials are raised,
+    because they concern all objects.
+    """
+    try:
+        return await work
+    except CredentialsExpired:
+        raise
+    except Exception:
+        log.exception("handling %s failed; it is retried", what)
+        return failed
+
+
+def _check_session(sink: ResultSink, rollout: Rollout) -> None:
+    """Raise ContractError unless this attempt's container wrote it: only that container knows the session id."""
+    expected = sink.session_id(rollout.rollout_id, rollout.attempt)
+    if rollout.session_id != expected:
+        raise ContractError(
+            "session_id",
+            f"is not that of attempt {rollout.attempt} of {rollout.rollout_id!r}: another container wrote this. Set "
+            "storage.presigned=true to prevent it",
+        )

@@ -1,21 +1,35 @@
-"""What S3 holds of a step, whatever the queue may have said."""
+"""Lists a step's results in S3, independently of announcements."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from agent_wrapper.contract import ContractError, ResultName, parse_result_key, step_prefix
 from rollout_backend.collect.store import ResultStore
 
+MAX_KEYS = 50_000  # per step, 50 calls to S3. Agents may write under the prefix, so a hostile one can flood it
 
-async def inventory(store: ResultStore, run_id: str, step: int) -> dict[str, ResultName]:
-    """The step's results and notices, by key; results come first. Keys that are neither are passed over.
 
-    Raises StoreError if S3 does not answer.
+async def inventory(
+    store: ResultStore, run_id: str, step: int, wants: Callable[[str, int | None], bool]
+) -> dict[str, ResultName] | None:
+    """Return the step's wanted results and failure markers by key, results first. None if there are too many keys.
+
+    Other keys are skipped.
+
+    Raises:
+        StoreError: S3 did not answer.
     """
     prefix = store.config.prefix
-    found = {}
+    found, listed = {}, 0
     async for key in store.keys(step_prefix(prefix, run_id, step)):
+        listed += 1
+        if listed > MAX_KEYS:
+            return None
         try:
-            found[key] = parse_result_key(prefix, run_id, key)
+            name = parse_result_key(prefix, run_id, key)
         except ContractError:
-            continue  # somebody else's file in our folder: nothing of ours is named so
+            continue  # neither a result nor a failure marker
+        if wants(name.rollout_id, name.attempt):
+            found[key] = name
     return dict(sorted(found.items(), key=lambda item: item[1].attempt is not None))

@@ -1,7 +1,10 @@
-"""URLs by which an agent's container writes one attempt's result without any credential of its own.
+"""Presigned URLs by which an agent's container writes one attempt's result without credentials.
 
-What must always hold: a URL takes one object, under the one key that it was signed for, and none where one stands
-(`If-None-Match: *` is part of the signature); it is good as long as the attempt's session key. S3 checks all of it.
+Invariants, all checked by S3:
+
+- A URL writes one object, under the key that it was signed for.
+- It replaces no object: `If-None-Match: *` is part of the signature.
+- It expires with the attempt's session key.
 """
 
 from __future__ import annotations
@@ -9,36 +12,60 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import aiohttp
 import boto3
 from botocore.config import Config
 
-from agent_wrapper.contract import PUT_HEADERS, ResultUrls, notice_key, result_key
+from agent_wrapper.contract import PUT_HEADERS, ResultUrls, failure_marker_key, probe_key, result_key
 from rollout_backend.config import AwsConfig, StorageConfig
-from rollout_backend.gateway.tokens import SessionClaims
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.errors import PreflightError
 
 
 class Presigner:
-    """Signs with this process's own credentials, which must themselves allow the write. Makes no call to AWS."""
+    """Signs URLs with this process's credentials, which must allow the write. Signing makes no call to AWS."""
 
     def __init__(self, storage: StorageConfig, aws: AwsConfig, wall: Callable[[], float] = time.time) -> None:
         self._storage = storage
         self._wall = wall
         config = Config(
-            signature_version="s3v4",  # the older one leaves headers out of the signature
-            request_checksum_calculation="when_required",  # the body is not known yet
+            signature_version="s3v4",  # older versions do not sign headers
+            request_checksum_calculation="when_required",  # the body is unknown at this time
             s3={"addressing_style": "path" if aws.endpoint_url else "virtual"},
         )
         session = boto3.Session(region_name=aws.region)
         self._s3 = session.client("s3", endpoint_url=aws.endpoint_url, config=config)
 
     def urls(self, claims: SessionClaims) -> ResultUrls:
-        """Of the attempt that these claims are for, good until they expire."""
+        """Return the URLs of the attempt that these claims belong to. They expire with the claims."""
         place = (self._storage.prefix, claims.run_id, claims.step, claims.rollout_id)
         seconds = max(1, round(claims.expires_at - self._wall()))
         return ResultUrls(
             result=self._url(result_key(*place), seconds),
-            notice=self._url(notice_key(*place, claims.attempt), seconds),
+            failure_marker=self._url(failure_marker_key(*place, claims.attempt), seconds),
         )
+
+    async def check(self) -> None:
+        """Write an object by a presigned URL, as an agent does. The first check of a bucket creates the object.
+
+        Raises:
+            PreflightError: S3 refuses the URL.
+        """
+        url = self._url(probe_key(self._storage.prefix, agents=True), 60)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
+                http.put(url, data=b"{}", headers=PUT_HEADERS) as response,
+            ):
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise PreflightError(f"storage.presigned: writing by a presigned URL failed: {error}") from error
+        if status not in (200, 409, 412):  # 409 and 412: the object exists
+            raise PreflightError(
+                f"storage.presigned: S3 answered {status} to a write by a URL that these credentials signed. "
+                "Deploy the stack with Presigned=true, attach its TrainerPolicyArn to the trainer's role, and set "
+                "storage.prefix to the stack's parameter ResultPrefix, or leave both out"
+            )
 
     def _url(self, key: str, seconds: int) -> str:
         params = {

@@ -1,8 +1,11 @@
-"""Announcements on SQS: hints that a result is there. At least once, in any order, perhaps never.
+"""The SQS queue of announcements. An announcement is a hint that a result exists.
 
-A queue given by its URL is used as it is. Otherwise one is made for the run, with a dead-letter queue, and both are
-deleted at the end; a dead-letter queue that holds messages stays, as evidence. A run started again under the same id
-takes over those that are there, and waits where SQS still blocks the name of one that was deleted.
+Announcements may arrive more than once, in any order, or never.
+
+A queue that is given by its URL is used unchanged. Otherwise a queue and a dead-letter queue are created for the run,
+and deleted at its end; a dead-letter queue with messages is kept as evidence. A restarted run uses the queues that
+exist, even if its settings would create them with other attributes. If SQS still blocks the name of a queue that was
+deleted less than a minute ago, creation waits.
 """
 
 from __future__ import annotations
@@ -11,23 +14,27 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
 from botocore.exceptions import BotoCoreError, ClientError
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_fixed
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_fixed
 
 from rollout_backend import aws
-from rollout_backend.config import AwsConfig, QueueConfig
+from rollout_backend.config import AwsConfig, QueueConfig, StorageConfig
+from rollout_backend.errors import PreflightError
 
 log = logging.getLogger(__name__)
 
-_BATCH = 10  # SQS's own limit for a receive and for a delete
-_NAME_BLOCKED_S = 75.0  # SQS: 60, from the deletion
-_RETENTION_S = 14 * 24 * 3600  # the longest SQS offers: a run may be resumed days later
-AWS_ERRORS = (ClientError, BotoCoreError, OSError, TimeoutError)
+_LONGEST_PAUSE_S = 10  # until a message that was given back is visible again
+_BATCH = 10  # SQS's limit for receive and delete
+_NAME_BLOCKED_S = 75.0  # SQS blocks a name for 60 s after the deletion
+_EXISTS = ("QueueAlreadyExists", "QueueNameExists")  # error codes if the attributes differ
+_RETENTION_S = 14 * 24 * 3600  # SQS's maximum, because a run may be resumed days later
+AWS_ERRORS = aws.CALL_ERRORS
 
 
 @dataclass(frozen=True)
@@ -36,23 +43,29 @@ class Message:
     receipt: str
     message_id: str
     sent_at: float  # unix seconds, by SQS's clock
+    receives: int = 1  # including this one
 
 
 class AnnouncementQueue:
-    """Made with `open`."""
+    """A run's queue. Use `open` to make one."""
 
     def __init__(
         self, config: QueueConfig, url: str, dead_url: str | None, client: Any, stack: AsyncExitStack
     ) -> None:
         self._config = config
+        self.visibility_s = config.visibility_s
         self.url = url
-        self.dead_url = dead_url  # None: the queue is not ours to delete
+        self.dead_url = dead_url  # None if the queue was given by its URL, and is not deleted
         self._sqs = client
         self._stack = stack
 
     @classmethod
-    async def open(cls, config: QueueConfig, aws_config: AwsConfig, run_id: str) -> Self:
-        """Raises PreflightError if the queue is not there, cannot be made, or refuses us."""
+    async def open(cls, config: QueueConfig, aws_config: AwsConfig, name: str) -> Self:
+        """Open the queue that the settings name, or create queues of this name.
+
+        Raises:
+            PreflightError: the queue does not exist, cannot be created, or refuses a call.
+        """
         async with AsyncExitStack() as stack:
             made = aws.client(
                 "sqs",
@@ -63,20 +76,22 @@ class AnnouncementQueue:
                 retries=2,
             )
             sqs = await stack.enter_async_context(made)
+            what = f"queue {config.url or name}"
             try:
                 if config.url is not None:
-                    await sqs.get_queue_attributes(QueueUrl=config.url, AttributeNames=["QueueArn"])
+                    await _try_out(sqs, config.url)
                     url, dead_url = config.url, None
                 else:
-                    url, dead_url = await _create(sqs, config, run_id)
+                    url, dead_url = await _create(sqs, config, name)
             except (ClientError, BotoCoreError) as error:
-                name = f"queue {config.url or queue_name(run_id)}"
-                raise aws.preflight_error(error, name, "queue.url") from error
+                if isinstance(error, ClientError) and aws.denied(error):
+                    raise _not_allowed(what, config, error) from error
+                raise aws.preflight_error(error, what, "queue.url") from error
             return cls(config, url, dead_url, sqs, stack.pop_all())
         raise AssertionError("unreachable")
 
     async def receive(self) -> list[Message]:
-        """Up to ten messages, once there is at least one or `wait_s` has passed.
+        """Receive up to ten messages. Waits up to `queue.wait_s` for the first.
 
         Raises one of AWS_ERRORS, or CredentialsExpired.
         """
@@ -86,7 +101,7 @@ class AnnouncementQueue:
                 MaxNumberOfMessages=_BATCH,
                 WaitTimeSeconds=self._config.wait_s,
                 VisibilityTimeout=self._config.visibility_s,
-                AttributeNames=["SentTimestamp"],
+                AttributeNames=["SentTimestamp", "ApproximateReceiveCount"],
             )
         except ClientError as error:
             aws.end_if_expired(error, "SQS")
@@ -97,54 +112,120 @@ class AnnouncementQueue:
                 receipt=item["ReceiptHandle"],
                 message_id=item["MessageId"],
                 sent_at=int(item["Attributes"]["SentTimestamp"]) / 1000,
+                receives=int(item["Attributes"]["ApproximateReceiveCount"]),
             )
             for item in reply.get("Messages", ())
         ]
 
     async def delete(self, messages: Sequence[Message]) -> None:
-        """Raises one of AWS_ERRORS. What is not deleted comes again, and is then a duplicate."""
+        """Delete messages. One that is not deleted is received again, as a duplicate. Raises one of AWS_ERRORS."""
         for start in range(0, len(messages), _BATCH):
             batch = messages[start : start + _BATCH]
             entries = [{"Id": str(i), "ReceiptHandle": message.receipt} for i, message in enumerate(batch)]
             reply = await self._sqs.delete_message_batch(QueueUrl=self.url, Entries=entries)
             for failed in reply.get("Failed", ()):
-                log.warning("a message was not deleted and will come again: %s", failed.get("Message"))
+                log.warning("a message was not deleted and will be received again: %s", failed.get("Message"))
 
-    async def aclose(self) -> None:
-        """Deletes what was made here. That one of the two is gone already keeps neither the other nor the end."""
+    @property
+    def is_shared(self) -> bool:
+        """Whether other runs may use the queue too: this run has not created it."""
+        return self.dead_url is None
+
+    async def extend(self, messages: Sequence[Message]) -> None:
+        """Hide messages for another `visibility_s`. Raises one of AWS_ERRORS."""
+        await self._hide(messages, lambda message: self.visibility_s)
+
+    async def give_back(self, messages: Sequence[Message]) -> None:
+        """Let another receiver have messages: at first at once, then after a pause. Raises one of AWS_ERRORS."""
+        await self._hide(messages, lambda message: min(2 ** (message.receives - 1) - 1, _LONGEST_PAUSE_S))
+
+    async def _hide(self, messages: Sequence[Message], seconds: Callable[[Message], int]) -> None:
+        for start in range(0, len(messages), _BATCH):
+            entries = [
+                {"Id": str(i), "ReceiptHandle": message.receipt, "VisibilityTimeout": seconds(message)}
+                for i, message in enumerate(messages[start : start + _BATCH])
+            ]
+            await self._sqs.change_message_visibility_batch(QueueUrl=self.url, Entries=entries)
+
+    async def aclose(self, *, delete: bool = True) -> None:
+        """Close the client and delete the queues that were created for the run.
+
+        Pass `delete=False` if another manager may own the queues. A queue that no longer exists is no error.
+        """
         try:
-            if self.dead_url is not None:
-                await self._drop(self.url)
-                await self._drop(self.dead_url, keep_messages=True)
+            if delete and self.dead_url is not None:
+                await delete_queues(self._sqs, self.url, self.dead_url)
         finally:
             await self._stack.aclose()
 
-    async def _drop(self, url: str, keep_messages: bool = False) -> None:
+
+async def delete_queues(sqs: Any, url: str, dead_url: str) -> None:
+    """Delete a run's queue and its dead-letter queue, which stays if it holds messages. Failures are logged."""
+    for queue in (url, dead_url):
         try:
-            held = await self._held(url) if keep_messages else 0
+            held = await _message_count(sqs, queue) if queue == dead_url else 0
             if held:
-                log.warning("%d messages that nobody could use stay in %s", held, url)
+                log.warning("%d messages that could not be handled are kept in %s", held, queue)
             else:
-                await self._sqs.delete_queue(QueueUrl=url)
+                await sqs.delete_queue(QueueUrl=queue)
         except AWS_ERRORS as error:
-            log.warning("the run's queue %s could not be deleted: %s", url, error)
-
-    async def _held(self, url: str) -> int:
-        names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
-        reply = await self._sqs.get_queue_attributes(QueueUrl=url, AttributeNames=names)
-        return sum(int(reply["Attributes"][name]) for name in names)
+            log.warning("the run's queue %s could not be deleted: %s", queue, error)
 
 
-def queue_name(run_id: str) -> str:
-    """A name that SQS takes: 80 characters at most, and room for the dead-letter queue's suffix."""
-    name = re.sub(r"[^A-Za-z0-9_-]", "-", f"rollout-{run_id}")
-    if len(name) > 70 or name != f"rollout-{run_id}":
-        name = f"{name[:60]}-{hashlib.sha256(run_id.encode()).hexdigest()[:8]}"
-    return name
+async def _message_count(sqs: Any, url: str) -> int:
+    names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
+    reply = await sqs.get_queue_attributes(QueueUrl=url, AttributeNames=names)
+    return sum(int(reply["Attributes"][name]) for name in names)
 
 
-async def _create(sqs: Any, config: QueueConfig, run_id: str) -> tuple[str, str]:
-    name = queue_name(run_id)
+def queue_name(storage: StorageConfig, run_id: str) -> str:
+    """Return the queue's name: at most 80 characters, SQS's limit, with room for the dead-letter queue's suffix.
+
+    The name holds a digest of the run's place in S3: runs in two buckets may have the same id. `infra/teardown.sh`
+    derives the same name.
+    """
+    place = f"s3://{storage.bucket}/{storage.prefix}runs/{run_id}"
+    readable = re.sub(r"[^A-Za-z0-9_-]", "-", run_id)[:52]
+    return f"rollout-{readable}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+
+
+async def check_queue(config: QueueConfig, aws_config: AwsConfig) -> None:
+    """Make the calls that a run makes to its queue.
+
+    If the run would create its queues, this creates queues under another name and deletes them.
+
+    Raises:
+        PreflightError: the queue does not exist, cannot be created, or refuses a call.
+    """
+    queue = await AnnouncementQueue.open(config, aws_config, f"rollout-check-{secrets.token_hex(4)}")
+    await queue.aclose()
+
+
+async def _try_out(sqs: Any, url: str) -> None:
+    """Make the calls of a run without changing the queue: a message received here is visible again at once."""
+    await sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["QueueArn"])
+    await sqs.receive_message(QueueUrl=url, MaxNumberOfMessages=1, WaitTimeSeconds=0, VisibilityTimeout=0)
+    try:
+        await sqs.delete_message(QueueUrl=url, ReceiptHandle="not-a-receipt")
+    except ClientError as error:
+        if aws.denied(error):
+            raise  # any other error is about the receipt, which is invalid on purpose
+
+
+def _not_allowed(name: str, config: QueueConfig, error: ClientError) -> PreflightError:
+    why = f"{name}: {error.operation_name} is not allowed ({aws.message_of(error)})"
+    if config.url is not None:
+        return PreflightError(
+            f"{why}. Attach the stack's TrainerPolicyArn to the trainer's role, and set queue.url to the same "
+            "stack's QueueUrl"
+        )
+    return PreflightError(
+        f"{why}. Deploy the stack with RunQueues=true, so that each run can create its queue, and attach its "
+        "TrainerPolicyArn to the trainer's role; or set queue.url to the stack's QueueUrl"
+    )
+
+
+async def _create(sqs: Any, config: QueueConfig, name: str) -> tuple[str, str]:
     kept = {"MessageRetentionPeriod": str(_RETENTION_S)}
     dead_url = await _create_one(sqs, f"{name}-dlq", kept)
     reply = await sqs.get_queue_attributes(QueueUrl=dead_url, AttributeNames=["QueueArn"])
@@ -154,17 +235,34 @@ async def _create(sqs: Any, config: QueueConfig, run_id: str) -> tuple[str, str]
 
 
 async def _create_one(sqs: Any, name: str, attributes: dict[str, str], pause_s: float = 5.0) -> str:
+    def warn(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        why = "its name is blocked for a minute after its deletion" if _deleted_recently(error) else str(error)
+        log.warning("queue %s cannot be created yet (%s): retrying", name, why)
+
     async for attempt in AsyncRetrying(
-        retry=retry_if_exception(_deleted_recently),
+        retry=retry_if_exception(lambda error: _deleted_recently(error) or _is_busy(error)),
         stop=stop_after_delay(_NAME_BLOCKED_S),
         wait=wait_fixed(pause_s),
-        before_sleep=lambda _: log.warning("the name %s is blocked for a minute after its deletion: waiting", name),
+        before_sleep=warn,
         reraise=True,
     ):
         with attempt:
-            return str((await sqs.create_queue(QueueName=name, Attributes=attributes))["QueueUrl"])
+            try:
+                reply = await sqs.create_queue(QueueName=name, Attributes=attributes)
+            except ClientError as error:
+                if not aws.code_of(error).endswith(_EXISTS):
+                    raise
+                # Each receive sets the visibility timeout, and the other attributes need not match.
+                log.info("queue %s exists with other attributes and is used unchanged", name)
+                reply = await sqs.get_queue_url(QueueName=name)
+            return str(reply["QueueUrl"])
     raise AssertionError("unreachable")
 
 
-def _deleted_recently(error: BaseException) -> bool:
+def _deleted_recently(error: BaseException | None) -> bool:
     return isinstance(error, ClientError) and aws.code_of(error).endswith("QueueDeletedRecently")
+
+
+def _is_busy(error: BaseException) -> bool:
+    return isinstance(error, ClientError) and (aws.throttled(error) or aws.status_of(error) >= 500)

@@ -1,33 +1,57 @@
-"""Results in S3: the truth. Read, listed, and put aside with evidence when they cannot be used.
+"""Reads, lists and writes a run's objects in S3, the source of truth, and quarantines unusable ones.
 
-Each call may raise CredentialsExpired beside what it says.
+Each call may also raise CredentialsExpired.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, Self
 
+import aiohttp
 from botocore.exceptions import BotoCoreError, ClientError
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
-from agent_wrapper.contract import ContractError
+from agent_wrapper.contract import ContractError, probe_key, quarantine_prefix
 from rollout_backend import aws
 from rollout_backend.config import AwsConfig, StorageConfig
-from rollout_backend.errors import ResultMissing, StoreError
+from rollout_backend.errors import PreflightError, ResultMissing, StoreError, WriteConflict
 
-_MISSING = frozenset({"NoSuchKey", "404"})
+_TRANSIENT = re.compile("Throttl|Timeout|SlowDown|LimitExceeded|Skewed|Conflict")  # codes of transient 4xx errors
+# S3 answers 409 if another write of the key is in progress, and 404 if the key was deleted.
+_CONFLICTS = frozenset({"ConditionalRequestConflict", "NoSuchKey", "PreconditionFailed"})
 _EVIDENCE_BYTES = 4096
+_TRUNCATED = (aiohttp.ClientError, ConnectionError)  # errors while reading a body; botocore retries earlier ones
+_READS = 3  # attempts to read an object whose body is truncated
+_GET_S = 300.0  # limit for one object, so that an endless body does not block a fetch slot for ever
+_NO_ETAG = '"00000000000000000000000000000000"'  # matches no object
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object that was read."""
+
+    body: bytes
+    etag: str
+    age_s: float  # since it was written, by the store's clock
 
 
 class ResultStore:
-    """One bucket. Made with `open`."""
+    """The bucket of a run. Use `open` to make one."""
 
     def __init__(self, config: StorageConfig, client: Any, stack: AsyncExitStack) -> None:
         self.config = config
         self._s3 = client
+        self._readable: str | None = None  # the last key that was read or written
         self._stack = stack
 
     @classmethod
@@ -43,58 +67,210 @@ class ResultStore:
         return cls(config, await stack.enter_async_context(made), stack)
 
     async def check(self) -> None:
-        """Raises PreflightError unless the bucket is there and can be listed."""
-        try:
-            await self._s3.list_objects_v2(Bucket=self.config.bucket, Prefix=self.config.prefix, MaxKeys=1)
-        except (ClientError, BotoCoreError) as error:
-            raise aws.preflight_error(error, f"bucket {self.config.bucket!r}", "storage.bucket") from error
+        """Make the calls that a run makes to the bucket: list it, write conditionally under the prefix, read back.
 
-    async def get(self, key: str) -> bytes:
-        """The object's bytes.
+        The first check of a bucket creates a small object.
 
         Raises:
-            ResultMissing: there is none.
-            ContractError: it is larger than `storage.max_result_bytes`; it is not read.
+            PreflightError: the bucket does not exist, a call is refused, or a write ignores its condition.
+        """
+        place = {"Bucket": self.config.bucket, "Key": probe_key(self.config.prefix)}
+        with self._explained("ListBucket"):
+            await self._s3.list_objects_v2(Bucket=self.config.bucket, Prefix=self.config.prefix, MaxKeys=1)
+        with self._explained("PutObject"):
+            await self._try_to_write(place, IfNoneMatch="*")
+            for condition in ({"IfNoneMatch": "*"}, {"IfMatch": _NO_ETAG}):  # both must fail now
+                if await self._try_to_write(place, **condition):
+                    raise self._unsupported(condition, "ignores it")
+        with self._explained("GetObject"):
+            async with (await self._s3.get_object(**place))["Body"]:
+                pass  # a response is enough
+
+    async def _try_to_write(self, place: dict[str, str], **condition: str) -> bool:
+        """Write the probe conditionally. Return False if the condition does not hold."""
+        try:
+            await self._s3.put_object(**place, Body=b"{}", ContentType="application/json", **condition)
+        except ClientError as error:
+            if aws.status_of(error) in (409, 412):  # 409: another check is writing it now
+                return False
+            if aws.status_of(error) == 501 or aws.code_of(error) == "NotImplemented":
+                raise self._unsupported(condition, f"answers {aws.status_of(error)} to it") from error
+            raise
+        return True
+
+    def _unsupported(self, condition: dict[str, str], what: str) -> PreflightError:
+        header = {"IfNoneMatch": "If-None-Match", "IfMatch": "If-Match"}[next(iter(condition))]
+        return PreflightError(
+            f"bucket {self.config.bucket!r}: the store, or a proxy in front of it, does not support PutObject with "
+            f"{header}: it {what}. Results are written once, and a manifest replaces only the version that was read, "
+            "so both If-None-Match and If-Match are needed. Use a store that supports them (AWS S3, current MinIO or "
+            "Cloudflare R2), or point aws.endpoint_url past the proxy"
+        )
+
+    @contextmanager
+    def _explained(self, operation: str) -> Iterator[None]:
+        config = self.config
+        try:
+            yield
+        except (ClientError, BotoCoreError) as error:
+            if aws.denied(error):
+                raise PreflightError(
+                    f"bucket {config.bucket!r}: these credentials may not call {operation} under "
+                    f"{config.prefix + 'runs/'!r}. Attach the stack's TrainerPolicyArn to the trainer's role, and "
+                    "set storage.prefix to the stack's parameter ResultPrefix, or leave both out"
+                ) from error
+            raise aws.preflight_error(error, f"bucket {config.bucket!r}", "storage.bucket") from error
+
+    async def get(self, key: str) -> bytes:
+        """Return an object's bytes. Raises the same errors as `fetch`."""
+        return (await self.fetch(key)).body
+
+    async def fetch(self, key: str) -> Stored:
+        """Return an object. A truncated body is read again.
+
+        Raises:
+            ResultMissing: the object does not exist.
+            ContractError: the object exceeds `storage.max_result_bytes`, or S3 refuses it permanently.
             StoreError: S3 did not answer.
         """
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_TRUNCATED),
+            stop=stop_after_attempt(_READS),
+            wait=wait_exponential_jitter(multiplier=0.1, max=1, jitter=0.1),
+            reraise=True,
+        )
         try:
-            reply = await self._s3.get_object(Bucket=self.config.bucket, Key=key)
-            async with reply["Body"] as body:
-                size, cap = int(reply["ContentLength"]), self.config.max_result_bytes
+            async with asyncio.timeout(_GET_S):
+                stored: Stored = await retrying(self._read, key)
+        except ClientError as error:
+            raise await self._explain_refusal(key, error) from error
+        except aws.NO_ANSWER as error:
+            raise StoreError(f"reading {key!r} from S3 failed: {error or 'no answer in time'}") from error
+        self._readable = key
+        return stored
+
+    async def _explain_refusal(self, key: str, error: ClientError) -> Exception:
+        """Return the exception for a refused GET.
+
+        A 4xx is a permanent defect of the object (archived, or encrypted with a key that the caller may not use) only
+        if the object exists and another object can be read at this time. S3 also answers 403 for a missing key if the
+        caller may not list the whole bucket, and for every key while the caller's permissions are wrong.
+        """
+        code = aws.code_of(error)
+        missing = ResultMissing(f"nothing is stored under {key!r}")
+        if code == "NoSuchKey":
+            return missing
+        aws.end_if_expired(error, "S3")
+        refused = StoreError(f"S3 refused {key!r}: {error}")
+        if not 400 <= aws.status_of(error) < 500 or _TRANSIENT.search(code):
+            return refused
+        try:
+            if not await self._exists(key):
+                return missing
+            if self._readable in (None, key) or not await self._can_read(self._readable):
+                return refused
+        except aws.CALL_ERRORS:
+            return refused
+        return ContractError("object", f"S3 refuses it permanently, but not others: {code}: {aws.message_of(error)}")
+
+    async def _exists(self, key: str) -> bool:
+        reply = await self._s3.list_objects_v2(Bucket=self.config.bucket, Prefix=key, MaxKeys=1)
+        if "IsTruncated" not in reply:
+            raise ConnectionError("the response is not a listing")
+        return any(item["Key"] == key for item in reply.get("Contents", ()))
+
+    async def _can_read(self, key: str) -> bool:
+        reply = await self._s3.get_object(Bucket=self.config.bucket, Key=key, Range="bytes=0-0")
+        async with reply["Body"] as body:
+            return bool(await body.read())
+
+    async def _read(self, key: str) -> Stored:
+        """Read an object once. Raises ContractError if it exceeds the cap, or one of `aws.CALL_ERRORS`."""
+        reply = await self._s3.get_object(Bucket=self.config.bucket, Key=key)
+        return Stored(await self._body(reply), str(reply.get("ETag", "")), _age_s(reply))
+
+    async def _body(self, reply: Any) -> bytes:
+        headers = reply["ResponseMetadata"]["HTTPHeaders"]
+        size, cap = reply.get("ContentLength"), self.config.max_result_bytes
+        async with reply["Body"] as body:
+            if size is not None:
                 if size > cap:
                     raise ContractError("object", f"has {size} bytes, more than the cap of {cap}")
                 return bytes(await body.read())
-        except ClientError as error:
-            if aws.code_of(error) in _MISSING:
-                raise ResultMissing(f"nothing is stored under {key!r}") from error
-            aws.end_if_expired(error, "S3")
-            raise StoreError(f"S3 refused {key!r}: {error}") from error
-        except (BotoCoreError, OSError, TimeoutError) as error:
-            raise StoreError(f"S3 did not give {key!r}: {error}") from error
+            if headers.get("transfer-encoding", "").lower() != "chunked":
+                raise ConnectionError("the response has no Content-Length, so a truncated body would go unnoticed")
+            data = await aws.read_up_to(body, cap + 1)
+            if len(data) > cap:
+                raise ContractError("object", f"has more than the cap of {cap} bytes")
+            return data
 
     async def put(self, key: str, body: bytes) -> None:
-        """Writes a small object of ours, in the place of what stands there. Raises StoreError."""
+        """Write a small object, replacing an existing one.
+
+        Raises:
+            StoreError: S3 did not store it.
+        """
         try:
             await self._s3.put_object(Bucket=self.config.bucket, Key=key, Body=body, ContentType="application/json")
-        except (ClientError, BotoCoreError, OSError, TimeoutError) as error:
+        except aws.CALL_ERRORS as error:
             aws.end_if_expired(error, "S3")
-            raise StoreError(f"S3 did not take {key!r}: {error}") from error
+            raise StoreError(f"writing {key!r} to S3 failed: {error}") from error
+        self._readable = key
+
+    async def put_if(self, key: str, body: bytes, etag: str | None) -> str:
+        """Write a small object if it still has this ETag or, with None, if it does not exist. Return its new ETag.
+
+        If a response is lost, the retry conflicts with the first write. On a conflict, the stored object is therefore
+        compared with `body`.
+
+        Raises:
+            WriteConflict: the object has other content.
+            StoreError: S3 did not store it.
+        """
+        condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
+        try:
+            reply = await self._s3.put_object(
+                Bucket=self.config.bucket, Key=key, Body=body, ContentType="application/json", **condition
+            )
+            self._readable = key
+            return str(reply["ETag"])
+        except aws.CALL_ERRORS as error:
+            aws.end_if_expired(error, "S3")
+            if not isinstance(error, ClientError) or aws.code_of(error) not in _CONFLICTS:
+                raise StoreError(f"writing {key!r} to S3 failed: {error}") from error
+        with contextlib.suppress(ResultMissing):
+            stored = await self.fetch(key)
+            if stored.body == body:
+                return stored.etag
+        raise WriteConflict(f"{key!r} has changed since it was read")
 
     async def keys(self, prefix: str) -> AsyncIterator[str]:
-        """Every key under `prefix`. Raises StoreError if S3 does not answer."""
+        """Yield every key under `prefix`.
+
+        Raises:
+            StoreError: S3 did not answer.
+        """
         try:
             pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.config.bucket, Prefix=prefix)
             async for page in pages:
+                if "IsTruncated" not in page:  # S3 always sends it, and a truncated body parses as an empty listing
+                    raise ConnectionError("the response is not a listing")
                 for item in page.get("Contents", ()):
                     yield str(item["Key"])
-        except (ClientError, BotoCoreError, OSError, TimeoutError) as error:
+        except aws.CALL_ERRORS as error:
             aws.end_if_expired(error, "S3")
-            raise StoreError(f"S3 did not list {prefix!r}: {error}") from error
+            raise StoreError(f"listing {prefix!r} in S3 failed: {error}") from error
 
     async def quarantine(self, run_id: str, what: str, reason: str, evidence: bytes) -> str:
-        """Puts a record of something unusable beside the run, and tells its key. Told twice, it stands once.
+        """Store a record of an unusable object or message and return the record's key.
 
-        `what` names it (a key, a message's id); `evidence` is cut to its first 4 KiB.
+        The key follows from the content, so a repeated record is stored once.
+
+        Args:
+            run_id: The run.
+            what: The object's key or the message's id.
+            reason: Why it is unusable.
+            evidence: Its bytes, of which the first 4 KiB are kept.
         """
         record = {
             "what": what,
@@ -104,15 +280,19 @@ class ResultStore:
             "begins": evidence[:_EVIDENCE_BYTES].decode("utf-8", errors="backslashreplace"),
         }
         body = json.dumps(record, indent=1).encode()
-        key = f"{self.config.prefix}runs/{run_id}/quarantine/{hashlib.sha256(body).hexdigest()[:24]}.json"
+        key = f"{quarantine_prefix(self.config.prefix, run_id)}{hashlib.sha256(body).hexdigest()[:24]}.json"
         await self.put(key, body)
-        return key
-
-    async def own(self, run_id: str, owner: str) -> str:
-        """Writes down who owns the run, in the place of whoever did, and tells the object's key. See `janitor`."""
-        key = f"{self.config.prefix}runs/{run_id}/owner"
-        await self.put(key, json.dumps({"owner": owner}).encode())
         return key
 
     async def aclose(self) -> None:
         await self._stack.aclose()
+
+
+def _age_s(reply: Any) -> float:
+    """Return the object's age by the store's clock, or by the local clock if the response has no `Date` header."""
+    written = reply.get("LastModified")
+    if written is None:
+        return 0.0
+    date = reply["ResponseMetadata"]["HTTPHeaders"].get("date")
+    now = parsedate_to_datetime(date) if date else datetime.now(UTC)
+    return max(0.0, float((now - written).total_seconds()))

@@ -1,1 +1,1 @@
-"""From a planned rollout to a running session, and from a session to none."""
+"""Turn planned rollouts into running sessions, and close sessions, at the rate that the runtime grants."""

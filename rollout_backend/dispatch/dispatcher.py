@@ -1,10 +1,12 @@
-"""From a planned rollout to an agent that has accepted it.
+"""Submit planned rollouts to agents.
 
-What must always hold:
+Invariants:
 
-- each attempt has a session id of its own, which is never used again: after a stop, an invoke with an old id would
+- each attempt has a new session id, which is never reused: after a stop, an invoke with an old id would
   start a fresh machine. The id is known before the attempt (see `manifest`), so that no session is ever forgotten;
-- what an attempt's session says once the attempt is given up does not settle its rollout;
+- a refusal is no attempt: the same session is invoked again until the rollout's time is up. Attempts are counted, and
+  bounded, only where a session may have opened;
+- what an attempt's session publishes once the attempt is given up does not settle its rollout;
 - a rollout that cannot be submitted is settled at once, with the reason, and never waited for;
 - a session that may have been opened is closed; one that surely was not is not.
 """
@@ -20,31 +22,32 @@ from dataclasses import dataclass
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
-    retry_if_exception_type,
+    retry_if_exception,
     stop_after_attempt,
     wait_exponential_jitter,
 )
 from tenacity.wait import WaitBaseT
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.dispatch.limiter import TokenBucket
-from rollout_backend.dispatch.runtime import AgentRuntime
+from rollout_backend.core.ledger import Ledger
+from rollout_backend.dispatch.call_queue import Call, CallQueue
 from rollout_backend.errors import (
     OutcomeUnknown,
-    QuotaExceeded,
     Rejected,
     RuntimeCallError,
-    RuntimeConflict,
     RuntimeUnavailable,
-    Throttled,
+    StartTimeout,
     Unsigned,
 )
-from rollout_backend.ledger import Ledger
+from rollout_backend.runtimes.base import SessionCalls
 
 log = logging.getLogger(__name__)
 
-_PAUSE = wait_exponential_jitter(multiplier=0.5, max=20, jitter=1.0)
-_AGAIN = (Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, Unsigned, OutcomeUnknown)
+# 5, 15, 45, 135 s: the default of five attempts outlasts an outage of three minutes.
+_BETWEEN_ATTEMPTS = wait_exponential_jitter(multiplier=5, exp_base=3, max=300, jitter=1.0)
+# Short, for the queue paces the calls: it only keeps one rollout that conflicts from taking every turn.
+_AFTER_REFUSAL = wait_exponential_jitter(multiplier=0.5, max=5, jitter=0.5)
+_ANOTHER_ATTEMPT = (RuntimeUnavailable, Unsigned, OutcomeUnknown, StartTimeout)
 _ACCEPTED = frozenset({"accepted", "running", "finished"})
 
 
@@ -65,78 +68,122 @@ class Dispatcher:
 
     def __init__(
         self,
-        runtime: AgentRuntime,
+        runtime: SessionCalls,
+        calls: CallQueue,
         *,
-        per_s: float,
         max_sessions: int,
         max_attempts: int,
-        wait: WaitBaseT = _PAUSE,
+        wait: WaitBaseT = _BETWEEN_ATTEMPTS,
+        wait_refused: WaitBaseT = _AFTER_REFUSAL,
     ) -> None:
-        """`wait` is the pause between two attempts."""
+        """`wait` is the pause between two attempts, `wait_refused` that before a refused call is repeated."""
         self._runtime = runtime
-        self._limiter = TokenBucket(per_s, burst=max(1.0, per_s))
+        self._calls = calls
         self._max_attempts = max_attempts
         self._wait = wait
+        self._wait_refused = wait_refused
         self.slots = asyncio.Semaphore(max_sessions)
 
     async def submit(
         self,
         rollout_id: str,
         ledger: Ledger,
-        prepare: Callable[[int], Submission],
+        prepare: Callable[[int], Awaitable[Submission]],
         close: Callable[[str], Awaitable[None]],
+        until: float,
     ) -> bool:
-        """Makes attempts until the agent has accepted the rollout, or it is settled.
+        """Makes attempts until the agent has accepted the rollout, or it is settled. Those made before count.
 
-        Called with a slot held. `prepare` makes the request of the first, second, ... attempt. `close` ends the
-        session of an attempt that failed, and sees it through even if its caller is cancelled. True if the agent
-        runs: then the session is the caller's to close.
+        Called with a slot held. `prepare` makes the request of the first, second, ... attempt, again for each invoke
+        of it. `close` ends the session of an attempt that failed, and sees it through even if its caller is
+        cancelled. Refused invokes are repeated until the loop's time is `until`. True if the agent runs: then the
+        session is the caller's to close.
         """
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_AGAIN),
-            stop=stop_after_attempt(self._max_attempts),
+        last: Submission | None = None
+
+        async def prepared(attempt: int) -> Submission:
+            nonlocal last
+            last = await prepare(attempt)
+            return last
+
+        attempts = AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error, _ANOTHER_ATTEMPT) and not _refused(error)),
+            stop=stop_after_attempt(self._max_attempts - ledger.entries[rollout_id].attempts),
             wait=self._wait,
-            before_sleep=_log_retry(rollout_id),
+            before_sleep=_log_retry(rollout_id, "attempt", logging.WARNING),
             reraise=True,
         )
+        running = False
         try:
-            async for attempt in retrying:
+            async for attempt in attempts:
                 with attempt:
-                    return await self._attempt(rollout_id, ledger, prepare, close)
+                    running = await self._attempt(rollout_id, ledger, prepared, close, until)
         except RuntimeCallError as error:
             ledger.settle(rollout_id, Outcome.INFRA_ERROR, error.reason, str(error))
-        return False
+        finally:
+            if not running and last is not None and last.session_id in ledger.open_sessions:
+                await close(last.session_id)  # cancelled in mid-call, or refused in a way that may have opened it
+        return running
 
     async def _attempt(
         self,
         rollout_id: str,
         ledger: Ledger,
-        prepare: Callable[[int], Submission],
+        prepare: Callable[[int], Awaitable[Submission]],
+        close: Callable[[str], Awaitable[None]],
+        until: float,
+    ) -> bool:
+        """One attempt, which begins once the runtime no longer refuses it."""
+        now = asyncio.get_running_loop().time
+        refusals = AsyncRetrying(
+            retry=retry_if_exception(_refused),
+            stop=lambda state: now() >= until,
+            wait=self._wait_refused,
+            before_sleep=_log_retry(rollout_id, "refusal", logging.INFO),
+            reraise=True,
+        )
+        accepted = False
+        async for call in refusals:
+            with call:
+                accepted = await self._invoke(rollout_id, ledger, prepare, close)
+        return accepted
+
+    async def _invoke(
+        self,
+        rollout_id: str,
+        ledger: Ledger,
+        prepare: Callable[[int], Awaitable[Submission]],
         close: Callable[[str], Awaitable[None]],
     ) -> bool:
-        loop = asyncio.get_running_loop()
-        await asyncio.sleep(self._limiter.reserve(loop.time()))
+        await self._calls.admit(Call.INVOKE)
         if not ledger.wants(rollout_id):
             return False  # settled while it waited
-        submission = prepare(ledger.entries[rollout_id].attempts + 1)
+        submission = await prepare(ledger.entries[rollout_id].attempts + 1)
+        if not ledger.wants(rollout_id):
+            return False
         session_id = submission.session_id
+        may_be_open = session_id in ledger.open_sessions  # by an earlier call, which was refused
         ledger.attempt(rollout_id, session_id, submission.deadline)
         try:
-            _check_accepted(await self._runtime.invoke(session_id, submission.payload))
+            with self._calls.observed(Call.INVOKE, ledger.invokes):
+                answer = await self._runtime.invoke(session_id, submission.payload)
+            _check_accepted(answer)
         except RuntimeCallError as error:
-            ledger.give_up(rollout_id)
-            if isinstance(error, Throttled):
-                self._limiter.pause(loop.time(), 1.0)
-            if error.never_opened:
-                ledger.session_closed(session_id)
+            if error.refused:
+                ledger.withdraw(rollout_id)
             else:
+                ledger.give_up(rollout_id)
+            if error.never_opened and not may_be_open:
+                ledger.session_never_opened(session_id)
+            elif not error.refused:
                 await close(session_id)
-            raise
-        except BaseException:  # cancelled in mid-call: the session may have started
-            await close(session_id)
             raise
         ledger.accept(rollout_id)
         return True
+
+
+def _refused(error: BaseException) -> bool:
+    return isinstance(error, RuntimeCallError) and error.refused
 
 
 def _check_accepted(body: bytes) -> None:
@@ -152,10 +199,11 @@ def _check_accepted(body: bytes) -> None:
         )
 
 
-def _log_retry(rollout_id: str) -> Callable[[RetryCallState], None]:
+def _log_retry(rollout_id: str, what: str, level: int) -> Callable[[RetryCallState], None]:
     def write(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         wait = state.next_action.sleep if state.next_action else 0.0
-        log.warning("rollout %s, attempt %d: %s; again in %.1f s", rollout_id, state.attempt_number, error, wait)
+        text = "rollout %s, %s %d: %s; retrying in %.1f s"
+        log.log(level, text, rollout_id, what, state.attempt_number, error, wait)
 
     return write

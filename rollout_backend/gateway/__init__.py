@@ -1,1 +1,5 @@
-"""The sessions' way to the model: an OpenAI endpoint in front, token ids behind, and a record of what was sampled."""
+"""The gateway process: an OpenAI and Anthropic endpoint for agents, with token ids behind it.
+
+`server` is the HTTP server, `model_call_executor` executes a call, `session` and `journal` record what was sampled.
+`serving.gateway_process` starts the process.
+"""

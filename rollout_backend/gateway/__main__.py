@@ -1,4 +1,4 @@
-"""`python -m rollout_backend.gateway`: reads `GatewaySettings` as JSON from standard input and serves."""
+"""Serve one gateway: `python -m rollout_backend.gateway` reads `GatewaySettings` as JSON from standard input."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 import uvicorn
 
 from rollout_backend.errors import ConfigError
+from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.journal import OPEN_FILES
 from rollout_backend.gateway.server import create_app
-from rollout_backend.gateway.settings import GatewaySettings
 
-_FILES_OF_A_CALL = 3  # the agent's connection, the engine's, and one that an agent keeps open between calls
+_FILES_OF_A_CALL = 3  # a connection of the agent, one to the engine, and one that an agent keeps open when idle
 _OTHER_FILES = 256 + OPEN_FILES
 
 
@@ -39,10 +39,10 @@ def main() -> None:
 
 
 def allow_files(calls: int) -> None:
-    """Lets this process open the files that so many calls at once need; the shell's own limit may be 1024.
+    """Raise this process's limit of open files to what this many concurrent calls need. A shell's default is 1024.
 
     Raises:
-        ConfigError: it may not.
+        ConfigError: the hard limit is lower.
     """
     needed = calls * _FILES_OF_A_CALL + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,10 +1,9 @@
-"""Whether one more model call may enter, by what is in flight here and by what waits in the engines.
+"""Decide whether one more model call may start, by the calls in flight and the queues of the engines. Does no I/O.
 
-What must always hold:
+Invariants:
 
-- Never more than `max_calls` are in flight. That alone counts where loads are unknown, or too old to say anything.
-- Those refused are told to come back one after another, as fast as calls leave, and not all at once.
-- Nothing here does I/O: loads are observed, calls begin and end, and a verdict comes out.
+- At most `max_calls` are in flight. If loads are unknown or outdated, this is the only limit.
+- Refused calls get staggered Retry-After times, at the rate at which calls finish, so they do not return all at once.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rollout_backend.gateway.errors import ApiError
+from rollout_backend.core.api_error import ApiError
 
 _STALE_S = 10.0
-_MIN_RETRY_S, _MAX_RETRY_S = 1, 60  # OpenAI's clients follow no Retry-After above a minute
-_WEIGHT = 0.1  # of the last call in the mean time of a call
+_MIN_RETRY_S, _MAX_RETRY_S = 1, 60  # OpenAI's clients ignore a Retry-After above 60 s
+_WEIGHT = 0.1  # of the latest call in the moving average of call times
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Requests of one engine, whoever sent them: in its batch, waiting for a place there, and the places left."""
+    """Requests of one engine from all clients: in its batch, waiting for a slot, and the free slots."""
 
     running: int
     waiting: int
@@ -31,7 +30,7 @@ class EngineLoad:
 
 
 class Admission:
-    """Of one gateway process. `max_queued_per_engine` bounds what waits in the engines, on average."""
+    """Admits the calls of one gateway process. `max_queued_per_engine` bounds the mean queue of an engine."""
 
     def __init__(
         self, max_calls: int, max_queued_per_engine: int, clock: Callable[[], float] = time.monotonic
@@ -40,18 +39,18 @@ class Admission:
         self._max_queued = max_queued_per_engine
         self._clock = clock
         self._in_flight = 0
-        self._call_s: float | None = None  # mean time of a call, the later ones counting more
+        self._call_s: float | None = None  # moving average of call times
         self._loads: Sequence[EngineLoad] = ()
         self._observed_at = -math.inf
         self._in_flight_then = 0
-        self._last_return = -math.inf  # when the last of those refused was told to come back
+        self._last_return = -math.inf  # the latest time at which a refused call has to retry
 
     @property
     def in_flight(self) -> int:
         return self._in_flight
 
     def observe(self, loads: Sequence[EngineLoad]) -> None:
-        """The load of each engine that tells it, as of now."""
+        """Set the current load of each engine that reports it."""
         self._loads = loads
         self._observed_at = self._clock()
         self._in_flight_then = self._in_flight
@@ -60,19 +59,19 @@ class Admission:
         self._in_flight += 1
 
     def ended(self, seconds: float | None = None) -> None:
-        """`seconds` is how long the call took, if it was answered."""
+        """Remove a call. `seconds` is its duration if it was answered."""
         self._in_flight -= 1
         if seconds is not None:
             self._call_s = seconds if self._call_s is None else self._call_s + _WEIGHT * (seconds - self._call_s)
 
     def check(self) -> ApiError | None:
-        """None if a call may begin; else what to answer it: 429, with a Retry-After of whole seconds."""
+        """Return None if a call may start, otherwise the refusal: 429 with a Retry-After in whole seconds."""
         if self._in_flight >= self._max_calls:
             retry_s = self._turn(self._in_flight + 1 - self._max_calls, self._in_flight)
             return _refusal("too many model calls are in flight", retry_s)
         if not self._loads or self._clock() - self._observed_at > _STALE_S:
             return None
-        # Calls that came after the last look are in the engines too, as far as no place was free.
+        # Calls started since the last poll are in the engines too; those beyond the free slots wait.
         waiting = sum(load.waiting for load in self._loads)
         waiting += max(0, self._in_flight - self._in_flight_then - sum(load.free for load in self._loads))
         excess = waiting + 1 - self._max_queued * len(self._loads)
@@ -82,9 +81,9 @@ class Admission:
         return _refusal("too many model calls wait for an engine", retry_s)
 
     def _turn(self, ahead: int, inside: int) -> int:
-        """Seconds until `ahead` of the calls `inside` have left, and those refused before have had their turn.
+        """Return seconds until `ahead` of the calls `inside` have finished and earlier refused calls had their turn.
 
-        As many leave per second as are inside, divided by how long each stays (Little's law).
+        The rate of finishing calls is their number divided by their duration (Little's law).
         """
         if self._call_s is None or inside == 0:
             return _MIN_RETRY_S

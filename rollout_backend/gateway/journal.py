@@ -1,21 +1,21 @@
-"""What a gateway's sessions have sampled, in files: whoever goes on with its folder goes on with its sessions.
+"""Write sessions to files, so that a restarted gateway continues them.
 
-    FOLDER/epoch              names this journal: a key is good for the journal that its session was begun in
-    FOLDER/sessions/NAME      a session: what was asked, answered and recorded in it, and its seal
-    FOLDER/closed             the sessions that keep nothing but their names
-    FOLDER/lock               held by the one gateway that may write here
-    FOLDER/port               where it listened last
+    FOLDER/journal_id         names this journal; a key is valid for the journal that its session started in
+    FOLDER/sessions/NAME      the records of one session: calls, answers, its seal
+    FOLDER/closed             the names of closed sessions
+    FOLDER/lock               held by the gateway that writes here
+    FOLDER/port               the port of the last gateway
 
-What must always hold:
+Invariants:
 
-- A call is written before it is answered. So whatever a client was told is here, and a record that was cut off in the
-  middle is of a call that nobody was told of: it is dropped.
-- A session without a file has sampled nothing, in the journal that its key names. A folder that is lost, or made
-  anew, is another journal: the rest of a session would pass for the whole of it.
+- A call is written before it is answered. So the journal has every answer that a client got, and a truncated record
+  belongs to a call without an answer: it is dropped.
+- In the journal that its key names, a session without a file has sampled nothing. A folder that was lost or made
+  again is another journal; otherwise the rest of a session would pass for the whole session.
 - One process at a time writes here.
-- What is kept is bounded: a session's file goes with the session, and its name once no key of it can be valid.
+- Its size is bounded: a session's file is deleted with the session, and its name when no key of it can be valid.
 
-This outlives processes, not machines: nothing is forced to the disk. A record is its length, its CRC-32, and msgpack.
+The journal survives a process, not a machine: it calls no fsync. A record is its length, its CRC-32, and msgpack.
 """
 
 from __future__ import annotations
@@ -35,52 +35,53 @@ from typing import Any
 
 import msgpack
 
+from rollout_backend.atomic_file import write_file
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.errors import ApiError
-from rollout_backend.gateway.records import Record
-from rollout_backend.gateway.tokens import SessionClaims
+from rollout_backend.gateway.journal_records import Record
 
-_PARTS = ("sessions", "closed", "epoch")
+_PARTS = ("sessions", "closed", "journal_id")
 _HEAD = struct.Struct("<II")
-_WAIT_S = 15.0  # for the gateway before us to end, which has a moment for its last answers
+_WAIT_S = 15.0  # for the previous gateway to finish its last answers and end
 OPEN_FILES = 512
-_COMPACT_FROM = 1000  # names that have expired
+_COMPACT_FROM = 1000  # expired names
 
 log = logging.getLogger(__name__)
 
 
-def refuse_lost(claims: SessionClaims, epoch: str) -> None:
-    """Raises ApiError (410) for a session that was begun in another journal: its earlier turns are not here."""
-    if claims.epoch != epoch:
+def refuse_lost(claims: SessionClaims, journal_id: str) -> None:
+    """Raise ApiError (410) for a session that started in another journal: its earlier turns are not here."""
+    if claims.journal_id != journal_id:
         raise ApiError(
             410,
-            "what this session has sampled is lost: the gateway that held it is gone, with its journal. The rollout "
-            "is run again",
+            "the tokens that this session has sampled are lost with the journal of its gateway. The rollout is "
+            "repeated",
             code="session_lost",
         )
 
 
 def prepare(folder: Path, wait_s: float = _WAIT_S) -> str:
-    """Makes the folder where there is none, waits until no gateway writes to it any more, and tells its epoch.
+    """Create the folder if it does not exist, wait until no gateway holds it, and return its journal_id.
 
     Raises:
-        ConfigError: it cannot be used, others may look into it, or a gateway is still at work in it.
+        ConfigError: the folder cannot be used, other users can read it, or a gateway still holds it.
     """
     try:
         for each in (folder.parent, folder):
             each.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _lock(folder, wait_s):
-            if not all((folder / each).exists() for each in _PARTS):  # not yet; or some of it is gone, and so all is
+            if not all((folder / each).exists() for each in _PARTS):  # new, or incomplete and therefore lost
                 (folder / "sessions").mkdir(exist_ok=True, mode=0o700)
-                _create(folder / "closed", "")
-                _create(folder / "epoch", secrets.token_hex(8))
-            return (folder / "epoch").read_text()
+                write_file(folder / "closed", b"", private=True)
+                write_file(folder / "journal_id", secrets.token_hex(8).encode(), private=True)
+            return (folder / "journal_id").read_text()
     except OSError as error:
         raise ConfigError(f"the gateway's journal cannot be kept in {folder}: {error.strerror}") from None
 
 
 def last_port(folder: Path) -> int:
-    """Where the folder's gateway listened last; 0 if that is not known."""
+    """Return the port of the folder's last gateway; 0 if unknown."""
     try:
         return int((folder / "port").read_text())
     except (OSError, ValueError):
@@ -88,53 +89,53 @@ def last_port(folder: Path) -> int:
 
 
 def keep_port(folder: Path, port: int) -> None:
-    _create(folder / "port", str(port))
+    write_file(folder / "port", str(port).encode(), private=True)
 
 
-class Journal:
-    """A folder that `prepare` has made, held until `release` or this process's end. Not for several threads."""
+class SessionJournal:
+    """A journal in a folder made by `prepare`, held until `release` or the end of the process. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError: the folder cannot be used, or another gateway holds it."""
+        """Raise ConfigError if the folder cannot be used, or another gateway holds it."""
         self._sessions = folder / "sessions"
         self._closed_file = folder / "closed"
-        self._open: dict[str, int] = {}  # descriptors; at each call to the system another thread may cut in
+        self._open: dict[str, int] = {}  # descriptors, least recently used first
         try:
             self._lock = _lock(folder, 0.0)
-            self.epoch = (folder / "epoch").read_text()
+            self.journal_id = (folder / "journal_id").read_text()
             self._left = {entry.name: entry.stat().st_mtime for entry in os.scandir(self._sessions)}
             closed = {name: until for name, until in _records(self._closed_file) if until > time.time()}
             self._write_closed(closed)
         except OSError as error:
             raise ConfigError(f"the gateway's journal cannot be kept in {folder}: {error.strerror}") from None
         self.closed: Mapping[str, float] = closed
-        """The names of sessions that keep nothing else, and until when they must be remembered."""
+        """The names of closed sessions, each with the time until which it is remembered."""
 
     def release(self) -> None:
-        """For the next one."""
+        """Let another gateway use the folder."""
         for name in list(self._open):
             os.close(self._open.pop(name))
         self._lock.close()
 
     def append(self, session_id: str, record: Record) -> None:
-        """Raises OSError; then the file is as it was, as far as that can be."""
+        """Append a record. Raises OSError; the file is then restored if possible."""
         path = self._file(session_id)
         descriptor = self._open.pop(path.name, None)
         if descriptor is None:
             descriptor = _open(path)
-        self._open[path.name] = descriptor  # the latest at the end
+        self._open[path.name] = descriptor  # most recently used last
         if len(self._open) > OPEN_FILES:
             os.close(self._open.pop(next(iter(self._open))))
         _write(descriptor, _frame(record))
 
     def read(self, session_id: str) -> list[Record]:
-        """Whatever was written of a session, in order. The session is in the registry's hands from now on."""
+        """Return the records of a session, in order. From now on, `sweep` leaves the session to the registry."""
         path = self._file(session_id)
         self._left.pop(path.name, None)
         return list(_records(path))
 
     def close(self, sessions: Mapping[str, float]) -> None:
-        """Keeps of these sessions their names, until when, and nothing else. Raises OSError."""
+        """Delete these sessions except for their names, each with its expiry. Raises OSError."""
         closed = _open(self._closed_file)
         try:
             _write(closed, b"".join(map(_frame, sessions.items())))
@@ -147,9 +148,9 @@ class Journal:
             path.unlink(missing_ok=True)
 
     def sweep(self, closed: Mapping[str, float], now: float, token_s: float) -> None:
-        """Lets go of what was left by earlier lives and never asked for again, and of names that have expired.
+        """Delete expired names, and sessions of earlier processes whose keys have expired.
 
-        `closed`: what must be remembered at the moment; `token_s`: the longest life of a key. Raises OSError.
+        `closed` are the names to remember; `token_s` is the longest validity of a key. Raises OSError.
         """
         for name in [name for name, written_at in self._left.items() if written_at + token_s <= now]:
             del self._left[name]
@@ -158,7 +159,7 @@ class Journal:
             self._write_closed(closed)
 
     def _write_closed(self, closed: Mapping[str, float]) -> None:
-        _create(self._closed_file, b"".join(map(_frame, closed.items())))
+        write_file(self._closed_file, b"".join(map(_frame, closed.items())), private=True)
         self._written = len(closed)
 
     def _file(self, session_id: str) -> Path:
@@ -183,13 +184,13 @@ def _write(descriptor: int, data: bytes) -> None:
         while written < len(data):
             written += os.write(descriptor, data[written:] if written else data)
     except OSError:
-        if written:  # or what follows would stand behind half a record, and be lost with it
+        if written:  # otherwise later records would follow a truncated one and be lost with it
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
         raise
 
 
 def _records(path: Path) -> Iterator[Any]:
-    """All whole records. What is behind them is cut off, for more to follow."""
+    """Yield all complete records, then truncate the file after the last one."""
     try:
         data = memoryview(path.read_bytes())
     except FileNotFoundError:
@@ -203,28 +204,19 @@ def _records(path: Path) -> Iterator[Any]:
         at += _HEAD.size + length
         yield msgpack.unpackb(body)
     if at < len(data):
-        log.warning("the last %d bytes of %s are no whole record, and are dropped", len(data) - at, path.name)
+        log.warning("the last %d bytes of %s are no complete record and are dropped", len(data) - at, path.name)
         os.truncate(path, at)
 
 
-def _create(path: Path, content: str | bytes) -> None:
-    """Whole or not at all, in the place of what was there."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-    os.replace(part, path)
-
-
 def _lock(folder: Path, wait_s: float) -> Any:
-    """The folder's lock, held as long as the file is open.
+    """Take the folder's lock, which is held as long as the file is open.
 
     Raises:
-        ConfigError: somebody else holds it, or the folder is not this user's alone.
+        ConfigError: another process holds it, or other users can read the folder.
     """
     found = folder.stat()
     if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.getuid():
-        raise ConfigError(f"others may look into the gateway's journal {folder}: chmod 700 it, or delete it")
+        raise ConfigError(f"other users can read the gateway's journal {folder}: chmod 700 it, or delete it")
     file = os.fdopen(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb")
     until = time.monotonic() + wait_s
     while True:
@@ -234,7 +226,7 @@ def _lock(folder: Path, wait_s: float) -> Any:
             if time.monotonic() >= until:
                 file.close()
                 raise ConfigError(
-                    f"another gateway is at work in {folder}: is this run under way elsewhere? Give it another run_id"
+                    f"another gateway uses {folder}: does this run already run elsewhere? Give it another run_id"
                 ) from None
             time.sleep(0.05)
         else:

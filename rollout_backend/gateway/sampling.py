@@ -1,8 +1,12 @@
-"""How one reply is sampled: SGLang's parameters out of the trainer's settings and the agent's wishes. Pure.
+"""Build SGLang's sampling parameters from the trainer's settings and the agent's request. Pure.
 
-What must always hold: the trainer's sampling wins. Of the agent's own settings only those in `may_set` count;
-`max_tokens` and `stop` count always, for they end a reply and do not change how its tokens are drawn. The rest is
-counted as overridden.
+Invariants:
+
+- The trainer's sampling has precedence. The agent's settings apply only if `allowed` names them; the others are
+  counted as overridden.
+- The agent's `max_tokens` always applies, because it ends a reply without changing the distribution of its tokens.
+
+Stop strings are handled by `stop_strings`, not by engines.
 """
 
 from __future__ import annotations
@@ -13,26 +17,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_wrapper.contract import Sampling
-from rollout_backend.gateway.call import ModelCall
-from rollout_backend.gateway.errors import ApiError
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import ModelCall
 
 _FIELDS = ("temperature", "top_p", "top_k", "seed")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many tokens there are room for, at this moment. `session_left` is None without a cap."""
+    """The tokens that a reply may still have. `session_left` is None without a cap."""
 
     prompt_tokens: int
     context_length: int
     session_left: int | None = None
 
     def left(self) -> int:
-        """Tokens that a reply may have.
+        """Return the maximum length of a reply in tokens.
 
         Raises:
-            ApiError: status 400: `context_length_exceeded` where the prompt leaves no room for one token,
-                `session_tokens_exceeded` where the session has sampled all that it may.
+            ApiError: status 400; `context_length_exceeded` if the prompt fills the context, or
+                `session_tokens_exceeded` if the session has reached its cap.
         """
         left = self.context_length - self.prompt_tokens
         if left < 1:
@@ -45,7 +49,7 @@ class Budget:
         if self.session_left < 1:
             raise ApiError(
                 400,
-                "this session has sampled as many tokens as it may (gateway.session_tokens): end the rollout",
+                "this session has reached its limit of sampled tokens (gateway.session_tokens): end the rollout",
                 code="session_tokens_exceeded",
             )
         return min(left, self.session_left)
@@ -53,7 +57,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class EngineParams:
-    """SGLang's sampling parameters, and the agent's settings that did not count."""
+    """SGLang's sampling parameters, and the names of the agent's ignored settings."""
 
     params: dict[str, Any]
     overridden: list[str] = field(default_factory=list)
@@ -62,19 +66,19 @@ class EngineParams:
 def engine_params(
     call: ModelCall,
     sampling: Sampling,
-    may_set: Collection[str],
+    allowed: Collection[str],
     budget: Budget,
     stop_token_ids: Sequence[int],
     seed_salt: str = "",
     choice: int = 0,
 ) -> EngineParams:
-    """How one choice of this call is sampled.
+    """Return the sampling parameters of one choice.
 
-    The trainer's seed is mixed with `seed_salt`, which differs between calls and choices: with the bare seed all
-    rollouts of a group would be the same one. An agent's own seed is used as it is, plus the choice's number.
+    The trainer's seed is mixed with `seed_salt`, which differs between calls and choices: with the plain seed, all
+    rollouts of a group would be identical. An agent's seed is used unchanged, plus the choice's index.
 
     Raises:
-        ApiError: status 400; there is no room for one token (see `Budget`).
+        ApiError: status 400 if no token may be sampled (see `Budget`).
     """
     left = budget.left()
     values: dict[str, Any] = {name: getattr(sampling, name) for name in _FIELDS}
@@ -85,7 +89,7 @@ def engine_params(
         if name not in _FIELDS:
             if asked:
                 overridden.append(name)
-        elif name in may_set:
+        elif name in allowed:
             values[name] = asked + choice if name == "seed" else asked
         elif asked != getattr(sampling, name):
             overridden.append(name)
@@ -98,8 +102,6 @@ def engine_params(
     }
     if values["seed"] is not None:
         params["sampling_seed"] = values["seed"]
-    if call.stop:
-        params["stop"] = list(call.stop)
     return EngineParams(params, overridden)
 
 

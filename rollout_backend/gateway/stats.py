@@ -1,4 +1,4 @@
-"""What a gateway counts."""
+"""Count what a gateway does."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pydantic import BaseModel, ConfigDict
 
 
 class GatewayStats(BaseModel):
-    """Counts since the start, except for what is said to be of this moment."""
+    """Counts since the gateway started, except where marked as current."""
 
     model_config = ConfigDict(frozen=True)
 
-    sessions_open: int  # at this moment
-    sessions_closed: int  # at this moment: sealed or revoked, and remembered until their keys expire
-    calls_in_flight: int  # at this moment
-    calls: int  # answered
+    sessions_open: int  # current
+    sessions_closed: int  # current: sealed or revoked, and remembered until their keys expire
+    calls_in_flight: int  # current
+    calls: int  # answered calls
     prompt_tokens: int
-    cached_tokens: int  # of the prompt tokens, those found in an engine's prefix cache
-    cache_breaks: int  # calls that went on with a conversation which the engine's cache no longer held
+    cached_tokens: int  # prompt tokens found in an engine's prefix cache
+    cache_breaks: int  # calls that continued a conversation which the engine's cache no longer held
     sampled_tokens: int
     malformed_tool_calls: int
-    extra_tool_calls: int  # sampled beside the one that an agent without parallel_tool_calls gets
-    constrained: int  # replies whose form was forced: their tokens have no logprob that training could use
-    replayed: int  # requests sent again that got the first one's answer
-    hung_up: int  # calls whose client left before the answer; their generation was aborted
-    segments: dict[str, int]  # opened, by reason
-    overridden: dict[str, int]  # agents' sampling settings that did not count, by field
-    errors: dict[str, int]  # answers other than 200, by code
+    extra_tool_calls: int  # sampled but dropped, because parallel_tool_calls was false
+    constrained: int  # replies under a grammar: their logprobs cannot be trained
+    replayed: int  # retried requests that got the first one's answer
+    hung_up: int  # calls aborted because the client disconnected
+    segments: dict[str, int]  # opened segments, by reason
+    overridden: dict[str, int]  # ignored sampling settings of agents, by field
+    errors: dict[str, int]  # error responses, by code
 
     @classmethod
     def total(cls, parts: Iterable[GatewayStats]) -> GatewayStats:
-        """Of several gateways together."""
+        """Return the sum over several gateways."""
         numbers: Counter[str] = Counter()
         tables: dict[str, Counter[str]] = {}
         for part in parts:

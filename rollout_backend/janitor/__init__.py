@@ -1,19 +1,20 @@
-"""What a run leaves behind when it dies without a word, and the process that puts it in order.
+"""Cleanup after a killed run.
 
-A run that ends by itself closes its sessions and deletes its queues. One that is killed cannot, and under verl every
-run is, for Ray ends its processes without their exit hooks. So each run has a janitor beside it: a process in a
-session of its own, which only waits until the run says that all is done, or is dead. The rule:
+A run that ends normally closes its sessions and deletes its queues. A killed run cannot, and under verl every run is
+killed, because Ray ends its processes without their exit hooks. So each run starts a janitor: a process in its own
+session that waits until the run reports that it is done, or dies. After a death:
 
-- A run is owned by whoever last wrote `runs/RUN/owner` in the bucket. The owner writes it before it makes a queue.
-- The janitor of a dead run waits `janitor.grace_s`. If that object has another owner by then, the run has been
-  started again: the queues and the sessions are the new owner's, and the janitor ends without touching either.
-- Else it deletes the queues that were made for the run (a dead-letter queue that holds messages stays, as evidence)
-  and stops the sessions that were open; before that, the run's notes of agents at work, which are none any more.
-- If the bucket cannot be asked, it touches nothing.
-- It ends a bounded time after the run, whatever happens.
+1. The janitor waits `janitor.grace_s`, and then for a manager that is starting the run again. If another manager
+   holds the run by then (`runs/RUN/lease` in the bucket; see `run_lease`), queues and sessions belong to that
+   manager, and the janitor ends without a change.
+2. Otherwise it deletes the queues that the run created, except a dead-letter queue that holds messages, which stays
+   as evidence. It records the run's sessions as closed and stops them.
+3. If the bucket cannot be read, it changes nothing.
 
-A run started again only after the grace finds its queue gone, makes it anew (SQS blocks a deleted name for a minute),
-and finds what was published in S3, as it always does.
+Invariant: it ends a bounded time after the run.
 
-`owner` is the run's side of it; `__main__` is the janitor.
+A run that restarts after the grace time creates its queue again (SQS blocks a deleted name for a minute) and finds
+published results in S3.
+
+`janitor_process` starts the process and reports to it; `__main__` is the process.
 """

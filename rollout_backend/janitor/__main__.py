@@ -1,11 +1,14 @@
-"""The janitor: `python -m rollout_backend.janitor PID`, with the run's lines on stdin. See the package.
+"""The janitor process: `python -m rollout_backend.janitor PID`, with the run's reports on stdin.
 
-What must always hold: it is light while it waits (nothing but the standard library is imported before the run is
-dead), nothing but its own end ends it, and it never outlives its errand: an alarm is set before it begins.
+Invariants:
+
+- It is light while it waits: before the run's death it imports only the standard library.
+- It ignores signals, and ends by itself: an alarm is set before it begins its work.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -15,10 +18,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-_ERRAND_S = 600  # for all of it, beside the grace and what the rate of stops asks for
+_CLEANUP_S = 600  # for all calls, in addition to the grace time and the time that the rate of stops needs
+_RESTART_S = 3600  # for a manager that is starting the run again, and may fail
+_POLL_S = 2.0  # interval of reading the lease meanwhile
+_CLOCK_S = 2.0  # S3 timestamps have a resolution of 1 s
 _STOPPERS = 8
 _CHUNK = 65536
 
@@ -27,16 +34,16 @@ log = logging.getLogger("janitor")
 
 @dataclass
 class Books:
-    """What the run has told so far."""
+    """What the run has reported."""
 
-    run: dict[str, Any] = field(default_factory=dict)  # its first line: see `owner`
-    queues: dict[str, str] = field(default_factory=dict)  # each queue made for the run, and its dead-letter queue
-    sessions: dict[str, None] = field(default_factory=dict)  # the open ones, oldest first
+    run: dict[str, Any] = field(default_factory=dict)  # its first report: see `janitor_process`
+    queues: dict[str, str] = field(default_factory=dict)  # each queue that the run created, and its dead-letter queue
+    sessions: dict[str, None] = field(default_factory=dict)  # open sessions, oldest first
     done: bool = False
     _rest: bytes = b""
 
     def read(self, data: bytes) -> None:
-        """Takes what came through the pipe, in pieces of any size."""
+        """Parse bytes from the pipe, in pieces of any size."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             match json.loads(line):
@@ -53,38 +60,37 @@ class Books:
 
 
 def main() -> None:
-    if os.fork():  # whoever started us waits for this; then we are nobody's child, and Ray ends a worker's children
+    if os.fork():  # the starter waits for this exit. Ray kills a worker's children, so the janitor must be no child
         os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("botocore").setLevel(logging.WARNING)
-    owner, books = int(sys.argv[1]), Books()
-    watch(owner, books)
+    manager, books = int(sys.argv[1]), Books()
+    watch(manager, books)
     if books.done or not (books.queues or books.sessions):
         return
     grace_s, per_s = float(books.run["grace_s"]), float(books.run["stop_per_s"])
     log.info(
-        "run %s (process %d) is dead: %d queues and %d sessions are left; put in order in %g s, unless it is started "
-        "again",
+        "run %s (process %d) is dead: %d queues and %d sessions are left; removing them in %g s unless it restarts",
         books.run["run_id"],
-        owner,
+        manager,
         len(books.queues),
         len(books.sessions),
         grace_s,
     )
-    signal.alarm(int(grace_s + _ERRAND_S + len(books.sessions) / per_s))
+    signal.alarm(int(grace_s + _RESTART_S + _CLEANUP_S + len(books.sessions) / per_s))
     time.sleep(grace_s)
-    put_in_order(books)
+    clean_up(books)
 
 
-def watch(owner: int, books: Books) -> None:
-    """Reads until the run is done or dead. Its death shows as the pipe's end; where a child that it forked holds the
-    pipe open, as its own."""
+def watch(manager: int, books: Books) -> None:
+    """Read until the run is done or dead. Its death shows as the end of the pipe or, if a forked child keeps the pipe
+    open, as the end of the process."""
     os.set_blocking(0, False)
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    death = _pidfd(owner)
+    death = _pidfd(manager)
     if death is not None:
         poll.register(death, select.POLLIN)
     while not books.done:
@@ -95,7 +101,7 @@ def watch(owner: int, books: Books) -> None:
 
 
 def _drain(books: Books) -> bool:
-    """Reads all that is there. True at the pipe's end."""
+    """Read what is available. Return True at the end of the pipe."""
     while True:
         try:
             data = os.read(0, _CHUNK)
@@ -109,25 +115,41 @@ def _drain(books: Books) -> bool:
 def _pidfd(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not on this system; or it is gone, which the pipe tells
+    except (AttributeError, OSError):  # not supported; or the process has ended, which the pipe shows
         return None
 
 
-def put_in_order(books: Books) -> None:
-    run, aws = books.run, _clients(books.run)
-    if (now := _owner(aws("s3", run["aws"]), run)) not in (None, run["owner"]):
-        log.info("run %s was started again (%s): nothing is to be done", run["run_id"], now)
+def clean_up(books: Books) -> None:
+    """Delete the run's queues and stop its sessions, unless another manager holds the run."""
+    run = books.run
+    s3 = _s3_client(run["aws"])
+    while (starting := _starting(s3, run)) is not None:  # they become that manager's, unless its start fails
+        log.info("run %s is being started again (%s): waiting for that start to end", run["run_id"], starting)
+        time.sleep(_POLL_S)
+    if (now := _lease(s3, run)[0].get("manager_id")) not in (None, run["manager_id"], run["before"]):
+        log.info("run %s was started again (%s): nothing to clean up", run["run_id"], now)
         return
-    for url, dead in books.queues.items():
-        _delete_queue(aws("sqs", run["aws"]), url, dead)
+    _delete_queues(run["aws"], books.queues)
     if books.sessions:
-        folder, pattern = run["notes"]
-        for notes in Path(folder).glob(pattern):  # or who starts the run again later would wait for these agents
-            notes.unlink(missing_ok=True)
-        _stop_sessions(aws("bedrock-agentcore", run["runtime"]), run, list(books.sessions))
+        sessions = list(books.sessions)
+        _record(run, "closed", sessions)  # otherwise a later start would wait for these agents
+        _record(run, "stopped", stop_sessions(run["cleanup"], float(run["stop_per_s"]), sessions))
 
 
-def _clients(run: dict[str, Any]) -> Any:
+def _record(run: dict[str, Any], what: str, sessions: list[str]) -> None:
+    """Append to the run's records of its sessions; see `rollout_backend.step.in_flight`."""
+    folder, pattern = run["in_flight_logs"]
+    text = "".join(f"\n{json.dumps({what: session})}" for session in sessions)
+    for path in Path(folder).glob(pattern):
+        try:
+            with path.open("a") as file:
+                file.write(text)
+        except OSError as error:  # without the file, the next start assumes that every session is open
+            log.warning("%s cannot be written (%s) and is deleted", path, error)
+            path.unlink(missing_ok=True)
+
+
+def _s3_client(where: dict[str, str]) -> Any:
     import boto3
     from botocore.config import Config
 
@@ -135,73 +157,69 @@ def _clients(run: dict[str, Any]) -> Any:
         retries={"total_max_attempts": 6, "mode": "standard"},
         connect_timeout=10,
         read_timeout=30,
-        max_pool_connections=_STOPPERS,
+        s3={"addressing_style": "path"} if where["endpoint_url"] else {},
     )
-
     client: Any = boto3.client  # its types list every service by name
-
-    def make(service: str, where: dict[str, str]) -> Any:
-        own = config.merge(Config(s3={"addressing_style": "path"})) if where["endpoint_url"] else config
-        return client(service, region_name=where["region"], endpoint_url=where["endpoint_url"], config=own)
-
-    return make
+    return client("s3", region_name=where["region"], endpoint_url=where["endpoint_url"], config=config)
 
 
-def _owner(s3: Any, run: dict[str, Any]) -> str | None:
-    """Who owns the run now; None if nobody has written it down."""
+def _delete_queues(where: dict[str, str], queues: dict[str, str]) -> None:
+    import asyncio
+
+    from rollout_backend import aws
+    from rollout_backend.collect.queue import delete_queues
+
+    async def delete() -> None:
+        async with aws.client("sqs", region=where["region"], endpoint_url=where["endpoint_url"], retries=5) as sqs:
+            for url, dead_url in queues.items():
+                await delete_queues(sqs, url, dead_url)
+
+    asyncio.run(delete())
+
+
+def _starting(s3: Any, run: dict[str, Any]) -> str | None:
+    """Return the manager that is starting the run and has renewed its lease."""
+    record, age_s = _lease(s3, run)
+    starting = (record.get("starting") or {}).get("id")
+    alive = age_s <= record.get("lease_s", 0.0) + _CLOCK_S
+    return starting if starting != run["manager_id"] and alive else None
+
+
+def _lease(s3: Any, run: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """Return the lease record (see `run_lease`) and its age by S3's clock."""
     try:
-        found = json.loads(s3.get_object(Bucket=run["bucket"], Key=run["key"])["Body"].read())
+        reply = s3.get_object(Bucket=run["bucket"], Key=run["key"])
     except s3.exceptions.NoSuchKey:
-        return None
-    return str(found["owner"])
+        return {}, 0.0
+    now = parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"])
+    return json.loads(reply["Body"].read()), (now - reply["LastModified"]).total_seconds()
 
 
-def _delete_queue(sqs: Any, url: str, dead: str) -> None:
-    for queue in (url, dead):
+def stop_sessions(cleanup: dict[str, Any], per_s: float, sessions: list[str]) -> list[str]:
+    """Stop sessions as the runtime's `CleanupSpec` says. Return those that have certainly ended."""
+    module, _, name = cleanup["stopper"].rpartition(".")
+    stop_one = getattr(importlib.import_module(module), name)(cleanup["options"])
+
+    def stop(session: str) -> str:
         try:
-            if queue == dead and (held := _messages(sqs, dead)):
-                log.info("%d messages that nobody could use stay in %s", held, dead)
-                continue
-            sqs.delete_queue(QueueUrl=queue)
-            log.info("deleted %s", queue)
-        except sqs.exceptions.QueueDoesNotExist:
-            log.info("%s is gone already", queue)
-        except sqs.exceptions.ClientError as error:
-            log.warning("%s could not be deleted: %s", queue, error)
-
-
-def _messages(sqs: Any, url: str) -> int:
-    names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
-    found = sqs.get_queue_attributes(QueueUrl=url, AttributeNames=names)["Attributes"]
-    return sum(int(found[name]) for name in names)
-
-
-def _stop_sessions(agentcore: Any, run: dict[str, Any], sessions: list[str]) -> None:
-    runtime = run["runtime"]
-
-    def stop(session: str) -> bool:
-        try:
-            agentcore.stop_runtime_session(
-                agentRuntimeArn=runtime["arn"], qualifier=runtime["qualifier"], runtimeSessionId=session
-            )
-        except agentcore.exceptions.ResourceNotFoundException:
-            return False  # it had ended
-        except agentcore.exceptions.ClientError as error:
-            log.warning("session %s would not stop, and ends at its idle timeout: %s", session, error)
-            return False
-        return True
+            return "stopped" if stop_one(session) else "gone"
+        except Exception as error:
+            log.warning("session %s could not be stopped and ends at its idle timeout: %s", session, error)
+            return "open"
 
     with ThreadPoolExecutor(_STOPPERS) as pool:
         stops = []
         for session in sessions:
             stops.append(pool.submit(stop, session))
-            time.sleep(1 / float(run["stop_per_s"]))
-    log.info("stopped %d of %d sessions", sum(one.result() for one in stops), len(sessions))
+            time.sleep(1 / per_s)
+    ends = [one.result() for one in stops]
+    log.info("stopped %d of %d sessions", ends.count("stopped"), len(sessions))
+    return [session for session, end in zip(sessions, ends, strict=True) if end != "open"]
 
 
 if __name__ == "__main__":
     try:
         main()
     except Exception:
-        log.exception("the janitor failed; what it did not do is left as it was")
+        log.exception("the janitor failed; remaining queues and sessions stay")
         sys.exit(1)

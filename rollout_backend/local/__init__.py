@@ -1,1 +1,1 @@
-"""The embedded cloud of a laptop, and an engine with scripted answers."""
+"""Run everything on one machine: S3, SQS, an AgentCore stand-in, scripted engines, fault proxies, test fixtures."""

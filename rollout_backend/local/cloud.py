@@ -1,7 +1,9 @@
-"""The embedded cloud: S3 and SQS (moto) and an AgentCore stand-in on this machine, for as long as a block lasts.
+"""The embedded cloud: S3 and SQS (moto) and an AgentCore stand-in on this machine, for the duration of a block.
 
-What must always hold: what it starts ends with the block, sessions first, so that an agent's last words still find
-S3; and nothing in it ever talks to AWS, whatever credentials the user's own environment holds.
+Invariants:
+
+- Everything that it starts ends with the block, sessions first, so that agents can still write their results to S3.
+- No part of it ever calls AWS, even if the user's environment holds credentials.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -20,23 +23,42 @@ import aioboto3
 import aiohttp
 from aiobotocore.session import AioSession
 
-from rollout_backend.errors import ConfigError, StartupError
-from rollout_backend.local.agentcore import ROLE, StandInSettings
+from rollout_backend.errors import CloudLost, ConfigError, StartupError
 from rollout_backend.local.sessions import Limits
-from rollout_backend.process import ServerProcess, free_port
+from rollout_backend.local.stand_in import ROLE, StandInSettings
+from rollout_backend.serving.server_process import ServerProcess, free_port
 
-IMAGE = "000000000000.dkr.ecr.{region}.amazonaws.com/local/agent:latest"  # the agent, where a runtime is made of it
+IMAGE = "000000000000.dkr.ecr.{region}.amazonaws.com/local/agent:latest"  # the agent's image
 ARN = "arn:aws:bedrock-agentcore:{region}:000000000000:runtime/local-0123456789"
-PRELOAD = sys.platform == "linux"  # elsewhere a process that has used the system's frameworks may not fork
+PRELOAD = sys.platform == "linux"  # macOS forbids a fork after system frameworks were used
 _START_S = 60.0
 _LOOPBACK = "127.0.0.1"
 
 
-class LocalStorage:
-    """S3 and SQS, served by moto in a process of its own, with one bucket made.
+class _Startable:
+    """Starts on entry and stops on exit."""
 
-    moto's weak spots: concurrent overwrites of one key answer 500, a queue slows down with its depth (200 messages
-    a second while shallow), and the signatures of presigned requests are not checked.
+    async def start(self) -> None:
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+
+class LocalStorage(_Startable):
+    """S3 and SQS, served by moto in a separate process, with one bucket.
+
+    moto's limits: concurrent overwrites of one key return 500, a queue slows down with its depth (200 messages per
+    second while shallow), and signatures of presigned requests are not verified.
     """
 
     def __init__(self, *, run_dir: Path, bucket: str = "rollouts", region: str = "us-east-1") -> None:
@@ -45,7 +67,7 @@ class LocalStorage:
         port = free_port(_LOOPBACK)
         self.endpoint_url = f"http://{_LOOPBACK}:{port}"
         self._aws_config = run_dir.absolute() / "aws-config"
-        self._process = ServerProcess(
+        self.process = ServerProcess(
             "moto (local S3 and SQS)",
             [sys.executable, "-m", "moto.server", "-H", _LOOPBACK, "-p", str(port)],
             run_dir / "moto.log",
@@ -54,9 +76,9 @@ class LocalStorage:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What keeps an AWS client off AWS: credentials that open nothing, and no profile of the user's."""
-        # A profile of the user's would be looked up and may not be there. Where none is set none must be: a session
-        # that botocore made earlier does not read the config file again.
+        """Environment variables that keep an AWS client off AWS: invalid credentials, and no profile of the user."""
+        # botocore fails if the user's AWS_PROFILE does not exist in the config file. Without AWS_PROFILE none is set,
+        # because a session that botocore created earlier does not read the config file again.
         profile = {"AWS_PROFILE": "default"} if "AWS_PROFILE" in os.environ else {}
         return {
             **profile,
@@ -71,12 +93,12 @@ class LocalStorage:
         }
 
     async def start(self) -> None:
-        """Raises StartupError, with the end of moto's log."""
+        """Start moto and create the bucket. Raise StartupError, with the end of moto's log."""
         self._aws_config.parent.mkdir(parents=True, exist_ok=True)
         self._aws_config.write_text("[default]\n")
-        await self._process.start()
+        await self.process.start()
         try:
-            await self._process.wait_healthy(lambda: _answers(f"{self.endpoint_url}/moto-api/data.json"), _START_S)
+            await self.process.wait_healthy(lambda: _answers(f"{self.endpoint_url}/moto-api/data.json"), _START_S)
             async with self.s3() as s3:
                 await s3.create_bucket(Bucket=self.bucket, **_place(self.region))
         except BaseException:
@@ -84,40 +106,35 @@ class LocalStorage:
             raise
 
     async def stop(self) -> None:
-        await self._process.stop()
+        await self.process.stop()
 
     def s3(self) -> Any:
-        """An aioboto3 client, to be entered."""
-        # Even with keys given, botocore would insist on the user's own AWS_PROFILE.
+        """Return an aioboto3 client of S3, to be entered."""
+        return self.client("s3")
+
+    def client(self, service: str) -> Any:
+        """Return an aioboto3 client of `s3` or `sqs`, to be entered."""
+        # Even with explicit keys, botocore would require the user's AWS_PROFILE to exist.
         unprofiled = AioSession(session_vars={"profile": (None, None, None, None)})
         session: Any = aioboto3.Session(
             aws_access_key_id=self.environ["AWS_ACCESS_KEY_ID"],
             aws_secret_access_key=self.environ["AWS_SECRET_ACCESS_KEY"],
             botocore_session=unprofiled,
         )
-        return session.client("s3", region_name=self.region, endpoint_url=self.endpoint_url)
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
+        return session.client(service, region_name=self.region, endpoint_url=self.endpoint_url)
 
 
-class LocalRuntime:
-    """The AgentCore stand-in for one agent, in a process of its own.
+class LocalRuntime(_Startable):
+    """The AgentCore stand-in for one agent, in a separate process.
 
-    `agent` is a Python file, run in its folder by `python` (default: this interpreter), or a whole command, run in
-    the current folder. With `preload` a file's sessions are forked from an interpreter that has imported its
-    libraries, which starts them ten times as fast. `env` is added to this process's environment, less what belongs
-    to AWS and to this backend. A runtime of this agent is there, at `arn`; others can be made from `image` and from
-    `images`, which name further agents' commands.
+    `agent` is a Python file, run in its folder by `python` (default: this interpreter), or a command, run in the
+    current folder. With `preload` a file's sessions are forked from an interpreter that has imported its libraries,
+    which starts them ten times as fast. `env` is added to this process's environment, without the variables of AWS
+    and of this backend. A runtime of this agent exists at `arn`; others can be created from `image` and `images`,
+    which maps further image names to commands.
 
     Raises:
-        ConfigError: there is no such file, or the command is empty.
+        ConfigError: the file does not exist, or the command is empty.
     """
 
     def __init__(
@@ -153,56 +170,62 @@ class LocalRuntime:
             preload=() if preload and isinstance(agent, (str, Path)) else None,
             limits=limits,
         )
-        self._process = ServerProcess(
+        self.process = ServerProcess(
             "the AgentCore stand-in",
-            [sys.executable, "-m", "rollout_backend.local.agentcore"],
+            [sys.executable, "-m", "rollout_backend.local.stand_in"],
             run_dir / "agentcore.log",
             stdin=settings.model_dump_json().encode(),
         )
 
     async def start(self) -> None:
-        """Raises StartupError, with the end of the stand-in's log."""
-        await self._process.start()
+        """Start the stand-in. Raise StartupError, with the end of its log."""
+        await self.process.start()
         try:
-            await self._process.wait_healthy(lambda: _answers(self._sessions_url), _START_S)
+            await self.process.wait_healthy(lambda: _answers(self._sessions_url), _START_S)
         except BaseException:
             await self.stop()
             raise
 
     async def stop(self) -> None:
-        """Ends every session, then the stand-in itself."""
-        await self._process.stop(self.limits.grace_s + 5.0)
+        """End every session, then the stand-in."""
+        await self.process.stop(self.limits.grace_s + 5.0)
 
     async def sessions(self) -> dict[str, Any]:
-        """`sessions`: {id, pid, status, since} of each open one; `ending`: processes being ended; `counters`."""
-        if not self._process.running:
-            raise StartupError(f"the AgentCore stand-in is not running. {self._process.tail()}")
+        """Return the open `sessions`: {id, pid, status, since}, the number of `ending` processes, and `counters`."""
+        if not self.process.running:
+            raise StartupError(f"the AgentCore stand-in is not running. {self.process.tail()}")
         async with aiohttp.ClientSession() as http, http.get(self._sessions_url) as response:
             return dict(json.loads(await response.read()))
+
+    async def refuse(self, code: str | None, *, after: bool = False, stops: bool = True) -> None:
+        """Refuse every call with this AWS error until `refuse(None)`.
+
+        With `after`, invokes are executed first. `stops` says whether stops are refused too.
+        """
+        body = {"code": code, "after": after, "stops": stops}
+        url = f"{self.endpoint_url}/_local/outage"
+        async with aiohttp.ClientSession() as http, http.put(url, json=body) as response:
+            response.raise_for_status()
+
+    async def kill(self, session_id: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Kill a session's process like the out-of-memory killer, or freeze it with SIGSTOP."""
+        [pid] = [each["pid"] for each in (await self.sessions())["sessions"] if each["id"] == session_id]
+        os.kill(pid, number)
 
     @property
     def _sessions_url(self) -> str:
         return f"{self.endpoint_url}/_local/sessions"
 
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
-
-
-class LocalCloud:
+class LocalCloud(_Startable):
     """Storage and runtime together, for one agent. Logs go to RUN_DIR.
 
         async with LocalCloud(Path("agent.py"), run_dir=Path("runs/demo")) as cloud:
             config = load_config("config.yaml", base=cloud.settings())
 
-    The clients of this process need `cloud.environ` in their environment. The arguments are those of `LocalStorage`
-    and `LocalRuntime`; so are the errors. In code that is not async, `anyio.from_thread.start_blocking_portal`
-    enters it: `portal.wrap_async_context_manager(cloud)`.
+    The AWS clients of this process need `cloud.environ` in their environment. Arguments and errors are those of
+    `LocalStorage` and `LocalRuntime`. Synchronous code enters it with `anyio.from_thread.start_blocking_portal`:
+    `portal.wrap_async_context_manager(cloud)`.
     """
 
     def __init__(
@@ -231,12 +254,14 @@ class LocalCloud:
 
     @property
     def environ(self) -> dict[str, str]:
-        """For this process's own AWS clients, which are told their endpoints by the settings."""
+        """Environment variables for this process's AWS clients, which get their endpoints from the settings."""
         return self.storage.environ
 
     def settings(self, *, by_image: bool = False) -> dict[str, Any]:
-        """The part of a `RolloutConfig` that is known here; `load_config` takes it as `base`. With `by_image` the
-        run makes its runtime from the agent's image, as it would on AWS."""
+        """Return the part of a `RolloutConfig` that describes this cloud, for `load_config(base=...)`.
+
+        With `by_image` the run creates its runtime from the agent's image, as on AWS.
+        """
         limits, runtime = self.runtime.limits, self.runtime
         which = {"image": runtime.image, "role": runtime.role} if by_image else {"arn": runtime.arn}
         return {
@@ -247,10 +272,10 @@ class LocalCloud:
                 **which,
                 "endpoint_url": self.runtime.endpoint_url,
                 "max_sessions": limits.max_sessions,
-                # Below the stand-in's own, which allow a burst on top.
+                # Below the stand-in's rates, which allow a burst.
                 "invoke_per_s": limits.invoke_per_s * 0.9,
                 "stop_per_s": limits.stop_per_s * 0.9,
-                # Sessions wait for one another to start: there are two cores where AWS has a fleet.
+                # Few sessions start concurrently on few cores, so the others wait.
                 "read_timeout_s": limits.startup_timeout_s + 180.0,
             },
         }
@@ -259,10 +284,30 @@ class LocalCloud:
         """See `LocalRuntime.sessions`."""
         return await self.runtime.sessions()
 
+    async def wait_lost(self) -> None:
+        """Wait until a part of the cloud ends while it should run; `RolloutManager` takes this as `wait_lost`.
+
+        Raises:
+            CloudLost: moto or the AgentCore stand-in has ended; with the end of its log.
+        """
+        parts = {
+            asyncio.create_task(process.wait()): process for process in (self.storage.process, self.runtime.process)
+        }
+        try:
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in parts:
+                task.cancel()
+        process = parts[done.pop()]
+        raise CloudLost(
+            f"{process.name} ended with code {process.returncode}, so this run cannot continue. The local cloud "
+            f"ends, and what it stored is lost: start the run again. {process.tail()}"
+        )
+
     async def start(self) -> None:
         async with AsyncExitStack() as stack:
             starts = [asyncio.create_task(part.start()) for part in (self.storage, self.runtime)]
-            for part in (self.storage, self.runtime):  # ended in the opposite order
+            for part in (self.storage, self.runtime):  # stopped in reverse order
                 stack.push_async_callback(part.stop)
             try:
                 await asyncio.gather(*starts)
@@ -273,17 +318,8 @@ class LocalCloud:
             self._stack = stack.pop_all()
 
     async def stop(self) -> None:
-        """Sessions first, then the stand-in, then S3 and SQS. Returns once all are gone."""
+        """End the sessions, then the stand-in, then S3 and SQS; return once all have ended."""
         await self._stack.aclose()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
 
 
 def _command(agent: Path | str | Sequence[str], python: Path | None) -> tuple[tuple[str, ...], Path]:
@@ -301,7 +337,7 @@ def _command(agent: Path | str | Sequence[str], python: Path | None) -> tuple[tu
 
 
 def _place(region: str) -> dict[str, Any]:
-    # S3 refuses the name of its first region here, and every other one if it is left out.
+    # S3 refuses its first region as a LocationConstraint, and requires every other one.
     return {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
 
 

@@ -1,15 +1,17 @@
-"""A proxy in front of an AWS endpoint that does to calls what networks and services do to them.
+"""A proxy in front of an AWS endpoint that injects the faults of networks and services.
 
     async with FaultProxy(storage.endpoint_url, [Rule("s3:PutObject", Fault.CUT_AFTER, share=0.2)], seed=1) as proxy:
-        ...  # clients are given proxy.url in the place of the endpoint
+        ...  # clients use proxy.url as their endpoint
 
-What must always hold: a call that no rule hits passes unchanged, its Host too, so that its signature still verifies;
-by one seed the n-th call of an operation on a path is hit or not, whatever happens beside it; each call stands in
-`calls`.
+Invariants:
+
+- A call that no rule hits passes unchanged, with its Host header, so its signature stays valid.
+- With a given seed, whether the n-th call of an operation on a path is hit does not depend on any other call.
+- `calls` records each call.
 
 Operations have the names of AWS's permissions: `s3:PutObject`, `sqs:SendMessage`,
-`bedrock-agentcore:StopRuntimeSession`.
-Understood are path-style S3 and SQS's JSON protocol, which is what boto3 speaks to an endpoint of one's own.
+`bedrock-agentcore:StopRuntimeSession`. The proxy supports path-style S3 and SQS's JSON protocol, which boto3 uses
+with a custom endpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import asyncio
 import hashlib
 import json
 import random
-import re
 import socket
 import struct
 from collections import Counter
@@ -26,43 +27,46 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from types import TracebackType
-from typing import Self
 from uuid import uuid4
 from xml.sax.saxutils import escape
 
-import aiohttp
-import yarl
 from aiohttp import web
 
-_HOP_BY_HOP = frozenset({"connection", "expect", "keep-alive", "transfer-encoding", "content-length"})
-_CREDENTIAL = re.compile(r"Credential=([^/&,]+)/\d+/[^/]+/([^/]+)/aws4_request")
+from rollout_backend.local.http_proxy import HOP_BY_HOP, HttpProxy, signature_of
+
 _RUNTIME_CALLS = {"invocations": "InvokeAgentRuntime", "stopruntimesession": "StopRuntimeSession"}
-_MAX_BYTES = 2**30
 
 
 class Fault(StrEnum):
-    """What is done to a call."""
+    """How a call fails."""
 
-    FAIL = "fail"  # answered with an error; the service is not asked
-    HANG = "hang"  # not answered; the service is asked after `seconds`, or never if they are 0
-    CUT_BEFORE = "cut_before"  # the connection is reset; the service is not asked
-    CUT_AFTER = "cut_after"  # the service does its work, and the connection is reset before its answer
-    DROP = "drop"  # a SendMessage is answered as if it had been taken; the service is not asked
-    DOUBLE = "double"  # the service is asked twice, and its second answer passed on
-    DELAY = "delay"  # the service is asked after up to `seconds`, and others overtake
+    FAIL = "fail"  # answered with an error; the service is not called
+    HANG = "hang"  # not answered; the service is called after `seconds`, or never if 0
+    CUT_BEFORE = "cut_before"  # the connection is reset; the service is not called
+    CUT_AFTER = "cut_after"  # the service executes the call; the connection is reset before the answer
+    DROP = "drop"  # a SendMessage is answered as if accepted; the service is not called
+    DOUBLE = "double"  # the service is called twice; the client gets the second answer
+    DELAY = "delay"  # the service is called after up to `seconds`; other calls overtake
+    STRIP = "strip"  # the service is called without the rule's `header`, and so without its condition
+    CUT_BODY = "cut_body"  # the connection is closed in the middle of the answer's body
+    RESET_BODY = "reset_body"  # the connection is reset in the middle of the body
+    NO_LENGTH = "no_length"  # closed in the middle of a body without Content-Length: the client cannot notice
+    TRUNCATE = "truncate"  # half of the body arrives as a complete answer
+    SLOW_BODY = "slow_body"  # the body takes `seconds` to arrive
 
 
 @dataclass
 class Rule:
-    """Which calls are hit, and how. Of the rules that match a call the first that hits it is carried out."""
+    """Which calls fail, and how. The first rule that hits a call applies."""
 
-    operation: str  # as in `Call`; a pattern, as of file names: `s3:*`
+    operation: str  # as in `Call`; a glob pattern: `s3:*`
     fault: Fault
-    share: float = 1.0  # of the calls that match, by the proxy's seed
-    times: int | None = None  # so many hits, then no more
-    once_each: bool = False  # the same object or message is hit once at most, so that another try works
-    access_key: str = "*"  # only calls that were signed with this one; a pattern
+    share: float = 1.0  # of the matching calls, by the proxy's seed
+    times: int | None = None  # at most this many hits
+    once_each: bool = False  # the same object or message is hit at most once, so that a retry succeeds
+    access_key: str = "*"  # only calls signed with this key; a pattern
+    path: str = "*"  # only calls of this path; a pattern
+    header: str = ""  # only calls that carry this header, with any value
     status: int = 503
     code: str = "ServiceUnavailable"
     seconds: float = 0.0
@@ -72,11 +76,14 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.fault is Fault.DROP and self.operation != "sqs:SendMessage":
-            raise ValueError(f"{self.operation} cannot be dropped: only of sqs:SendMessage is the answer known")
+            raise ValueError(f"{self.operation} cannot be dropped: the answer is known for sqs:SendMessage only")
 
     def hit(self, call: Call, body: bytes, seed: int) -> bool:
-        """Whether this call is hit. Counts it if so."""
-        if not (fnmatchcase(call.operation, self.operation) and fnmatchcase(call.access_key, self.access_key)):
+        """Return whether the rule hits this call, and count a hit."""
+        pairs = (call.operation, self.operation), (call.access_key, self.access_key), (call.path, self.path)
+        if not all(fnmatchcase(value, pattern) for value, pattern in pairs):
+            return False
+        if self.header and self.header.lower() not in call.headers:
             return False
         which = f"{call.operation} {call.path}"
         self._nth[which] += 1
@@ -92,59 +99,33 @@ class Rule:
 
 @dataclass
 class Call:
-    """One call, as it came."""
+    """One call."""
 
     operation: str
     path: str
-    access_key: str  # empty: it was not signed
+    access_key: str  # empty for an unsigned call
     fault: Fault | None = None
-    status: int | None = None  # of the answer; None: none was given
+    status: int | None = None  # of the answer; None without an answer
+    headers: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # their names
 
 
-class FaultProxy:
-    """Enter it. `rules` may be changed meanwhile; calls that are being held stay so."""
+class FaultProxy(HttpProxy):
+    """An async context manager. Changes to `rules` do not affect calls that already hang."""
 
     def __init__(self, upstream: str, rules: Iterable[Rule] = (), seed: int = 0) -> None:
+        super().__init__()
         self.rules = list(rules)
         self.calls: list[Call] = []
         self._upstream = upstream.rstrip("/")
         self._seed = seed
-        self._http: aiohttp.ClientSession | None = None
-        self._runner: web.AppRunner | None = None
-        self.url = ""
-
-    async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=_MAX_BYTES)
-        app.router.add_route("*", "/{path:.*}", self._serve)
-        # A call that hangs is over once its client has hung up.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
-        self._http = aiohttp.ClientSession(
-            auto_decompress=False,
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None),
-        )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._runner is not None
-        assert self._http is not None
-        await self._runner.cleanup()
-        await self._http.close()
 
     def count(self, operation: str, fault: Fault | None = None) -> int:
-        """Calls so far of an operation, or those of them to which this was done."""
+        """Return the number of calls of an operation so far, or of those with this fault."""
         return sum(call.operation == operation and fault in (None, call.fault) for call in self.calls)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        call = Call(*_named(request))
+        call = Call(*_named(request), headers=frozenset(name.lower() for name in request.headers))
         self.calls.append(call)
         rule = next((rule for rule in self.rules if rule.hit(call, body, self._seed)), None)
         call.fault = rule.fault if rule is not None else None
@@ -155,53 +136,43 @@ class FaultProxy:
             case Fault.HANG:
                 assert rule is not None
                 await asyncio.sleep(rule.seconds or 1e9)
-                answer = await self._pass_on(request, body)
+                answer = await self._forward(self._upstream, request, body)
             case Fault.CUT_BEFORE:
                 return _cut(request)
             case Fault.CUT_AFTER:
-                await self._pass_on(request, body)
+                await self._forward(self._upstream, request, body)
                 return _cut(request)
             case Fault.DROP:
-                answer = _as_if_taken(body)
+                answer = _accepted(body)
             case Fault.DOUBLE:
-                await self._pass_on(request, body)
-                answer = await self._pass_on(request, body)
+                await self._forward(self._upstream, request, body)
+                answer = await self._forward(self._upstream, request, body)
             case Fault.DELAY:
                 assert rule is not None
                 lot = random.Random(f"{self._seed} {rule.hits}").random()  # noqa: S311  # no secret
                 await asyncio.sleep(lot * rule.seconds)
-                answer = await self._pass_on(request, body)
+                answer = await self._forward(self._upstream, request, body)
+            case Fault.CUT_BODY | Fault.RESET_BODY | Fault.NO_LENGTH:
+                return _cut_body(request, await self._forward(self._upstream, request, body), call.fault)
+            case Fault.TRUNCATE:
+                whole = await self._forward(self._upstream, request, body)
+                whole.body = _half(whole)
+                answer = whole
+            case Fault.SLOW_BODY:
+                assert rule is not None
+                return await _send_slowly(request, await self._forward(self._upstream, request, body), rule.seconds)
+            case Fault.STRIP:
+                assert rule is not None
+                answer = await self._forward(self._upstream, request, body, without=rule.header)
             case None:
-                answer = await self._pass_on(request, body)
+                answer = await self._forward(self._upstream, request, body)
         call.status = answer.status
-        return answer
-
-    async def _pass_on(self, request: web.Request, body: bytes) -> web.Response:
-        assert self._http is not None
-        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP]
-        url = yarl.URL(self._upstream + request.raw_path, encoded=True)  # as it was signed
-        try:
-            async with self._http.request(
-                request.method, url, headers=headers, data=body, allow_redirects=False
-            ) as reply:
-                content = await reply.read()
-        except aiohttp.ClientError as error:
-            return web.Response(status=502, text=f"no answer from {self._upstream}: {error}")
-        answer = web.Response(status=reply.status, body=content)
-        answer.headers.popall("Content-Type", None)
-        for name, value in reply.headers.items():
-            if name.lower() not in _HOP_BY_HOP:
-                answer.headers.add(name, value)
-        if request.method == "HEAD":
-            answer.headers["Content-Length"] = reply.headers.get("Content-Length", "0")
         return answer
 
 
 def _named(request: web.Request) -> tuple[str, str, str]:
-    """The operation, the path and the access key of a call."""
-    signature = request.headers.get("Authorization") or "Credential=" + request.query.get("X-Amz-Credential", "")
-    found = _CREDENTIAL.search(signature)
-    access_key, service = found.groups() if found else ("", "s3")
+    """Return the operation, the path and the access key of a call."""
+    access_key, service = signature_of(request) or ("", "s3")
     if target := request.headers.get("X-Amz-Target"):
         return f"sqs:{target.rpartition('.')[2]}", request.path, access_key
     if service != "s3":
@@ -214,7 +185,7 @@ def _named(request: web.Request) -> tuple[str, str, str]:
 
 
 def _error(call: Call, rule: Rule) -> web.Response:
-    message = "A fault on purpose."
+    message = "An injected fault."
     if call.operation.startswith("s3:"):
         text = f"<?xml version='1.0'?><Error><Code>{escape(rule.code)}</Code><Message>{message}</Message></Error>"
         return web.Response(status=rule.status, text=text, content_type="application/xml")
@@ -226,7 +197,7 @@ def _error(call: Call, rule: Rule) -> web.Response:
     )
 
 
-def _as_if_taken(body: bytes) -> web.Response:
+def _accepted(body: bytes) -> web.Response:
     sent = json.loads(body)["MessageBody"]
     digest = hashlib.md5(sent.encode(), usedforsecurity=False).hexdigest()
     answer = {"MessageId": str(uuid4()), "MD5OfMessageBody": digest}
@@ -234,10 +205,43 @@ def _as_if_taken(body: bytes) -> web.Response:
 
 
 def _cut(request: web.Request) -> web.StreamResponse:
-    """Resets the connection, as a machine does that has gone."""
+    """Reset the connection, like a machine that was lost."""
     transport = request.transport
     if transport is not None:
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         transport.abort()
-    return web.Response(status=499)  # to nobody
+    return web.Response(status=499)  # never sent: the connection is closed
+
+
+def _half(answer: web.Response) -> bytes:
+    assert isinstance(answer.body, bytes)
+    return answer.body[: len(answer.body) // 2]
+
+
+def _cut_body(request: web.Request, answer: web.Response, fault: Fault) -> web.StreamResponse:
+    """Send the head and half of the body, and end the connection."""
+    transport = request.transport
+    if transport is None:
+        return web.Response(status=499)
+    assert isinstance(answer.body, bytes)
+    headers = [f"{name}: {value}" for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP]
+    headers += ["Connection: close"] if fault is Fault.NO_LENGTH else [f"Content-Length: {len(answer.body)}"]
+    head = "\r\n".join([f"HTTP/1.1 {answer.status} {answer.reason}", *headers, "", ""])
+    transport.write(head.encode() + _half(answer))
+    if fault is Fault.RESET_BODY:
+        return _cut(request)
+    transport.close()
+    return web.Response(status=499)  # never sent: the connection is closed
+
+
+async def _send_slowly(request: web.Request, answer: web.Response, seconds: float) -> web.StreamResponse:
+    assert isinstance(answer.body, bytes)
+    slow = web.StreamResponse(status=answer.status, headers=answer.headers)
+    slow.content_length = len(answer.body)
+    await slow.prepare(request)
+    piece = max(1, len(answer.body) // 10)
+    for start in range(0, len(answer.body), piece):
+        await asyncio.sleep(seconds / 10)
+        await slow.write(answer.body[start : start + piece])
+    return slow

@@ -1,7 +1,7 @@
-"""Runs one rollout of an agent against scripted answers, the whole way: invoke, gateway, S3, and back.
+"""Run one rollout of an agent against scripted answers, end to end: invoke, gateway, S3, and back.
 
-Everything but the model is the real thing: the agent's app, the contract, the gateway with its session keys, the
-result in S3. It is started once and used for many rollouts; each has a session and a script of its own.
+Everything except the model is real: the agent's app, the contract, the gateway with its session keys, the result in
+S3. One harness serves many rollouts; each has a separate session and script.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from agent_wrapper.contract import (
 )
 from rollout_backend import aws
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import RolloutBackendError
-from rollout_backend.gateway.process import GatewayProcess
-from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.local.cloud import ARN, LocalRuntime, LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL, Script, ScriptedEngine
+from rollout_backend.serving.gateway_process import GatewayProcess
 
 if TYPE_CHECKING:
     from agent_wrapper import RolloutApp
 
 _RUN_ID = "test"
-_LOOK_EVERY_S = 0.02
+_POLL_S = 0.02
 _CHECK_EVERY_S = 1.0
-_AFTER_DEADLINE_S = 60.0  # for the wrapper to unwind the agent and to write the result
+_AFTER_DEADLINE_S = 60.0  # for the wrapper to end the agent and write the result
 _CONTEXT_BYTES = 65_536
 
 
 class AgentRunError(RolloutBackendError):
-    """The agent's app could not be started, refused the task, or published nothing. The message says which."""
+    """The agent's app could not be started, refused the task, or published no result. The message says which."""
 
 
 class AgentHarness:
@@ -88,7 +88,7 @@ class AgentHarness:
         await self._stack.aclose()
 
     async def endpoint(self, replies: Script, *, sampling: Sampling | None = None) -> ModelEndpoint:
-        """A new session at the gateway, good for an hour. The engine answers it with `replies`."""
+        """Return the endpoint of a new session, valid for an hour. The engine answers it with `replies`."""
         return self._endpoint(self._session(sampling, 3600.0), replies)
 
     async def run(
@@ -100,15 +100,15 @@ class AgentHarness:
         sampling: Sampling | None = None,
         timeout_s: float = 60.0,
     ) -> Rollout:
-        """One rollout of `agent` on `task`, as it then stands in S3.
+        """Run one rollout of `agent` on `task`; return its result from S3.
 
-        A `RolloutApp` runs in this process. A path to a Python file runs in a process of its own, as it would in its
-        container. `replies` are the model's answers, in order. `timeout_s` is how long the agent may take; an agent
-        that takes longer, or fails, is a rollout that says so in `outcome` and `failure`.
+        A `RolloutApp` runs in this process. A path to a Python file runs in a separate process, as in its container.
+        `replies` are the model's answers, in order. `timeout_s` limits the agent's time. If the agent fails or takes
+        longer, the rollout's `outcome` and `failure` report it.
 
         Raises:
-            AgentRunError: the app could not be started, refused the task, or published nothing.
-            ConfigError: there is no such file.
+            AgentRunError: the app could not be started, refused the task, or published no result.
+            ConfigError: the file does not exist.
         """
         claims = self._session(sampling, timeout_s + _AFTER_DEADLINE_S)
         request = RolloutRequest(
@@ -126,9 +126,9 @@ class AgentHarness:
         payload = {**task, REQUEST_FIELD: request.model_dump(mode="json")}
         with patch.dict(os.environ, self._environ):
             if isinstance(agent, (Path, str)):
-                invoked = self._in_process(Path(agent), request.session_id, payload)
+                invoked = self._in_session(Path(agent), request.session_id, payload)
             else:
-                invoked = self._in_here(agent, payload)
+                invoked = self._in_this_process(agent, payload)
             async with invoked as check:
                 return await self._result(request, check)
 
@@ -178,14 +178,14 @@ class AgentHarness:
                         raise
             now = time.time()
             if now > request.deadline + _AFTER_DEADLINE_S:
-                raise AgentRunError(f"the agent published nothing within {_AFTER_DEADLINE_S:g} s of its deadline")
+                raise AgentRunError(f"the agent published no result within {_AFTER_DEADLINE_S:g} s of its deadline")
             if now > next_check:
                 await check()
                 next_check = now + _CHECK_EVERY_S
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_POLL_S)
 
     @asynccontextmanager
-    async def _in_here(
+    async def _in_this_process(
         self, app: RolloutApp, payload: dict[str, Any]
     ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
         transport = httpx.ASGITransport(app.asgi)
@@ -195,14 +195,14 @@ class AgentHarness:
                 answer = await http.post("/invocations", json=payload)
                 if answer.is_error:
                     raise AgentRunError(f"the app refused the task with {answer.status_code}: {answer.text}")
-                if answer.json()["status"] == "unpublished":  # a repeated invoke says how the first one goes
+                if answer.json()["status"] == "unpublished":  # a repeated invoke returns the state of the first
                     raise AgentRunError(f"the app could not publish its rollout: {answer.json().get('reason')}")
 
             await invoke()
             yield invoke
 
     @asynccontextmanager
-    async def _in_process(
+    async def _in_session(
         self, script: Path, session_id: str, payload: dict[str, Any]
     ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
         runtime = await self._runtime(script)
@@ -210,7 +210,7 @@ class AgentHarness:
 
         async def check() -> None:
             if session_id not in {session["id"] for session in (await runtime.sessions())["sessions"]}:
-                raise AgentRunError(f"the agent's process ended and published nothing. Its log: {log}")
+                raise AgentRunError(f"the agent's process ended and published no result. Its log: {log}")
 
         log = runtime.session_logs / f"{session_id}.log"
         async with aws.client(
@@ -223,7 +223,7 @@ class AgentHarness:
             except ClientError as error:
                 raise AgentRunError(f"the app did not accept the task: {aws.message_of(error)}") from None
             finally:
-                with contextlib.suppress(agentcore.exceptions.ResourceNotFoundException):  # it has ended by itself
+                with contextlib.suppress(agentcore.exceptions.ResourceNotFoundException):  # it has ended
                     await agentcore.stop_runtime_session(**session)
 
     async def _runtime(self, script: Path) -> LocalRuntime:
@@ -235,5 +235,5 @@ class AgentHarness:
 
 
 def _seen_by_a_session(script: Path) -> tuple[Path, frozenset[tuple[str, str]]]:
-    """A runtime hands on the environment as it was when it was started, and a test may have changed it since."""
+    """Return the key of a runtime: it passes on the environment of its start, which a test may have changed since."""
     return script.absolute(), frozenset((k, v) for k, v in os.environ.items() if not k.startswith("PYTEST_"))

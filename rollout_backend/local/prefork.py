@@ -1,15 +1,18 @@
-"""Starts one fresh process per session from an interpreter that has imported the agent's libraries already.
+"""Fork one fresh process per session from an interpreter that has imported the agent's libraries.
 
-Importing an agent's libraries costs about a second of CPU; a fork of a process that has done it costs a few
-milliseconds. What must always hold:
+Importing an agent's libraries costs about a second of CPU; a fork after the import costs a few milliseconds.
 
-- The agent's own files are never imported here. Each session runs them from their first line, as `__main__`.
-- Each session is a process of its own, leads a process group of its own, and dies with this one.
-- Anything that cannot be preloaded is left to the session, which reports it as if nothing had been preloaded.
-- What the first session imports later on, while it runs, is imported here too, for the sessions after it: modules of
-  the standard library and of installed packages, and only if a trial process shows that this starts no thread.
+Invariants:
 
-It is a program, run by path with the agent's interpreter, and so needs the standard library alone:
+- The agent's own files are never imported here. Each session runs them from the first line, as `__main__`.
+- Each session is a separate process, leads a separate process group, and ends with this process.
+- A module that cannot be preloaded is left to the session, which reports the error as without preloading.
+- Modules of the standard library and of installed packages that the first session imports later are imported here
+  too, for the sessions after it, if a trial process shows that the import starts no thread.
+
+It is a program, run by path with the agent's interpreter, so it imports the standard library only. It does not use
+`multiprocessing.forkserver`: that needs the same Python version and this package on both sides, cannot import further
+modules once it serves, and does not refuse to fork when a preloaded library has started threads.
 
     stdin:  {"script": PATH, "preload": [MODULE, ...]}, then {"id": ID, "env": {...}, "log": PATH} for each session
     stdout: {"ready": true} or {"ready": false, "why": ...},
@@ -34,22 +37,22 @@ import threading
 import time
 from pathlib import Path
 
-# What libraries import only once they are used, and every agent does use.
+# Modules that libraries import only on first use, and that every agent uses.
 DEFERRED = {
     "agent_wrapper": ("boto3", "httpx", "uvicorn", "uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on"),
     "boto3": ("boto3.s3.inject", "botocore.signers", "s3transfer.manager"),
     "openai": ("openai.resources.chat.completions", "openai.resources.responses", "openai.types.chat"),
 }
 
-_LEARN_S = 30.0  # for so long the first session tells what it imports
+_LEARN_S = 30.0  # how long the first session reports its imports
 _LEARN_EVERY_S = 0.2
 
 
 def imported_by(script: Path) -> list[str]:
-    """The modules that a script imports at its top level, less those that stand beside it. [] if it is broken."""
+    """Return the modules that a script imports at its top level, except those in its folder; [] if it is broken."""
     try:
         tree = ast.parse(script.read_bytes())
-    except (SyntaxError, ValueError, OSError):  # its session will say so
+    except (SyntaxError, ValueError, OSError):  # its session reports the error
         return []
     names: list[str] = []
     for node in tree.body:
@@ -64,26 +67,26 @@ def imported_by(script: Path) -> list[str]:
 def preload(script: Path, modules: list[str]) -> None:
     names = [*imported_by(script), *modules]
     for name in names:
-        with contextlib.suppress(Exception):  # the session will fail on it with its own traceback
+        with contextlib.suppress(Exception):  # the session fails with a traceback
             importlib.import_module(name)
         names += [deferred for deferred in DEFERRED.get(name.split(".")[0], ()) if deferred not in names]
-    if "agent_wrapper" in sys.modules:  # what its sessions would each read to publish: as costly as an import
-        with contextlib.suppress(Exception):  # an older wrapper has none, and its sessions read for themselves
-            importlib.import_module("agent_wrapper.descriptions").read_ahead()
+    if "agent_wrapper" in sys.modules:  # what each session would read to publish: as slow as an import
+        with contextlib.suppress(Exception):  # an older wrapper has none, and each session reads them
+            importlib.import_module("agent_wrapper.botocore_models").read_ahead()
 
 
 def serve() -> tuple[Path, dict[str, str]]:
-    """Forks until told to stop. Returns only in a session's process, with the script to run and its environment."""
+    """Fork until stdin ends. Return only in a session's process, with the script to run and its environment."""
     lines = _Lines(sys.stdin.fileno())
     order = json.loads(lines.wait())
     script = Path(order["script"])
     sys.path[0] = str(script.parent)
     preload(script, order["preload"])
-    if threading.active_count() > 1:  # a lock held by another thread would stay locked in the child for ever
+    if threading.active_count() > 1:  # a lock held by another thread would stay locked in the child
         _say({"ready": False, "why": "a preloaded library runs threads, which do not survive a fork"})
         sys.exit(0)
     gc.collect()
-    gc.freeze()  # so that a child's collections do not copy every page
+    gc.freeze()  # a child's garbage collection then copies no page
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -114,7 +117,7 @@ def serve() -> tuple[Path, dict[str, str]]:
                     return script, order["env"]
                 sessions.add(pid)
                 _say({"id": order["id"], "pid": pid})
-                if teach is not None:  # the first session has it now, and it alone
+                if teach is not None:  # only the first session keeps it
                     os.close(teach)
                     teach = None
         if lessons in readable:
@@ -146,7 +149,7 @@ def _become_session(log: str) -> None:
 
 
 def _teach(fd: int, known: set[str]) -> None:
-    """Runs in the first session: tells what it imports by and by."""
+    """Report, from the first session, the modules that it imports later."""
     installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")}
     end = time.monotonic() + _LEARN_S
     with contextlib.suppress(BrokenPipeError):
@@ -166,7 +169,7 @@ def _is_installed(name: str, folders: set[str]) -> bool:
 
 
 def _learn(names: list[str]) -> None:
-    """Imports them, if a trial shows that it does no harm."""
+    """Import the modules, if a trial process shows that this starts no thread."""
     trial = os.fork()
     if trial == 0:
         _import(names)
@@ -179,7 +182,7 @@ def _learn(names: list[str]) -> None:
 
 def _import(names: list[str]) -> None:
     for name in names:
-        with contextlib.suppress(Exception):  # a session will fail on it with its own traceback
+        with contextlib.suppress(Exception):  # a session fails with a traceback
             importlib.import_module(name)
 
 
@@ -196,7 +199,7 @@ def _say(message: dict[str, object]) -> None:
 
 
 class _Lines:
-    """Whole lines from a descriptor that is also waited on, so nothing may stay in a buffer out of sight."""
+    """Reads whole lines from a descriptor that is also passed to `select`: no input may stay in a hidden buffer."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -214,12 +217,12 @@ class _Lines:
             if self.ended:
                 sys.exit(0)
         if len(lines) > 1:
-            raise ValueError("an order came before it was asked for")
+            raise ValueError("a second order came before the first was answered")
         return lines[0]
 
 
 if __name__ == "__main__":
-    # What a library prints while it is imported goes to the log, not between our messages.
+    # Output of an import goes to the log, not between the messages.
     _SAY = os.dup(1)
     os.dup2(2, 1)
     agent, env = serve()

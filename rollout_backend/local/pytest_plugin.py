@@ -1,6 +1,6 @@
 """Fixtures for tests of agents: `run_agent`, `scripted_model`, `local_cloud`.
 
-Being loaded by every pytest run, it imports nothing of ours until a fixture is used.
+Every pytest run loads this module, so it imports nothing of this package until a fixture is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Blocking:
-    """The harness for tests that are not async: its event loop runs in a thread of its own."""
+    """The harness for synchronous tests. Its event loop runs in a separate thread."""
 
     def __init__(self, portal: Any, harness: Any) -> None:
         self._portal = portal
@@ -68,24 +68,24 @@ def _rollout_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Bloc
 
 @pytest.fixture
 def run_agent(_rollout_harness: _Blocking) -> Callable[..., Rollout]:
-    """`run_agent(app_or_path, task, replies) -> Rollout`: one rollout against scripted answers.
+    """`run_agent(app_or_path, task, replies) -> Rollout`: run one rollout against scripted answers.
 
-    The app runs for real, behind the real gateway; its result is read back from a local S3.
+    App and gateway are real; the result is read from a local S3.
     """
     return _rollout_harness.run_agent
 
 
 @pytest.fixture
 def scripted_model(_rollout_harness: _Blocking) -> Callable[..., ModelEndpoint]:
-    """`scripted_model(replies) -> ModelEndpoint`: base_url, api_key and name of an OpenAI endpoint that says them."""
+    """`scripted_model(replies) -> ModelEndpoint`: an OpenAI endpoint with these replies."""
     return _rollout_harness.scripted_model
 
 
 @pytest.fixture
 def local_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LocalCloud]]:
-    """`local_cloud(agent, **arguments of LocalCloud) -> LocalCloud`: started, and ended with the test.
+    """`local_cloud(agent, **arguments of LocalCloud) -> LocalCloud`: start a cloud that ends with the test.
 
-    This process's environment holds the cloud's credentials meanwhile.
+    Until then this process's environment holds the cloud's credentials.
     """
     from contextlib import ExitStack
 

@@ -1,8 +1,8 @@
 """An engine with scripted answers: SGLang's HTTP interface without a model, for tests of agents and of this project.
 
-Each session (`X-SMG-Routing-Key`) reads the script from its start, so concurrent sessions do not disturb each other.
-Prompts are real token ids of a real tokenizer and answers are encoded with it; what is made up is the choice of
-the tokens and their log-probability, which is `LOGPROB` for each.
+Each session (`X-SMG-Routing-Key`) reads the script from its start, so concurrent sessions do not affect each other.
+Prompts and answers are token ids of a real tokenizer. The choice of tokens is scripted, and the log-probability of
+each is `LOGPROB`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import base64
 import functools
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -27,10 +28,10 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from rollout_backend.errors import ConfigError, StartupError
-from rollout_backend.process import free_port
+from rollout_backend.serving.server_process import free_port
 
 BYTE_MODEL = Path(__file__).with_name("byte_model")
-"""A byte-level ChatML tokenizer: 259 tokens, no weights. `context_length` is in bytes with it."""
+"""A byte-level ChatML tokenizer: 259 tokens, no weights. With it, `context_length` counts bytes."""
 LOGPROB = -0.5
 _START_S = 10.0
 
@@ -57,7 +58,7 @@ class Fail:
 
 @dataclass(frozen=True)
 class Pieces:
-    """An answer that is streamed as its parts come. The iterator runs in a thread and may block."""
+    """An answer that is streamed part by part. The iterator runs in a thread and may block."""
 
     parts: Iterable[str]
 
@@ -68,20 +69,36 @@ Script = Sequence[Reply] | Callable[[str], Reply]
 
 @functools.lru_cache(maxsize=8)
 def _tokenizer(file: Path, changed_ns: int) -> Tokenizer:
-    """Kept, for a large vocabulary takes half a second to read, and tests start an engine each."""
+    """Return the cached tokenizer: a large vocabulary takes 0.5 s to read, and each test starts an engine."""
     return Tokenizer.from_file(str(file))
 
 
-class ScriptedEngine:
-    """Serves `replies` in a thread of its own while it is entered as a context manager.
+def _listen(port: int) -> socket.socket:
+    """Return a socket bound to the port, so that no other process can take it. 0: any free port."""
+    while True:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port or free_port()))
+        except OSError as error:
+            listener.close()
+            if port:
+                raise StartupError(f"port {port} is taken: {error}") from None
+        else:
+            return listener
 
-    `replies` is a sequence, of which each session gets one after another from the start (one answer too many
-    is an error 400), or a function of the prompt's text. The function runs in a thread and may block.
-    An answer ends with the token `end` unless `max_new_tokens` or a stop string cuts it; with `end=None`, for models
-    with several such tokens, it ends with the first of the request's stop tokens in it, and else at its limit. To a
-    request with `stream` it comes token by token, each as an event of its own; `cumulative` events hold all tokens so
-    far, as SGLang's do unless it was started with --incremental-streaming-output. `image_tokens` tells how many
-    tokens an image takes, by its bytes, for vocabularies with `<|image_pad|>`; without it images are an error 400.
+
+class ScriptedEngine:
+    """A context manager that serves `replies` in a separate thread.
+
+    `replies` is a sequence that each session reads from the start (a request beyond its end gets 400), or a function
+    of the prompt's text, which runs in a thread and may block. An answer ends with the token `end`, unless
+    `max_new_tokens` or a stop string cuts it. With `end=None`, for models with several end tokens, it ends with the
+    first of the request's stop tokens, or at its limit. With `stream` each token is one event; `cumulative` events
+    hold all tokens so far, like SGLang's without --incremental-streaming-output. `image_tokens` returns the number of
+    tokens of an image from its bytes, for vocabularies with `<|image_pad|>`; without it images get 400. With
+    `skip_tokenizer_init`, which verl sets on its servers, answers have no `text`, and `stop` gets 400 as in SGLang
+    0.5.23; `version` 0.5.12 crashes instead.
     """
 
     cumulative = False
@@ -94,37 +111,43 @@ class ScriptedEngine:
         *,
         end: str | None = "<|im_end|>",
         image_tokens: Callable[[bytes], int] | None = None,
+        skip_tokenizer_init: bool = False,
+        version: str = "0.5.23",
     ) -> None:
         file = model_path / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"{model_path} holds no tokenizer.json: model_path must be a model's folder")
         self.tokenizer = _tokenizer(file, file.stat().st_mtime_ns)
-        self.weight_version = "0"  # of the answers from now on
+        self.weight_version = "0"  # of the next answers
         self.requests: list[dict[str, Any]] = []  # the bodies of /generate, in the order of arrival
-        self.aborted = 0  # calls whose client hung up before the answer
-        self.port = port or free_port()
-        self.replies = replies  # of sessions that begin from now on and have no script of their own
+        self.aborted = 0  # calls whose client disconnected before the answer
+        self.replies = replies  # for new sessions without a separate script
         self.image_tokens = image_tokens
+        self.crashed = False
+        self._skip_tokenizer_init = skip_tokenizer_init
+        self._version = version
         self._scripts: dict[str, Script] = {}
         self._model_path = model_path
         self._read: dict[str, int] = {}
         self._end = None if end is None else self.tokenizer.token_to_id(end)
         if end is not None and self._end is None:
-            raise ConfigError(f"{model_path} is no model of this kind: its vocabulary has no {end}")
+            raise ConfigError(f"{model_path} is not a ChatML model: its vocabulary has no {end}")
+        self._listener = _listen(port)
+        self.port = int(self._listener.getsockname()[1])
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app(),
-                host="127.0.0.1",
-                port=self.port,
-                log_level="error",  # a router asks a new engine in gRPC first: two warnings each time
+                log_level="error",  # a router probes a new engine with gRPC first, which logs two warnings
                 access_log=False,
-                lifespan="off",  # force_exit would cut it, with a traceback
+                lifespan="off",  # force_exit would interrupt it, with a traceback
             )
         )
-        self._thread = threading.Thread(target=self._server.run, name="scripted-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._listener],), name="scripted-engine", daemon=True
+        )
 
     def script(self, session_id: str, replies: Script) -> None:
-        """Gives one session a script of its own, from its start."""
+        """Set the script of one session, which reads it from the start."""
         self._scripts[session_id] = replies
         self._read.pop(session_id, None)
 
@@ -137,7 +160,7 @@ class ScriptedEngine:
         deadline = time.monotonic() + _START_S
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
-                raise StartupError(f"the scripted engine did not come up on {self.url}")
+                raise StartupError(f"the scripted engine did not start on {self.url}")
             time.sleep(0.01)
         return self
 
@@ -145,8 +168,9 @@ class ScriptedEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.should_exit = True
-        self._server.force_exit = True  # answers still held back are not waited for
+        self._server.force_exit = True  # does not wait for blocked answers
         self._thread.join(_START_S)
+        self._listener.close()
 
     def _app(self) -> Starlette:
         async def healthy(_: Request) -> Response:
@@ -175,6 +199,9 @@ class ScriptedEngine:
                 *(Route(path, server_info, methods=["GET"]) for path in ("/get_server_info", "/server_info")),
                 Route("/v1/models", models, methods=["GET"]),
                 Route("/flush_cache", healthy, methods=["GET", "POST"]),
+                # A pause has no effect: a client that pauses an engine sends it no calls.
+                Route("/pause_generation", healthy, methods=["POST"]),
+                Route("/continue_generation", healthy, methods=["POST"]),
                 Route("/generate", self._generate, methods=["POST"]),
             ],
         )
@@ -182,12 +209,16 @@ class ScriptedEngine:
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
+        if self._skip_tokenizer_init and (refusal := _needs_tokenizer(body.get("sampling_params", {}))):
+            if self._version == "0.5.12":
+                await self._crash()
+            return JSONResponse({"error": {"message": refusal}}, status_code=400)
         try:
             body = {**body, "input_ids": self._prompt(body)}
         except ValueError as error:
             return JSONResponse({"error": {"message": str(error)}}, status_code=400)
         answer = asyncio.ensure_future(self._reply(request.headers.get("x-smg-routing-key", ""), body))
-        gone = asyncio.ensure_future(_hung_up(request))
+        gone = asyncio.ensure_future(_disconnected(request))
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if not answer.done():
@@ -203,23 +234,29 @@ class ScriptedEngine:
         text = await asyncio.to_thread("".join, reply.parts) if isinstance(reply, Pieces) else str(reply)
         return JSONResponse(self._completion(text, body))
 
+    async def _crash(self) -> None:
+        """End like a server whose scheduler raised: answer no request in flight, and close the port."""
+        self.crashed = True
+        self._server.should_exit = self._server.force_exit = True
+        await asyncio.Event().wait()
+
     def _prompt(self, body: dict[str, Any]) -> list[int]:
-        """As SGLang makes it: a pad for each image, repeated as often as the image takes tokens."""
+        """Return the prompt as SGLang expands it: each image's pad token repeated for each token of the image."""
         images = [base64.b64decode(url.partition(",")[2]) for url in body.get("image_data") or ()]
         if not images:
             return list(body["input_ids"])
         if self.image_tokens is None:
-            raise ValueError("this scripted engine takes no images: it was not told how many tokens they are")
+            raise ValueError("this scripted engine takes no images: pass image_tokens")
         pad = self.tokenizer.token_to_id("<|image_pad|>")
         if body["input_ids"].count(pad) != len(images):
-            raise ValueError(f"{body['input_ids'].count(pad)} places for {len(images)} images")
+            raise ValueError(f"{body['input_ids'].count(pad)} image pads for {len(images)} images")
         lengths = map(self.image_tokens, images)
         return [token for each in body["input_ids"] for token in [each] * (next(lengths) if each == pad else 1)]
 
     async def _events(self, parts: Iterable[str], body: dict[str, Any]) -> AsyncIterator[bytes]:
-        """The completion of what is there so far, again and again, each time as far as it is new."""
+        """Yield the new part of the completion after each part of the answer."""
         text, sent, remaining, done = "", 0, iter(parts), False
-        told = _prompt_ids(body)
+        prompt_ids = _prompt_ids(body)
         try:
             while not done:
                 part = await asyncio.to_thread(next, remaining, None)
@@ -227,7 +264,7 @@ class ScriptedEngine:
                 whole = self._completion(text, body)
                 ids, meta = whole["output_ids"], whole["meta_info"]
                 cut = meta["finish_reason"].get("matched") != self._end
-                last = len(ids) if part is None or cut else len(ids) - 1  # more may come: this is not the end yet
+                last = len(ids) if part is None or cut else len(ids) - 1  # the end token is not final yet
                 for n in range(sent + 1, last + 1):
                     start = 0 if self.cumulative else n - 1
                     piece = {
@@ -237,7 +274,7 @@ class ScriptedEngine:
                         "output_token_logprobs": meta["output_token_logprobs"][start:n],
                         "weight_versions": [{"version": meta["weight_version"], "start": 0, "end": n}],
                     }
-                    yield _event({**told, "output_ids": ids[start:n], "meta_info": piece})
+                    yield _event({**prompt_ids, "output_ids": ids[start:n], "meta_info": piece})
                 sent = last
                 done = sent == len(ids)
             yield b"data: [DONE]\n\n"
@@ -251,7 +288,7 @@ class ScriptedEngine:
             return await asyncio.to_thread(replies, prompt)
         n = self._read.get(session, 0)
         if n == len(replies):
-            return Fail(400, f"the script is used up: session {session!r} asked for more than {n} replies")
+            return Fail(400, f"the script is exhausted: session {session!r} requested more than {n} replies")
         self._read[session] = n + 1
         return replies[n]
 
@@ -277,7 +314,7 @@ class ScriptedEngine:
             finish = {"type": "length", "length": limit}
         version = self.weight_version
         return _prompt_ids(body) | {
-            "text": self.tokenizer.decode(ids),
+            **({} if self._skip_tokenizer_init else {"text": self.tokenizer.decode(ids)}),
             "output_ids": ids,
             "meta_info": {
                 "id": body.get("rid", ""),
@@ -296,10 +333,23 @@ def _prompt_ids(body: dict[str, Any]) -> dict[str, Any]:
     return {"prompt_token_ids": body["input_ids"]} if body.get("return_prompt_token_ids") else {}
 
 
+def _needs_tokenizer(params: dict[str, Any]) -> str | None:
+    """Return SGLang 0.5.23's error for a parameter that needs a tokenizer; None if there is none."""
+    if params.get("stop"):
+        strings = [params["stop"]] if isinstance(params["stop"], str) else params["stop"]
+        return (
+            f"stop={strings!r} is unavailable when skip_tokenizer_init=True "
+            "(requires tokenizer to decode tokens to text for matching)."
+        )
+    if "json_schema" in params or "structural_tag" in params:
+        return "Grammar-based generation is not supported when the server is launched with --grammar-backend none"
+    return None
+
+
 def _event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
-async def _hung_up(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

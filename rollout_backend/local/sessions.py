@@ -1,11 +1,11 @@
-"""The sessions of one agent: a fresh process each, awaited, pinged, and ended.
+"""The sessions of one agent: each is a fresh process that is awaited, pinged, and ended.
 
-What must always hold:
+Invariants:
 
-- One session id has one process at a time, and a process serves one session id in its whole life.
-- A session that was stopped, died or ran out of time is gone at once; its id stays valid, and the next invoke of it
-  starts a fresh process. So does AWS.
-- A process that has left the pool is sent SIGTERM, and after `grace_s` SIGKILL, with all that it started.
+- A session id has at most one process at a time, and a process serves one session id.
+- A session that was stopped, died or timed out is closed at once. As on AWS its id stays valid: the next invoke of
+  the id starts a fresh process.
+- A process that has left the pool gets SIGTERM, and SIGKILL after `grace_s`, with all its children.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ from typing import Any
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field
 
+from rollout_backend.dispatch.token_bucket import TokenBucket
 from rollout_backend.errors import StartupError
 from rollout_backend.local.spawner import Spawner
-from rollout_backend.process import SERVER_PORTS, ServerProcess
+from rollout_backend.serving.server_process import SERVER_PORTS, ServerProcess
 
 SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
-_PORTS = range(SERVER_PORTS.stop, 32_000)  # below the ports that the system hands to outgoing connections
+_PORTS = range(SERVER_PORTS.stop, 32_000)  # below the ephemeral range
 COUNTERS = ("started", "failed", "stopped", "died", "idle", "expired", "throttled", "refused", "peak")
 _REQUEST_S = 900.0  # a synchronous request may take 15 minutes
 _PING_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 class Limits(BaseModel):
-    """What AgentCore bounds, and how strictly. The defaults are AWS's where a laptop can bear them."""
+    """Quotas and timeouts of the stand-in. The defaults are AWS's, or what a laptop can run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_sessions: int = Field(default=256, ge=1)
     invoke_per_s: float = Field(default=200.0, gt=0)
     stop_per_s: float = Field(default=200.0, gt=0)
+    calls_per_s: float | None = Field(default=None, gt=0)
+    """Rate of invokes and stops together, as older accounts count them. None: separate rates."""
     new_sessions_per_s: float | None = Field(default=None, gt=0)
     """None: as fast as the machine starts them. AWS: 400 per minute."""
     startup_timeout_s: float = Field(default=120.0, gt=0)
@@ -53,11 +56,11 @@ class Limits(BaseModel):
     """From SIGTERM to SIGKILL."""
     ping_every_s: float = Field(default=2.0, gt=0)
     parallel_starts: int = Field(default=4, ge=1)
-    """Processes being started at once; more only slow each other down."""
+    """Processes that start concurrently; more would slow each other down."""
 
 
 class ServiceError(Exception):
-    """An error of the data plane, as the caller gets it: AWS's name for it and a message."""
+    """An error of the data plane: AWS's error code and a message."""
 
     STATUS = {  # noqa: RUF012
         "ValidationException": 400,
@@ -65,8 +68,11 @@ class ServiceError(Exception):
         "MissingAuthenticationTokenException": 403,
         "ResourceNotFoundException": 404,
         "ConflictException": 409,
+        "RetryableConflictException": 409,
         "RuntimeClientError": 424,
         "ThrottlingException": 429,
+        "InternalServerException": 500,
+        "ServiceUnavailableException": 503,
     }
 
     def __init__(self, code: str, message: str) -> None:
@@ -75,47 +81,28 @@ class ServiceError(Exception):
         self.status = self.STATUS[code]
 
 
-class TokenBucket:
-    """Admits `per_s` calls a second, with a burst of one second's worth."""
-
-    def __init__(self, per_s: float) -> None:
-        self._per_s = per_s
-        self._size = max(1.0, per_s)
-        self._tokens = self._size
-        self._at = time.monotonic()
-
-    def take(self) -> bool:
-        now = time.monotonic()
-        self._tokens = min(self._size, self._tokens + (now - self._at) * self._per_s)
-        self._at = now
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
-
-
 @dataclass(eq=False)
-class Session:
-    """One session. Times are unix seconds, as a container's own `time_of_last_update` is."""
+class RuntimeSession:
+    """One session. Times are unix seconds, like a container's `time_of_last_update`."""
 
     id: str
     log: Path
     ready: asyncio.Future[None]
     since: float = field(default_factory=time.time)
-    status: str = "starting"  # then what its last ping said: Healthy, HealthyBusy, or unresponsive
+    status: str = "starting"  # then the status of its last ping: Healthy, HealthyBusy, or unresponsive
     updated: float = 0.0  # time_of_last_update of its last ping
     last_request: float = field(default_factory=time.time)
-    requests: int = 0  # being answered now
+    requests: int = 0  # in flight
     port: int = 0
     process: ServerProcess | None = None
-    life: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def idle_s(self) -> float:
-        """Seconds since it last did anything, by its own account; 0 while it is at work."""
+        """Return the seconds since its last activity, as it reports it; 0 while it is busy."""
         if self.requests or (self.status == "HealthyBusy" and self.updated):
             return 0.0
         return time.time() - max(self.last_request, self.updated)
@@ -130,8 +117,8 @@ class SessionPool:
         self._spawners = [spawner]  # the last one starts new sessions
         self._limits = limits
         self._log_dir = log_dir
-        self._open: dict[str, Session] = {}
-        self._lives: set[asyncio.Task[None]] = set()
+        self._open: dict[str, RuntimeSession] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._starts = asyncio.Semaphore(limits.parallel_starts)
         self._new = TokenBucket(limits.new_sessions_per_s) if limits.new_sessions_per_s else None
         self._ports = _free_ports()
@@ -139,11 +126,11 @@ class SessionPool:
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_REQUEST_S), trust_env=False
         )
 
-    async def open(self, session_id: str) -> Session:
-        """The session of this id, started if there is none.
+    async def open(self, session_id: str) -> RuntimeSession:
+        """Return the session with this id, after starting it if there is none.
 
         Raises:
-            ServiceError: 402 above `max_sessions`, 429 above `new_sessions_per_s`, 424 if it does not come up.
+            ServiceError: 402 above `max_sessions`, 429 above `new_sessions_per_s`, 424 if it does not start.
         """
         session = self._open.get(session_id)
         if session is None:
@@ -151,8 +138,8 @@ class SessionPool:
         await asyncio.shield(session.ready)
         return session
 
-    async def request(self, session: Session, body: bytes, headers: dict[str, str]) -> aiohttp.ClientResponse:
-        """Sends an invocation to the session's process. The caller reads the answer and then calls `release`.
+    async def request(self, session: RuntimeSession, body: bytes, headers: dict[str, str]) -> aiohttp.ClientResponse:
+        """Send an invocation to the session's process. The caller reads the answer and then calls `release`.
 
         Raises:
             ServiceError: 424 if it answers with an error, or not at all.
@@ -176,12 +163,12 @@ class SessionPool:
             raise
         return response
 
-    def release(self, session: Session) -> None:
+    def release(self, session: RuntimeSession) -> None:
         session.requests -= 1
         session.last_request = time.time()
 
     def stop(self, session_id: str) -> None:
-        """Takes the session out and lets its process be ended.
+        """Close the session; its process ends in the background.
 
         Raises:
             ServiceError: 404 if there is no such session.
@@ -189,26 +176,26 @@ class SessionPool:
         session = self._open.pop(session_id, None)
         if session is None:
             raise ServiceError("ResourceNotFoundException", f"Session {session_id} is not running")
-        assert session.life is not None
-        session.life.cancel()
+        assert session.task is not None
+        session.task.cancel()
 
     async def close(self) -> None:
-        """Ends every process. Returns once all are gone."""
+        """End every process; return once all have ended."""
         for session_id in list(self._open):
             self.stop(session_id)
-        while self._lives:
-            await asyncio.wait(self._lives)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
         await self._http.close()
         for spawner in self._spawners:
             await spawner.close()
 
     def use(self, spawner: Spawner, limits: Limits) -> None:
-        """Starts new sessions by another spawner from now on. Those that run go on."""
+        """Start new sessions with another spawner. Running sessions are not affected."""
         self._spawners.append(spawner)
         self._limits = limits
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain values: the open sessions, how many processes are being ended, and what happened so far."""
+        """Return the open sessions, the number of processes that are ending, and the counters, as plain values."""
         return {
             "sessions": [
                 {
@@ -219,31 +206,31 @@ class SessionPool:
                 }
                 for session in self._open.values()
             ],
-            "ending": len(self._lives) - len(self._open),
+            "ending": len(self._tasks) - len(self._open),
             "counters": {name: self.counters[name] for name in COUNTERS},
         }
 
-    def _begin(self, session_id: str) -> Session:
+    def _begin(self, session_id: str) -> RuntimeSession:
         if len(self._open) >= self._limits.max_sessions:
             self.counters["refused"] += 1
             raise ServiceError(
                 "ServiceQuotaExceededException", f"{len(self._open)} sessions are active, as many as are allowed"
             )
-        if self._new is not None and not self._new.take():
+        if self._new is not None and not self._new.try_take(time.monotonic()):
             self.counters["throttled"] += 1
             raise ServiceError("ThrottlingException", "Too many new sessions: rate exceeded")
         # An id may hold characters that a file name cannot.
         log = self._log_dir / f"{re.sub(r'[^A-Za-z0-9._-]', '_', session_id)}.log"
-        session = Session(session_id, log, asyncio.get_running_loop().create_future())
+        session = RuntimeSession(session_id, log, asyncio.get_running_loop().create_future())
         self._open[session_id] = session
         self.counters["peak"] = max(self.counters["peak"], len(self._open))
-        session.life = asyncio.create_task(self._live(session))
-        self._lives.add(session.life)
-        session.life.add_done_callback(lambda life: self._gone(session, life))
+        session.task = asyncio.create_task(self._run(session))
+        self._tasks.add(session.task)
+        session.task.add_done_callback(lambda task: self._gone(session, task))
         return session
 
-    async def _live(self, session: Session) -> None:
-        """The whole life of a session. Being cancelled is being stopped."""
+    async def _run(self, session: RuntimeSession) -> None:
+        """Run a session from start to end. A cancellation stops it."""
         end = "stopped"
         try:
             async with self._starts:
@@ -260,7 +247,7 @@ class SessionPool:
             if session.process is not None:
                 await session.process.stop(self._limits.grace_s)
 
-    async def _start(self, session: Session) -> None:
+    async def _start(self, session: RuntimeSession) -> None:
         session.port = next(self._ports)
         env = {"PORT": str(session.port), "HOST": "127.0.0.1"}
         session.process = await self._spawners[-1].spawn(f"session {session.id}", env, session.log)
@@ -276,8 +263,8 @@ class SessionPool:
                 )
             await asyncio.sleep(0.03)
 
-    async def _watch(self, session: Session) -> str:
-        """Waits for what ends a session, and says what it was."""
+    async def _watch(self, session: RuntimeSession) -> str:
+        """Wait until the session has to end, and return why."""
         assert session.process is not None
         ended = asyncio.ensure_future(session.process.wait())
         try:
@@ -294,7 +281,7 @@ class SessionPool:
         finally:
             ended.cancel()
 
-    async def _ping(self, session: Session) -> bool:
+    async def _ping(self, session: RuntimeSession) -> bool:
         try:
             async with self._http.get(f"{session.url}/ping", timeout=_PING_TIMEOUT) as response:
                 answer = await response.json(content_type=None)
@@ -303,27 +290,27 @@ class SessionPool:
         if response.status != 200 or not isinstance(answer, dict):
             return False
         session.status = str(answer.get("status", "Healthy"))
-        # AWS ends even a busy session at the idle timeout if its ping leaves this out.
+        # AWS ends even a busy session at the idle timeout if its ping omits this field.
         updated = answer.get("time_of_last_update")
         session.updated = float(updated) if isinstance(updated, (int, float)) else 0.0
         return True
 
-    def _leave(self, session: Session) -> None:
-        if self._open.get(session.id) is session:  # not a fresh one of the same id
+    def _leave(self, session: RuntimeSession) -> None:
+        if self._open.get(session.id) is session:  # not a newer session with the same id
             del self._open[session.id]
         if not session.ready.done():
             session.ready.set_exception(
                 ServiceError("RuntimeClientError", f"Session {session.id} was stopped while it was starting")
             )
 
-    def _gone(self, session: Session, life: asyncio.Task[None]) -> None:
-        self._lives.discard(life)
-        self._leave(session)  # of a life that was cancelled before its first line
-        session.ready.exception()  # whoever waited has it; asyncio need not complain that nobody did
+    def _gone(self, session: RuntimeSession, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._leave(session)  # the task was cancelled before its first line
+        session.ready.exception()  # mark the exception as retrieved, or asyncio logs it
 
 
 def _free_ports() -> Iterator[int]:
-    start = random.randrange(len(_PORTS))  # noqa: S311  # another stand-in may run beside this one
+    start = random.randrange(len(_PORTS))  # noqa: S311  # another stand-in may run on this machine
     for i in itertools.count(start):
         port = _PORTS[i % len(_PORTS)]
         with socket.socket() as probe:

@@ -1,6 +1,6 @@
-"""How a session's process is started: by its command, or forked from an interpreter with the libraries loaded.
+"""Start a session's process: run its command, or fork it from an interpreter with the libraries loaded.
 
-Both give one fresh process per session. Which one is used changes how long a start takes, and nothing else.
+Both start one fresh process per session. They differ only in how long a start takes.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Protocol, cast
 
 from rollout_backend.errors import StartupError
 from rollout_backend.local import prefork
-from rollout_backend.process import ServerProcess
+from rollout_backend.serving.server_process import ServerProcess
 
 
 class Spawner(Protocol):
     async def spawn(self, name: str, env: Mapping[str, str], log: Path) -> ServerProcess:
-        """Starts a process with `env` added to the common environment.
+        """Start a process with `env` added to the common environment.
 
         Raises:
-            StartupError: it could not be started at all.
+            StartupError: the program cannot be executed.
         """
 
     async def close(self) -> None: ...
 
 
 class CommandSpawner:
-    """Runs the command once per session, as a container runtime would."""
+    """Runs the command once per session, like a container runtime."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._command = list(command)
@@ -48,10 +48,10 @@ class CommandSpawner:
 
 
 class PreforkSpawner:
-    """Forks each session from one `prefork` process, which is started on the first use or by `warm`.
+    """Forks each session from one `prefork` process, which starts on the first use or with `warm`.
 
-    Where that is not possible (a library that starts threads when imported, an interpreter that does not start, a
-    `prefork` process that died), it falls back to running the command.
+    It falls back to running the command if it cannot fork: a library starts threads when imported, the interpreter
+    does not start, or the `prefork` process died.
     """
 
     def __init__(self, python: str, script: Path, preload: Sequence[str], env: Mapping[str, str], log: Path) -> None:
@@ -68,7 +68,7 @@ class PreforkSpawner:
         self._reading: asyncio.Task[None] | None = None
 
     def warm(self) -> asyncio.Task[bool]:
-        """Begins to import the libraries; true once it can fork."""
+        """Start to import the libraries. The task returns whether sessions can be forked."""
         if self._warming is None:
             self._warming = asyncio.create_task(self._start())
         return self._warming
@@ -81,7 +81,7 @@ class PreforkSpawner:
         return process
 
     async def close(self) -> None:
-        """Ends the process that forks. Sessions that still run end with it."""
+        """End the `prefork` process. Sessions that still run end with it."""
         for task in (self._warming, self._reading):
             if task is not None:
                 task.cancel()
@@ -98,9 +98,9 @@ class PreforkSpawner:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     env=self._env,
-                    start_new_session=True,  # a Ctrl-C is ours to act on; it sees its stdin end if we die
+                    start_new_session=True,  # Ctrl-C reaches this process only; the child ends when its stdin does
                 )
-        except OSError:  # the fallback says which program is missing, in the session's own failure
+        except OSError:  # the fallback reports the missing program, in the session's failure
             return False
         self._send(self._order)
         assert self._process.stdout is not None
@@ -129,7 +129,7 @@ class PreforkSpawner:
             if "id" in message:
                 forked = self._running[message["pid"]] = _Forked(message["pid"])
                 waiting = self._forked.pop(message["id"])
-                if waiting.cancelled():  # nobody wants it any more
+                if waiting.cancelled():  # the spawn was cancelled
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(forked.pid, signal.SIGKILL)
                 else:
@@ -144,7 +144,7 @@ class PreforkSpawner:
 
 
 class _Forked:
-    """What `ServerProcess` needs to know of a child, for one that is a grandchild."""
+    """The part of `asyncio.subprocess.Process` that `ServerProcess` uses, for a grandchild."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

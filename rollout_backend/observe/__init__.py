@@ -1,1 +1,1 @@
-"""What a person sees of a run."""
+"""Show live progress, print rollouts and reports, and write the run directory."""

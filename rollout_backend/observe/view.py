@@ -1,4 +1,4 @@
-"""A step's report and a single rollout, for reading in a terminal."""
+"""Prints a step's report and a single rollout in a terminal."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from rich.panel import Panel
 from rich.table import Table
 
 from agent_wrapper.contract import Conversation, Outcome, Rollout, Segment, readable
-from rollout_backend.report import MESSAGES_ONLY, GroupReport, LengthBias, StepReport, StepResult
+from rollout_backend.core.ledger import MESSAGES_ONLY
+from rollout_backend.core.report import CallRate, GroupReport, LengthBias, StepReport, StepResult
 
 _FAILURES_SHOWN = 10
 _YEAR_10000 = 253_402_300_800
 
 
 def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
+    """Print a step's ledger, rewards, failures and timing."""
     report = result.report
     console.print(f"run {report.run_id}, step {report.step}", highlight=False)
     console.print(_ledger(report))
@@ -29,9 +31,9 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
     console.print(_groups(report.groups))
     only_messages = report.reasons.get(f"{Outcome.COMPLETED}: {MESSAGES_ONLY}", 0)
     if only_messages:
-        console.print(f"{only_messages} rollouts carry only messages: their rewards count here, they are not trained")
-    if report.retokenised:
-        console.print(f"{report.retokenised} rollouts carried only messages: their tokens are a guess, re-tokenised")
+        console.print(f"{only_messages} rollouts carry only messages: their rewards count, but they are not trained")
+    if report.retokenized:
+        console.print(f"{report.retokenized} rollouts carried only messages: their tokens are re-tokenized, a guess")
     for failure in result.failures[:_FAILURES_SHOWN]:
         console.print(
             f"[red]{failure.rollout_id}[/]: {failure.outcome}, {failure.reason}: {_plain(failure.message)} "
@@ -49,12 +51,27 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
         console.print(f"length: {_length_bias(report.length_bias)}")
     if report.surplus:
         console.print(f"{report.surplus} trainable rollouts came beyond their group's size and are not trained")
+    for calls, setting, rate in (
+        ("invokes", "runtime.invoke_per_s", report.invoke_rate),
+        ("stops", "runtime.stop_per_s", report.stop_rate),
+    ):
+        if rate is not None:
+            console.print(_call_rate(calls, setting, rate))
     console.print(f"the step took {report.seconds:.1f} s" + (", to its deadline" if report.deadline_reached else ""))
     console.print(f"rollouts, reports and logs: {run_dir}")
-    verdict = "[green]the ledger reconciles[/]" if report.balanced else "[red]the ledger does NOT reconcile[/]"
+    if report.unarchived:
+        console.print(f"[red]{report.unarchived} results could not be written there[/]; they are in S3")
+    verdict = "[green]the ledger reconciles[/]" if report.reconciles else "[red]the ledger does NOT reconcile[/]"
     console.print(f"{verdict}; {report.sessions_open} sessions open")
     for session_id, why in report.unclosed_sessions.items():
-        console.print(f"[red]session {session_id} would not close: {_plain(why)}[/]")
+        console.print(f"[red]session {session_id} could not be closed: {_plain(why)}[/]")
+
+
+def _call_rate(calls: str, setting: str, rate: CallRate) -> str:
+    refused = f"the runtime refused {rate.refused} {calls} in {rate.seconds:.0f} s"
+    if rate.granted_per_s is None:
+        return f"{refused}; they were retried"
+    return f"{refused} and granted {rate.granted_per_s:.1f} per second; a higher {setting} has no effect"
 
 
 def _length_bias(bias: LengthBias) -> str:
@@ -104,6 +121,7 @@ def _groups(groups: tuple[GroupReport, ...]) -> Table:
 
 
 def print_rollout(console: Console, rollout: Rollout) -> None:
+    """Print a rollout's outcome, messages and turns."""
     reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
     style = "green" if rollout.outcome is Outcome.COMPLETED else "red"
     console.print(
@@ -127,15 +145,15 @@ def print_rollout(console: Console, rollout: Rollout) -> None:
 
 
 def _print_conversation(console: Console, number: int, conversation: Conversation) -> None:
-    count = f"{len(conversation.messages)} messages, {len(conversation.said)} of the model, no tokens known"
+    count = f"{len(conversation.messages)} messages, {len(conversation.model_messages)} by the model, tokens unknown"
     console.rule(f"conversation {number}: {count}", align="left")
     _print_messages(console, conversation.messages)
 
 
 def _print_segment(console: Console, number: int, segment: Segment) -> None:
-    sampled = f"{segment.sampled_tokens} {'re-tokenised' if segment.retokenised else 'sampled'}"
+    sampled = f"{segment.sampled_tokens} {'re-tokenized' if segment.retokenized else 'sampled'}"
     console.rule(
-        f"segment {number} ({_plain(segment.opened_by)}): {len(segment.token_ids)} tokens, {sampled}", align="left"
+        f"segment {number} ({_plain(segment.split_reason)}): {len(segment.token_ids)} tokens, {sampled}", align="left"
     )
     _print_messages(console, segment.messages)
     for i, turn in enumerate(segment.turns):
@@ -162,7 +180,7 @@ def _print_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> 
 
 
 def _plain(text: str) -> str:
-    """What an agent wrote, as text: neither markup nor anything that the terminal would obey."""
+    """Return an agent's text without markup and without terminal control sequences."""
     return escape(readable(text))
 
 

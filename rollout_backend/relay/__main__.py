@@ -1,4 +1,4 @@
-"""`python -m rollout_backend.relay`: the relay, with its key in the environment."""
+"""`python -m rollout_backend.relay`: run the relay, with its key in the environment."""
 
 from __future__ import annotations
 

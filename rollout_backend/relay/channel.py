@@ -1,11 +1,11 @@
-"""One call as one side sees it: what it has sent and what it has received, whichever link carries it.
+"""One call as one side sees it: what it has sent and received, on any link.
 
-What must always hold:
+Invariants:
 
-- A frame that was sent is kept until the other side has dealt with it; at most `WINDOW` bytes are kept, then `send`
-  waits. So the same acknowledgements free memory, slow down a sender, and tell what to send again after a cut.
-- Frames are taken in the order of their numbers and once each: on a new link each side says which it wants next. One
-  out of order, or beyond the window, is a `FrameError`: the other side is not trusted to keep to its own window.
+- A sent frame is kept until the other side has processed it. `send` waits while `WINDOW` bytes are kept. So the
+  acknowledgements free memory, slow down a sender, and determine what to resend after a cut.
+- Frames are received once each, in the order of their numbers: on a new link each side names the next frame that it
+  expects. A frame out of order, or beyond the window, is a `FrameError`: neither side trusts the other's window.
 """
 
 from __future__ import annotations
@@ -17,37 +17,34 @@ from collections.abc import Callable, Iterator
 from rollout_backend.relay.frames import MAX_CHUNK, Ack, Chunk, FrameError, Head, Numbered, Open, encode
 
 WINDOW = 256 * 1024
-"""Bytes of one call in one direction that may be on their way."""
-_FRAME_COST = 256  # what a frame takes beside its data; many small ones are memory too
+"""Limit of bytes in transit, per call and direction."""
+_FRAME_COST = 256  # memory of a frame besides its data; many small frames use memory too
 _ACK_EVERY = WINDOW // 4
 
 
 class Channel:
-    """`out` takes a packed frame for the link of the moment, or drops it if there is none."""
+    """The two streams of one call. `out` sends a packed frame on the current link, or drops it if there is none."""
 
     def __init__(self, call: int, out: Callable[[bytes], None]) -> None:
         self.call = call
         self._out = out
         self._failure: Exception | None = None
         self._changed = asyncio.Event()  # something was acknowledged or received, or the call has failed
-        # sent
+        # sending
         self._next = 0
-        self._kept: deque[tuple[int, int, bytes]] = deque()  # number, cost, packed
+        self._kept: deque[tuple[int, int, bytes]] = deque()  # number, cost, packed frame
         self._kept_bytes = 0
-        # received
+        # receiving
         self._wanted = 0
         self._waiting: deque[tuple[int, Numbered]] = deque()  # cost, frame
         self._waiting_bytes = 0
         self._consumed = 0
-        self._unacknowledged = 0  # bytes that were consumed since the last acknowledgement
+        self._unacknowledged = 0  # bytes consumed since the last acknowledgement
 
-    # --- what this side sends -----------------------------------------------------------------------------
+    # --- sending ------------------------------------------------------------------------------------------
 
     async def send(self, make: Callable[[int, int], Numbered]) -> None:
-        """Sends the frame that `make(call, number)` is, as soon as the window has room for it.
-
-        Raises what `fail` was given.
-        """
+        """Send the frame `make(call, number)` once the window has room. Raise the error that `fail` got."""
         frame = make(self.call, self._next)
         packed, cost = encode(frame), _cost(frame)
         while self._kept and self._kept_bytes + cost > WINDOW:
@@ -60,45 +57,45 @@ class Channel:
         self._out(packed)
 
     async def drained(self) -> None:
-        """Returns once the other side has dealt with everything. Raises what `fail` was given."""
+        """Return once the other side has processed every frame. Raise the error that `fail` got."""
         while self._kept:
             await self._change()
 
     def acknowledged(self, consumed: int) -> None:
-        """The other side has dealt with all frames below `consumed`."""
+        """Free the frames below `consumed`, which the other side has processed."""
         if consumed > self._next:
-            raise FrameError(f"an Ack of {consumed} where {self._next} frames were sent")
+            raise FrameError(f"an Ack of {consumed} after {self._next} frames")
         while self._kept and self._kept[0][0] < consumed:
             self._kept_bytes -= self._kept.popleft()[1]
         self._changed.set()
 
     @property
     def untouched(self) -> bool:
-        """Whether the other side has dealt with nothing yet."""
+        """True if the other side has not processed any frame yet."""
         return self._next == len(self._kept)
 
-    # --- what it receives ---------------------------------------------------------------------------------
+    # --- receiving ----------------------------------------------------------------------------------------
 
     def offer(self, frame: Numbered) -> None:
-        """Takes a frame from the link. Raises FrameError if it is not the one that should come."""
+        """Take a frame from the link. Raise FrameError if it is not the expected one."""
         if frame.seq != self._wanted:
-            raise FrameError(f"frame {frame.seq} where {self._wanted} should come")
+            raise FrameError(f"frame {frame.seq} instead of {self._wanted}")
         cost = _cost(frame)
         if self._waiting and self._waiting_bytes + cost > WINDOW:
-            raise FrameError("more than the window allows")
+            raise FrameError("the window is exceeded")
         self._wanted += 1
         self._waiting.append((cost, frame))
         self._waiting_bytes += cost
         self._changed.set()
 
     async def receive(self) -> Numbered:
-        """The next frame. What was received is given out before a failure is raised."""
+        """Return the next frame. Raise the error that `fail` got after the last received frame."""
         while not self._waiting:
             await self._change()
         return self._waiting[0][1]
 
     def consumed(self, *, now: bool = False) -> None:
-        """The frame that `receive` gave is dealt with. `now` says so at once, and not only every so many bytes."""
+        """Mark the frame from `receive` as processed. It is acknowledged `now`, or after a quarter window."""
         cost, frame = self._waiting.popleft()
         self._waiting_bytes -= cost
         self._consumed = frame.seq + 1
@@ -114,13 +111,13 @@ class Channel:
 
     @property
     def wanted(self) -> int:
-        """The number of the frame that should come next."""
+        """The number of the next expected frame."""
         return self._wanted
 
     def resume(self, wanted: int) -> None:
-        """On a new link: sends again what the other side has not received, and what was consumed meanwhile."""
+        """Resend, on a new link, the frames that the other side has not received, and the last acknowledgement."""
         if wanted > self._next:
-            raise FrameError(f"frame {wanted} is wanted where {self._next} were sent")
+            raise FrameError(f"frame {wanted} is expected after {self._next} frames")
         for number, _, packed in self._kept:
             if number >= wanted:
                 self._out(packed)
@@ -128,7 +125,7 @@ class Channel:
             self._acknowledge()
 
     def fail(self, failure: Exception) -> None:
-        """Ends the call on this side: whoever waits in `send`, `drained` or `receive` gets `failure`."""
+        """End the call on this side: `send`, `drained` and `receive` raise `failure`."""
         if self._failure is None:
             self._failure = failure
         self._changed.set()
@@ -150,6 +147,6 @@ def _cost(frame: Numbered) -> int:
 
 
 def chunks(data: bytes) -> Iterator[bytes]:
-    """What was read, in parts that a frame may carry."""
+    """Split data into parts that fit a frame."""
     for start in range(0, len(data), MAX_CHUNK):
         yield data[start : start + MAX_CHUNK]

@@ -1,4 +1,4 @@
-"""The relay's command line: `python -m rollout_backend.relay`, and `rollout relay` where the trainer is installed."""
+"""The relay's command line: `python -m rollout_backend.relay`, or `rollout relay` if the trainer is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rollout_backend.relay.handshake import MIN_KEY_CHARS
-from rollout_backend.relay.settings import RelaySettings
+from rollout_backend.relay.relay_settings import RelaySettings
 
 KEY_ENV = "ROLLOUT__RELAY__KEY"
 
@@ -21,18 +21,20 @@ def _default(name: str) -> Any:
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="The address it listens on; 0.0.0.0 in a container.")] = _default("host"),
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 in a container.")] = _default("host"),
     port: Annotated[int, typer.Option(min=1, max=65535)] = _default("port"),
     wait_s: Annotated[float, typer.Option(help="How long a call waits for the training side.")] = _default("wait_s"),
     reconnect_s: Annotated[
         float, typer.Option(help="How long calls in flight survive without a connection.")
     ] = _default("reconnect_s"),
-    heartbeat_s: Annotated[
-        float, typer.Option(help="How often a silent connection is asked whether it is alive.")
-    ] = _default("heartbeat_s"),
-    call_s: Annotated[float, typer.Option(help="The longest that one call may take.")] = _default("call_s"),
-    max_calls: Annotated[int, typer.Option(min=1, max=65_536, help="In flight at once.")] = _default("max_calls"),
-    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Of one call's request.")] = _default(
+    heartbeat_s: Annotated[float, typer.Option(help="Interval of pings on a silent connection.")] = _default(
+        "heartbeat_s"
+    ),
+    call_s: Annotated[float, typer.Option(help="Time limit of one call.")] = _default("call_s"),
+    max_calls: Annotated[int, typer.Option(min=1, max=65_536, help="Limit of calls in flight.")] = _default(
+        "max_calls"
+    ),
+    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Size limit of a request body.")] = _default(
         "max_body_bytes"
     ),
     tls_certificate: Annotated[
@@ -42,12 +44,12 @@ def serve(
         Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the certificate's key.")
     ] = None,
 ) -> None:
-    """Passes agents' calls on to the training side, which dials in. Its key is read from ROLLOUT__RELAY__KEY."""
+    """Forward agents' calls to the training side, which dials in. Reads the key from ROLLOUT__RELAY__KEY."""
     key = os.environ.get(KEY_ENV, "")
     if len(key) < MIN_KEY_CHARS:
         raise typer.BadParameter(
-            f"{KEY_ENV} must hold the key that the training side has as relay.key, of {MIN_KEY_CHARS} characters at "
-            "least: openssl rand -hex 32",
+            f"{KEY_ENV} must hold the training side's relay.key, with at least {MIN_KEY_CHARS} characters: create "
+            "one with openssl rand -hex 32",
             param_hint="environment",
         )
     if (tls_certificate is None) != (tls_key is None):
@@ -69,7 +71,7 @@ def serve(
     if tls_certificate is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         tls.load_cert_chain(tls_certificate, tls_key)
-    from rollout_backend.relay.server import run  # late: `rollout --help` need not load a server
+    from rollout_backend.relay.relay_server import run  # late: `rollout --help` loads no server
 
     logging.getLogger("rollout_backend.relay").setLevel(logging.INFO)
     run(settings, tls)

@@ -1,12 +1,12 @@
-"""The dialer: keeps one WebSocket to the relay open and makes the relay's calls at the gateway.
+"""The dialer: keep one WebSocket to the relay open and make the relay's calls at the gateway.
 
     python -m rollout_backend.relay.dialer < settings.json
 
-It dials for as long as it runs, with back-off and jitter, and ends only where dialling again would be wrong: the keys
-differ, the versions differ, or another dialer has taken over.
+It redials with back-off and jitter, and ends only if redialling is useless: the keys differ, the versions differ, or
+another dialer has taken over.
 
-It trusts the relay with what passes through it and with nothing else: what may pass is decided here (`routes`), so a
-relay in wrong hands reaches no control path and no other server.
+It trusts the relay only with the traffic itself. The dialer checks which calls are allowed (`routes`), so a relay
+that an attacker controls reaches no control path and no other server.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from rollout_backend.relay import handshake
-from rollout_backend.relay.answers import error_body, error_headers
 from rollout_backend.relay.channel import Channel, chunks
+from rollout_backend.relay.errors import error_body, error_headers
 from rollout_backend.relay.exchange import CLOSE_TIMEOUT_S, CallLost, Close, Exchange, Link, LinkClosed
 from rollout_backend.relay.frames import (
     MAX_FRAME,
@@ -39,14 +39,14 @@ from rollout_backend.relay.frames import (
     Open,
     Welcome,
 )
+from rollout_backend.relay.relay_settings import DialerSettings
 from rollout_backend.relay.routes import METHODS, passed, route
-from rollout_backend.relay.settings import DialerSettings
 
 log = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
 _BACKOFF = tenacity.wait_random_exponential(multiplier=0.25, max=10.0)
-_GATEWAY_KEEPALIVE_S = 2.0  # shorter than the gateway's own, which would else close a connection that is being used
+_GATEWAY_KEEPALIVE_S = 2.0  # shorter than the gateway's, so that the gateway closes no connection in use
 _REFUSALS = {
     Close.WRONG_KEY: "the relay refuses our key: relay.key here and ROLLOUT__RELAY__KEY there must be the same",
     Close.REPLACED: "another training side with the same key has taken over the relay: give each its own relay",
@@ -55,28 +55,28 @@ _REFUSALS = {
 
 
 class RelayRefused(Exception):
-    """Dialling again would be of no use. The message says what to do."""
+    """Redialling is useless. The message says what to do."""
 
 
 class _NoLink(Exception):
-    """This attempt failed; the next one may not."""
+    """This attempt failed; the next one may succeed."""
 
 
 class Dialer(Exchange):
     def __init__(self, settings: DialerSettings) -> None:
         super().__init__(settings.reconnect_s)
         self._settings = settings
-        self._relay = ""  # whose calls are in flight
+        self._relay = ""  # the id of the relay whose calls are in flight
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Dials until it is cancelled.
+        """Dial until cancelled.
 
         Raises:
-            RelayRefused: says why dialling again is of no use.
+            RelayRefused: redialling is useless, and why.
         """
         async with AsyncExitStack() as stack:
-            outside = await stack.enter_async_context(aiohttp.ClientSession(trust_env=True))  # HTTPS_PROXY counts
+            outside = await stack.enter_async_context(aiohttp.ClientSession(trust_env=True))  # honours HTTPS_PROXY
             self._http = await stack.enter_async_context(
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_GATEWAY_KEEPALIVE_S),
@@ -88,7 +88,7 @@ class Dialer(Exchange):
             )
             stack.push_async_callback(self._end_calls)
             dialling = tenacity.AsyncRetrying(
-                retry=tenacity.retry_if_exception_type(_NoLink), wait=_BACKOFF, before_sleep=_tell
+                retry=tenacity.retry_if_exception_type(_NoLink), wait=_BACKOFF, before_sleep=_log_retry
             )
             while True:
                 link: Link = await dialling(self._dial, outside)
@@ -126,31 +126,31 @@ class Dialer(Exchange):
             raise _NoLink(f"{settings.url} ended the handshake (code {closed.code})") from None
         except TimeoutError:
             await link.close()
-            raise _NoLink(f"{settings.url} did not end the handshake in time") from None
+            raise _NoLink(f"{settings.url} did not complete the handshake in time") from None
         except FrameError as error:
             await link.close(Close.BROKEN_FRAME, str(error))
-            raise RelayRefused(f"{settings.url} is no relay: {error}") from None
+            raise RelayRefused(f"{settings.url} is not a relay: {error}") from None
         except RelayRefused:
             await link.close(Close.WRONG_KEY)
             raise
         if relay != self._relay:
-            self.lose(CallLost(502, "the relay was started again"))
+            self.lose(CallLost(502, "the relay restarted"))
             self._relay = relay
         return link
 
     async def _shake_hands(self, link: Link) -> str:
-        """The relay's id."""
+        """Perform the handshake and return the relay's id."""
         key = self._settings.key.get_secret_value()
         challenge = await link.receive()
         if not isinstance(challenge, Challenge):
-            raise FrameError(f"a {type(challenge).__name__} where a Challenge should come")
+            raise FrameError(f"a {type(challenge).__name__} instead of a Challenge")
         if challenge.version != VERSION:
             raise RelayRefused(_REFUSALS[Close.WRONG_VERSION])
-        said = handshake.hello(key, challenge, self._settings.dialer_id)
-        await link.say(said)
+        hello = handshake.hello(key, challenge, self._settings.dialer_id)
+        await link.send_now(hello)
         welcome = await link.receive()
-        if not isinstance(welcome, Welcome) or not handshake.is_relay(key, challenge, said, welcome.proof):
-            raise RelayRefused(f"{self._settings.url} does not know our key: it is not the relay that we want")
+        if not isinstance(welcome, Welcome) or not handshake.is_relay(key, challenge, hello, welcome.proof):
+            raise RelayRefused(f"{self._settings.url} does not know the key: it is not the expected relay")
         return challenge.relay_id
 
     # --- calls --------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Dialer(Exchange):
             task.cancel()
 
     def unknown_there(self, channel: Channel) -> None:
-        self.cancelled(channel.call)  # nobody waits for it any more
+        self.cancelled(channel.call)  # no agent waits for it
 
     def lose(self, failure: CallLost) -> None:
         super().lose(failure)
@@ -182,16 +182,16 @@ class Dialer(Exchange):
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _call(self, channel: Channel) -> None:
-        """One call, until the relay has dealt with all of its answer."""
+        """Make one call; return once the relay has processed its whole answer."""
         try:
             async with asyncio.timeout(self._settings.call_s):
                 opened = await channel.receive()
                 assert isinstance(opened, Open)
                 channel.consumed(now=True)
-                await self._pass_on(channel, opened)
+                await self._forward(channel, opened)
                 await channel.drained()
         except TimeoutError:
-            log.warning("a call was given up after %g s", self._settings.call_s)
+            log.warning("a call exceeded its time limit of %g s", self._settings.call_s)
         except CallLost as lost:
             log.info("a call was lost: %s", lost)
         finally:
@@ -200,12 +200,12 @@ class Dialer(Exchange):
             if self._tasks.get(channel.call) is asyncio.current_task():
                 del self._tasks[channel.call]
 
-    async def _pass_on(self, channel: Channel, opened: Open) -> None:
+    async def _forward(self, channel: Channel, opened: Open) -> None:
         begun = False
         found = route(opened.path)
         base = self._settings.gateways.get(found[0]) if found is not None else None
         if found is None or base is None or opened.method not in METHODS:
-            await _answer(channel, 404, "there is no such gateway or path")
+            await _answer(channel, 404, "no such gateway or path")
             return
         try:
             headers = CIMultiDict(passed(opened.headers))
@@ -253,7 +253,7 @@ def _stop_if_refused(closed: LinkClosed) -> None:
         raise RelayRefused(_REFUSALS[Close(closed.code)]) from None
 
 
-def _tell(state: tenacity.RetryCallState) -> None:
+def _log_retry(state: tenacity.RetryCallState) -> None:
     assert state.outcome is not None
     wait_s = state.next_action.sleep if state.next_action is not None else 0.0
     log.warning("%s; the next attempt is in %.1f s", state.outcome.exception(), wait_s)

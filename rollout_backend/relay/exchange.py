@@ -1,10 +1,10 @@
 """All calls of one side, over one link after another.
 
-A link is one WebSocket after its handshake. While there is none, or it is broken, calls go on: what they send is kept
-by their channels. On the next link each side tells the other which calls it knows and what it wants next of each, and
-both send again what is missing.
+A link is one WebSocket after its handshake. Without a link, calls continue: their channels keep what they send. On
+the next link each side names the calls that it knows and the next frame that it expects of each, and both resend what
+is missing.
 
-The loop that reads a link never waits for a call, so that a call that stands still holds up no other.
+The loop that reads a link never waits for a call, so a blocked call delays no other.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from rollout_backend.relay.frames import (
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
-"""How long a WebSocket that is closed waits for the other side's word."""
+"""How long a closing WebSocket waits for the other side's close frame."""
 
 
 class Close(IntEnum):
-    """Why a WebSocket was closed, in the range that is free for applications."""
+    """Close codes, in the range for applications."""
 
     BROKEN_FRAME = 4400
     WRONG_KEY = 4401
@@ -51,7 +51,7 @@ class Close(IntEnum):
 
 
 class LinkClosed(Exception):
-    """The WebSocket ended. `code` is what the other side gave, if it gave one."""
+    """The WebSocket ended. `code` is the other side's close code, if any."""
 
     def __init__(self, code: int | None) -> None:
         super().__init__(f"the connection ended (code {code})")
@@ -59,7 +59,7 @@ class LinkClosed(Exception):
 
 
 class CallLost(Exception):
-    """A call that cannot go on: the other side is gone, or knows nothing of it. `status` is for the agent."""
+    """A call that cannot continue: the other side is lost or does not know it. `status` is for the agent."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -67,36 +67,36 @@ class CallLost(Exception):
 
 
 class Link:
-    """One WebSocket. What is sent goes out in order, by a task of its own."""
+    """One WebSocket. A background task sends frames in order."""
 
     def __init__(self, socket: web.WebSocketResponse | aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
-        self._outbox: deque[bytes] = deque()  # of each call at most its window, but of calls that are over too
+        self._outbox: deque[bytes] = deque()  # at most a window per call, ended calls included
         self._wake = asyncio.Event()
         self.backlog = 0
-        """Bytes that were to be sent and are not yet."""
+        """Bytes that are queued."""
 
     def send(self, packed: bytes) -> None:
-        """Puts it behind what is to be sent; it goes out while `writing` is entered."""
+        """Queue a packed frame; it is sent while `writing` is entered."""
         self._outbox.append(packed)
         self.backlog += len(packed)
         self._wake.set()
 
-    async def say(self, frame: Frame) -> None:
-        """Sends it at once; for the handshake. Raises LinkClosed."""
+    async def send_now(self, frame: Frame) -> None:
+        """Send a frame at once, for the handshake. Raise LinkClosed."""
         try:
             await self._socket.send_bytes(encode(frame))
         except ConnectionError:
             raise LinkClosed(self._socket.close_code) from None
 
     async def receive(self) -> Frame:
-        """Raises LinkClosed, or FrameError for a message that is none."""
+        """Return the next frame. Raise LinkClosed, or FrameError for an invalid message."""
         message = await self._socket.receive()
         match message.type:
             case aiohttp.WSMsgType.BINARY:
                 return decode(message.data)
             case aiohttp.WSMsgType.TEXT:
-                raise FrameError("a text where frames are binary")
+                raise FrameError("a text message instead of a binary one")
         raise LinkClosed(self._socket.close_code)
 
     async def close(self, code: int = aiohttp.WSCloseCode.OK, message: str = "") -> None:
@@ -104,7 +104,7 @@ class Link:
 
     @contextlib.asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """Sends while it is entered."""
+        """Send queued frames in the background."""
         task = asyncio.create_task(self._write())
         try:
             yield
@@ -113,7 +113,7 @@ class Link:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _write(self) -> None:
-        with contextlib.suppress(ConnectionError):  # whoever reads learns of it too, and ends the link
+        with contextlib.suppress(ConnectionError):  # the reader notices it too, and ends the link
             while True:
                 while self._outbox:
                     packed = self._outbox.popleft()
@@ -124,10 +124,10 @@ class Link:
 
 
 class Exchange:
-    """Base of both sides: the calls, and the link of the moment."""
+    """Base of both sides: the calls, and the current link."""
 
     def __init__(self, reconnect_s: float) -> None:
-        """`reconnect_s`: after so long without a link the calls in flight are lost."""
+        """`reconnect_s`: without a link for this long, the calls in flight are lost."""
         self.channels: dict[int, Channel] = {}
         self.linked = asyncio.Event()
         self._link: Link | None = None
@@ -139,23 +139,23 @@ class Exchange:
             self._link.send(packed)
 
     async def serve(self, link: Link) -> None:
-        """Carries the calls over this link until it ends.
+        """Exchange frames over this link until it ends.
 
         Raises:
             LinkClosed: it ended.
-            FrameError: the other side sent what has no business here; the caller closes the link.
+            FrameError: the other side sent an invalid frame; the caller closes the link.
         """
         self.detach()
         async with link.writing():
             link.send(encode(Resume(tuple((call, channel.wanted) for call, channel in self.channels.items()))))
             first = await link.receive()
             if not isinstance(first, Resume):
-                raise FrameError(f"a {type(first).__name__} where a Resume should come")
+                raise FrameError(f"a {type(first).__name__} instead of a Resume")
             self._attach(link, dict(first.calls))
             try:
                 while True:
                     frame = await link.receive()
-                    if self._link is not link:  # a newer one has taken over
+                    if self._link is not link:  # a newer link replaced it
                         raise LinkClosed(None)
                     self._take(frame)
             finally:
@@ -175,7 +175,7 @@ class Exchange:
         self.linked.set()
 
     def detach(self) -> None:
-        """From now on there is no link; calls wait for the next one, but not for ever."""
+        """Drop the link. Calls wait for the next one, for `reconnect_s` at most."""
         self._link = None
         self.linked.clear()
         if self._giving_up is None:
@@ -183,7 +183,7 @@ class Exchange:
             self._giving_up = loop.call_later(self._reconnect_s, self._give_up)
 
     def lose(self, failure: CallLost) -> None:
-        """Ends all calls in flight: from now on they are not known here."""
+        """End all calls in flight, and forget them."""
         lost = list(self.channels.values())
         self.channels.clear()
         for channel in lost:
@@ -191,7 +191,7 @@ class Exchange:
 
     def _give_up(self) -> None:
         self._giving_up = None
-        self.lose(CallLost(504, f"the other side did not come back within {self._reconnect_s:g} s"))
+        self.lose(CallLost(504, f"the other side did not reconnect within {self._reconnect_s:g} s"))
 
     def _take(self, frame: Frame) -> None:
         match frame:
@@ -203,21 +203,21 @@ class Exchange:
             case Open():
                 self.opened(frame)
             case Head() | Chunk() | End() | Abort():
-                # One that is not known was given up on this side, and the other will hear of it.
+                # An unknown call was given up on this side; the other side gets a Cancel or Resume.
                 if (channel := self.channels.get(frame.call)) is not None:
                     channel.offer(frame)
             case _:
                 raise FrameError(f"a {type(frame).__name__} after the handshake")
 
-    # --- what the two sides do differently ----------------------------------------------------------------
+    # --- what a side overrides ----------------------------------------------------------------------------
 
     def opened(self, frame: Open) -> None:
-        """The other side begins a call, or begins it again after a cut."""
+        """Handle a call that the other side opens, or opens again after a cut."""
         raise FrameError("an Open from the side that opens no calls")
 
     def cancelled(self, call: int) -> None:
         raise FrameError("a Cancel from the side that opens no calls")
 
     def unknown_there(self, channel: Channel) -> None:
-        """On a new link the other side did not name this call."""
+        """Handle a call that the other side did not name on a new link."""
         raise NotImplementedError

@@ -1,11 +1,11 @@
-"""What the relay and the dialer say to each other: one msgpack array in each binary WebSocket message.
+"""The messages between relay and dialer: one msgpack array in each binary WebSocket message.
 
 A call is two streams of numbered frames: the request (`Open`, then `Chunk`s and an `End` if it has a body) and the
-response (`Head`, `Chunk`s, then `End` or `Abort`). `Ack` and `Cancel` are about a call and carry no number. A
-connection begins with `Challenge`, `Hello`, `Welcome` and one `Resume` from each side. Liveness is WebSocket's own
-ping and pong.
+response (`Head`, `Chunk`s, then `End` or `Abort`). `Ack` and `Cancel` refer to a call and have no number. A
+connection begins with `Challenge`, `Hello`, `Welcome` and one `Resume` from each side. Liveness is WebSocket's ping
+and pong.
 
-Whatever is not of this form raises `FrameError`: the other side is not trusted to be well made.
+Any other message raises `FrameError`: neither side trusts the other to send valid frames.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import msgpack
 from pydantic import Field, TypeAdapter, ValidationError
 
 VERSION = 1
-"""Of this protocol. Two sides of different versions do not talk."""
+"""Version of this protocol. Sides with different versions refuse each other."""
 MAX_CHUNK = 64 * 1024
-"""Bytes of body that one frame may carry."""
+"""Limit of body bytes in a frame."""
 MAX_HEADERS = 64 * 1024
-"""Bytes of headers that one frame may carry."""
+"""Limit of header bytes in a frame."""
 MAX_PATH = 8 * 1024
 MAX_FRAME = 1024 * 1024
-"""Bytes of one message; a `Resume` of 65,536 calls fits."""
+"""Limit of bytes in a message; a `Resume` of 65,536 calls fits."""
 MAX_CALLS = 65_536
-"""Calls that one link may carry."""
+"""Limit of calls on one link."""
 
 Number = Annotated[int, Field(ge=0, lt=2**53)]
 Id = Annotated[str, Field(min_length=16, max_length=64)]
@@ -35,11 +35,11 @@ Headers = tuple[tuple[str, str], ...]
 
 
 class FrameError(ValueError):
-    """A message that is no frame, or one that has no business where it came."""
+    """A message that is not a frame, or a frame that is not allowed at this point."""
 
 
 class Challenge(NamedTuple):
-    """Relay: who it is, and what the dialer's proof must cover."""
+    """From the relay: its id, and the nonce that the dialer's proof must cover."""
 
     version: int
     relay_id: Id
@@ -47,7 +47,7 @@ class Challenge(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """Dialer: who it is, its proof, and what the relay's proof must cover."""
+    """From the dialer: its id, its proof, and the nonce that the relay's proof must cover."""
 
     version: int
     dialer_id: Id
@@ -56,13 +56,13 @@ class Hello(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """Relay: its proof. The dialer may stay."""
+    """From the relay: its proof. The dialer is admitted."""
 
     proof: Proof
 
 
 class Resume(NamedTuple):
-    """The calls that this side knows, each with the number of the frame that it wants next."""
+    """The calls that this side knows, each with the number of the next expected frame."""
 
     calls: Annotated[tuple[tuple[Number, Number], ...], Field(max_length=MAX_CALLS)]
 
@@ -72,7 +72,7 @@ class Open(NamedTuple):
     seq: Number
     method: Annotated[str, Field(max_length=16)]
     path: Annotated[str, Field(max_length=MAX_PATH)]
-    """As it stood in the request line, with its query."""
+    """As in the request line, with its query."""
     headers: Headers
     has_body: bool
 
@@ -91,28 +91,28 @@ class Chunk(NamedTuple):
 
 
 class End(NamedTuple):
-    """The stream is whole."""
+    """The stream is complete."""
 
     call: Number
     seq: Number
 
 
 class Abort(NamedTuple):
-    """The response breaks off."""
+    """The response is incomplete."""
 
     call: Number
     seq: Number
 
 
 class Ack(NamedTuple):
-    """All frames of the call below this number are dealt with, and their memory is free again."""
+    """All frames of the call below this number are processed, and their memory is free."""
 
     call: Number
     consumed: Number
 
 
 class Cancel(NamedTuple):
-    """Relay: nobody waits for this call any more."""
+    """From the relay: the agent no longer waits for this call."""
 
     call: Number
 
@@ -133,13 +133,13 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(message: bytes) -> Frame:
-    """Raises FrameError: says what the message is not."""
+    """Decode a message. Raise FrameError if it is not a valid frame."""
     try:
         fields = msgpack.unpackb(message, use_list=False)
     except (ValueError, msgpack.UnpackException) as error:
-        raise FrameError(f"a message that is no msgpack: {error}") from None
+        raise FrameError(f"a message is not msgpack: {error}") from None
     if not isinstance(fields, tuple) or not fields or type(fields[0]) is not int or not 0 <= fields[0] < len(_KINDS):
-        raise FrameError("a message of no known kind")
+        raise FrameError("a message of an unknown kind")
     try:
         return _ADAPTERS[fields[0]].validate_python(fields[1:], strict=True)
     except ValidationError as error:

@@ -1,8 +1,8 @@
-"""Who is at the other end: a challenge and a response in each direction, over one key that never travels.
+"""Mutual authentication: a challenge and a response in each direction, over one key that is never sent.
 
-The dialer proves itself first, so that whoever calls a relay learns nothing from it, not even something to guess at.
-A proof covers both names, both nonces and which side made it: it cannot be used again, elsewhere, or sent back.
-What is said after the handshake is protected by TLS, and by nothing else.
+The dialer proves itself first, so a stranger learns nothing from a relay, not even material for guessing the key. A
+proof covers both ids, both nonces and the side that made it, so it cannot be replayed or reflected. After the
+handshake only TLS protects the traffic.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rollout_backend.relay.frames import VERSION, Challenge, Hello
 
 MIN_KEY_CHARS = 32
 TIMEOUT_S = 10.0
-"""Of the whole handshake."""
+"""Time limit of the whole handshake."""
 
 
 def new_id() -> str:
-    """Names one process for as long as it lives."""
+    """Return a random id for a process."""
     return secrets.token_hex(16)
 
 
@@ -31,7 +31,7 @@ def new_nonce() -> bytes:
 def prove(
     key: str, side: Literal["dialer", "relay"], relay_id: str, relay_nonce: bytes, dialer_id: str, dialer_nonce: bytes
 ) -> bytes:
-    """What only somebody who knows the key can say in this handshake."""
+    """Return the proof that a side knows the key, for this handshake only."""
     parts = (b"rollout-relay", str(VERSION).encode(), side.encode(), relay_id.encode(), dialer_id.encode())
     digest = hmac.new(key.encode(), digestmod=hashlib.sha256)
     for part in (*parts, relay_nonce, dialer_nonce):
@@ -45,14 +45,14 @@ def hello(key: str, challenge: Challenge, dialer_id: str) -> Hello:
     return Hello(VERSION, dialer_id, nonce, proof)
 
 
-def is_dialer(key: str, challenge: Challenge, said: Hello) -> bool:
-    wanted = prove(key, "dialer", challenge.relay_id, challenge.nonce, said.dialer_id, said.nonce)
-    return hmac.compare_digest(wanted, said.proof)
+def is_dialer(key: str, challenge: Challenge, hello: Hello) -> bool:
+    wanted = prove(key, "dialer", challenge.relay_id, challenge.nonce, hello.dialer_id, hello.nonce)
+    return hmac.compare_digest(wanted, hello.proof)
 
 
-def relay_proof(key: str, challenge: Challenge, said: Hello) -> bytes:
-    return prove(key, "relay", challenge.relay_id, challenge.nonce, said.dialer_id, said.nonce)
+def relay_proof(key: str, challenge: Challenge, hello: Hello) -> bytes:
+    return prove(key, "relay", challenge.relay_id, challenge.nonce, hello.dialer_id, hello.nonce)
 
 
-def is_relay(key: str, challenge: Challenge, said: Hello, proof: bytes) -> bool:
-    return hmac.compare_digest(relay_proof(key, challenge, said), proof)
+def is_relay(key: str, challenge: Challenge, hello: Hello, proof: bytes) -> bool:
+    return hmac.compare_digest(relay_proof(key, challenge, hello), proof)

@@ -1,11 +1,11 @@
-"""What may pass: which paths, which methods, which headers. Pure; the relay asks first, and the dialer asks again,
-for it does not trust the relay.
+"""Which paths, methods and headers are forwarded. Pure.
+
+The relay checks first, and the dialer, which does not trust the relay, checks again.
 
     /v1/...            to the gateway
     /s/SHARD/v1/...    to one of several gateway processes, as /v1/...
 
-Nothing else passes, /control least of all. A path that could be read in two ways (dots, escapes, doubled slashes) is
-refused rather than mended.
+No other path is forwarded, in particular not /control. An ambiguous path (dots, escapes, doubled slashes) is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ METHODS = frozenset({"GET", "POST", "DELETE"})
 _PATH = re.compile(r"(?:/s/([A-Za-z0-9_-]{1,64}))?(/v1(?:/[A-Za-z0-9._~:@-]+)+)(?:\?[\x21-\x7e]*)?")
 _NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE = re.compile(r"[\t\x20-\x7e]*")
-_OF_ONE_CONNECTION = frozenset(
+_HOP_BY_HOP = frozenset(
     {
         "connection", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
         "te", "trailer", "transfer-encoding", "upgrade",
@@ -28,7 +28,7 @@ _OF_ONE_CONNECTION = frozenset(
 
 
 def route(path: str) -> tuple[str, str] | None:
-    """The shard (empty where none is named) and the path there, with its query; None if it may not pass."""
+    """Return the shard (empty if the path names none) and the path there with its query; None if it is refused."""
     match = _PATH.fullmatch(path)
     if match is None or any(set(part) <= {"."} for part in match[2].split("/")[1:]):
         return None
@@ -36,14 +36,14 @@ def route(path: str) -> tuple[str, str] | None:
 
 
 def passed(headers: Iterable[tuple[str, str]]) -> Headers:
-    """The headers that go on to the next connection.
+    """Return the end-to-end headers.
 
     Raises:
-        ValueError: they are larger than a frame may be, or hold what is not printable ASCII.
+        ValueError: they exceed the size limit of a frame, or are not printable ASCII.
     """
     pairs = list(headers)
     named = {name.strip().lower() for key, value in pairs if key.lower() == "connection" for name in value.split(",")}
-    kept = tuple((key, value) for key, value in pairs if key.lower() not in _OF_ONE_CONNECTION | named)
+    kept = tuple((key, value) for key, value in pairs if key.lower() not in _HOP_BY_HOP | named)
     if sum(len(key) + len(value) for key, value in kept) > MAX_HEADERS:
         raise ValueError(f"the headers are larger than {MAX_HEADERS} bytes")
     if not all(_NAME.fullmatch(key) and _VALUE.fullmatch(value) for key, value in kept):

@@ -1,8 +1,8 @@
-"""Recomputes logprobs with a plain forward pass of transformers: the check that stored logprobs are the model's own.
+"""Recompute logprobs with a plain forward pass of transformers, to check stored logprobs against the model.
 
-This file is a module and a script. The script is run by an interpreter that has torch and transformers, such as the
-engine's, and needs nothing else of this package: `forward_pass.py MODEL` reads {"sequences", "temperatures"}
-on stdin and writes the logprobs on stdout, both JSON.
+This file is a module and a script. An interpreter with torch and transformers, such as the engine's, runs the script,
+which needs no other module of this package: `forward_pass.py MODEL` reads {"sequences", "temperatures"} on stdin and
+writes the logprobs on stdout, both as JSON.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def reference_logprobs(
     sequences: Sequence[Sequence[int]],
     temperatures: Sequence[float] | None = None,
 ) -> list[list[float]]:
-    """The logprob of each token of each sequence, given the tokens before it, in float32 on the CPU.
+    """Return the logprob of each token of each sequence, given the tokens before it, in float32 on the CPU.
 
-    `python` is an interpreter with torch and transformers, `model` a model folder. `temperatures` has one for each
-    sequence, 1 by default; it is above 0. The first token of a sequence has nothing before it: its logprob is NaN.
+    `python` is an interpreter with torch and transformers, `model` a model folder. `temperatures` has one
+    number above 0 per sequence, by default 1. The first token of a sequence has no context: its logprob is NaN.
     Blocks: seconds to load the model, then one pass for each sequence.
 
     Raises:
-        ServingError: the pass failed; the message carries the end of what it said.
+        ServingError: the pass failed; the message carries the end of its output.
     """
     from rollout_backend.errors import ServingError
 

@@ -1,7 +1,9 @@
-"""Makes the CPU engine's environment and the small model, in a cache folder that all checkouts share.
+"""Install the CPU engine's environment and the small model, in a cache folder that all checkouts share.
 
-What must always hold: a folder under its final name is whole. Each is made beside it, under a file lock, and the
-marker (environment) or the rename (model) comes last; whatever was left half-made is made anew.
+Invariants:
+
+- A folder with its marker (environment) or under its final name (model) is complete. The marker and the rename come
+  last, under a file lock, and an incomplete folder is replaced.
 """
 
 from __future__ import annotations
@@ -29,25 +31,25 @@ _TAIL_LINES = 15
 
 
 def cache_dir() -> Path:
-    """Where the engine and the model are kept: $ROLLOUT_CACHE, or ~/.cache/rollout-backend."""
+    """Return the folder of the engine and the model: $ROLLOUT_CACHE, or ~/.cache/rollout-backend."""
     return Path(os.environ.get("ROLLOUT_CACHE") or Path.home() / ".cache" / "rollout-backend").absolute()
 
 
 def engine_python(cache: Path) -> Path:
-    """The CPU engine's interpreter, whether it is there or not."""
+    """Return the path of the CPU engine's interpreter, which may not exist."""
     return _engine_folder(cache) / "bin" / "python"
 
 
 def model_path(cache: Path) -> Path:
-    """The small model's folder, whether it is there or not."""
+    """Return the path of the small model's folder, which may not exist."""
     return cache / "models" / MODEL_NAME
 
 
 def find_engine(cache: Path | None = None) -> Path:
-    """The interpreter of the CPU engine that is installed.
+    """Return the interpreter of the installed CPU engine.
 
     Raises:
-        ConfigError: there is none, or it is of an older version of this package.
+        ConfigError: it is not installed, or an older version of this package installed it.
     """
     cache = cache or cache_dir()
     if not _installed(_engine_folder(cache)):
@@ -56,10 +58,10 @@ def find_engine(cache: Path | None = None) -> Path:
 
 
 def find_model(cache: Path | None = None) -> Path:
-    """The folder of the small model.
+    """Return the folder of the small model.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it is not installed.
     """
     cache = cache or cache_dir()
     if not model_path(cache).is_dir():
@@ -70,13 +72,13 @@ def find_model(cache: Path | None = None) -> Path:
 def install_cpu_engine(
     cache: Path, *, torch_index_url: str | None = None, echo: Callable[[str], object] = print
 ) -> Path:
-    """SGLang for the CPU in an environment of its own; returns its interpreter. Does nothing if it is there.
+    """Install SGLang for the CPU in a separate environment, unless it is installed. Return its interpreter.
 
-    `torch_index_url` is the package index that torch alone is taken from, such as the one of its CPU builds:
-    the default index may have a build with some gigabytes of GPU libraries, which works too.
+    `torch_index_url` is a package index for torch only, such as the index of its CPU builds. The build of the default
+    index works too, and may bring some gigabytes of GPU libraries.
 
     Raises:
-        StartupError: pip failed; the message carries the end of what it said.
+        StartupError: pip failed; the message carries the end of its output.
     """
     folder = _engine_folder(cache)
     cache.mkdir(parents=True, exist_ok=True)
@@ -89,15 +91,15 @@ def install_cpu_engine(
         pip = [str(engine_python(cache)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         index = ["--index-url", torch_index_url] if torch_index_url else []
         _run("installing SGLang", [*pip, "--no-deps", "-r", str(_REQUIREMENTS)])
-        _run("installing torch", [*pip, *index, TORCH])  # last: what it depends on is there, at the pinned version
+        _run("installing torch", [*pip, *index, TORCH])  # last: its pinned dependencies are installed
         (folder / _MARKER).touch()
         return engine_python(cache)
 
 
 def prepare_model(cache: Path, echo: Callable[[str], object] = print) -> Path:
-    """SmolLM2-135M-Instruct as an ordinary model folder in float32. Does nothing if it is there.
+    """Create the model folder of SmolLM2-135M-Instruct in float32, unless it exists. Return the folder.
 
-    Its weights come as GGUF with a Python package in the engine's environment, so no model hub is needed.
+    A Python package in the engine's environment contains the weights as GGUF, so no model hub is needed.
 
     Raises:
         ConfigError: the engine is not installed.
@@ -118,7 +120,7 @@ def prepare_model(cache: Path, echo: Callable[[str], object] = print) -> Path:
 
 
 def _engine_folder(cache: Path) -> Path:
-    # Named after what is in it: checkouts with other pins have an engine of their own, and nobody's is taken away.
+    # The name contains a digest of the pins, so checkouts with other pins keep separate engines.
     pins = f"{TORCH}\n{_REQUIREMENTS.read_text()}"
     return cache / f"engine-cpu-{hashlib.sha256(pins.encode()).hexdigest()[:8]}"
 
@@ -135,7 +137,7 @@ def _gguf(python: Path) -> Path:
 
 
 def _run(what: str, argv: Sequence[str]) -> None:
-    # Without our PYTHONPATH and the like, which would mix two environments; and without a model hub.
+    # Without this process's PYTHONPATH and the like, which would mix two environments; and without a model hub.
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)

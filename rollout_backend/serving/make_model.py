@@ -1,7 +1,7 @@
-"""Makes an ordinary model folder out of a GGUF file. Run by the engine's interpreter: `make_model.py GGUF FOLDER`.
+"""Convert a GGUF file into an ordinary model folder. The engine's interpreter runs it: `make_model.py GGUF FOLDER`.
 
-Stands alone, for transformers, torch and gguf are in the engine's environment and not in ours. The weights are
-stored as float32, so the folder can be served in any dtype.
+It imports nothing of this package, because transformers, torch and gguf are in the engine's environment only. The
+weights are stored as float32, so the folder can be served in any dtype.
 """
 
 import sys
@@ -16,8 +16,8 @@ END_OF_TURN = "<|im_end|>"
 def main(gguf: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    # The file says that generation ends with <|im_start|>, which opens a turn. What ends one is <|im_end|>: with
-    # the wrong one every completion would run on to its token limit.
+    # The file names <|im_start|>, which opens a turn, as the end of generation. A turn ends with <|im_end|>: with the
+    # wrong token every completion would continue to its token limit.
     tokenizer.eos_token = END_OF_TURN
     tokenizer.pad_token = END_OF_TURN
     if not tokenizer.chat_template:
@@ -26,9 +26,9 @@ def main(gguf: Path, folder: Path) -> None:
         **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     config = unpacked.config
-    tokenizer.model_max_length = config.max_position_embeddings  # the file says nothing
+    tokenizer.model_max_length = config.max_position_embeddings  # missing in the file
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    # A model that was read from GGUF cannot be saved, whether unpacked or not: a plain one takes its weights.
+    # A model that was read from GGUF cannot be saved, even unpacked, so its weights are copied into a plain model.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(unpacked.state_dict())
     model.save_pretrained(folder)

@@ -1,11 +1,12 @@
-"""One Ray actor of ours: placed where the cluster has room, asked, and ended with all that it started.
+"""Run a server in a Ray actor: place it where the cluster has room, call it, and end it with all its processes.
 
-This package must be installed where Ray's workers run. `ray` is imported when the first actor is wanted.
+This package must be installed where Ray's workers run. `ray` is imported when the first actor is placed.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollout_backend.errors import ServingError, StartupError
@@ -14,7 +15,7 @@ _STOP_S = 15.0
 
 
 async def join_cluster() -> None:
-    """Joins the cluster of RAY_ADDRESS, else one that runs on this machine, else a new one. Once is enough."""
+    """Join the cluster of RAY_ADDRESS, else one that runs on this machine, else a new one. Idempotent."""
     import ray
 
     if not ray.is_initialized():
@@ -22,28 +23,26 @@ async def join_cluster() -> None:
 
 
 class RayActor:
-    """Hosts a `host(*arguments)`, whose methods are coroutines, `stop` and `tail` among them.
+    """A server on the machine that Ray chose. The server has the coroutine methods `wait`, `stop` and `tail`."""
 
-    `name` is for messages. `spread`: rather on a machine that has none yet than close together.
-    """
+    def __init__(self, name: str, make: Callable[[str], Any], *, num_gpus: int = 0, spread: bool = False) -> None:
+        """`make` makes the server, on its machine, from the machine's address. `name` is for messages.
 
-    def __init__(
-        self, name: str, host: type, arguments: tuple[Any, ...], *, num_gpus: int = 0, spread: bool = False
-    ) -> None:
+        With `spread` Ray prefers a machine without such an actor.
+        """
         self._name = name
-        self._host = host
-        self._arguments = arguments
+        self._make = make
         self._num_gpus = num_gpus
         self._strategy = "SPREAD" if spread else "DEFAULT"
         self._placed = False
         self.handle: Any = None
 
     async def place(self, timeout_s: float) -> None:
-        """Returns once it runs on some machine.
+        """Create the actor; return once it runs on some machine.
 
         Raises:
             TimeoutError: no machine had room for it in time.
-            StartupError: it died on the way.
+            StartupError: it died before it ran.
         """
         import ray
 
@@ -53,21 +52,60 @@ class RayActor:
             "max_restarts": 0,
             "scheduling_strategy": self._strategy,
         }
-        self.handle = ray.remote(self._host).options(**options).remote(*self._arguments)
+        self.handle = ray.remote(_Host).options(**options).remote(self._make)
         async with asyncio.timeout(timeout_s):
-            await self.ask("__ray_ready__")
+            await self._result(self.handle.__ray_ready__.remote())
         self._placed = True
 
-    async def ask(self, method: str, *arguments: Any) -> Any:
-        """What the method returns there. A `ServingError` that it raises is raised here.
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Return what a method of the server returns. Raise the `ServingError` that it raises.
 
         Raises:
-            StartupError: for anything else that it raised, or if the actor has died.
+            StartupError: the method raised anything else, or the actor has died.
         """
+        return await self._result(self.handle.call.remote(method, *arguments))
+
+    async def read(self, attribute: str) -> Any:
+        """Return an attribute of the server. Raise StartupError if the actor has died."""
+        return await self._result(self.handle.read.remote(attribute))
+
+    async def wait(self) -> str:
+        """Return how the server ended, once it has; the actor's death is an end too."""
+        try:
+            ended: str = await self.call("wait")
+        except StartupError as error:
+            return str(error)
+        return ended
+
+    async def stop(self) -> None:
+        """End the server and the actor, in any state."""
+        import ray
+
+        if self.handle is None:
+            return
+        try:
+            if self._placed:  # else there is no process to answer
+                async with asyncio.timeout(_STOP_S):
+                    await self.call("stop")
+        except (ServingError, TimeoutError):
+            pass  # its machine is gone, or it hangs: Ray kills what is left of it with the actor
+        finally:
+            ray.kill(self.handle)
+
+    async def tail(self) -> str:
+        """Return the end of the server's log, or why it cannot be read."""
+        try:
+            async with asyncio.timeout(_STOP_S):
+                text: str = await self.call("tail")
+                return text
+        except (ServingError, TimeoutError) as error:
+            return str(error)
+
+    async def _result(self, reference: Awaitable[Any]) -> Any:
         import ray.exceptions
 
         try:
-            return await getattr(self.handle, method).remote(*arguments)
+            return await reference
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ServingError):
                 raise type(error.cause)(str(error.cause)) from None
@@ -75,25 +113,17 @@ class RayActor:
         except ray.exceptions.RayActorError as error:
             raise StartupError(f"{self._name}: its Ray actor died: {error}") from None
 
-    async def stop(self) -> None:
-        """Ends it, whatever state it is in."""
-        import ray
 
-        if self.handle is None:
-            return
-        try:
-            if self._placed:  # else nobody is there to answer
-                async with asyncio.timeout(_STOP_S):
-                    await self.ask("stop")
-        except (ServingError, TimeoutError):
-            pass  # its machine is gone, or it hangs: what is left of it is killed with the actor
-        finally:
-            ray.kill(self.handle)
+class _Host:
+    """The actor's side."""
 
-    async def tail(self) -> str:
-        try:
-            async with asyncio.timeout(_STOP_S):
-                text: str = await self.ask("tail")
-                return text
-        except (ServingError, TimeoutError) as error:
-            return str(error)
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        import ray.util
+
+        self._server = make(ray.util.get_node_ip_address())
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await getattr(self._server, method)(*arguments)
+
+    async def read(self, attribute: str) -> Any:
+        return getattr(self._server, attribute)

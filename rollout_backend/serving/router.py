@@ -1,6 +1,9 @@
-"""sglang-router: one process in front of all engines, which keeps each session on the engine that has its prefix.
+"""Run sglang-router: one process in front of all engines that keeps each session on the engine with its prefix.
 
-What must always hold: its URL stays the same for its whole life, and after `add` returned the engine gets requests.
+Invariants:
+
+- The router's URL never changes, also after a restart.
+- After `add` returned, the engine gets requests.
 """
 
 from __future__ import annotations
@@ -16,39 +19,42 @@ import aiohttp
 
 from rollout_backend.config import RouterConfig
 from rollout_backend.errors import StartupError
-from rollout_backend.process import ServerProcess, free_port, require_port
+from rollout_backend.serving.engine import PROBE
+from rollout_backend.serving.server_process import ServerProcess, free_port, require_port
 
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - listened on, not connected to
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - bind addresses
 _POLL_S = 0.05
+_HEALTH_CHECK_S = 10
 
 
 def router_command(config: RouterConfig, port: int, prometheus_port: int, model_call_s: float) -> list[str]:
-    """The command line of a router that listens on `port`. A model call takes `model_call_s` at most."""
+    """Return the command line of a router that listens on `port`. A model call takes at most `model_call_s`."""
     return [
         sys.executable,
         *("-m", "sglang_router.launch_router"),
         *("--host", config.host),
         *("--port", str(port)),
         *("--prometheus-host", "127.0.0.1"),
-        *("--prometheus-port", str(prometheus_port)),  # its default is one fixed port for all
+        *("--prometheus-port", str(prometheus_port)),  # its default is one fixed port for every router
         *("--policy", config.policy),
-        # A new session goes where the fewest requests are. At random some engine gets twice what another has; by
-        # the number of sessions an engine that was started anew gets all of them.
+        # A new session goes to the engine with the fewest requests. Assigned at random, some engine gets twice the
+        # load of another; assigned by the number of sessions, a restarted engine gets every new session.
         *("--assignment-mode", "min_load"),
-        # The gateway gives up on a call after `model_call_s`; the default would hold on to a hung engine for 30 min.
+        # The gateway gives up a call after `model_call_s`; by default the router would wait 30 min for a hung engine.
         *("--request-timeout-secs", str(math.ceil(model_call_s))),
-        # Quick tries elsewhere; the patient ones are the gateway's, which has a deadline for all of them together.
+        # Few quick retries on other engines; the gateway makes the slow retries, within one deadline.
         *("--retry-max-retries", "3"),
         *("--retry-max-backoff-ms", "1000"),
-        # A sick engine is let alone early and tried again soon: the fleet takes away the dead ones.
+        # A failing engine is skipped early and retried soon; the fleet removes dead ones.
         *("--cb-failure-threshold", "5"),
         *("--cb-success-threshold", "1"),
         *("--cb-timeout-duration-secs", "10"),
-        *("--health-check-interval-secs", "10"),
+        *("--health-check-endpoint", PROBE),
+        *("--health-check-interval-secs", str(_HEALTH_CHECK_S)),
         *("--health-check-timeout-secs", "10"),
         *("--health-failure-threshold", "3"),
         *("--health-success-threshold", "1"),
-        # Only engines that are healthy are added, so there is nothing to wait for.
+        # Only healthy engines are added, so there is nothing to wait for.
         *("--worker-startup-timeout-secs", "10"),
         *("--worker-startup-check-interval", "1"),
         *("--shutdown-grace-period-secs", "2"),  # no session is open by then; the default drains for 3 min
@@ -91,7 +97,7 @@ class Router:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Starts it, or starts it again on the same port after it ended; it knows no engine then.
+        """Start the router, or restart it on the same port after it ended. It has no engine then.
 
         Raises:
             StartupError: its port is taken, or it did not become healthy; the message carries the end of its log.
@@ -106,7 +112,7 @@ class Router:
         await self._process.wait_healthy(self._alive, self._config.startup_timeout_s)
 
     async def wait(self) -> str:
-        """Returns once it has ended, with how, and the end of its log."""
+        """Return how the router ended, once it has, with the end of its log."""
         assert self._process is not None, "not started"
         code = await self._process.wait()
         return f"ended with code {code}. {self._process.tail()}"
@@ -119,11 +125,14 @@ class Router:
             self._http = None
 
     async def alive(self) -> bool:
-        """Whether it answers. It does so without an engine too."""
+        """Return whether the router answers. It does so without an engine too."""
         return self._http is not None and await self._alive()
 
     async def add(self, url: str, timeout_s: float = 30.0) -> None:
-        """Makes it send requests to the engine at `url`. Does nothing if it already does.
+        """Add the engine at `url` to the router. Does nothing if the router already has it.
+
+        The router requests `/health` from a new engine to detect its protocol, even if another health check endpoint
+        is configured. So the engine must be able to generate at this moment.
 
         Raises:
             StartupError: the router did not take the engine; the message says why.
@@ -145,10 +154,10 @@ class Router:
             await asyncio.sleep(_POLL_S)
 
     async def remove(self, url: str, timeout_s: float = 10.0) -> None:
-        """Makes it send no request to `url` any more; those in flight may finish. Does nothing for an unknown one.
+        """Stop sending requests to `url`; those in flight may finish. Do nothing for an unknown URL.
 
         Raises:
-            StartupError: the router did not do so.
+            StartupError: the router did not remove the engine.
         """
         worker_id = (await self.workers()).get(url)
         if worker_id is None:
@@ -157,11 +166,11 @@ class Router:
         deadline = time.monotonic() + timeout_s
         while url in await self.workers():
             if time.monotonic() > deadline:
-                raise StartupError(f"the router kept the engine {url} for {timeout_s:g} s after it was told not to")
+                raise StartupError(f"the router still had the engine {url} {timeout_s:g} s after its removal")
             await asyncio.sleep(_POLL_S)
 
     async def workers(self) -> dict[str, str]:
-        """The engines that it sends requests to: URL to the router's own id."""
+        """Return the engines that the router sends requests to: URL to the router's id."""
         reply = await self._call("GET", "/workers")
         return {worker["url"]: worker["id"] for worker in reply["workers"]}
 
@@ -174,7 +183,8 @@ class Router:
             return False
 
     async def _call(self, method: str, path: str, body: object = None, *, missing_ok: bool = False) -> dict[str, Any]:
-        assert self._http is not None, "not started"
+        if self._http is None or self._http.closed:  # it is being restarted
+            raise StartupError("the router is not running")
         try:
             async with self._http.request(method, self.url + path, json=body) as response:
                 if response.status == 404 and missing_ok:

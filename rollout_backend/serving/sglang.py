@@ -1,7 +1,9 @@
 """The command line and the environment of one SGLang server (0.5.23).
 
-What must always hold: a server samples exactly as its request says, so nothing here changes a distribution or
-fills in a sampling setting; and it stays healthy while its generation is paused to take new weights.
+Invariants:
+
+- A server samples exactly as its request specifies: no option here changes a distribution or sets a sampling default.
+- A server stays healthy while its generation is paused for new weights.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.serving.install import find_engine
 
 Command = tuple[list[str], dict[str, str]]
-"""The arguments and the whole environment of a process."""
+"""The arguments and the complete environment of a process."""
 
+IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
 _CPU_TOTAL_TOKENS = 32_768
 _STUBS = Path(__file__).parent / "cpu_stubs"
-# Ours, and wrong for a process of another Python environment that is no Ray worker.
+# Variables of this process that break one in another Python environment, outside Ray.
 _NOT_INHERITED = ("PYTHON", "RAY_", "VIRTUAL_ENV", "ROLLOUT__")
 
 
@@ -31,13 +34,13 @@ def engine_command(
     first_gpu: int = 0,
     inherited: Mapping[str, str] | None = None,
 ) -> Command:
-    """How to start a server of `model` that listens on `host:port`.
+    """Return the command of a server of `model` that listens on `host:port`.
 
-    `first_gpu` counts among the GPUs that the process sees. `inherited` is the environment to start from, this
-    process's own by default; CUDA_VISIBLE_DEVICES and the like pass through.
+    `first_gpu` counts among the GPUs that the process sees. `inherited` is the environment to start from, by
+    default this process's; CUDA_VISIBLE_DEVICES and the like are kept.
 
     Raises:
-        ConfigError: for the CPU, where neither `serving.python` is set nor the CPU engine installed.
+        ConfigError: on the CPU, `serving.python` is not set and the CPU engine is not installed.
     """
     on_cpu = serving.device == "cpu"
     python = serving.python or (find_engine() if on_cpu else Path(sys.executable))
@@ -46,13 +49,16 @@ def engine_command(
         for name, value in (os.environ if inherited is None else inherited).items()
         if not name.startswith(_NOT_INHERITED)
     }
-    # Otherwise the working directory comes first among the places that modules are imported from.
+    # Otherwise modules are imported from the working directory first.
     env["PYTHONSAFEPATH"] = "1"
-    env["PYTHONUNBUFFERED"] = "1"  # the last words of a server that dies must be in its log
-    # /health would generate a token: it hangs for 20 s and answers 503 while generation is paused for new weights,
-    # and the router would drop a server that is well.
+    env["PYTHONUNBUFFERED"] = "1"  # otherwise the log lacks the last lines of a server that dies
+    # Otherwise /health generates a token. While generation is paused for new weights it hangs for 20 s and answers
+    # 503, and the router removes a healthy server.
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
-    # A model is a folder; without these a mistyped path becomes a question to a model hub.
+    # SGLang caches the encoder's output for an image by its pixels, and 0.5.23 never empties that cache: after new
+    # weights a repeated image would still be encoded with the old ones.
+    env[IMAGE_CACHE] = "0"
+    # A model is a folder; without these SGLang looks up a mistyped path on a model hub.
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     argv = [
         str(python),
@@ -64,9 +70,9 @@ def engine_command(
         *("--device", serving.device),
         *("--dtype", serving.dtype),
         *("--tp-size", str(serving.tensor_parallel)),
-        *("--context-length", str(model.context_length)),
+        *("--context-length", str(model.context_tokens)),
         *("--max-running-requests", str(serving.max_running_requests)),
-        # The model's own generation_config.json must not add a top_k or a penalty that the trainer knows nothing of.
+        # The model's generation_config.json must not add a top_k or a penalty that the trainer does not know.
         *("--sampling-defaults", "openai"),
         *("--log-level-http", "warning"),  # no line for each request
         "--incremental-streaming-output",  # else each piece of a stream repeats all tokens and logprobs before it
@@ -74,22 +80,22 @@ def engine_command(
     if model.trust_remote_code:
         argv.append("--trust-remote-code")
     if not on_cpu:
-        argv += ["--base-gpu-id", str(first_gpu)]  # several servers on one machine each take GPUs of their own
+        argv += ["--base-gpu-id", str(first_gpu)]  # each server on a machine uses separate GPUs
     total_tokens = serving.max_total_tokens or (_CPU_TOTAL_TOKENS if on_cpu else None)
-    if total_tokens is not None:  # on a GPU SGLang takes the memory that is left
+    if total_tokens is not None:  # on a GPU SGLang uses the free memory
         argv += ["--max-total-tokens", str(total_tokens)]
     if on_cpu:
         env["SGLANG_USE_CPU_ENGINE"] = "1"  # else rotary embedding imports CUDA operations and dies
-        env["PYTHONPATH"] = str(_STUBS)  # stands in for two GPU packages: see sitecustomize.py there
+        env["PYTHONPATH"] = str(_STUBS)  # replaces two GPU packages: see its sitecustomize.py
         env["OMP_NUM_THREADS"] = str(serving.threads)  # else each server takes every core
-        # Agents run on the same cores here: threads that spin while they wait would take turns with them for nothing.
+        # Agents run on the same cores: threads that spin as they wait would slow them down.
         env["OMP_WAIT_POLICY"] = "PASSIVE"
         argv += [
             *("--attention-backend", "torch_native"),  # the others are kernels for GPUs, or for AMX
             *("--mm-attention-backend", "sdpa"),
-            "--disable-fast-image-processor",  # which is torchvision's
+            "--disable-fast-image-processor",  # it needs torchvision
             *("--sampling-backend", "pytorch"),
-            *("--grammar-backend", "none"),  # compiles for 10 s at the start, for a feature that is not used
+            *("--grammar-backend", "none"),  # compiles for 10 s at the start, for an unused feature
             "--disable-overlap-schedule",  # there is no device to overlap with
             "--sleep-on-idle",  # else an idle scheduler spins on a core
         ]

@@ -1,4 +1,4 @@
-"""What verl loads by name, and what its trainers need beside it.
+"""The verl integration. Add these two settings to verl's command line:
 
 +actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollout_backend.verl.CloudAgentLoopManager
 +actor_rollout_ref.rollout.custom.rollout_backend=config.yaml

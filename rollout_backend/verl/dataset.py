@@ -1,15 +1,15 @@
-"""What the agent is given, out of verl's datasets.
+"""Datasets for verl, and the payload that an agent gets for each of their rows.
 
     data.train_files=tasks.jsonl                                   # or .parquet, or a list of files
     data.custom_cls.path=pkg://rollout_backend.verl.dataset
     data.custom_cls.name=PayloadDataset
 
-`PayloadDataset` reads files whose rows have a `payload`, which goes to the agent as it is: an object, or its JSON
-text. In parquet prefer the text: a struct column holds the fields of all rows, and null where a row lacks one. A row
-may have a `task_id`, and other columns that verl is to carry along, as `data_source`, by which verl groups its
-validation metrics (by default the file's name). A `prompt` column is not needed.
+`PayloadDataset` reads files whose rows have a `payload`: an object or its JSON text, which the agent gets unchanged.
+In parquet, prefer the text: a struct column has the fields of all rows, and null where a row lacks one. A row may
+have a `task_id` and other columns for verl, such as `data_source`, by which verl groups its validation metrics
+(default: the file's name). A `prompt` column is not needed.
 
-verl's own dataset works without a `payload`, too: see `payload_of` for what the agent is given then.
+verl's own dataset works without a `payload`, too. `payload_of` describes what the agent gets in that case.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from agent_wrapper.contract.codec import MAX_DEPTH
+from rollout_backend.core.tasks import Task, read_json, read_rows
 from rollout_backend.errors import TaskFileError
-from rollout_backend.tasks import Task, read_rows
 from rollout_backend.verl import preflight
 
 PLACEHOLDER = "(the agent makes its prompt from its payload)"
-_CARRIED = ("data_source", "extra_info", "task_id")  # of a row of verl's own dataset, to the agent
+_COPIED = ("data_source", "extra_info", "task_id")  # columns of verl's own dataset that go into the payload
 
 
 class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
-    """Rows of verl's making: `payload` as JSON text, so that no hand it passes through can change it.
+    """The rows of task files. `payload` is kept as JSON text, so that verl's collation cannot change it.
 
-    The whole of the files is read and checked when it is made, which verl does before it starts an engine.
+    All files are read and checked when verl makes the dataset, before it starts an engine.
     """
 
     def __init__(
@@ -46,15 +47,15 @@ class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        """verl's way to make one. `config` is its `data` section, of which are read:
+        """Read the files; verl calls this. `config` is verl's `data` section, of which these keys are used:
 
-        - `prompt_key`: the field of a payload that verl is to show as the prompt: a text, or messages. Where there
-          is none, it shows a placeholder; the model sees what the agent sends it.
-        - `shuffle` and `seed`: which rows are taken if `max_samples` is less than there are.
+        - `prompt_key`: the payload's field that verl shows as the prompt: a text or a list of messages. Without one,
+          verl shows a placeholder. The model always sees what the agent sends.
+        - `shuffle` and `seed`: choose the rows if `max_samples` is smaller than the number of rows.
 
         Raises:
-            TaskFileError: the file and the row at fault, and what to change.
-            ConfigError, PreflightError: the run could not start; verl has started no engine yet.
+            TaskFileError: names the file, the row, and what to change.
+            ConfigError, PreflightError: the run cannot start. verl has started no engine yet.
         """
         from verl.utils.fs import copy_to_local
 
@@ -71,35 +72,36 @@ class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
                     raise TaskFileError(f"{name}, {where}: {error}") from None
         if not rows:
             raise TaskFileError(
-                f"{data_files} holds no row: set data.train_files and data.val_files to files that do"
+                f"{data_files} has no rows: set data.train_files and data.val_files to files with rows"
             )
         _same_fields(rows)
         if 0 < max_samples < len(rows):
-            rows = [rows[i] for i in _chosen(len(rows), max_samples, config)]
+            rows = [rows[i] for i in _choose(len(rows), max_samples, config)]
         self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, at: int) -> dict[str, Any]:
-        # The legacy trainer cannot hold a batch without a tensor.
+        # The legacy trainer's batch needs at least one tensor.
         return {**self._rows[at], "dummy_tensor": torch.zeros(1, dtype=torch.uint8)}
 
 
 def payload_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What goes to the agent for a row of verl's batch, with or without a `payload`.
+    """Return the agent's payload for a row of verl's batch.
 
-    From `payload`, an object or its JSON text: that object. Without one, from the columns of verl's own datasets:
+    If the row has a `payload` (an object or its JSON text), that object is returned. Otherwise the payload is made
+    of the columns of verl's own datasets:
 
     | in the payload | from |
     |---|---|
-    | `messages` | `raw_prompt` (what `data.prompt_key` names), the whole conversation |
+    | `messages` | `raw_prompt` (the column named by `data.prompt_key`), the whole conversation |
     | `prompt` | the text of its last message, if that is text |
-    | `ground_truth` | `reward_model.ground_truth`, if there is one |
-    | `data_source`, `extra_info`, `task_id` | the same, if there |
+    | `ground_truth` | `reward_model.ground_truth`, if present |
+    | `data_source`, `extra_info`, `task_id` | the same columns, if present |
 
     Raises:
-        TaskFileError: no payload and no prompt, or a value that JSON does not know; names it.
+        TaskFileError: the row has neither payload nor prompt, or a value is not valid JSON; names it.
     """
     payload = row.get("payload")
     if payload is not None:
@@ -117,19 +119,19 @@ def payload_of(row: Mapping[str, Any]) -> dict[str, Any]:
     reward_model = row.get("reward_model")
     if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
         found["ground_truth"] = _plain(reward_model["ground_truth"], "reward_model.ground_truth")
-    return found | {key: _plain(row[key], key) for key in _CARRIED if row.get(key) is not None}
+    return found | {key: _plain(row[key], key) for key in _COPIED if row.get(key) is not None}
 
 
 def _checked(row: object, number: int, prompt_key: str, data_source: str) -> dict[str, Any]:
     columns = row if isinstance(row, dict) else {}
     if columns.get("payload") is None:
         raise TaskFileError(
-            f"there is no payload, only {sorted(columns)}. Put what the agent needs into a column of that name, an "
-            "object or its JSON text; or leave data.custom_cls out, and the agent is given verl's own columns"
+            f"there is no payload, only {sorted(columns)}. Put what the agent needs into a `payload` column, as an "
+            "object or its JSON text; or leave data.custom_cls out, and the agent gets verl's own columns"
         )
     task_id = columns.get("task_id")
     if not isinstance(task_id, str | None):
-        raise TaskFileError(f"task_id is {task_id!r}, which is not a text")
+        raise TaskFileError(f"task_id is {task_id!r}, which is not a string")
     task = Task(task_id if task_id is not None else f"task-{number:05d}", _payload(columns["payload"]))
     return {
         "data_source": data_source,
@@ -138,25 +140,25 @@ def _checked(row: object, number: int, prompt_key: str, data_source: str) -> dic
         **{str(key): value for key, value in columns.items() if value is not None},
         "task_id": task.task_id,
         "payload": json.dumps(task.payload),
-        "raw_prompt": _shown(task.payload.get(prompt_key)),
+        "raw_prompt": _prompt_messages(task.payload.get(prompt_key)),
     }
 
 
-def _shown(prompt: object) -> list[dict[str, Any]]:
+def _prompt_messages(prompt: object) -> list[dict[str, Any]]:
     if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
         return prompt
     return [{"role": "user", "content": prompt if isinstance(prompt, str) else PLACEHOLDER}]
 
 
 def _same_fields(rows: Sequence[dict[str, Any]]) -> None:
-    """A batch of verl's holds every field for every row: what some rows lack is None in them."""
+    """Add missing fields as None, because verl's batches need the same fields in every row."""
     fields = dict.fromkeys(key for row in rows for key in row)
     for row in rows:
         for key in fields.keys() - row.keys():
             row[key] = None
 
 
-def _chosen(total: int, count: int, config: Mapping[str, Any]) -> list[int]:
+def _choose(total: int, count: int, config: Mapping[str, Any]) -> list[int]:
     if not config.get("shuffle", False):
         return list(range(count))
     chosen: list[int] = np.random.default_rng(config.get("seed")).choice(total, size=count, replace=False).tolist()
@@ -166,17 +168,20 @@ def _chosen(total: int, count: int, config: Mapping[str, Any]) -> list[int]:
 def _payload(value: object) -> dict[str, Any]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except ValueError as error:
-            raise TaskFileError(f"payload is a text, but not JSON: {error}") from None
+            raise TaskFileError(f"payload is a string, but not valid JSON: {error}") from None
     if not isinstance(value, Mapping):
-        raise TaskFileError(f"payload must be an object, or its JSON text, not {type(value).__name__}")
-    plain: dict[str, Any] = _plain(value, "payload")
+        raise TaskFileError(f"payload must be an object or its JSON text, not {type(value).__name__}")
+    try:
+        plain: dict[str, Any] = _plain(value, "payload")
+    except RecursionError:
+        raise TaskFileError(f"payload is nested too deeply: the limit is {MAX_DEPTH} levels") from None
     return plain
 
 
 def _plain(value: Any, where: str) -> Any:
-    """The same in the types that JSON knows: numpy's arrays and numbers are what verl's collation makes of a row."""
+    """Return the value in JSON's types: verl's collation turns lists and numbers into numpy arrays and scalars."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -185,4 +190,4 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(item, f"{where}.{i}") for i, item in enumerate(value)]
     if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    raise TaskFileError(f"{where} is {value!r}, which JSON does not know: write it as a text or a number")
+    raise TaskFileError(f"{where} is {value!r}, which is not valid JSON: write it as a string or a number")

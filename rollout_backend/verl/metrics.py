@@ -1,26 +1,26 @@
-"""What a step left out, and how old what it trains is, as numbers among verl's own metrics. Pure, but for `TALLY`.
+"""Metrics for verl: how many rollouts a step left out and why, and how stale its tokens are. Pure, except `TALLY`.
 
-`rollouts/NAME/sum` counts, of the groups that were settled since the last batch:
+`rollouts/NAME/sum` counts over the groups settled since the last batch:
 
 | NAME | counts |
 |---|---|
-| `planned` | rollouts that were asked for |
-| `left_out` | those of them that do not train, in all |
+| `planned` | rollouts that were planned |
+| `left_out` | all planned rollouts that are not trained |
 | `left_out/CLASS` | the same by class, see below |
-| `left_out_by_reason/CLASS/REASON` | and by reason, where there is one |
-| `groups_dropped` | groups of which nothing trains |
-| `retokenised` | rollouts that train on tokens made of messages |
-| `truncated_tokens`, `unknown_logprobs` | sampled tokens that do not train: no place, no logprob |
-| `unknown_versions` | tokens that train though no engine said which weights sampled them |
+| `left_out_by_reason/CLASS/REASON` | the same by reason, if known |
+| `groups_dropped` | groups without a trained rollout |
+| `retokenized` | rollouts trained on tokens that were rendered from messages |
+| `truncated_tokens`, `unknown_logprobs` | sampled tokens not trained because they do not fit or lack a logprob |
+| `unknown_versions` | trained tokens whose weight version is unknown |
 
-The classes are those in which rollouts end, less `completed`, and three of rollouts that did complete:
-`group_dropped`, of a group that is not usable; `untrainable`, without a token that can be trained; `too_old`, see
-`rollout_backend.verl.sampler`.
+The classes are the outcomes of rollouts other than `completed`, and three for rollouts that did complete:
+`group_dropped` (its group is not usable), `untrainable` (it has no token that can be trained) and `too_old` (see
+`rollout_backend.verl.sampler`).
 
-`rollouts/trained/sum` counts the rollouts of the batch itself. `rollouts/staleness/mean` and `/max` say how many
-versions the weights that sampled its tokens were behind those that it trains.
+`rollouts/trained/sum` counts the rollouts in the batch. `rollouts/staleness/mean` and `/max` say how many versions
+the weights that sampled its tokens are behind the weights being trained.
 
-The suffixes are for verl: where it makes one step of several batches it adds up what is called a sum.
+verl relies on the `/sum` suffix: if a step has several batches, it adds up metrics with that name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.report import MESSAGES_ONLY, GroupResult
+from rollout_backend.core.ledger import MESSAGES_ONLY
+from rollout_backend.core.report import GroupResult
 from rollout_backend.verl.rows import Rows
 
 GROUP_DROPPED, UNTRAINABLE, TOO_OLD = "group_dropped", "untrainable", "too_old"
@@ -43,7 +44,7 @@ CLASSES = (
 _ALWAYS = (
     "planned",
     "groups_dropped",
-    "retokenised",
+    "retokenized",
     "truncated_tokens",
     "unknown_logprobs",
     "unknown_versions",
@@ -52,7 +53,7 @@ _ALWAYS = (
 
 
 def count_group(group: GroupResult, made: Sequence[Rows]) -> Counter[str]:
-    """What is left out of one group. `made` are the rows of its rollouts, none where it is not usable."""
+    """Count what is left out of one group. `made` holds the rows of its rollouts; empty if it is not usable."""
     counts = Counter({"planned": group.planned})
     present = {rollout.rollout_id for rollout in group.rollouts}
     failed = [failure for failure in group.failures if failure.rollout_id not in present]
@@ -65,23 +66,26 @@ def count_group(group: GroupResult, made: Sequence[Rows]) -> Counter[str]:
     if group.messages_only:
         counts[f"left_out_by_reason/{UNTRAINABLE}/{MESSAGES_ONLY}"] += len(group.messages_only)
     counts["groups_dropped"] += trained == 0
-    counts["retokenised"] += sum(rows.retokenised > 0 for rows in made)
+    counts["retokenized"] += sum(rows.retokenized > 0 for rows in made)
     counts["truncated_tokens"] += sum(rows.truncated_tokens for rows in made)
     counts["unknown_logprobs"] += sum(rows.unknown_logprobs for rows in made)
     counts["unknown_versions"] += sum(row.trained_tokens for rows in made for row in rows if row.min_version is None)
     return counts
 
 
-def named(counts: Mapping[str, int], trained: int) -> dict[str, float]:
-    """The metrics of these counts. Those of the fixed names are always there, so that a curve has no gaps."""
-    all_of_them = dict.fromkeys(_ALWAYS, 0) | dict(counts)
-    all_of_them["left_out"] = sum(all_of_them[f"left_out/{name}"] for name in CLASSES)
-    all_of_them["trained"] = trained
-    return {f"rollouts/{name}/sum": float(count) for name, count in all_of_them.items()}
+def as_metrics(counts: Mapping[str, int], trained: int) -> dict[str, float]:
+    """Return the counts as metrics. The fixed names are always present, so that a plotted curve has no gaps."""
+    totals = dict.fromkeys(_ALWAYS, 0) | dict(counts)
+    totals["left_out"] = sum(totals[f"left_out/{name}"] for name in CLASSES)
+    totals["trained"] = trained
+    return {f"rollouts/{name}/sum": float(count) for name, count in totals.items()}
 
 
 def staleness(tokens: Iterable[tuple[int, float, int]], current: int) -> dict[str, float]:
-    """Of trained tokens, in parts of (how many, their mean version, the oldest), against the `current` version."""
+    """Return the mean and maximum staleness of trained tokens against the `current` version.
+
+    `tokens` holds one (count, mean version, oldest version) for each row.
+    """
     parts = list(tokens)
     total = sum(count for count, _, _ in parts)
     if not total:
@@ -93,7 +97,7 @@ def staleness(tokens: Iterable[tuple[int, float, int]], current: int) -> dict[st
 
 
 class Tally:
-    """Counts by partition, from the thread that writes rows to the one that takes batches."""
+    """Counts by partition. The thread that writes rows adds; the thread that takes batches takes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,10 +108,10 @@ class Tally:
             self._counts.setdefault(partition, Counter()).update(counts)
 
     def take(self, partition: str) -> Counter[str]:
-        """What came since the last time."""
+        """Return and reset the counts added since the last call."""
         with self._lock:
             return self._counts.pop(partition, Counter())
 
 
 TALLY = Tally()
-"""Where the manager and the sampler meet: verl makes both in one process, and neither knows the other."""
+"""Shared by the manager and the sampler: verl makes both in one process and connects them by nothing else."""

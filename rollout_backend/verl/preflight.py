@@ -1,6 +1,6 @@
-"""verl makes its engines before it makes our manager; this is what can be known to fail before that.
+"""Checks that run before verl starts its engines, which is before it makes our manager.
 
-`PayloadDataset` calls it, since the dataset is the first thing of ours that verl makes.
+`PayloadDataset` runs them, because verl makes the dataset first.
 """
 
 from __future__ import annotations
@@ -8,12 +8,18 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.metadata
+import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rollout_backend import preflight
+from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError
-from rollout_backend.verl.settings import settings_of
+from rollout_backend.rendering.image_positions import prepares_images
+from rollout_backend.serving.sglang import IMAGE_CACHE
+from rollout_backend.verl.unsupported import refuse_unsupported
+from rollout_backend.verl.verl_settings import settings_of
 
 MANAGER = "rollout_backend.verl.CloudAgentLoopManager"
 _KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
@@ -21,10 +27,10 @@ _NO_SERVER_YET = ("127.0.0.1:1",)
 
 
 def check(section: Any) -> None:
-    """Checks the run that a section of verl's settings belongs to, unless it is not to go through this backend.
+    """Check the run that this section of verl's settings belongs to. Do nothing if it does not use this backend.
 
     Raises:
-        ConfigError, PreflightError: what to change.
+        ConfigError, PreflightError: the run cannot start; says what to change.
     """
     root = section._get_root() if hasattr(section, "_get_root") else None
     if root is None or "actor_rollout_ref" not in root:
@@ -35,21 +41,50 @@ def check(section: Any) -> None:
         return
     check_version()
     _check_class(name)
+    refuse_unsupported(root)
     config = settings_of(root, _NO_SERVER_YET)
-    with ThreadPoolExecutor(1) as thread:  # whatever loop the caller's thread may be running
-        thread.submit(asyncio.run, preflight.check(config)).result()
+    check_image_cache(root.actor_rollout_ref.actor, config, os.environ)
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
+        thread.submit(asyncio.run, preflight.check(config, rollouts=_batch(root))).result()
+
+
+def _batch(root: Any) -> int | None:
+    """Return how many rollouts a training step plans; None in asynchronous modes, which request them one by one."""
+    asynchronous = root.trainer.get("use_v1", True) and root.trainer.v1.trainer_mode != "sync"
+    return None if asynchronous else int(root.data.train_batch_size) * int(root.actor_rollout_ref.rollout.n)
 
 
 def check_version() -> None:
-    """Raises ConfigError for a verl before 0.9: its trainer wants rows, and to be told of them, in another way."""
+    """Raise ConfigError for verl before 0.9, whose trainer has another interface for rows and their status."""
     version = importlib.metadata.version("verl")
     if tuple(int(part) for part in version.split(".")[:2]) < (0, 9):
         raise ConfigError(f"verl {version} is too old for this backend: install verl 0.9.1")
 
 
+def check_image_cache(actor: Any, config: RolloutConfig, environ: Mapping[str, str]) -> None:
+    """Refuse to train a model's image encoder while its servers cache encoder outputs of old weights.
+
+    SGLang caches the encoder's output by the image's pixels. Neither new weights nor `/flush_cache` empty that cache,
+    so a later step with the same image would sample from the old encoder's output.
+
+    Raises:
+        ConfigError: the cache is enabled in this process's environment, which Ray's workers share.
+    """
+    if not config.gateway.max_images or not prepares_images(config.model.path):
+        return
+    if environ.get(IMAGE_CACHE) == "0" or actor.get("freeze_vision_tower"):
+        return
+    raise ConfigError(
+        f"{IMAGE_CACHE} is {environ.get(IMAGE_CACHE, 'not set')}, so verl's servers cache image encoder outputs of "
+        f"old weights: add +ray_kwargs.ray_init.runtime_env.env_vars.{IMAGE_CACHE}='\"0\"', or train only the "
+        "language model with actor_rollout_ref.actor.freeze_vision_tower=true, or accept no images with "
+        "gateway.max_images=0"
+    )
+
+
 def _check_class(name: str | None) -> None:
     if not name:
-        raise ConfigError(f"the backend has its settings, but verl is not told to use it: add +{_KEY}={MANAGER}")
+        raise ConfigError(f"the backend is configured, but verl does not use it: add +{_KEY}={MANAGER}")
     module, _, attribute = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute, None) if module else None

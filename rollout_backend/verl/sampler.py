@@ -1,17 +1,17 @@
-"""verl's replay buffer, with what was left out among its metrics, and with a limit to how old a rollout may be.
+"""verl's replay buffer, extended by metrics of what was left out and by a limit on the age of rollouts.
 
     trainer.v1.sampler.custom_sampler.path=pkg://rollout_backend.verl.sampler
     trainer.v1.sampler.custom_sampler.name=RolloutSampler
     +trainer.v1.sampler.sampler_kwargs.max_staleness=2      # only with separate_async and colocate_async
 
-The batches are those of verl's own buffer, which stands behind this one with all its settings (off-policy drop or
-wait, group filtering, refill of failed groups). What a sampler returns beside a batch, the v1 trainer logs with the
-step's metrics: see `rollout_backend.verl.metrics`.
+The sampler wraps verl's own buffer and keeps all of its settings (off-policy drop or wait, group filtering, refill of
+failed groups). The v1 trainer logs the metrics that a sampler returns with a batch; `rollout_backend.verl.metrics`
+lists ours.
 
-`max_staleness` is in versions of the weights. A rollout with a trained token older than that is dropped, by the
-version that sampled the token; verl's own `max_off_policy_threshold` goes by the step in which the prompt was handed
-out. A group of which less than two rollouts are left by that is dropped whole: what is left has no one to be compared
-with. Each such group is replaced by one of another prompt.
+`max_staleness` counts weight versions. A rollout with a trained token older than that is dropped, judged by the
+version that sampled the token; verl's own `max_off_policy_threshold` goes by the step that handed out the prompt. If
+fewer than two rollouts of a group remain, the whole group is dropped, because a single rollout has no baseline. Each
+dropped group is replaced by one of another prompt.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.verl.metrics import TALLY, TOO_OLD, named, staleness
+from rollout_backend.verl.metrics import TALLY, TOO_OLD, as_metrics, staleness
 
 _KEY = "trainer.v1.sampler.sampler_kwargs"
-_POLL_S = 0.25  # verl's own 2 s would leave a finished batch lying for a second on the average
+_POLL_S = 0.25  # verl's default of 2 s would delay a finished batch by 1 s on average
 
 
 class SamplerOptions(BaseModel):
@@ -38,20 +38,24 @@ class SamplerOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_staleness: int | None = Field(default=None, ge=0)
-    """How many versions behind the weights that are trained a token may have been sampled. Default: any number."""
+    """How many versions older than the weights being trained a token may be. Default: no limit."""
 
 
 class RolloutSampler:
-    """Made by verl, in place of its own buffer."""
+    """Gives verl's v1 trainer its batches. verl makes it instead of its own buffer."""
 
     def __init__(
         self,
         trainer_mode: str,
         sampler_kwargs: Mapping[str, Any],
         refill_fn: Callable[[int], Any],
-        **of_verl: Any,
+        **verl_arguments: Any,
     ) -> None:
-        """Raises ConfigError: a wrong setting, before verl starts an engine."""
+        """verl makes the sampler before it starts an engine.
+
+        Raises:
+            ConfigError: a setting is wrong.
+        """
         self._max_staleness = _options(sampler_kwargs, trainer_mode).max_staleness
         self._refill = refill_fn
         make = ReplayBuffer if trainer_mode == "sync" else ReplayBufferAsync
@@ -60,8 +64,8 @@ class RolloutSampler:
             sampler_kwargs={},
             refill_fn=refill_fn,
             poll_interval=_POLL_S,
-            **of_verl,
-            **_withheld(sampler_kwargs, trainer_mode),
+            **verl_arguments,
+            **_withheld_settings(sampler_kwargs, trainer_mode),
         )
 
     @property
@@ -69,19 +73,19 @@ class RolloutSampler:
         return float(self._buffer.poll_interval)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
-        """Waits for a batch of `batch_size` prompts, and takes it. Step `global_steps` trains version
+        """Wait for a batch of `batch_size` prompts and remove it. Step `global_steps` trains version
         `global_steps` - 1."""
         batch, metrics = self._take(global_steps, partition_id, batch_size)
         if partition_id != "train":
             return batch, metrics
         too_old: Counter[str] = Counter()
         if self._max_staleness is not None:
-            batch, metrics, too_old = self._without_the_old(batch, metrics, global_steps)
+            batch, metrics, too_old = self._drop_stale(batch, metrics, global_steps)
         counts = TALLY.take(partition_id)
         counts.update(too_old)
         parts = [(tag["trained_tokens"], tag["mean_version"], tag["min_global_steps"]) for tag in batch.tags]
-        ours = named(counts, len({_session(key) for key in batch.keys}))
-        return batch, {**metrics, **ours, **staleness(parts, global_steps - 1)}
+        left_out = as_metrics(counts, len({_session(key) for key in batch.keys}))
+        return batch, {**metrics, **left_out, **staleness(parts, global_steps - 1)}
 
     def wait_for_sampleable(self, *args: Any, **kwargs: Any) -> Any:
         return self._buffer.wait_for_sampleable(*args, **kwargs)
@@ -95,7 +99,7 @@ class RolloutSampler:
         )
         return batch, dict(metrics)
 
-    def _without_the_old(
+    def _drop_stale(
         self, batch: KVBatchMeta, metrics: dict[str, Any], global_steps: int
     ) -> tuple[KVBatchMeta, dict[str, Any], Counter[str]]:
         assert self._max_staleness is not None
@@ -103,10 +107,10 @@ class RolloutSampler:
         kept: dict[str, dict[str, Any]] = {}
         counts: Counter[str] = Counter()
         while True:
-            fresh, groups = _split(batch, oldest, counts)
-            gone = [key for key in batch.keys if key not in fresh]
-            if gone:
-                tq.kv_clear(keys=gone, partition_id=batch.partition_id)
+            fresh, groups = _split_stale(batch, oldest, counts)
+            dropped = [key for key in batch.keys if key not in fresh]
+            if dropped:
+                tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
             kept |= fresh
             if not groups:
                 return (
@@ -119,8 +123,8 @@ class RolloutSampler:
             metrics = _merged(metrics, more)
 
 
-def _split(batch: KVBatchMeta, oldest: int, counts: Counter[str]) -> tuple[dict[str, dict[str, Any]], int]:
-    """The rows that may be trained, and how many groups are dropped whole."""
+def _split_stale(batch: KVBatchMeta, oldest: int, counts: Counter[str]) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return the rows that may be trained and the number of groups that are dropped whole."""
     old = {_session(key) for key, tag in zip(batch.keys, batch.tags, strict=True) if tag["min_global_steps"] < oldest}
     sessions: dict[str, set[str]] = defaultdict(set)
     for key in batch.keys:
@@ -142,7 +146,7 @@ def _group(key: str) -> str:
 
 
 def _merged(metrics: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a second batch for the same step; what is a count of verl's is added up."""
+    """Merge the metrics of a second batch for the same step. verl's counts are added up."""
     both = {**metrics, **more}
     for key in metrics.keys() & more.keys():
         if key.endswith("evicted_samples"):
@@ -158,14 +162,14 @@ def _options(given: Mapping[str, Any], trainer_mode: str) -> SamplerOptions:
         raise ConfigError("\n".join(lines)) from None
     if options.max_staleness is not None and trainer_mode == "sync":
         raise ConfigError(
-            f"{_KEY}.max_staleness: with trainer.v1.trainer_mode=sync nothing is ever older than the weights that "
-            "are trained; remove it, or choose separate_async"
+            f"{_KEY}.max_staleness: with trainer.v1.trainer_mode=sync nothing is older than the weights being "
+            "trained; remove it, or choose separate_async"
         )
     return options
 
 
-def _withheld(section: Any, trainer_mode: str) -> dict[str, Any]:
-    """The settings of its own buffer that verl does not hand to a sampler of somebody else's."""
+def _withheld_settings(section: Any, trainer_mode: str) -> dict[str, Any]:
+    """Return the buffer settings that verl passes to its own buffer but not to a custom sampler."""
     root = section._get_root() if hasattr(section, "_get_root") else {}
     if "trainer" not in root:
         return {}

@@ -22,8 +22,9 @@ import boto3
 import httpx
 import pytest
 
+from agent_wrapper.app import SESSION_HEADER
 from agent_wrapper.contract import Announcement, Rollout, RolloutRequest, Segment, Trajectory, Turn
-from rollout_backend.process import free_port
+from rollout_backend.serving.server_process import free_port
 
 AGENT = Path(__file__).with_name("agent_under_test.py")
 AWS_ENV = {
@@ -52,7 +53,7 @@ def make_trajectory(sampled: int = 2) -> Trajectory:
     n = given + sampled
     segment = Segment(
         token_ids=array("i", range(n)),
-        mask=array("B", [0] * given + [1] * sampled),
+        response_mask=array("B", [0] * given + [1] * sampled),
         logprobs=array("f", [float("nan")] * given + [-0.5] * sampled),
         turns=(Turn(start=given, end=n, finish_reason="stop", weight_versions=()),) if sampled else (),
     )
@@ -190,6 +191,9 @@ class Container:
 
     def invoke(self, body: str, block: dict[str, Any], **payload: Any) -> httpx.Response:
         return self.client.post("/invocations", json={"_rollout": block, "body": body, **payload})
+
+    def stop_session(self, session_id: str) -> httpx.Response:
+        return self.client.post("/stop", headers={SESSION_HEADER: session_id})
 
     def play(self, body: str, block: dict[str, Any] | None = None, **payload: Any) -> Rollout:
         """Runs an agent with this body and waits for the announcement of its result."""

@@ -11,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from agent_wrapper import RolloutApp
-from agent_wrapper.app import _fetch_s
-from agent_wrapper.contract import Outcome
+from agent_wrapper.app import _fetch_s, _Job
+from agent_wrapper.contract import Outcome, Rollout, RolloutRequest
 from agent_wrapper.errors import EntrypointError
-from agent_wrapper.outcome import Ending, failed
+from agent_wrapper.outcome import AgentResult, failed
+
+STARTED = "with open(context.payload['started'], 'w') as pipe:\n    pipe.write('!')\n"
 
 
 def test_a_number_is_the_reward_and_the_rollout_says_what_it_is(container, gateway):
@@ -35,6 +37,31 @@ def test_a_dict_brings_extras(container):
     rollout = container.play("return {'reward': 1, 'steps': (1, 2), 'note': {'ok': True}}")
     assert rollout.reward == 1
     assert rollout.extras == {"steps": [1, 2], "note": {"ok": True}}
+
+
+@pytest.mark.parametrize("levels", [191, 255, 500, 990, 5000])
+@pytest.mark.parametrize("name", ["deep", "messages"])
+def test_what_is_nested_too_deep_to_be_stored_is_the_agents_error(sync_container, levels, name):
+    body = f"value = 1\nfor _ in range({levels}):\n    value = [value]\nreturn {{'reward': 1, {name!r}: value}}"
+    rollout = sync_container.play(body)
+    assert (rollout.outcome, rollout.failure.reason, rollout.reward) == (Outcome.AGENT_ERROR, "bad_reward", None)
+    assert "cannot be stored as JSON" in rollout.failure.message
+
+
+@pytest.mark.parametrize("sampled", [0, 2])
+def test_what_is_nested_as_deep_as_can_be_is_stored(sync_container, gateway, trajectory, sampled):
+    block = sync_container.request()
+    gateway.answers[f"/{block['rollout_id']}/trajectory"] = [(200, trajectory(sampled=sampled).encode())]
+    body = """
+deep = 1
+for _ in range(180):
+    deep = [deep]
+return {'reward': 1, 'deep': deep, 'messages': [{'role': 'assistant', 'content': 'hi', 'more': deep}]}
+"""
+    rollout = sync_container.play(body, block)
+    assert rollout.outcome is Outcome.COMPLETED
+    assert Rollout.decode(rollout.to_json()).conversations == rollout.conversations
+    assert Rollout.decode(rollout.to_json()).extras == rollout.extras
 
 
 def test_messages_of_a_model_called_elsewhere_are_published(container, gateway, trajectory):
@@ -81,7 +108,7 @@ def test_the_context_holds_the_task_and_the_endpoint(container):
         ("pass", "bad_reward", "None"),
         ("return 'good'", "bad_reward", "'good', a str"),
         ("return {'score': 1}", "bad_reward", "['score']"),
-        ("return {'reward': 1, 'x': object()}", "bad_reward", "'x' beside the reward"),
+        ("return {'reward': 1, 'x': object()}", "bad_reward", "'x' cannot be stored as JSON"),
     ],
 )
 def test_the_agents_own_failures(container, body, reason, words):
@@ -160,6 +187,16 @@ def test_the_deadline_ends_an_agent(request, kind, body, where):
     assert rollout.sampled_tokens == 2
 
 
+@pytest.mark.parametrize("off_s", [-600, 600])
+def test_a_container_whose_clock_is_off_has_the_time_it_was_given(sync_container, off_s):
+    late = sync_container.request(deadline=time.time() - off_s, remaining_s=60)
+    rollout = sync_container.play("return {'reward': 1, 'left': context.remaining_s, 'at': context.deadline}", late)
+    assert 50 < rollout.extras["left"] <= 60
+    assert rollout.extras["at"] == pytest.approx(time.time() + 60, abs=30), "by the container's own clock"
+    ended = sync_container.request(deadline=time.time() - off_s, remaining_s=0.3)
+    assert sync_container.play("time.sleep(600)", ended).failure.reason == "agent_deadline"
+
+
 def test_past_its_deadline_an_agent_is_not_started(container, tmp_path):
     mark = tmp_path / "ran"
     rollout = container.play(f"open({str(mark)!r}, 'w')", container.request(deadline=time.time() - 1))
@@ -200,6 +237,91 @@ def test_an_invoke_sent_again_is_answered_from_memory(container, tmp_path, fifo)
     assert container.cloud.receive(block["result"]["queue_url"], wait_s=0) == []
     other_run = container.request(rollout_id=block["rollout_id"], run_id="other")
     assert container.play("return 1", other_run).reward == 1
+
+
+def test_the_next_attempt_at_a_lost_rollout_runs(container, tmp_path):
+    log = tmp_path / "log"
+    body = f"""
+open({str(log)!r}, 'a').write(context.api_key + ' ')
+if context.api_key == 'key-1':
+    raise type('APIConnectionError', (Exception,), {{'__module__': 'sdk'}})('the gateway is gone')
+return 1.0
+"""
+    first = container.request(session_id="session-1", attempt=1, endpoint__api_key="key-1")
+    lost = container.play(body, first)
+    assert lost.failure.reason == "model_unavailable", lost.failure.message
+    container.await_idle()
+    second = {**first, "session_id": "session-2", "attempt": 2, "endpoint": {**first["endpoint"], "api_key": "key-2"}}
+    assert container.invoke(body, second).json()["status"] == "accepted"
+    assert container.await_result(second).reward == 1.0
+    assert log.read_text() == "key-1 key-2 "
+    container.await_idle()
+    assert container.invoke(body, first).json()["reason"] == "model_unavailable", "each attempt is remembered"
+    assert container.invoke(body, second).json()["outcome"] == "completed"
+
+
+@pytest.mark.parametrize(("kind", "body"), [("async", "await asyncio.sleep(600)"), ("sync", "time.sleep(600)")])
+def test_a_session_that_is_stopped_ends_alone(start_container, make_signal, kind, body, tmp_path):
+    container = start_container(kind)
+    cleaned = tmp_path / "cleaned"
+    body = f"{STARTED}\ntry:\n    {body}\nfinally:\n    open({str(cleaned)!r}, 'w')"
+    blocks = [container.request(session_id=f"session-{n}") for n in range(2)]
+    for block in blocks:
+        started = make_signal()
+        container.invoke(body, block, started=started.path)
+        started.wait()
+    assert container.stop_session("session-0").status_code == 200
+    rollout = container.await_result(blocks[0])
+    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "terminated")
+    assert "the session was stopped" in rollout.failure.message
+    assert cleaned.exists() == (kind == "async"), "a sync agent cannot be stopped; its key opens nothing any more"
+    assert container.invoke(body, blocks[1]).json()["status"] == "running"
+
+
+def test_a_session_that_does_not_run_cannot_be_stopped(container):
+    block = container.request(session_id="session-over")
+    container.play("return 1", block)
+    container.await_idle()
+    for name in ("session-over", "session-never"):
+        answer = container.stop_session(name)
+        assert (answer.status_code, answer.json()["error"]) == (404, "SessionNotFound")
+
+
+def beats(gateway, block) -> int:
+    return gateway.requests.count(("/beat", f"Bearer {block['endpoint']['api_key']}"))
+
+
+def test_heartbeats_are_sent_while_the_agent_runs_whatever_the_gateway_answers(container, gateway, fifo):
+    gateway.answers["/beat"] = [(503, b""), (0, b"cut"), (204, b"")]
+    block = container.request(heartbeat_s=0.05, endpoint__heartbeat_url=f"{gateway.url}/beat")
+    container.invoke(f"open({str(fifo)!r}).read()\nreturn 1", block)
+    deadline = time.monotonic() + 30
+    while beats(gateway, block) < 6:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    fifo.open("w").close()
+    assert container.await_result(block).reward == 1
+    container.await_idle()
+    sent = beats(gateway, block)
+    container.play("return 1", container.request())
+    assert beats(gateway, block) <= sent + 1, "one may have been on its way"
+
+
+def test_an_agent_is_stopped_once_the_gateway_has_closed_its_session(async_container, gateway):
+    gateway.answers["/beat"] = [(204, b""), (410, b"")]
+    block = async_container.request(heartbeat_s=0.05, endpoint__heartbeat_url=f"{gateway.url}/beat")
+    async_container.invoke("await asyncio.sleep(600)", block)
+    assert async_container.await_result(block).failure.reason == "terminated"
+
+
+def test_no_heartbeat_is_sent_unless_it_is_wanted(sync_container, gateway):
+    blocks = [
+        sync_container.request(heartbeat_s=0.01),
+        sync_container.request(endpoint__heartbeat_url=f"{gateway.url}/beat"),
+    ]
+    for block in blocks:
+        assert sync_container.play("time.sleep(0.1)\nreturn 1", block).reward == 1
+        assert beats(gateway, block) == 0
 
 
 def test_rollouts_run_side_by_side(sync_container, fifo):
@@ -345,8 +467,6 @@ def test_other_servers_are_the_agents_own_affair(sync_container, dead_url, body)
 
 # --- the end of the process -------------------------------------------------------------------------------
 
-STARTED = "with open(context.payload['started'], 'w') as pipe:\n    pipe.write('!')\n"
-
 
 @pytest.mark.parametrize(
     ("kind", "body", "where"),
@@ -387,9 +507,18 @@ def test_ctrl_c_does_the_same_and_waits_for_no_thread(start_container, make_sign
 
 
 def test_a_reward_is_worth_waiting_for_a_gateway_that_is_away_and_a_failure_is_not():
-    earned, lost = Ending(Outcome.COMPLETED, 1.0), failed(Outcome.INFRA_ERROR, "model_unavailable", "it is away")
-    assert [_fetch_s(earned, left_s) for left_s in (600.0, 5.0, -1.0)] == [600.0, 20.0, 20.0]
-    assert _fetch_s(lost, 600.0) == 20.0
+    earned, lost = AgentResult(Outcome.COMPLETED, 1.0), failed(Outcome.INFRA_ERROR, "model_unavailable", "it is away")
+    assert [_fetch_s(earned, left_s, 20.0) for left_s in (600.0, 5.0, 0.0)] == [600.0, 20.0, 20.0]
+    assert _fetch_s(lost, 600.0, 20.0) == 20.0
+
+
+@pytest.mark.parametrize("grace_s", [1.0, 20.0, 60.0, 120.0, 1000.0])
+def test_the_wrappers_waits_after_the_deadline_fit_the_backends(container, grace_s):
+    request = RolloutRequest.parse(container.request(publish_grace_s=grace_s))
+    job = _Job(request)
+    assert job.unwind_s + job.fetch_s + job.publish_s < grace_s
+    if grace_s >= 120:
+        assert (job.unwind_s, job.fetch_s, job.publish_s) == (2.0, 20.0, 60.0)
 
 
 def test_sigterm_publishes_every_rollout_even_without_a_gateway(start_container, dead_url, make_signal):

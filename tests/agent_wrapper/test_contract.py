@@ -33,13 +33,13 @@ from agent_wrapper.contract import (
     Trajectory,
     Turn,
     VersionSpan,
-    notice_key,
+    failure_marker_key,
     parse_result_key,
     result_key,
     step_prefix,
 )
 
-thorough = settings(max_examples=150, derandomize=True, deadline=None)
+thorough = settings(max_examples=150)
 
 # --- strategies -------------------------------------------------------------------------------------------
 
@@ -83,11 +83,11 @@ def segments(draw: Callable[..., Any]) -> Segment:
     n = len(mask)
     return Segment(
         token_ids=array("i", draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n))),
-        mask=mask,
+        response_mask=mask,
         logprobs=array("f", draw(st.lists(float32, min_size=n, max_size=n))),
         turns=tuple(turns),
         messages=tuple(draw(st.lists(st.dictionaries(texts, json_values, max_size=2), max_size=2))),
-        opened_by=draw(texts),
+        split_reason=draw(texts),
     )
 
 
@@ -119,7 +119,7 @@ def rollouts(draw: Callable[..., Any]) -> Rollout:
 def make_segment(**changes: Any) -> dict[str, Any]:
     return {
         "token_ids": [5, 6, 7],
-        "mask": [0, 1, 1],
+        "response_mask": [0, 1, 1],
         "logprobs": [None, -0.5, -1.5],
         "turns": [{"start": 1, "end": 3, "finish_reason": "stop", "weight_versions": []}],
         **changes,
@@ -187,7 +187,7 @@ def test_the_compact_form_is_little_endian_bytes():
     fields = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(Rollout.decode(as_json(make_fields())).encode()))
     segment = fields["segments"][0]
     assert segment["token_ids"] == b"\5\0\0\0\6\0\0\0\7\0\0\0"
-    assert segment["mask"] == b"\0\1\1"
+    assert segment["response_mask"] == b"\0\1\1"
     assert len(segment["logprobs"]) == 12
 
 
@@ -195,7 +195,7 @@ def test_sixteen_thousand_tokens_stay_small():
     n = 16_384
     segment = make_segment(
         token_ids=[i * 2_654_435_761 % 150_000 for i in range(n)],
-        mask=[1] * n,
+        response_mask=[1] * n,
         logprobs=[-(i * 2_654_435_761 % 1_000_003) / 1e5 for i in range(n)],
         turns=[{"start": 0, "end": n, "finish_reason": "stop", "weight_versions": []}],
     )
@@ -260,7 +260,7 @@ def test_any_value_in_any_field_is_read_or_refused(name, value):
 
 
 @thorough
-@given(st.sampled_from([*sorted(make_segment()), "messages", "opened_by", "extra_field"]), anything)
+@given(st.sampled_from([*sorted(make_segment()), "messages", "split_reason", "extra_field"]), anything)
 def test_any_value_in_any_field_of_a_segment_is_read_or_refused(name, value):
     with contextlib.suppress(ContractError):
         Rollout.decode(pack(make_fields(segments=[make_segment(**{name: value})])))
@@ -270,7 +270,7 @@ def test_any_value_in_any_field_of_a_segment_is_read_or_refused(name, value):
 @pytest.mark.parametrize(
     ("changes", "field", "words"),
     [
-        ({"schema_version": 2}, "schema_version", "is 2; this side reads 1"),
+        ({"schema_version": 2}, "schema_version", "is 2, and this version reads 1"),
         ({"schema_version": None}, "schema_version", "is None"),
         ({"reward": None}, "rollout", "reward is missing"),
         ({"reward": math.nan}, "reward", "finite"),
@@ -307,22 +307,22 @@ def test_a_rollout_of_messages_alone_is_complete_and_not_trainable(form):
     fields = make_fields(segments=[], conversations=[{**SAID, "tools": [{"type": "function"}]}])
     rollout = Rollout.decode(form(Rollout.decode(as_json(fields))))
     assert (rollout.messages_only, rollout.trainable, rollout.reward) == (True, False, 1.0)
-    assert rollout.conversations[0].said == (1,)
+    assert rollout.conversations[0].model_messages == (1,)
     assert rollout.conversations[0].tools == ({"type": "function"},)
 
 
 def test_which_messages_are_the_models_can_be_said():
     messages = [*SAID["messages"], *SAID["messages"]]
-    assert Conversation.parse({"messages": messages}).said == (1, 3)
-    assert Conversation.parse({"messages": messages, "replies": [3]}).said == (3,)
+    assert Conversation.parse({"messages": messages}).model_messages == (1, 3)
+    assert Conversation.parse({"messages": messages, "replies": [3]}).model_messages == (3,)
 
 
 def test_messages_stand_beside_segments_only_if_those_were_made_of_them():
-    guess = make_segment(logprobs=[None] * 3, retokenised=True)
+    guess = make_segment(logprobs=[None] * 3, retokenized=True)
     rollout = Rollout.decode(as_json(make_fields(segments=[guess], conversations=[SAID])))
-    assert (rollout.retokenised, rollout.messages_only, rollout.trainable) == (True, False, True)
-    assert Rollout.decode(rollout.encode()).retokenised
-    with pytest.raises(ContractError, match="conversations stand beside sampled segments"):
+    assert (rollout.retokenized, rollout.messages_only, rollout.trainable) == (True, False, True)
+    assert Rollout.decode(rollout.encode()).retokenized
+    with pytest.raises(ContractError, match="conversations and sampled segments exclude each other"):
         Rollout.decode(as_json(make_fields(conversations=[SAID])))
 
 
@@ -387,7 +387,7 @@ def test_the_readers_cap_holds_for_messages(form):
 )
 def test_a_retokenised_segment_claims_nothing_of_the_engines(changes, words):
     with pytest.raises(ContractError, match=words):
-        Segment.parse(make_segment(retokenised=True, **changes))
+        Segment.parse(make_segment(retokenized=True, **changes))
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
@@ -405,11 +405,11 @@ def turn(start: int, end: int, *versions: tuple[int, int]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mask": [0, 1]}, "mask has 2 entries for 3 token_ids"),
+        ({"response_mask": [0, 1]}, "mask has 2 entries for 3 token_ids"),
         ({"logprobs": [0.0] * 4}, "logprobs has 4 entries for 3 token_ids"),
-        ({"mask": [0, 1, 2]}, "other than 0 and 1"),
-        ({"mask": [0, 1, 300]}, "mask bytes"),
-        ({"mask": [1, 1, 1]}, "not 1 exactly where the turns sampled"),
+        ({"response_mask": [0, 1, 2]}, "other than 0 and 1"),
+        ({"response_mask": [0, 1, 300]}, "mask bytes"),
+        ({"response_mask": [1, 1, 1]}, "not 1 exactly where the turns sampled"),
         ({"turns": []}, "not 1 exactly where the turns sampled"),
         ({"token_ids": [5, -6, 7]}, "negative id"),
         ({"token_ids": [5, 6, 2**31]}, "int32 token ids"),
@@ -435,7 +435,7 @@ def test_a_broken_segment_says_what_is_wrong(encode, changes, words):
 
 
 def test_raw_bytes_of_a_wrong_length_are_refused():
-    with pytest.raises(ContractError, match="13 bytes are no whole number of int32 token ids"):
+    with pytest.raises(ContractError, match="13 bytes are not a multiple of the size of int32 token ids"):
         Rollout.decode(pack(make_fields(segments=[make_segment(token_ids=b"\0" * 13)])))
 
 
@@ -448,7 +448,7 @@ SPAN = {"start": 0, "end": 2, "sha256": NAME, "media_type": "image/png"}
 
 def make_seen(**changes: Any) -> dict[str, Any]:
     """Fields of a rollout whose first two tokens are an image."""
-    seen = make_segment(token_ids=[1, 1, 2], mask=[0, 0, 1], logprobs=[None, None, -1.0], turns=[turn(2, 3)])
+    seen = make_segment(token_ids=[1, 1, 2], response_mask=[0, 0, 1], logprobs=[None, None, -1.0], turns=[turn(2, 3)])
     return make_fields(segments=[{**seen, "images": [SPAN]}], images={NAME: SHOWN}) | changes
 
 
@@ -468,7 +468,7 @@ def test_an_image_comes_back_from_either_form():
     [
         ({"images": {}}, "not the 1 that the segments name"),
         ({"images": {NAME: SHOWN, "0" * 64: b""}}, "images hold 2"),
-        ({"images": {NAME: b"another"}}, "other bytes than its name says"),
+        ({"images": {NAME: b"another"}}, "does not match its SHA-256"),
         ({"images": {"x": SHOWN}}, "pattern"),
     ],
 )
@@ -482,7 +482,7 @@ def test_images_are_those_that_the_segments_name(changes, words):
     [
         ({"end": 4}, r"images.0 spans \[0, 4\) of 3 tokens"),
         ({"end": 0}, "images.0 spans"),
-        ({"end": 3}, "where the model sampled"),
+        ({"end": 3}, "tokens that the model sampled"),
         ({"media_type": "text/html"}, "pattern"),
     ],
 )
@@ -493,12 +493,12 @@ def test_an_image_stands_among_the_given_tokens(changes, words):
         Rollout.parse(fields)
 
 
-def test_without_images_an_object_is_what_it_was_before_there_were_any():
+def test_the_encoded_forms_change_only_on_purpose():
     """The bytes of the compact form, before they are packed, and of the plain one."""
     segment = Segment.parse(
         {
             "token_ids": [5, 6, 7, 8],
-            "mask": [0, 0, 1, 1],
+            "response_mask": [0, 0, 1, 1],
             "logprobs": [None, None, -0.25, -0.5],
             "turns": [
                 {
@@ -528,9 +528,9 @@ def test_without_images_an_object_is_what_it_was_before_there_were_any():
         for found in (Trajectory(model="m", segments=(segment,)), rollout)
     ]
     assert [hashlib.sha256(form).hexdigest() for form in (*unpacked, rollout.to_json())] == [
-        "fc7c56ad0cc9aac065be9f047ba18d395ef45b1fdf11475aeba205bf5370fa99",
-        "efc769bc143d948413b470ed90f1e873a15f91ac031d35a00635c57343617b1d",
-        "eb53dd948d8182ef972612f97568e6c647642630bb0b28bfe1654a4063fea404",
+        "0fa5c703f3d833d9b28dff696adbb28fd4ce6f3eee918da81fc712eda6fce032",
+        "ef56ba059bdc7571bacea1992cfb11391c9cd3739103072e532608f16b27a720",
+        "fa3da49a123d3d4d6120c3374ffe37bc70e2a56b86a02b50e3f4ae620e41f8f5",
     ]
 
 
@@ -569,7 +569,7 @@ def test_a_bomb_is_refused_unopened():
 
 def test_a_frame_that_hides_its_size_is_refused():
     compressor = zstandard.ZstdCompressor(write_content_size=False)
-    with pytest.raises(ContractError, match="does not tell its size"):
+    with pytest.raises(ContractError, match="is a zstd frame without a content size"):
         Rollout.decode(compressor.compress(msgpack.packb(make_fields())))
 
 
@@ -600,8 +600,8 @@ def test_a_key_tells_its_step_and_rollout(prefix, run_id, step, rollout_id):
     key = result_key(prefix, run_id, step, rollout_id)
     assert key.startswith(step_prefix(prefix, run_id, step))
     assert parse_result_key(prefix, run_id, key) == (step, rollout_id, None)
-    notice = notice_key(prefix, run_id, step, rollout_id, 7)
-    assert parse_result_key(prefix, run_id, notice) == (step, rollout_id, 7)
+    marker = failure_marker_key(prefix, run_id, step, rollout_id, 7)
+    assert parse_result_key(prefix, run_id, marker) == (step, rollout_id, 7)
 
 
 @thorough
@@ -613,7 +613,7 @@ def test_what_parses_is_the_key_of_what_it_says(prefix, run_id, tail):
     except ContractError:
         return
     place = prefix, run_id, step, rollout_id
-    assert (result_key(*place) if attempt is None else notice_key(*place, attempt)) == key
+    assert (result_key(*place) if attempt is None else failure_marker_key(*place, attempt)) == key
 
 
 @pytest.mark.parametrize(

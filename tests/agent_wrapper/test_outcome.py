@@ -23,7 +23,7 @@ from agent_wrapper.contract import (
     Sampling,
     Trajectory,
 )
-from agent_wrapper.outcome import conclude, failed, judge
+from agent_wrapper.outcome import build_rollout, classify, failed
 from agent_wrapper.runner import Raised, Returned
 from agent_wrapper.trajectory import TrajectoryUnavailable
 
@@ -45,7 +45,7 @@ URL = "http://gateway:80/v1"
     ],
 )
 def test_numbers_are_rewards(value, reward):
-    ending = judge(Returned(value), URL)
+    ending = classify(Returned(value), URL)
     assert (ending.outcome, ending.reward) == (Outcome.COMPLETED, reward)
     assert type(ending.reward) is float
 
@@ -75,11 +75,17 @@ def test_numbers_are_rewards(value, reward):
     ],
 )
 def test_all_else_is_a_bad_reward(value):
-    ending = judge(Returned(value), URL)
+    ending = classify(Returned(value), URL)
     assert (ending.outcome, ending.reward, ending.extras) == (Outcome.AGENT_ERROR, None, {})
     assert ending.failure is not None
     assert ending.failure.reason == "bad_reward"
     assert "return a finite number, or a dict" in ending.failure.message
+
+
+def test_more_extras_than_a_result_may_hold_are_a_bad_reward():
+    ending = classify(Returned({"reward": 1, "steps": [[]] * 130_000}), URL)
+    assert (ending.outcome, ending.failure.reason) == (Outcome.AGENT_ERROR, "bad_reward")
+    assert "more than 125000 maps and lists" in ending.failure.message
 
 
 def test_extras_without_an_end_are_a_bad_reward():
@@ -89,7 +95,7 @@ def test_extras_without_an_end_are_a_bad_reward():
     for _ in range(100_000):
         deep = [deep]
     for value in (endless, deep):
-        assert judge(Returned({"reward": 1, "x": value}), URL).failure.reason == "bad_reward"
+        assert classify(Returned({"reward": 1, "x": value}), URL).failure.reason == "bad_reward"
 
 
 JSON = st.recursive(
@@ -99,10 +105,10 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=2))
 def test_whatever_is_accepted_can_be_stored(extras):
-    ending = judge(Returned({**extras, "reward": 1}), URL)
+    ending = classify(Returned({**extras, "reward": 1}), URL)
     rollout = Rollout(
         run_id="r",
         step=0,
@@ -127,7 +133,7 @@ def test_a_failures_texts_are_bounded_and_storable():
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, "1"])
 def test_a_failure_scored_with_nonsense_has_no_reward(reward):
-    ending = judge(Raised(AgentFailure("gave up", reward=reward)), URL)
+    ending = classify(Raised(AgentFailure("gave up", reward=reward)), URL)
     assert (ending.outcome, ending.reward, ending.failure.reason) == (Outcome.AGENT_ERROR, None, "bad_reward")
 
 
@@ -187,7 +193,7 @@ class ModelThrottledException(Exception):
     ids=repr,
 )
 def test_only_the_models_endpoint_failing_is_infrastructure(error, unavailable):
-    ending = judge(Raised(error), URL)
+    ending = classify(Raised(error), URL)
     assert ending.reward is None
     assert ending.failure is not None
     expected = (Outcome.INFRA_ERROR, "model_unavailable") if unavailable else (Outcome.AGENT_ERROR, "agent_exception")
@@ -216,35 +222,37 @@ def raised_from(cause: Exception, how: str) -> Exception:
 @pytest.mark.parametrize("how", ["from", "during", "group"])
 def test_the_cause_is_found_behind_other_errors(how):
     cause = raised_from(status_error(503, MODEL), "from")
-    ending = judge(Raised(raised_from(cause, how)), URL)
+    ending = classify(Raised(raised_from(cause, how)), URL)
     assert ending.failure.reason == "model_unavailable"
     assert ending.failure.message.startswith("openai.InternalServerError")
 
 
 def test_a_cause_that_the_agent_disowned_does_not_count():
-    assert judge(Raised(raised_from(status_error(503, MODEL), "from None")), URL).outcome is Outcome.AGENT_ERROR
+    assert classify(Raised(raised_from(status_error(503, MODEL), "from None")), URL).outcome is Outcome.AGENT_ERROR
 
 
 def test_a_chain_that_bites_its_tail_ends():
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
-    assert judge(Raised(first), URL).outcome is Outcome.AGENT_ERROR
+    assert classify(Raised(first), URL).outcome is Outcome.AGENT_ERROR
 
 
-@pytest.mark.parametrize("ending", [judge(Returned(0.0), URL), judge(Raised(AgentFailure("gave up", 0.0)), URL)])
+@pytest.mark.parametrize(
+    "ending", [classify(Returned(0.0), URL), classify(Raised(AgentFailure("gave up", 0.0)), URL)]
+)
 def test_a_reward_from_an_agent_that_lost_a_model_call_is_none(ending, asked, make_segment):
     trajectory = Trajectory(model="m", segments=(make_segment(),), unanswered_calls=2)
-    rollout = conclude(asked, ending, trajectory, 1.0, 2.0)
+    rollout = build_rollout(asked, ending, trajectory, 1.0, 2.0)
     assert (rollout.outcome, rollout.reward) == (Outcome.INFRA_ERROR, None)
     assert rollout.failure.reason == "model_unavailable"
     assert rollout.segments == trajectory.segments
-    kept = conclude(asked, ending, trajectory.model_copy(update={"unanswered_calls": 0}), 1.0, 2.0)
+    kept = build_rollout(asked, ending, trajectory.model_copy(update={"unanswered_calls": 0}), 1.0, 2.0)
     assert kept.reward == 0.0
 
 
 def test_an_agents_own_failure_stays_its_own_though_a_call_was_lost(asked, make_segment):
     trajectory = Trajectory(model="m", segments=(make_segment(),), unanswered_calls=1)
-    rollout = conclude(asked, judge(Raised(KeyError("x")), URL), trajectory, 1.0, 2.0)
+    rollout = build_rollout(asked, classify(Raised(KeyError("x")), URL), trajectory, 1.0, 2.0)
     assert rollout.outcome is Outcome.AGENT_ERROR
 
 
@@ -256,8 +264,8 @@ NOTHING = Trajectory(model="m", segments=())
 
 def test_messages_of_a_model_called_elsewhere_are_what_the_rollout_holds(asked):
     tools = [{"type": "function", "function": {"name": "add"}}]
-    ending = judge(Returned({"reward": 1, "messages": MESSAGES, "tools": tools, "steps": 2}), URL)
-    rollout = conclude(asked, ending, NOTHING, 1.0, 2.0)
+    ending = classify(Returned({"reward": 1, "messages": MESSAGES, "tools": tools, "steps": 2}), URL)
+    rollout = build_rollout(asked, ending, NOTHING, 1.0, 2.0)
     assert (rollout.outcome, rollout.reward, rollout.extras) == (Outcome.COMPLETED, 1.0, {"steps": 2})
     assert (rollout.messages_only, rollout.trainable) == (True, False)
     [conversation] = rollout.conversations
@@ -266,14 +274,14 @@ def test_messages_of_a_model_called_elsewhere_are_what_the_rollout_holds(asked):
 
 
 def test_messages_beside_what_was_sampled_here_are_extras(asked, make_segment):
-    ending = judge(Returned({"reward": 1, "messages": MESSAGES}), URL)
-    rollout = conclude(asked, ending, Trajectory(model="m", segments=(make_segment(),)), 1.0, 2.0)
+    ending = classify(Returned({"reward": 1, "messages": MESSAGES}), URL)
+    rollout = build_rollout(asked, ending, Trajectory(model="m", segments=(make_segment(),)), 1.0, 2.0)
     assert (rollout.messages_only, rollout.trainable) == (False, True)
     assert rollout.extras == {"messages": MESSAGES}
 
 
 def test_without_messages_a_reward_for_nothing_is_the_agents_error(asked):
-    rollout = conclude(asked, judge(Returned({"reward": 1, "tools": []}), URL), NOTHING, 1.0, 2.0)
+    rollout = build_rollout(asked, classify(Returned({"reward": 1, "tools": []}), URL), NOTHING, 1.0, 2.0)
     assert (rollout.outcome, rollout.reward, rollout.failure.reason) == (Outcome.AGENT_ERROR, None, "no_model_call")
     assert "return the 'messages'" in rollout.failure.message
 
@@ -291,21 +299,21 @@ def test_without_messages_a_reward_for_nothing_is_the_agents_error(asked):
     ],
 )
 def test_messages_that_are_none_are_the_agents_error(asked, returned, words):
-    rollout = conclude(asked, judge(Returned({"reward": 1, **returned}), URL), NOTHING, 1.0, 2.0)
+    rollout = build_rollout(asked, classify(Returned({"reward": 1, **returned}), URL), NOTHING, 1.0, 2.0)
     assert (rollout.outcome, rollout.reward, rollout.failure.reason) == (Outcome.AGENT_ERROR, None, "bad_messages")
     assert words in rollout.failure.message
     assert "in the shape of OpenAI's chat completions" in rollout.failure.message
 
 
 def test_messages_do_not_stand_in_for_a_trajectory_that_could_not_be_had(asked):
-    ending = judge(Returned({"reward": 1, "messages": MESSAGES}), URL)
-    rollout = conclude(asked, ending, TrajectoryUnavailable("no answer"), 1.0, 2.0)
+    ending = classify(Returned({"reward": 1, "messages": MESSAGES}), URL)
+    rollout = build_rollout(asked, ending, TrajectoryUnavailable("no answer"), 1.0, 2.0)
     assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "trajectory_unavailable")
 
 
 def test_messages_do_not_excuse_calls_that_were_never_answered(asked):
-    ending = judge(Returned({"reward": 1, "messages": MESSAGES}), URL)
-    rollout = conclude(asked, ending, NOTHING.model_copy(update={"unanswered_calls": 1}), 1.0, 2.0)
+    ending = classify(Returned({"reward": 1, "messages": MESSAGES}), URL)
+    rollout = build_rollout(asked, ending, NOTHING.model_copy(update={"unanswered_calls": 1}), 1.0, 2.0)
     assert (rollout.outcome, rollout.reward, rollout.failure.reason) == (
         Outcome.INFRA_ERROR,
         None,

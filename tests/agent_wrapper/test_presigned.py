@@ -135,7 +135,7 @@ def test_nobody_there_is_told_without_the_url(dead_url):
 
 
 def test_the_publisher_goes_by_the_url(cloud, cued):
-    request = {"bucket": cloud.bucket, "urls": {"result": "http://s3/r", "notice": "http://s3/n"}}
+    request = {"bucket": cloud.bucket, "urls": {"result": "http://s3/r", "failure_marker": "http://s3/n"}}
     target = RolloutRequest.model_fields["result"].annotation.model_validate(request)
     publisher = Publisher()
     publisher.prepare(target)
@@ -148,13 +148,13 @@ def test_the_publisher_goes_by_the_url(cloud, cued):
 
 
 @pytest.mark.parametrize(("body", "outcome"), [("good", Outcome.COMPLETED), ("cut", Outcome.INFRA_ERROR)])
-def test_a_container_without_credentials_publishes_its_result_or_its_notice(
+def test_a_container_without_credentials_publishes_its_result_or_its_failure_marker(
     start_container, cloud, gateway, body, outcome
 ):
     container = start_container("async", **NO_CREDENTIALS)
     block = container.request(result__queue_url=None)
     request = RolloutRequest.parse(block)
-    keys = {"result": request.key_for(Outcome.COMPLETED), "notice": request.key_for(Outcome.INFRA_ERROR)}
+    keys = {"result": request.key_for(Outcome.COMPLETED), "failure_marker": request.key_for(Outcome.INFRA_ERROR)}
     block["result"]["urls"] = {name: sign(cloud, key) for name, key in keys.items()}
     if body == "cut":
         gateway.answers[f"/{request.rollout_id}/trajectory"] = [(403, b"no")]

@@ -73,7 +73,7 @@ def test_a_failed_announcement_does_not_lose_the_result(publisher, cloud, target
     gone = target.model_copy(update={"queue_url": f"{target.queue_url}-gone"})
     assert publisher.publish(gone, key, b"result", budget_s=1) is Written.NOW
     assert cloud.s3.get_object(Bucket=cloud.bucket, Key=key)["Body"].read() == b"result"
-    assert "stands, but could not be announced" in caplog.text
+    assert "was written but could not be announced" in caplog.text
 
 
 # --- an S3 that misbehaves on cue -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""From an announcement, or a listing, to a step: nothing is lost, and nothing that arrives can stop the receiving."""
+"""The buffer delivers announced and listed results to their step, and no message or object stops it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import time
 import pytest
 
 from agent_wrapper.contract import Announcement, ContractError
+from rollout_backend.collect import buffer
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.queue import AnnouncementQueue
 from rollout_backend.collect.store import ResultStore
-from rollout_backend.errors import StoreError
+from rollout_backend.errors import CredentialsExpired, StoreError
+from rollout_backend.local.fault_proxy import Fault, Rule
 
 # --- by announcement --------------------------------------------------------------------------------------
 
 
-async def test_what_is_announced_arrives_and_its_message_is_deleted(open_run, make_sink, make_rollout):
+async def test_an_announced_result_arrives_and_its_message_is_deleted(open_run, make_sink, make_rollout):
     sink = make_sink("task-a.0")
     run = await open_run(sink)
     before = time.time()
@@ -29,11 +31,11 @@ async def test_what_is_announced_arrives_and_its_message_is_deleted(open_run, ma
     assert rollout.encode() == make_rollout().encode()
     assert before - 1 < announced_at < time.time() + 1
     await run.until_held(0)
-    assert run.buffer.heard_at > 0
+    assert run.buffer.last_announcement_at > 0
     assert (run.buffer.refused, run.buffer.stale, run.buffer.dangling, run.buffer.queue_down) == (0, 0, 0, False)
 
 
-async def test_each_goes_to_its_own_step(open_run, make_sink, make_rollout):
+async def test_each_result_goes_to_its_step(open_run, make_sink, make_rollout):
     sinks = [make_sink("task-a.0", step=step) for step in (1, 7)]
     run = await open_run(*sinks)
     for sink in sinks:
@@ -44,7 +46,7 @@ async def test_each_goes_to_its_own_step(open_run, make_sink, make_rollout):
         assert [rollout.step for rollout, _ in sink.arrived] == [sink.step]
 
 
-async def test_what_is_announced_again_is_told_and_not_fetched(open_run, make_sink, make_rollout):
+async def test_a_repeated_announcement_is_counted_and_not_fetched(open_run, make_sink, make_rollout):
     sink = make_sink("task-a.0")
     run = await open_run(sink)
     await run.store_(make_rollout())
@@ -58,7 +60,7 @@ async def test_what_is_announced_again_is_told_and_not_fetched(open_run, make_si
     await run.until_held(0)
 
 
-async def test_an_announcement_for_a_step_that_is_over_is_counted_and_deleted(open_run, make_sink, make_rollout):
+async def test_an_announcement_for_an_ended_step_is_counted_and_deleted(open_run, make_sink, make_rollout):
     sink = make_sink("task-a.0")
     run = await open_run(sink)
     run.buffer.detach(sink)
@@ -68,7 +70,7 @@ async def test_an_announcement_for_a_step_that_is_over_is_counted_and_deleted(op
     assert (run.buffer.stale, sink.arrived) == (1, [])
 
 
-async def test_a_step_is_attached_once_and_may_come_back(open_run, make_sink):
+async def test_a_step_is_attached_once_and_may_be_attached_again(open_run, make_sink):
     sink = make_sink()
     run = await open_run(sink)
     with pytest.raises(AssertionError, match="step 0 is being collected already"):
@@ -77,26 +79,24 @@ async def test_a_step_is_attached_once_and_may_come_back(open_run, make_sink):
     run.buffer.attach(make_sink())
 
 
-async def test_a_result_behind_its_announcement_is_taken_when_the_message_comes_again(
-    open_run, make_sink, make_rollout
-):
+async def test_a_result_written_after_its_announcement_is_fetched_on_redelivery(open_run, make_sink, make_rollout):
     sink = make_sink("task-a.0", "task-a.1")
     run = await open_run(sink, queue={"visibility_s": 5, "wait_s": 20})
     await run.store_(make_rollout("task-a.1"))
     await run.announce(run.key("task-a.0"), run.key("task-a.1"))
     await sink.until(lambda: sink.arrived)
     assert sink.ids == ["task-a.1"]
-    assert await run.held() == 1, "it is not deleted: a part of it may do better later"
+    assert await run.held() == 1, "the message is kept: one of its results may appear later"
     await run.store_(make_rollout("task-a.0"))
     await sink.until(lambda: len(sink.arrived) == 2)
     await run.until_held(0)
     assert run.buffer.dangling >= 1
-    assert set(sink.repeated) == {"task-a.1"}, "the part that had arrived changes nothing"
+    assert set(sink.repeated) == {"task-a.1"}, "the delivered result is only counted as a duplicate"
 
 
-async def test_s3s_own_test_event_is_deleted_without_a_word(open_run, make_sink):
+async def test_s3s_test_event_is_deleted_silently(open_run, make_sink):
     run = await open_run(make_sink())
-    await run.say('{"Event": "s3:TestEvent", "Service": "Amazon S3"}')
+    await run.send('{"Event": "s3:TestEvent", "Service": "Amazon S3"}')
     await run.until_held(0)
     assert run.buffer.refused == 0
 
@@ -111,9 +111,9 @@ async def test_s3s_own_test_event_is_deleted_without_a_word(open_run, make_sink)
         ("[" * 10_000, "body: not JSON"),
     ],
 )
-async def test_a_malformed_message_is_put_aside_and_deleted(open_run, make_sink, body, reason):
+async def test_a_malformed_message_is_quarantined_and_deleted(open_run, make_sink, body, reason):
     run = await open_run(make_sink())
-    await run.say(body)
+    await run.send(body)
     await run.until_held(0)
     [record] = await run.quarantined()
     assert record["reason"].startswith(reason)
@@ -122,7 +122,7 @@ async def test_a_malformed_message_is_put_aside_and_deleted(open_run, make_sink,
     assert run.buffer.refused == 1
 
 
-async def test_an_announcement_opens_nothing_but_this_runs_own_results(open_run, make_sink, make_rollout, run_id, s3):
+async def test_an_announcement_gives_access_to_this_runs_results_only(open_run, make_sink, make_rollout, run_id, s3):
     sink = make_sink("task-a.0")
     run = await open_run(sink, storage={"prefix": "team/"})
     await run.store_(make_rollout())
@@ -146,11 +146,40 @@ async def test_an_announcement_opens_nothing_but_this_runs_own_results(open_run,
     assert sum(reason.startswith("object.key: ") for reason in reasons) == len(forged) - 1
 
 
-async def test_a_trainers_own_records_are_passed_over(open_run, make_sink, run_id):
-    """S3 may notify of them. Evidence put aside for that would be the next notification, without an end."""
+async def test_runs_that_share_a_queue_leave_each_other_their_announcements(
+    open_run, make_sink, make_rollout, sqs, s3, run_id
+):
+    url = (await sqs.create_queue(QueueName=f"shared-{run_id}"))["QueueUrl"]
+    ids = [f"task-{i}.0" for i in range(30)]
+    runs = []
+    for other in (run_id, f"{run_id}-more"):
+        sink = make_sink(*ids)
+        runs.append((await open_run(sink, queue={"url": url}, run_id=other), sink))
+    for run, _ in runs:
+        await run.store_(*(make_rollout(rollout_id, run_id=run.run_id) for rollout_id in ids))
+    for rollout_id in ids:
+        for run, _ in runs:
+            await run.announce(run.key(rollout_id))
+    for run, sink in runs:
+        await sink.until(lambda sink=sink: not sink.wanted)
+        assert (run.buffer.refused, await run.quarantined()) == (0, [])
+
+
+async def test_a_message_that_no_other_run_takes_is_quarantined(open_run, make_sink, sqs, run_id, monkeypatch):
+    monkeypatch.setattr(buffer, "_RECEIVES", 3)
+    url = (await sqs.create_queue(QueueName=f"shared-{run_id}"))["QueueUrl"]
+    run = await open_run(make_sink(), queue={"url": url})
+    await run.announce(run.key("task-a.0").replace(run_id, "ended"))
+    await run.until_held(0)
+    [record] = await run.quarantined()
+    assert record["reason"].startswith("object.key: ")
+
+
+async def test_announcements_of_trainer_objects_are_ignored(open_run, make_sink, run_id):
+    """S3 may notify of them. A quarantine record about one would cause the next notification, without an end."""
     sink = make_sink("task-a.0")
     run = await open_run(sink, storage={"prefix": "team/"})
-    for record in ("quarantine/0123.json", "manifests/00000000.json", "owner"):
+    for record in ("quarantine/0123.json", "manifests/00000000.json", "lease"):
         await run.announce(f"team/runs/{run_id}/{record}")
         await run.announce(f"team/runs/another-run/{record}")
     await run.until_held(0)
@@ -158,18 +187,18 @@ async def test_a_trainers_own_records_are_passed_over(open_run, make_sink, run_i
     assert await run.quarantined() == []
 
 
-async def test_a_message_that_also_names_something_foreign_is_refused_whole(open_run, make_sink, make_rollout):
+async def test_a_message_that_also_names_a_foreign_object_is_refused_whole(open_run, make_sink, make_rollout):
     sink = make_sink("task-a.0")
     run = await open_run(sink)
     await run.store_(make_rollout())
     await run.announce(run.key("task-a.0"), "not/ours")
     await run.until_held(0)
     assert sink.arrived == []
-    await run.buffer.sweep(sink)  # which finds it all the same
+    await run.buffer.sweep(sink)  # finds it without the announcement
     assert sink.ids == ["task-a.0"]
 
 
-async def test_whatever_a_message_contains_the_next_one_is_received(open_run, make_sink, make_rollout):
+async def test_malformed_messages_do_not_stop_receiving(open_run, make_sink, make_rollout):
     random.seed(7)
     sink = make_sink("task-a.0")
     run = await open_run(sink)
@@ -177,11 +206,11 @@ async def test_whatever_a_message_contains_the_next_one_is_received(open_run, ma
     for _ in range(20):
         cut = good[: random.randrange(1, len(good))]
         noise = "".join(random.choices(string.ascii_letters + string.punctuation + " ", k=30))
-        await run.say(random.choice([cut, noise, good.replace("Records", "records"), f"[{good}]"]))
+        await run.send(random.choice([cut, noise, good.replace("Records", "records"), f"[{good}]"]))
     await run.until_held(0)
     assert run.buffer.refused == 20
     await run.store_(make_rollout())
-    await run.say(good)
+    await run.send(good)
     await sink.until(lambda: sink.arrived)
 
 
@@ -201,9 +230,13 @@ async def test_whatever_a_message_contains_the_next_one_is_received(open_run, ma
             lambda rollout: rollout.to_json().replace(b'"extras":{}', b'"extras":{"x":1' + b"0" * 30 + b"}"),
             "object: holds what cannot be stored",
         ),
-        (lambda rollout: b'{"status_code": 500, "input_id": "task-b"}', "input_id: is 'task-b'"),
+        (
+            lambda rollout: rollout.model_copy(update={"session_id": "s"}).encode(),
+            "session_id: is not that of attempt 1",
+        ),
+        (lambda rollout: b'{"status_code": 500, "input_id": "task-b"}', "object: is in the older text format"),
     ],
-    ids=["empty", "cut", "neither form", "run", "step", "rollout", "beyond 64 bits", "text of another task"],
+    ids=["empty", "cut", "neither form", "run", "step", "rollout", "beyond 64 bits", "session", "text format"],
 )
 async def test_a_result_that_breaks_the_contract_is_rejected_with_evidence(
     open_run, make_sink, make_rollout, damage, reason
@@ -218,7 +251,7 @@ async def test_a_result_that_breaks_the_contract_is_rejected_with_evidence(
     [record] = await run.quarantined()
     assert (record["what"], record["bytes"]) == (key, len(body))
     await run.until_held(0)
-    await run.store_(make_rollout("task-a.1"))  # and it goes on
+    await run.store_(make_rollout("task-a.1"))  # receiving continues
     await run.announce(run.key("task-a.1"))
     await sink.until(lambda: sink.arrived)
 
@@ -233,10 +266,12 @@ async def test_a_result_beyond_the_cap_is_rejected(open_run, make_sink, make_rol
     await sink.until(lambda: sink.rejected)
     assert "more than the cap of 4096" in str(sink.rejected["task-a.0"])
     [record] = await run.quarantined()
-    assert (record["bytes"] > 0) == packed, "what is too large to be fetched is not fetched for evidence either"
+    assert (record["bytes"] > 0) == packed, "an object too large to fetch is not fetched for evidence either"
 
 
-async def test_what_cannot_be_put_aside_is_neither_rejected_nor_deleted(open_run, make_sink, told_in_the_log, over):
+async def test_a_result_that_cannot_be_quarantined_is_neither_rejected_nor_deleted(
+    open_run, make_sink, until_logged, receive_with
+):
     class Full(ResultStore):
         async def quarantine(self, *args: object) -> str:
             raise StoreError("S3 is full")
@@ -245,35 +280,93 @@ async def test_what_cannot_be_put_aside_is_neither_rejected_nor_deleted(open_run
     run = await open_run(receive=False)
     await run.put(run.key("task-a.0"), b"broken")
     await run.announce(run.key("task-a.0"))
-    await run.say("not json")
-    async with over(run, Full(run.store.config, run.store._s3, run.store._stack), sink):
-        await told_in_the_log("S3 is full; it is tried again", 2)
+    await run.send("not json")
+    async with receive_with(run, Full(run.store.config, run.store._s3, run.store._stack), sink):
+        await until_logged("S3 is full; it is retried", 2)
         assert (sink.rejected, await run.held()) == ({}, 2)
 
 
 async def test_while_s3_does_not_answer_messages_stay(
-    open_run, make_sink, nowhere, open_store, told_in_the_log, over
+    open_run, make_sink, nowhere, open_store, until_logged, receive_with
 ):
     sink = make_sink("task-a.0")
     run = await open_run(receive=False)
     await run.announce(run.key("task-a.0"))
-    async with over(run, await open_store(nowhere), sink) as buffer:
-        await told_in_the_log("it is tried again", 1)
+    async with receive_with(run, await open_store(nowhere), sink) as buffer:
+        await until_logged("it is retried", 1)
         assert (sink.arrived, sink.rejected, await run.held(), buffer.dangling) == ([], {}, 1, 0)
-        with pytest.raises(StoreError, match="S3 did not list"):
+        with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
             await buffer.sweep(sink)
+
+
+# --- truncated bodies and defects -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH])
+async def test_receiving_survives_truncated_bodies(
+    open_run, make_sink, make_rollout, open_store, faulty, until_logged, receive_with, fault
+):
+    sink = make_sink("task-a.0")
+    run = await open_run(receive=False, queue={"visibility_s": 5})
+    await run.store_(make_rollout())
+    await run.announce(run.key("task-a.0"))
+    where, proxy = await faulty(Rule("s3:GetObject", fault))
+    async with receive_with(run, await open_store(where), sink) as buffer:
+        await until_logged("it is retried", 1)
+        assert (sink.arrived, sink.rejected, await run.held()) == ([], {}, 1)
+        proxy.rules = []
+        await buffer.sweep(sink)
+        assert sink.ids == ["task-a.0"]
+
+
+async def test_a_truncated_listing_is_not_an_empty_step(open_run, make_sink, make_rollout, open_store, faulty):
+    sink = make_sink("task-a.0")
+    run = await open_run(queue=False)
+    await run.store_(make_rollout())
+    where, _ = await faulty(Rule("s3:ListObjects", Fault.TRUNCATE))
+    with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
+        await RolloutBuffer(run.run_id, await open_store(where), None, 4).sweep(sink)
+
+
+async def test_a_defect_in_handling_one_result_does_not_stop_receiving(
+    open_run, make_sink, make_rollout, until_logged, receive_with
+):
+    def verify(rollout):
+        if rollout.rollout_id == "task-a.0":
+            raise ZeroDivisionError("a defect")
+
+    sink = make_sink("task-a.0", "task-a.1")
+    run = await open_run(receive=False)
+    await run.store_(make_rollout(), make_rollout("task-a.1"))
+    await run.announce(run.key("task-a.0"))
+    async with receive_with(run, run.store, sink, verify=verify) as buffer:
+        await until_logged("failed; it is retried", 1)
+        await run.announce(run.key("task-a.1"))
+        await sink.until(lambda: sink.arrived)
+        assert not await buffer.sweep(sink)
+    assert (sink.ids, sink.rejected, await run.held()) == (["task-a.1"], {}, 1)
+
+
+async def test_expired_credentials_stop_receiving(open_run, make_sink, open_store, faulty):
+    run = await open_run(receive=False)
+    await run.announce(run.key("task-a.0"))
+    where, _ = await faulty(Rule("s3:GetObject", Fault.FAIL, status=400, code="ExpiredToken"))
+    buffer = RolloutBuffer(run.run_id, await open_store(where), run.queue, 4)
+    buffer.attach(make_sink("task-a.0"))
+    with pytest.RaisesGroup(CredentialsExpired, flatten_subgroups=True):
+        await buffer.run(1)
 
 
 # --- the queue itself -------------------------------------------------------------------------------------
 
 
-async def test_a_queue_that_is_gone_is_noticed_and_heard_again_when_it_is_back(
-    open_run, make_sink, make_rollout, sqs, told_in_the_log
+async def test_a_deleted_queue_is_noticed_and_used_again_when_it_is_back(
+    open_run, make_sink, make_rollout, sqs, until_logged
 ):
     sink = make_sink("task-a.0")
     run = await open_run(sink)
     await sqs.delete_queue(QueueUrl=run.queue.url)
-    await told_in_the_log("the queue does not answer, results are found by listing", 1)
+    await until_logged("the queue does not answer; results are found by listing", 1)
     assert run.buffer.queue_down
     await sqs.create_queue(QueueName=run.queue.url.rpartition("/")[2])
     await run.store_(make_rollout())
@@ -282,7 +375,7 @@ async def test_a_queue_that_is_gone_is_noticed_and_heard_again_when_it_is_back(
     assert not run.buffer.queue_down
 
 
-async def test_messages_that_could_not_be_deleted_change_nothing(open_run, make_sink, make_rollout, told_in_the_log):
+async def test_messages_that_could_not_be_deleted_change_nothing(open_run, make_sink, make_rollout, until_logged):
     class Undeletable(AnnouncementQueue):
         async def delete(self, messages) -> None:
             await self._sqs.delete_queue(QueueUrl=self.url)
@@ -293,11 +386,11 @@ async def test_messages_that_could_not_be_deleted_change_nothing(open_run, make_
     await run.store_(make_rollout())
     await run.announce(run.key("task-a.0"))
     await sink.until(lambda: sink.arrived)
-    await told_in_the_log("1 messages were not deleted and will come again", 1)
+    await until_logged("1 messages will be received again", 1)
     assert sink.ids == ["task-a.0"]
 
 
-async def test_without_a_queue_there_is_nothing_to_hear(open_run, make_sink, make_rollout):
+async def test_without_a_queue_results_are_found_by_listing(open_run, make_sink, make_rollout):
     sink = make_sink("task-a.0")
     run = await open_run(sink, queue=False)
     assert run.buffer.queue_down
@@ -309,17 +402,17 @@ async def test_without_a_queue_there_is_nothing_to_hear(open_run, make_sink, mak
 # --- by listing -------------------------------------------------------------------------------------------
 
 
-async def test_a_sweep_takes_what_is_wanted_and_nothing_else(open_run, make_sink, make_rollout):
+async def test_a_sweep_fetches_only_wanted_results(open_run, make_sink, make_rollout):
     sink = make_sink("task-a.0", "task-a.2", step=2)
     run = await open_run(sink, receive=False)
     await run.store_(*(make_rollout(f"task-a.{i}", step=2) for i in (0, 1)), make_rollout("task-a.2", step=3))
     await run.buffer.sweep(sink)
     assert (sink.ids, sink.repeated, sink.wanted) == (["task-a.0"], [], {"task-a.2"})
     await run.buffer.sweep(sink)
-    assert sink.ids == ["task-a.0"], "what has come is not taken twice"
+    assert sink.ids == ["task-a.0"], "a delivered result is not delivered twice"
 
 
-async def test_a_sweep_rejects_what_is_broken(open_run, make_sink):
+async def test_a_sweep_rejects_invalid_results(open_run, make_sink):
     sink = make_sink("task-a.0")
     run = await open_run(sink, receive=False)
     await run.put(run.key("task-a.0"), b"broken")
@@ -328,16 +421,38 @@ async def test_a_sweep_rejects_what_is_broken(open_run, make_sink):
     assert len(await run.quarantined()) == 1
 
 
-async def test_a_look_asks_for_what_it_is_told_to(open_run, make_sink, make_rollout):
+async def test_fetch_by_key_fetches_only_the_given_rollout(open_run, make_sink, make_rollout):
     sink = make_sink("task-a.0", "task-a.1", "task-a.2")
     run = await open_run(sink, receive=False)
     await run.store_(make_rollout("task-a.0"), make_rollout("task-a.1"))
-    await run.buffer.look(sink, [("task-a.1", 1), ("task-a.2", 1)])
+    assert [await run.buffer.fetch_by_key(sink, each, 1) for each in ("task-a.1", "task-a.2")] == [True, True]
     assert (sink.ids, sink.wanted) == (["task-a.1"], {"task-a.0", "task-a.2"})
-    assert run.buffer.dangling == 0, "nobody had announced what is not there"
+    assert run.buffer.dangling == 0, "the missing result was not announced"
 
 
-async def test_no_more_is_fetched_at_once_than_was_allowed(open_run, make_sink, make_rollout):
+async def test_fetch_by_key_reports_when_s3_does_not_answer(open_run, make_sink, open_store, faulty):
+    """A result or failure marker that cannot be read does not count as absent."""
+    sink = make_sink("task-a.0")
+    run = await open_run(queue=False)
+    where, proxy = await faulty()
+    buffer = RolloutBuffer(run.run_id, await open_store(where), None, 4)
+    for key in ("*/task-a.0", "*/task-a.0~1"):
+        proxy.rules = [Rule("s3:GetObject", Fault.FAIL, code="SlowDown", path=key)]
+        assert not await buffer.fetch_by_key(sink, "task-a.0", 1)
+    proxy.rules = []
+    assert await buffer.fetch_by_key(sink, "task-a.0", 1)
+    assert (sink.arrived, sink.rejected) == ([], {})
+
+
+async def test_list_results_returns_rollouts_with_a_result_or_a_failure_marker(open_run, make_sink, make_rollout):
+    sink = make_sink("task-a.0", "task-a.2", step=2)
+    run = await open_run(sink, receive=False)
+    await run.store_(*(make_rollout(f"task-a.{i}", step=2) for i in (0, 1)), make_rollout("task-a.3", step=3))
+    await run.put(run.key("task-a.2", 2) + "~1", b"")
+    assert await run.buffer.list_results(sink) == {"task-a.0", "task-a.2"}
+
+
+async def test_fetches_at_once_are_limited(open_run, make_sink, make_rollout):
     class Counted(ResultStore):
         now = most = 0
 
@@ -354,14 +469,14 @@ async def test_no_more_is_fetched_at_once_than_was_allowed(open_run, make_sink, 
     run = await open_run(sink, receive=False)
     await run.store_(*(make_rollout(each) for each in ids))
     store = Counted(run.store.config, run.store._s3, run.store._stack)
-    await RolloutBuffer(run.run_id, store, None, fetches=3).sweep(sink)
+    await RolloutBuffer(run.run_id, store, None, max_fetches=3).sweep(sink)
     assert (len(sink.arrived), store.most) == (12, 3)
 
 
-# --- messages made trainable ------------------------------------------------------------------------------
+# --- re-tokenized results ---------------------------------------------------------------------------------
 
 
-async def test_what_arrives_has_been_through_the_retokeniser(open_run, make_sink, make_rollout):
+async def test_delivered_results_are_retokenized(open_run, make_sink, make_rollout):
     async def mark(rollout):
         return rollout.model_copy(update={"extras": {"seen": rollout.rollout_id}})
 
@@ -373,22 +488,22 @@ async def test_what_arrives_has_been_through_the_retokeniser(open_run, make_sink
 
 
 @pytest.mark.parametrize("form", ["encode", "to_json"])
-async def test_a_result_that_calls_itself_retokenised_is_rejected(open_run, make_sink, make_rollout, form):
+async def test_a_result_marked_retokenized_by_the_agent_is_rejected(open_run, make_sink, make_rollout, form):
     segment = json.loads(make_rollout().to_json())["segments"][0]
     segment["turns"][0]["weight_versions"] = []
-    forged = {**segment, "logprobs": [None] * 5, "retokenised": True}
+    forged = {**segment, "logprobs": [None] * 5, "retokenized": True}
     sink = make_sink("task-a.0")
     run = await open_run(sink, receive=False)
     await run.put(run.key("task-a.0"), getattr(make_rollout(segments=[forged]), form)())
     await run.buffer.sweep(sink)
     assert sink.arrived == []
-    assert "marked retokenised" in str(sink.rejected["task-a.0"])
+    assert "marked retokenized" in str(sink.rejected["task-a.0"])
 
 
 # --- seals ------------------------------------------------------------------------------------------------
 
 
-async def test_what_the_gateway_did_not_hand_out_is_rejected_with_evidence(open_run, make_sink, make_rollout):
+async def test_a_result_without_a_valid_seal_is_rejected_with_evidence(open_run, make_sink, make_rollout):
     def verify(rollout):
         if rollout.seal != "good":
             raise ContractError("seal", "is not one that this run's gateway made")

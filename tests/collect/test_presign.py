@@ -1,15 +1,15 @@
-"""Presigned URLs: what they are signed for, and that one write is all they give."""
+"""A presigned URL permits one write under one key."""
 
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
 
-from agent_wrapper.contract import PUT_HEADERS, Sampling, notice_key, result_key
+from agent_wrapper.contract import PUT_HEADERS, Sampling, failure_marker_key, result_key
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, StorageConfig
+from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.tokens import SessionClaims
 
 
 @pytest.fixture
@@ -34,34 +34,34 @@ def signature(url: str) -> dict[str, str]:
     return {name: values[0] for name, values in parse_qs(urlsplit(url).query).items()}
 
 
-def test_a_url_is_signed_for_its_key_its_headers_and_its_time(presigner, claims, local_aws):
+def test_a_url_is_signed_for_its_key_headers_and_expiry(presigner, claims, local_aws):
     urls = presigner.urls(claims)
     place = ("team/", claims.run_id, 3, "task.0")
-    for url, key in ((urls.result, result_key(*place)), (urls.notice, notice_key(*place, 2))):
+    for url, key in ((urls.result, result_key(*place)), (urls.failure_marker, failure_marker_key(*place, 2))):
         assert urlsplit(url).path == f"/{local_aws.bucket}/{key}"
         signed = signature(url)
         assert signed["X-Amz-Algorithm"] == "AWS4-HMAC-SHA256"
         assert signed["X-Amz-SignedHeaders"] == "content-type;host;if-none-match"
         assert signed["X-Amz-Expires"] == "600"
-    assert signature(urls.result)["X-Amz-Signature"] != signature(urls.notice)["X-Amz-Signature"]
+    assert signature(urls.result)["X-Amz-Signature"] != signature(urls.failure_marker)["X-Amz-Signature"]
     assert "X-Amz-Signature" not in repr(urls)
 
 
-def test_on_aws_the_bucket_is_in_the_name(local_aws, claims):
+def test_on_aws_the_bucket_is_in_the_host_name(local_aws, claims):
     urls = Presigner(StorageConfig(bucket="some-bucket"), AwsConfig(region="eu-central-1")).urls(claims)
     assert urls.result.startswith("https://some-bucket.s3.")
     assert "eu-central-1" in signature(urls.result)["X-Amz-Credential"]
 
 
-def test_a_url_takes_one_object_and_never_a_second(presigner, claims):
+def test_a_url_writes_one_object_once(presigner, claims):
     urls = presigner.urls(claims)
-    with httpx.Client() as plain:  # no credential of any kind
+    with httpx.Client() as plain:  # without credentials
         assert plain.put(urls.result, content=b"first", headers=PUT_HEADERS).status_code == 200
         assert plain.put(urls.result, content=b"second", headers=PUT_HEADERS).status_code == 412
-        assert plain.put(urls.notice, content=b"a notice", headers=PUT_HEADERS).status_code == 200
+        assert plain.put(urls.failure_marker, content=b"a failure marker", headers=PUT_HEADERS).status_code == 200
 
 
-def test_urls_that_s3_would_not_sign_for_so_long_are_refused_at_the_start(tmp_path):
+def test_urls_that_would_outlive_s3s_limit_are_refused_at_start(tmp_path):
     from rollout_backend.config import RolloutConfig
 
     settings = {

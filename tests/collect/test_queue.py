@@ -1,4 +1,4 @@
-"""The queue of announcements over a real SQS: made and deleted with the run, or used as it is."""
+"""The announcement queue on a local SQS: created and deleted with the run, or given and kept."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_backend.collect.queue import AWS_ERRORS, AnnouncementQueue, Message, queue_name
+from rollout_backend.config import StorageConfig
 from rollout_backend.errors import PreflightError
 
 run_ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True)
+STORAGE = StorageConfig(bucket="bucket")
+places = st.sampled_from([STORAGE, StorageConfig(bucket="other"), StorageConfig(bucket="bucket", prefix="team/")])
 
 
 async def send(sqs, queue: AnnouncementQueue, *bodies: str) -> None:
@@ -32,106 +35,117 @@ async def receive_all(queue: AnnouncementQueue) -> list[Message]:
     return found
 
 
-async def names_of(sqs, run_id: str) -> set[str]:
-    reply = await sqs.list_queues(QueueNamePrefix=queue_name(run_id))
+async def names_of(sqs, name: str) -> set[str]:
+    reply = await sqs.list_queues(QueueNamePrefix=name)
     return {url.rpartition("/")[2] for url in reply.get("QueueUrls", ())}
 
 
 async def reappear(sqs, queue: AnnouncementQueue, message: Message) -> None:
-    """Ends a message's time of being hidden now."""
+    """Make a received message visible again now."""
     await sqs.change_message_visibility(QueueUrl=queue.url, ReceiptHandle=message.receipt, VisibilityTimeout=0)
 
 
 # --- names ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=300)
 @given(run_ids)
-def test_a_name_is_one_that_sqs_takes_with_room_for_the_dead_letters(run_id):
-    assert re.fullmatch(r"[A-Za-z0-9_-]{1,80}", f"{queue_name(run_id)}-dlq")
+def test_a_name_is_valid_for_sqs_with_the_dead_letter_suffix(run_id):
+    assert re.fullmatch(r"[A-Za-z0-9_-]{1,80}", f"{queue_name(STORAGE, run_id)}-dlq")
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
-@given(run_ids, run_ids)
+@settings(max_examples=300)
+@given(st.tuples(places, run_ids), st.tuples(places, run_ids))
 def test_two_runs_never_share_a_queue(one, other):
-    assert (queue_name(one) == queue_name(other)) == (one == other)
+    assert (queue_name(*one) == queue_name(*other)) == (one == other)
 
 
-def test_runs_whose_names_sqs_would_take_for_one_are_told_apart():
+def test_runs_whose_names_sanitize_to_the_same_text_have_different_queues():
     long = "r" * 120
-    assert len({queue_name(name) for name in ("a.b", "a-b", "a_b", long, long + "x")}) == 5
-    assert queue_name("my-run") == "rollout-my-run"
+    assert len({queue_name(STORAGE, name) for name in ("a.b", "a-b", "a_b", long, long + "x")}) == 5
+    assert queue_name(STORAGE, "my-run").startswith("rollout-my-run-")
 
 
-# --- made and deleted -------------------------------------------------------------------------------------
+def test_runs_of_one_id_in_two_places_have_two_queues():
+    storages = [STORAGE, StorageConfig(bucket="other"), StorageConfig(bucket="bucket", prefix="team/")]
+    assert len({queue_name(storage, "my-run") for storage in storages}) == 3
 
 
-async def test_a_queue_is_made_with_its_dead_letter_queue_and_both_are_deleted(open_queue, sqs, run_id):
+# --- creation and deletion --------------------------------------------------------------------------------
+
+
+async def test_a_queue_is_created_with_its_dead_letter_queue_and_both_are_deleted(open_queue, sqs, name):
     queue = await open_queue(close=False, visibility_s=33, max_receives=4)
-    name = queue_name(run_id)
-    assert await names_of(sqs, run_id) == {name, f"{name}-dlq"}
+    assert await names_of(sqs, name) == {name, f"{name}-dlq"}
     made = (await sqs.get_queue_attributes(QueueUrl=queue.url, AttributeNames=["All"]))["Attributes"]
     assert (made["VisibilityTimeout"], made["MessageRetentionPeriod"]) == ("33", str(14 * 24 * 3600))
     redrive = json.loads(made["RedrivePolicy"])
     assert int(redrive["maxReceiveCount"]) == 4
     assert redrive["deadLetterTargetArn"].endswith(f":{name}-dlq")
     await queue.aclose()
-    assert await names_of(sqs, run_id) == set()
+    assert await names_of(sqs, name) == set()
 
 
-async def test_a_dead_letter_queue_with_evidence_in_it_stays(open_queue, sqs, run_id, caplog):
+async def test_a_dead_letter_queue_with_messages_is_kept(open_queue, sqs, name, caplog):
     queue = await open_queue(close=False, max_receives=1)
-    await send(sqs, queue, "nobody can use this")
+    await send(sqs, queue, "malformed")
     [message] = await queue.receive()
     await reappear(sqs, queue, message)
-    assert await queue.receive() == []  # it has gone where the dead letters go
+    assert await queue.receive() == []  # it moved to the dead-letter queue
     await queue.aclose()
-    name = queue_name(run_id)
-    assert await names_of(sqs, run_id) == {f"{name}-dlq"}
-    assert "1 messages that nobody could use stay in" in caplog.text
+    assert await names_of(sqs, name) == {f"{name}-dlq"}
+    assert "1 messages that could not be handled are kept in" in caplog.text
     url = (await sqs.get_queue_url(QueueName=f"{name}-dlq"))["QueueUrl"]
     [kept] = (await sqs.receive_message(QueueUrl=url))["Messages"]
-    assert kept["Body"] == "nobody can use this"
+    assert kept["Body"] == "malformed"
 
 
-async def test_a_queue_of_the_users_is_used_as_it_is_and_stays(open_queue, sqs, run_id):
-    url = (await sqs.create_queue(QueueName=f"mine-{run_id}"))["QueueUrl"]
+async def test_a_given_queue_is_used_unchanged_and_kept(open_queue, sqs, name):
+    url = (await sqs.create_queue(QueueName=f"mine-{name}"))["QueueUrl"]
     queue = await open_queue(close=False, url=url)
     assert queue.url == url
-    assert await names_of(sqs, run_id) == set()
+    assert await names_of(sqs, name) == set()
     await send(sqs, queue, "a")
     [message] = await queue.receive()
     assert message.body == "a"
     await queue.aclose()
-    assert (await sqs.get_queue_url(QueueName=f"mine-{run_id}"))["QueueUrl"] == url
+    assert (await sqs.get_queue_url(QueueName=f"mine-{name}"))["QueueUrl"] == url
 
 
-async def test_a_queue_that_is_not_there_is_found_out_at_once(open_queue, where):
-    with pytest.raises(PreflightError, match=r"queue .*no-such-queue does not exist. Create it, or mend queue\.url"):
+async def test_a_missing_queue_is_reported_at_once(open_queue, where):
+    with pytest.raises(PreflightError, match=r"no-such-queue does not exist: create it, or correct queue\.url"):
         await open_queue(url=f"{where.endpoint_url}/123456789012/no-such-queue")
 
 
 @pytest.mark.parametrize("url", [None, "http://127.0.0.1/123456789012/mine"])
-async def test_an_sqs_that_does_not_answer_is_found_out_at_once(open_queue, nowhere, url):
+async def test_an_unreachable_sqs_is_reported_at_once(open_queue, nowhere, url):
     with pytest.raises(PreflightError, match=r"cannot be reached.*aws\.endpoint_url"):
         await open_queue(nowhere, url=url)
 
 
-async def test_opened_twice_by_one_run_it_is_one_queue(open_queue, sqs):
+async def test_a_run_that_opens_its_queue_twice_gets_the_same_queue(open_queue, sqs):
     first, second = await open_queue(close=False), await open_queue()
     assert first.url == second.url
     await first._stack.aclose()
 
 
+async def test_an_existing_queue_with_other_attributes_is_used_unchanged(open_queue, sqs):
+    first = await open_queue(close=False, visibility_s=33, max_receives=4)
+    second = await open_queue(visibility_s=44, max_receives=5)
+    assert (second.url, second.dead_url) == (first.url, first.dead_url)
+    await send(sqs, second, "a")
+    [message] = await second.receive()
+    assert message.body == "a"
+    await first._stack.aclose()
+
+
 @pytest.mark.parametrize("gone", ["", "-dlq"])
-async def test_a_queue_that_somebody_deleted_does_not_keep_the_other_from_being_deleted(
-    open_queue, sqs, run_id, caplog, gone
-):
+async def test_a_deleted_queue_does_not_prevent_deleting_the_other(open_queue, sqs, name, caplog, gone):
     queue = await open_queue(close=False)
-    url = (await sqs.get_queue_url(QueueName=queue_name(run_id) + gone))["QueueUrl"]
+    url = (await sqs.get_queue_url(QueueName=name + gone))["QueueUrl"]
     await sqs.delete_queue(QueueUrl=url)
     await queue.aclose()
-    assert await names_of(sqs, run_id) == set()
+    assert await names_of(sqs, name) == set()
     assert "could not be deleted" in caplog.text
 
 
@@ -149,7 +163,7 @@ async def test_a_message_says_when_it_was_sent(open_queue, sqs):
     assert message.receipt
 
 
-async def test_an_empty_queue_gives_nothing(open_queue):
+async def test_an_empty_queue_returns_no_messages(open_queue):
     assert await (await open_queue(wait_s=0)).receive() == []
 
 
@@ -161,7 +175,7 @@ async def test_a_receive_waits_for_the_first_message(open_queue, sqs):
         assert [message.body for message in await receiving] == ["late"]
 
 
-async def test_more_than_a_batch_is_received_and_deleted_whole(open_queue, sqs):
+async def test_more_messages_than_a_batch_are_received_and_deleted(open_queue, sqs):
     queue = await open_queue(wait_s=0)
     bodies = [f"message {i}" for i in range(23)]
     await send(sqs, queue, *bodies)
@@ -169,12 +183,12 @@ async def test_more_than_a_batch_is_received_and_deleted_whole(open_queue, sqs):
     assert sorted(message.body for message in messages) == sorted(bodies)
     await queue.delete(messages)
     for message in messages:
-        with pytest.raises(ClientError):  # there is nothing left to make visible
+        with pytest.raises(ClientError):  # the message no longer exists
             await reappear(sqs, queue, message)
     assert await receive_all(queue) == []
 
 
-async def test_a_message_is_hidden_while_it_is_dealt_with_and_comes_again(open_queue, sqs):
+async def test_a_message_is_hidden_while_it_is_handled_and_then_redelivered(open_queue, sqs):
     queue = await open_queue(wait_s=0)
     await send(sqs, queue, "a")
     [first] = await queue.receive()
@@ -184,23 +198,23 @@ async def test_a_message_is_hidden_while_it_is_dealt_with_and_comes_again(open_q
     assert (second.message_id, second.body) == (first.message_id, first.body)
 
 
-async def test_nothing_is_deleted_where_there_is_nothing_to_delete(open_queue):
+async def test_deleting_no_messages_makes_no_call(open_queue):
     await (await open_queue()).delete([])
 
 
-async def test_a_message_that_could_not_be_deleted_is_told_and_the_others_are_deleted(open_queue, sqs, caplog):
+async def test_a_message_that_cannot_be_deleted_is_logged_and_the_others_are_deleted(open_queue, sqs, caplog):
     queue = await open_queue(wait_s=0)
     await send(sqs, queue, "a")
     [message] = await queue.receive()
     forged = Message(body="", receipt="no such receipt", message_id="x", sent_at=0.0)
     with caplog.at_level(logging.WARNING):
         await queue.delete([forged, message])
-    assert "will come again" in caplog.text
+    assert "will be received again" in caplog.text
     with pytest.raises(ClientError):
         await reappear(sqs, queue, message)
 
 
-async def test_a_queue_that_is_gone_is_an_error_of_aws(open_queue, sqs):
+async def test_calls_to_a_deleted_queue_raise_an_aws_error(open_queue, sqs):
     queue = await open_queue()
     await send(sqs, queue, "a")
     [message] = await queue.receive()
@@ -209,3 +223,12 @@ async def test_a_queue_that_is_gone_is_an_error_of_aws(open_queue, sqs):
         await queue.receive()
     with pytest.raises(AWS_ERRORS):
         await queue.delete([message])
+
+
+async def test_a_message_stays_hidden_while_it_is_extended(open_queue, sqs):
+    queue = await open_queue(visibility_s=5, wait_s=1)
+    await sqs.send_message(QueueUrl=queue.url, MessageBody="x")
+    [message] = await queue.receive()
+    await sqs.change_message_visibility(QueueUrl=queue.url, ReceiptHandle=message.receipt, VisibilityTimeout=1)
+    await queue.extend([message])
+    assert [await queue.receive() for _ in range(2)] == [[], []]  # 2 s; without the extension it reappears after 1 s

@@ -1,4 +1,4 @@
-"""SQS blocks the name of a deleted queue for a minute: a run that is started again within it waits."""
+"""SQS blocks the name of a deleted queue for a minute. A run that restarts within that minute waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout_backend.collect import queue
 
 
 class Sqs:
-    """Refuses a few times, as no emulator in the tests does."""
+    """Refuses a few calls. The emulators in the tests never do."""
 
     def __init__(self, code: str, times: int) -> None:
         self.code, self.times = code, times
@@ -23,20 +23,25 @@ class Sqs:
         return {"QueueUrl": f"https://sqs/{QueueName}"}
 
 
-async def test_a_blocked_name_is_waited_for(caplog):
+@pytest.mark.parametrize("code", ["RequestThrottled", "ThrottlingException"])
+async def test_throttled_creation_is_retried(code):
+    assert await queue._create_one(Sqs(code, times=3), "rollout-a", {}, pause_s=0.01) == "https://sqs/rollout-a"
+
+
+async def test_a_blocked_name_is_retried(caplog):
     sqs = Sqs("AWS.SimpleQueueService.QueueDeletedRecently", times=3)
     assert await queue._create_one(sqs, "rollout-a", {}, pause_s=0.01) == "https://sqs/rollout-a"
-    assert "rollout-a is blocked" in caplog.text
+    assert "queue rollout-a cannot be created yet (its name is blocked" in caplog.text
 
 
-async def test_another_refusal_is_not():
+async def test_other_refusals_are_not_retried():
     sqs = Sqs("AccessDenied", times=3)
     with pytest.raises(ClientError):
         await queue._create_one(sqs, "rollout-a", {}, pause_s=0.01)
     assert sqs.times == 2
 
 
-async def test_the_wait_has_an_end(monkeypatch):
+async def test_the_wait_for_a_blocked_name_ends(monkeypatch):
     monkeypatch.setattr(queue, "_NAME_BLOCKED_S", 0.05)
     sqs = Sqs("AWS.SimpleQueueService.QueueDeletedRecently", times=1000)
     with pytest.raises(ClientError):

@@ -1,4 +1,4 @@
-"""Results in a real S3: what is there, what is not, and what is put aside."""
+"""The result store on a local S3: reading, listing and quarantine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import hashlib
 import json
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from agent_wrapper.contract import ContractError, ResultName, step_prefix
+from rollout_backend.collect import store as store_module
 from rollout_backend.collect.inventory import inventory
+from rollout_backend.config import AwsConfig
 from rollout_backend.errors import PreflightError, ResultMissing, StoreError
+from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
 
 
 @pytest.fixture
@@ -23,7 +28,7 @@ async def put(s3, local_aws):
 
 @pytest.fixture
 async def lost(open_store, s3, run_id):
-    """A store whose bucket has been deleted since."""
+    """A store whose bucket has been deleted."""
     bucket = f"lost-{run_id}"
     await s3.create_bucket(Bucket=bucket)
     store = await open_store(bucket=bucket)
@@ -31,33 +36,53 @@ async def lost(open_store, s3, run_id):
     return store
 
 
-# --- a look before the run --------------------------------------------------------------------------------
+# --- preflight --------------------------------------------------------------------------------------------
 
 
-async def test_a_bucket_that_is_there_passes(open_store):
+async def test_an_existing_bucket_passes_the_check(open_store):
     await (await open_store(prefix="some/where/")).check()
 
 
-async def test_a_bucket_that_is_not_there_is_found_out(open_store):
-    with pytest.raises(PreflightError, match=r"bucket 'no-such' does not exist. Create it, or mend storage\.bucket"):
+async def test_a_missing_bucket_is_reported(open_store):
+    with pytest.raises(PreflightError, match=r"'no-such' does not exist: create it, or correct storage\.bucket"):
         await (await open_store(bucket="no-such")).check()
 
 
-async def test_an_s3_that_does_not_answer_is_found_out(open_store, nowhere):
+async def test_an_unreachable_s3_is_reported(open_store, nowhere):
     with pytest.raises(PreflightError, match=r"cannot be reached.*aws\.endpoint_url"):
         await (await open_store(nowhere)).check()
+
+
+@pytest.fixture
+async def proxy(local_aws):
+    async with FaultProxy(local_aws.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])
+async def test_a_store_without_conditional_writes_is_reported(open_store, proxy, header):
+    store = await open_store(AwsConfig(endpoint_url=proxy.url))
+    await store.check()
+    proxy.rules = [Rule("s3:PutObject", Fault.FAIL, status=501, code="NotImplemented", header=header)]
+    with pytest.raises(
+        PreflightError, match=rf"does not support PutObject with {header}: it answers 501 to it\. .*past the proxy"
+    ):
+        await store.check()
+    proxy.rules = [Rule("s3:PutObject", Fault.STRIP, header=header)]
+    with pytest.raises(PreflightError, match=f"does not support PutObject with {header}: it ignores it"):
+        await store.check()
 
 
 # --- get --------------------------------------------------------------------------------------------------
 
 
-async def test_an_object_comes_back_byte_for_byte(open_store, put, run_id):
+async def test_get_returns_an_object_byte_for_byte(open_store, put, run_id):
     body = bytes(range(256)) * 1000
     await put(f"{run_id}/a", body)
     assert await (await open_store()).get(f"{run_id}/a") == body
 
 
-async def test_what_is_not_there_is_missing(open_store, run_id):
+async def test_a_missing_object_raises_result_missing(open_store, run_id):
     with pytest.raises(ResultMissing, match=f"nothing is stored under '{run_id}/nothing'"):
         await (await open_store()).get(f"{run_id}/nothing")
 
@@ -71,27 +96,147 @@ async def test_an_object_up_to_the_cap_is_read_and_a_larger_one_is_not(open_stor
         await store.get(f"{run_id}/large")
 
 
-async def test_large_objects_left_unread_cost_no_connection(open_store, put, run_id):
+async def test_objects_above_the_cap_do_not_leak_connections(open_store, put, run_id):
     store = await open_store(max_result_bytes=1024)
     await put(f"{run_id}/large", b"x" * 1_000_000)
     await put(f"{run_id}/small")
-    for _ in range(40):  # more than there are connections
+    for _ in range(40):  # more than the number of connections
         with pytest.raises(ContractError):
             await store.get(f"{run_id}/large")
     async with asyncio.timeout(20):
         assert await store.get(f"{run_id}/small") == b"x"
 
 
-async def test_a_bucket_that_is_gone_is_no_missing_result(lost):
+async def test_a_deleted_bucket_is_not_a_missing_result(lost):
     with pytest.raises(StoreError, match="S3 refused 'a'") as caught:
         await lost.get("a")
     assert not isinstance(caught.value, ResultMissing)
 
 
-async def test_an_s3_that_does_not_answer_may_do_so_later(open_store, nowhere):
+async def test_an_unreachable_s3_is_a_transient_error(open_store, nowhere):
     store = await open_store(nowhere)
-    with pytest.raises(StoreError, match="S3 did not give 'a'") as caught:
+    with pytest.raises(StoreError, match="reading 'a' from S3 failed") as caught:
         await store.get("a")
+    assert not isinstance(caught.value, ResultMissing)
+
+
+BODY_FAULTS = [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH]
+
+
+@pytest.mark.parametrize("fault", BODY_FAULTS)
+async def test_get_retries_a_truncated_body(open_store, faulty, put, run_id, fault):
+    body = bytes(range(256)) * 1000
+    await put(f"{run_id}/a", body)
+    where, proxy = await faulty(Rule("s3:GetObject", fault, times=2))
+    assert await (await open_store(where)).get(f"{run_id}/a") == body
+    assert proxy.count("s3:GetObject", fault) == 2
+
+
+@pytest.mark.parametrize("fault", BODY_FAULTS)
+async def test_a_body_that_is_always_truncated_is_a_transient_error(open_store, faulty, put, run_id, fault):
+    await put(f"{run_id}/a", b"x" * 100_000)
+    where, _ = await faulty(Rule("s3:GetObject", fault))
+    with pytest.raises(StoreError, match=r"reading .* from S3 failed") as caught:
+        await (await open_store(where)).get(f"{run_id}/a")
+    assert not isinstance(caught.value, ResultMissing)
+
+
+async def test_a_chunked_object_is_read_up_to_the_cap(open_store):
+    async def chunked(request):
+        answer = web.StreamResponse()
+        answer.enable_chunked_encoding()
+        await answer.prepare(request)
+        await answer.write(b"x" * 2000)
+        return answer
+
+    app = web.Application()
+    app.router.add_route("GET", "/{path:.*}", chunked)
+    async with TestServer(app) as server:
+        where = AwsConfig(endpoint_url=str(server.make_url("")))
+        assert await (await open_store(where, max_result_bytes=2048)).get("a") == b"x" * 2000
+        with pytest.raises(ContractError, match="more than the cap of 1024"):
+            await (await open_store(where, max_result_bytes=1024)).get("a")
+
+
+async def test_a_body_that_takes_too_long_is_a_transient_error(open_store, faulty, put, run_id, monkeypatch):
+    monkeypatch.setattr(store_module, "_GET_S", 0.3)
+    await put(f"{run_id}/a", b"x" * 1000)
+    where, _ = await faulty(Rule("s3:GetObject", Fault.SLOW_BODY, seconds=60))
+    with pytest.raises(StoreError, match=r"reading .* from S3 failed"):
+        await (await open_store(where)).get(f"{run_id}/a")
+
+
+# --- objects that S3 refuses permanently ------------------------------------------------------------------
+
+PERMANENT = [
+    (403, "AccessDenied"),
+    (403, "InvalidObjectState"),
+    (400, "KMS.DisabledException"),
+    (400, "InvalidRequest"),
+]
+
+
+@pytest.mark.parametrize(("status", "code"), PERMANENT)
+async def test_an_object_that_s3_permanently_refuses_is_invalid(open_store, faulty, put, run_id, status, code):
+    await put(f"{run_id}/never")
+    await put(f"{run_id}/fine")
+    where, _ = await faulty(Rule("s3:GetObject", Fault.FAIL, status=status, code=code, path="*/never"))
+    store = await open_store(where)
+    assert await store.get(f"{run_id}/fine") == b"x"
+    with pytest.raises(ContractError, match=f"S3 refuses it permanently.*{code}"):
+        await store.get(f"{run_id}/never")
+
+
+async def test_an_archived_object_is_invalid(open_store, s3, local_aws, run_id):
+    store = await open_store()
+    await store.put(f"{run_id}/ours", b"{}")
+    await s3.put_object(Bucket=local_aws.bucket, Key=f"{run_id}/cold", Body=b"x", StorageClass="GLACIER")
+    with pytest.raises(ContractError, match="InvalidObjectState"):
+        await store.get(f"{run_id}/cold")
+
+
+@pytest.mark.parametrize(("status", "code"), PERMANENT)
+async def test_a_refusal_of_the_whole_bucket_is_transient(open_store, faulty, put, run_id, status, code):
+    for name in ("a", "b"):
+        await put(f"{run_id}/{name}")
+    where, proxy = await faulty()
+    store = await open_store(where)
+    await store.get(f"{run_id}/a")
+    proxy.rules = [Rule("s3:GetObject", Fault.FAIL, status=status, code=code)]
+    with pytest.raises(StoreError, match=f"S3 refused.*{code}"):
+        await store.get(f"{run_id}/b")
+    proxy.rules = []
+    assert await store.get(f"{run_id}/b") == b"x"
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (400, "KMS.ThrottlingException"),
+        (403, "RequestTimeTooSkewed"),
+        (429, "TooManyRequestsThrottled"),
+        (503, "SlowDown"),
+    ],
+)
+async def test_throttling_and_clock_errors_are_transient(open_store, faulty, put, run_id, status, code):
+    await put(f"{run_id}/a")
+    where, _ = await faulty(Rule("s3:GetObject", Fault.FAIL, status=status, code=code, path="*/a"))
+    store = await open_store(where)
+    await store.put(f"{run_id}/ours", b"{}")
+    with pytest.raises(StoreError, match=f"S3 refused.*{code}"):
+        await store.get(f"{run_id}/a")
+
+
+async def test_a_missing_key_is_missing_even_if_s3_answers_403(open_store, faulty, put, run_id):
+    """S3 answers 403 to a role that may not list the whole bucket."""
+    await put(f"{run_id}/a.10")
+    where, proxy = await faulty(Rule("s3:GetObject", Fault.FAIL, status=403, code="AccessDenied"))
+    store = await open_store(where)
+    with pytest.raises(ResultMissing):
+        await store.get(f"{run_id}/a.1")
+    proxy.rules.append(Rule("s3:ListObjects", Fault.FAIL, status=403, code="AccessDenied"))
+    with pytest.raises(StoreError, match="S3 refused") as caught:
+        await store.get(f"{run_id}/a.1")
     assert not isinstance(caught.value, ResultMissing)
 
 
@@ -109,16 +254,37 @@ async def test_an_empty_prefix_lists_nothing(open_store, run_id):
     assert [key async for key in (await open_store()).keys(f"{run_id}/none/")] == []
 
 
-async def test_a_listing_that_fails_says_so(lost, open_store, nowhere):
+async def test_a_failed_listing_raises(lost, open_store, nowhere):
     for store in (lost, await open_store(nowhere)):
-        with pytest.raises(StoreError, match="S3 did not list 'p/'"):
+        with pytest.raises(StoreError, match="listing 'p/' in S3 failed"):
             _ = [key async for key in store.keys("p/")]
-    with pytest.raises(StoreError, match="S3 did not list"):
-        await inventory(lost, "run", 0)
+    with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
+        await inventory(lost, "run", 0, lambda *_: True)
+
+
+@pytest.mark.parametrize("fault", [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH, Fault.TRUNCATE])
+async def test_a_truncated_listing_is_a_transient_error(open_store, faulty, put, run_id, fault):
+    for i in range(20):
+        await put(f"{run_id}/{i}")
+    where, _ = await faulty(Rule("s3:ListObjects", fault))
+    with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
+        _ = [key async for key in (await open_store(where)).keys(f"{run_id}/")]
+
+
+async def test_an_empty_response_is_not_an_empty_listing(open_store):
+    async def nothing(request):
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_route("GET", "/{path:.*}", nothing)
+    async with TestServer(app) as server:
+        store = await open_store(AwsConfig(endpoint_url=str(server.make_url(""))))
+        with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
+            _ = [key async for key in store.keys("p/")]
 
 
 @pytest.mark.parametrize("prefix", ["", "team/a/"])
-async def test_the_inventory_is_the_steps_results_and_nothing_else(open_store, put, run_id, prefix):
+async def test_the_inventory_holds_only_the_steps_results(open_store, put, run_id, prefix):
     here = step_prefix(prefix, run_id, 3)
     ours = {
         here + rollout_id: ResultName(3, rollout_id, None) for rollout_id in ("task-a.0", "task-a.1", "x.y_z-1.10")
@@ -138,17 +304,17 @@ async def test_the_inventory_is_the_steps_results_and_nothing_else(open_store, p
         f"{prefix}runs/{run_id}/quarantine/0.json",
     ):
         await put(other)
-    found = await inventory(await open_store(prefix=prefix), run_id, 3)
+    found = await inventory(await open_store(prefix=prefix), run_id, 3, lambda *_: True)
     assert found == ours
-    assert list(found)[-1] == here + "task-a.0~12", "results come before notices"
-    assert await inventory(await open_store(prefix=prefix), run_id, 4) == {}
+    assert list(found)[-1] == here + "task-a.0~12", "results come before failure markers"
+    assert await inventory(await open_store(prefix=prefix), run_id, 4, lambda *_: True) == {}
 
 
 # --- quarantine -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefix", ["", "team/a/"])
-async def test_what_cannot_be_used_is_put_aside_with_its_reason_and_its_beginning(open_store, run_id, prefix):
+async def test_quarantine_stores_the_reason_and_the_first_bytes(open_store, run_id, prefix):
     store = await open_store(prefix=prefix)
     evidence = b"<broken>\xff\x00" + b"x" * 5000
     key = await store.quarantine(run_id, "message m-1", "body: not JSON", evidence)
@@ -162,7 +328,7 @@ async def test_what_cannot_be_used_is_put_aside_with_its_reason_and_its_beginnin
     }
 
 
-async def test_what_is_told_twice_stands_once(open_store, run_id):
+async def test_a_repeated_quarantine_record_is_stored_once(open_store, run_id):
     store = await open_store()
     first = await store.quarantine(run_id, "a", "why", b"evidence")
     assert await store.quarantine(run_id, "a", "why", b"evidence") == first
@@ -172,7 +338,7 @@ async def test_what_is_told_twice_stands_once(open_store, run_id):
     assert {key async for key in store.keys(f"runs/{run_id}/quarantine/")} == keys
 
 
-async def test_evidence_that_cannot_be_kept_is_told(lost, open_store, nowhere):
+async def test_quarantine_raises_if_s3_does_not_answer(lost, open_store, nowhere):
     for store in (lost, await open_store(nowhere)):
-        with pytest.raises(StoreError, match="S3 did not take 'runs/run/quarantine/"):
+        with pytest.raises(StoreError, match="writing 'runs/run/quarantine/"):
             await store.quarantine("run", "a", "why", b"")

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
+from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.dispatch.dispatcher import Submission
-from rollout_backend.ledger import Ledger, PlannedRollout
 
 
 class PlainRuntime:
@@ -48,5 +48,8 @@ def ledger() -> Ledger:
 
 
 @pytest.fixture
-def prepare() -> Callable[[int], Submission]:
-    return lambda attempt: Submission(f"session-of-attempt-{attempt}", b"{}", deadline=100.0)
+def prepare() -> Callable[[int], Awaitable[Submission]]:
+    async def prepare(attempt: int) -> Submission:
+        return Submission(f"session-of-attempt-{attempt}", b"{}", deadline=100.0)
+
+    return prepare

@@ -1,46 +1,163 @@
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_backend.dispatch.limiter import TokenBucket
+from rollout_backend.dispatch.rate_limiter import AdaptiveRate
 
 
-def test_a_burst_is_free_and_then_the_rate_holds():
-    bucket = TokenBucket(rate=10, burst=3)
-    assert [round(bucket.reserve(100.0), 3) for _ in range(5)] == [0, 0, 0, 0.1, 0.2]
+def send(rate: AdaptiveRate, now: float) -> float:
+    """Send the next call as soon as it may be sent, and return when."""
+    at = now + rate.due(now)
+    assert rate.due(at) == 0
+    rate.take(at)
+    return at
+
+
+def test_a_burst_of_one_second_is_free_and_then_the_rate_holds():
+    rate, now, sent = AdaptiveRate(3), 100.0, []
+    for _ in range(5):
+        now = send(rate, now)
+        sent.append(round(now - 100, 3))
+    assert sent == [0, 0, 0, 0.333, 0.667]
 
 
 def test_rest_refills_up_to_the_burst():
-    bucket = TokenBucket(rate=10, burst=2)
+    rate = AdaptiveRate(2)
     for _ in range(2):
-        bucket.reserve(0.0)
-    assert [round(bucket.reserve(60.0), 3) for _ in range(3)] == [0, 0, 0.1]
+        rate.take(0.0)
+    now, sent = 60.0, []
+    for _ in range(3):
+        now = send(rate, now)
+        sent.append(now)
+    assert sent == [60, 60, 60.5]
 
 
-def test_a_pause_holds_everything_back():
-    bucket = TokenBucket(rate=10, burst=5)
-    bucket.pause(0.0, 2.0)
-    assert [round(bucket.reserve(1.0), 3) for _ in range(2)] == [1.1, 1.2]
+def test_a_refusal_halves_the_rate_down_to_the_floor():
+    rate = AdaptiveRate(8)
+    found = []
+    for now in range(1, 6):
+        rate.refused(sent_at=now, now=now)
+        found.append(rate.rate)
+    assert found == [4, 2, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("rate", "burst"), [(0, 1), (-1, 1), (1, 0)])
-def test_nonsense_is_refused(rate, burst):
-    with pytest.raises(ValueError, match="rate must be above 0"):
-        TokenBucket(rate, burst)
+def test_refusals_of_calls_sent_before_the_decrease_are_one_signal():
+    rate = AdaptiveRate(64)
+    for _ in range(64):
+        rate.refused(sent_at=0.0, now=0.2)
+    assert rate.rate == 32
+    rate.refused(sent_at=0.3, now=0.5)
+    assert rate.rate == 16
+
+
+def test_a_grant_of_a_call_sent_before_the_decrease_raises_nothing():
+    rate = AdaptiveRate(64)
+    rate.refused(sent_at=0.0, now=0.2)
+    rate.granted(sent_at=0.1)
+    assert rate.rate == 32
+
+
+def test_after_a_refusal_there_is_no_burst():
+    rate = AdaptiveRate(10)
+    rate.refused(sent_at=0.0, now=0.0)
+    assert rate.due(0.0) == pytest.approx(1 / 5)
+
+
+def test_refusals_take_no_credit_from_the_time_after_them():
+    rate = AdaptiveRate(20)
+    now = 0.0
+    while now < 60:
+        now = send(rate, now)
+        rate.refused(sent_at=now, now=now)
+    assert rate.due(now) <= 1 / rate.floor
+
+
+def test_granted_calls_lead_back_to_the_ceiling_within_a_minute():
+    rate = AdaptiveRate(20)
+    for now in range(10):
+        rate.refused(sent_at=now, now=now)
+    now = 10.0
+    while now < 70:
+        now = send(rate, now)
+        rate.granted(sent_at=now)
+    assert rate.rate == 20
+
+
+def test_a_slow_ceiling_has_a_floor_below_it():
+    rate = AdaptiveRate(0.2)
+    for now in range(10):
+        rate.refused(sent_at=now, now=now)
+    assert 0 < rate.rate == rate.floor < 0.2
+
+
+def test_a_call_that_was_not_sent_gives_its_place_back():
+    rate = AdaptiveRate(1)
+    rate.take(0.0)
+    rate.give_back()
+    assert rate.due(0.0) == 0
+
+
+@pytest.mark.parametrize("quota", [2.0, 8.0, 50.0])
+def test_it_finds_a_quota_below_the_ceiling(quota):
+    """The service enforces its quota with a token bucket whose burst is one second of calls."""
+    rate, now, tokens, refilled_at = AdaptiveRate(200), 0.0, quota, 0.0
+    granted = refused = 0
+    while now < 120:
+        now = send(rate, now)
+        tokens, refilled_at = min(quota, tokens + (now - refilled_at) * quota), now
+        if tokens >= 1:
+            tokens -= 1
+            granted += now > 20
+            rate.granted(sent_at=now)
+        else:
+            refused += now > 20
+            rate.refused(sent_at=now, now=now)
+    assert granted > 0.6 * quota * 100
+    assert refused < granted
+
+
+@pytest.mark.parametrize("ceiling", [0, -1])
+def test_nonsense_is_refused(ceiling):
+    with pytest.raises(ValueError, match="a rate must be above 0"):
+        AdaptiveRate(ceiling)
 
 
 @given(
-    rate=st.floats(0.5, 100),
-    burst=st.integers(1, 20),
-    steps=st.lists(st.tuples(st.floats(0, 2), st.booleans()), min_size=1, max_size=60),
+    ceiling=st.floats(0.5, 100),
+    calls=st.lists(st.tuples(st.floats(0, 2), st.sampled_from(["granted", "refused", "lost"])), max_size=60),
 )
-def test_no_window_sees_more_than_the_rate_and_one_burst(rate, burst, steps):
-    bucket, now, due = TokenBucket(rate, burst), 0.0, []
-    for gap, throttled in steps:
-        now += gap
-        if throttled:
-            bucket.pause(now, 0.5)
-        due.append(now + bucket.reserve(now))
-    for i, start in enumerate(due):
-        for j in range(i, len(due)):
-            assert j - i + 1 <= rate * (due[j] - start) + burst + 1e-6
+def test_no_window_has_more_than_the_ceiling_and_one_burst(ceiling, calls):
+    rate, now, sent = AdaptiveRate(ceiling), 0.0, []
+    for gap, answer in calls:
+        now = send(rate, now + gap)
+        sent.append(now)
+        if answer == "granted":
+            rate.granted(sent_at=now)
+        elif answer == "refused":
+            rate.refused(sent_at=now, now=now)
+        assert rate.floor <= rate.rate <= rate.ceiling
+    burst = max(1.0, ceiling)
+    for i, start in enumerate(sent):
+        for j in range(i, len(sent)):
+            assert j - i + 1 <= ceiling * (sent[j] - start) + burst + 1e-3
+
+
+def test_two_limiters_that_meet_one_quota_share_it():
+    draw = random.Random(7)
+    rates = [AdaptiveRate(50), AdaptiveRate(50)]
+    granted, tokens, now = [0, 0], 10.0, 0.0
+    while now < 120:
+        now += 0.02
+        tokens = min(10.0, tokens + 0.2)
+        for i in draw.sample((0, 1), 2):
+            if rates[i].due(now) == 0:
+                rates[i].take(now)
+                if tokens >= 1:
+                    tokens -= 1
+                    granted[i] += 1
+                    rates[i].granted(sent_at=now)
+                else:
+                    rates[i].refused(sent_at=now, now=now)
+    assert 0.5 < granted[0] / granted[1] < 2

@@ -16,12 +16,12 @@ import pytest
 import uvicorn
 
 from rollout_backend.config import AgentCoreConfig
-from rollout_backend.dispatch.agentcore import AgentCoreRuntime
-from rollout_backend.dispatch.control import control_client, look_at_runtime, make_runtime
-from rollout_backend.dispatch.provision import MARK, Action, RuntimeSpec, plan
 from rollout_backend.errors import PreflightError
-from rollout_backend.local.agentcore import ROLE, StandIn, StandInSettings
-from rollout_backend.process import free_port
+from rollout_backend.local.stand_in import ROLE, StandIn, StandInSettings
+from rollout_backend.runtimes.agentcore.control import control_client, make_runtime, preview_runtime
+from rollout_backend.runtimes.agentcore.provision import MARK, Action, RuntimeSpec, plan
+from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
+from rollout_backend.serving.server_process import free_port
 
 ECR = "000000000000.dkr.ecr.us-east-1.amazonaws.com"
 IMAGE, NEWER, MISSING = f"{ECR}/team/my-agent:1", f"{ECR}/team/my-agent:2", f"{ECR}/team/my-agent:missing"
@@ -117,12 +117,21 @@ def test_another_protocol_and_another_kind_of_artifact():
     assert plan(SPEC, described(agentRuntimeArtifact={"codeConfiguration": {}})).differs == ("image",)
 
 
-@pytest.mark.parametrize("status", ["CREATING", "UPDATING", "DELETING"])
+@pytest.mark.parametrize("status", ["CREATING", "UPDATING", "DELETING", "A_STATE_OF_NEXT_YEAR"])
 def test_nothing_is_done_to_a_runtime_in_transition(status):
     assert plan(dataclasses.replace(SPEC, image=NEWER), described(status=status)).action is Action.WAIT
+    assert plan(SPEC, described(status=status)).action is Action.WAIT
 
 
-@pytest.mark.parametrize(("status", "action"), [("CREATE_FAILED", Action.REPLACE), ("UPDATE_FAILED", Action.UPDATE)])
+@pytest.mark.parametrize(
+    ("status", "action"),
+    [
+        ("CREATE_FAILED", Action.REPLACE),
+        ("DELETE_FAILED", Action.REPLACE),
+        ("UPDATE_FAILED", Action.UPDATE),
+        ("FAILED_NEXT_YEAR_FAILED", Action.UPDATE),
+    ],
+)
 def test_what_failed_before_is_tried_again_if_it_is_ours(status, action):
     assert plan(SPEC, described(status=status)).action is action
     assert plan(SPEC, described(status=status, description="by hand")).action is Action.LEAVE
@@ -150,7 +159,7 @@ class Cloud:
         return await make_runtime(self.config(**more), self.told.append)
 
     async def look(self, **more: object) -> str:
-        return await look_at_runtime(self.config(**more))
+        return await preview_runtime(self.config(**more))
 
     async def describe(self, arn: str) -> dict[str, Any]:
         async with control_client(self.config()) as client:
@@ -162,7 +171,8 @@ class Cloud:
             return [found["agentRuntimeName"] async for page in pages for found in page["agentRuntimes"]]
 
     async def invoke(self, arn: str) -> dict[str, str]:
-        runtime = await AgentCoreRuntime.open(self.config(), arn)
+        config = AgentCoreConfig(arn=arn, endpoint_url=self.config().endpoint_url)
+        runtime = await AgentCoreRuntime.open(config)
         try:
             await runtime.check()
             return dict(json.loads(await runtime.invoke(f"rollout-{uuid.uuid4().hex}", b"{}")))
@@ -251,6 +261,32 @@ async def test_other_settings_make_a_new_version_that_is_served_at_once(start_cl
     assert described["networkConfiguration"]["networkModeConfig"]["subnets"] == ["subnet-01234567"]
 
 
+async def test_a_runtime_whose_deletion_failed_is_never_ready(start_cloud):
+    cloud = await start_cloud(failing_deletions=1)
+    arn = await cloud.make()
+    async with control_client(cloud.config()) as client:
+        await client.delete_agent_runtime(agentRuntimeId=arn.rsplit("/", 1)[1])
+    while (await cloud.describe(arn))["status"] == "DELETING":  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert await cloud.look() == f"runtime {NAME}: DELETE_FAILED; would be deleted and made again from {IMAGE}"
+    with pytest.raises(PreflightError, match="DELETE_FAILED, not READY"):
+        await cloud.invoke(arn)
+    cloud.told.clear()
+    made = await cloud.make()
+    assert made != arn
+    assert cloud.told[0] == f"deleting runtime {NAME}, which is in a failed state"
+    assert await cloud.invoke(made) == {"image": IMAGE, "greeting": None}
+
+
+async def test_a_deletion_that_fails_now_is_reported(start_cloud):
+    cloud = await start_cloud(failing_deletions=1)
+    with pytest.raises(PreflightError, match="CREATE_FAILED"):
+        await cloud.make(image=MISSING, name=NAME)
+    with pytest.raises(PreflightError, match="DELETE_FAILED: The network interfaces could not be released"):
+        await cloud.make()
+    assert await cloud.invoke(await cloud.make()) == {"image": IMAGE, "greeting": None}
+
+
 async def test_a_runtime_is_found_behind_a_page_of_others(start_cloud):
     cloud = await start_cloud()
     async with control_client(cloud.config()) as client:
@@ -286,7 +322,9 @@ async def test_a_run_whose_runtime_another_run_changes_is_told(start_cloud):
                     return
 
     others: list[asyncio.Task[None]] = []
-    with pytest.raises(PreflightError, match=r"somebody else .*\(image, environment.*runtime\.name of its own"):
+    with pytest.raises(
+        PreflightError, match=r"somebody else .*\(image, environment.*different values of runtime\.name"
+    ):
         await make_runtime(
             cloud.config(image=NEWER), lambda text: others.append(asyncio.create_task(change_it_back()))
         )
@@ -298,7 +336,7 @@ async def test_an_image_that_is_not_there_is_told_and_mended(start_cloud):
     with pytest.raises(PreflightError, match=r"CREATE_FAILED: .*does not exist.*missing.*runtime\.image") as caught:
         await cloud.make(image=MISSING)
     assert ROLE in str(caught.value)
-    assert "could not be made before" in await cloud.look()
+    assert "CREATE_FAILED; would be deleted and made again" in await cloud.look()
     arn = await cloud.make()  # the one that failed is deleted first
     assert cloud.told[-3].startswith(f"deleting runtime {NAME}")
     assert await cloud.invoke(arn) == {"image": IMAGE, "greeting": None}
@@ -341,4 +379,4 @@ async def test_a_control_plane_that_does_not_answer(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")
     with pytest.raises(PreflightError, match="cannot be reached"):
-        await look_at_runtime(config(endpoint_url="http://127.0.0.1:9"))
+        await preview_runtime(config(endpoint_url="http://127.0.0.1:9"))

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import socket
+import struct
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from botocore.exceptions import ClientError
+from tenacity import wait_none
 
 from rollout_backend.config import AgentCoreConfig, HttpConfig
-from rollout_backend.dispatch.agentcore import AgentCoreRuntime
-from rollout_backend.dispatch.http import SESSION_HEADER, HttpRuntime
+from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.dispatch.call_queue import CallQueue
+from rollout_backend.dispatch.dispatcher import Dispatcher, Submission
+from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.errors import (
     OutcomeUnknown,
     PreflightError,
     QuotaExceeded,
     Rejected,
+    RuntimeCallError,
     RuntimeConflict,
     RuntimeUnavailable,
+    StartTimeout,
     Throttled,
 )
 from rollout_backend.local.cloud import LocalRuntime
 from rollout_backend.local.sessions import Limits
+from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime, _to_call_error
+from rollout_backend.runtimes.base import AgentRuntime
+from rollout_backend.runtimes.http import SESSION_HEADER, HttpRuntime
 
 APP = """
 import json, os
@@ -87,6 +99,13 @@ async def test_a_session_is_opened_used_and_stopped(open_agentcore):
     assert (await local.sessions())["sessions"] == []
 
 
+async def test_a_runtime_that_ends_sessions_before_their_agents_is_refused(open_agentcore):
+    runtime, _ = await open_agentcore(max_life_s=1900)
+    with pytest.raises(PreflightError, match=r"after 1900 s \(its maxLifetime\).* 1920 s \(timeouts\.agent_s"):
+        await runtime.check(session_s=1920)
+    await runtime.check(session_s=1900)
+
+
 async def test_agentcores_errors_by_what_may_be_done(open_agentcore):
     runtime, local = await open_agentcore(max_sessions=1)
     with pytest.raises(Rejected) as caught:
@@ -111,6 +130,93 @@ async def test_agentcores_throttling(open_agentcore):
         assert {type(answer) for answer in answers if isinstance(answer, Exception)} == {Throttled}
 
 
+@pytest.mark.parametrize(
+    ("refusal", "opens"),
+    [
+        ({"code": "ThrottlingException"}, False),
+        ({"code": "ServiceQuotaExceededException", "stops": False}, False),
+        ({"code": "RetryableConflictException"}, False),
+        ({"code": "ServiceUnavailableException"}, False),
+        ({"code": "ServiceUnavailableException", "after": True}, False),
+        ({"code": "InternalServerException", "after": True, "stops": False}, True),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+async def test_an_outage_of_agentcore_loses_no_rollout(open_agentcore, refusal, opens):
+    """Every call is refused until each rollout was; then all are accepted, each in one session."""
+    runtime, local = await open_agentcore()
+    calls, ledger = CallQueue(invoke_per_s=100, stop_per_s=100), Ledger(step=0)
+    closer = SessionCloser(runtime, calls, wait=wait_none())
+    dispatcher = Dispatcher(
+        runtime, calls, max_sessions=8, max_attempts=100, wait=wait_none(), wait_refused=wait_none()
+    )
+    ids = [f"a.{i}" for i in range(6)]
+    ledger.plan([PlannedRollout(rollout_id, "a") for rollout_id in ids])
+    nonce, refused, over = uuid.uuid4().hex, [], asyncio.Event()
+    invoke = runtime.invoke
+
+    async def watched(session_id, payload):
+        if set(refused) == {each.encode() for each in ids} and not over.is_set():
+            over.set()
+            await local.refuse(None)
+        try:
+            return await invoke(session_id, payload)
+        except RuntimeCallError:
+            refused.append(payload)
+            raise
+
+    def submit(rollout_id):
+        async def prepare(attempt):
+            return Submission(f"{rollout_id}-{attempt}-{nonce}", rollout_id.encode(), deadline=1e9)
+
+        return dispatcher.submit(rollout_id, ledger, prepare, lambda s: closer.close(s, ledger), float("inf"))
+
+    runtime.invoke = watched
+    await local.refuse(**refusal)
+    assert await asyncio.gather(*map(submit, ids)) == [True] * 6
+    sessions = await local.sessions()
+    assert {session["id"] for session in sessions["sessions"]} == ledger.open_sessions
+    assert len(ledger.open_sessions) == 6
+    # A session that a refused invoke may have opened is stopped, once for each such invoke.
+    assert sessions["counters"]["stopped"] == (len(refused) if opens else 0)
+
+
+async def test_a_quota_that_invokes_and_stops_share_is_kept(open_agentcore):
+    runtime, _ = await open_agentcore(calls_per_s=1)
+    name = session()
+    await runtime.invoke(name, b"{}")
+    with pytest.raises(Throttled):
+        await runtime.stop(name)
+
+
+async def test_a_container_that_is_not_up_in_time_is_worth_another_attempt(open_agentcore, tmp_path):
+    runtime, _ = await open_agentcore(startup_timeout_s=0.1)
+    (tmp_path / "agent.py").write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(StartTimeout, match="initialization time exceeded"):
+        await runtime.invoke(session(), b"{}")
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (
+            "Runtime initialization time exceeded. Please make sure that initialization completes in 120s.",
+            StartTimeout,
+        ),
+        ("Received error (500) from runtime. Please check your CloudWatch logs for more information.", Rejected),
+        ("Received error (422) from runtime: no such task", Rejected),
+    ],
+)
+def test_what_a_424_says(message, kind):
+    body = {
+        "Error": {"Code": "RuntimeClientError", "Message": message},
+        "ResponseMetadata": {"HTTPStatusCode": 424},
+    }
+    error = _to_call_error(ClientError(body, "InvokeAgentRuntime"))
+    assert type(error) is kind
+    assert error.reason == ("container_start_timeout" if kind is StartTimeout else "container_error")
+
+
 async def test_agentcores_runtime_that_does_not_exist(open_agentcore):
     _, local = await open_agentcore()
     arn = local.arn.replace("local-", "other-")
@@ -123,26 +229,6 @@ async def test_agentcores_runtime_that_does_not_exist(open_agentcore):
         assert caught.value.reason == "runtime_not_found"
     finally:
         await other.aclose()
-
-
-async def test_an_invoke_that_is_cut_off_has_an_unknown_outcome(tmp_path, monkeypatch):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")
-
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.close()
-
-    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    arn = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
-    runtime = await AgentCoreRuntime.open(AgentCoreConfig(arn=arn, endpoint_url=f"http://127.0.0.1:{port}"))
-    try:
-        with pytest.raises(OutcomeUnknown):
-            await runtime.invoke(session(), b"{}")
-    finally:
-        await runtime.aclose()
-        server.close()
 
 
 # --- HTTP -------------------------------------------------------------------------------------------------
@@ -165,7 +251,11 @@ async def http_runtime() -> AsyncIterator[HttpRuntime]:
         return web.json_response({"status": "Healthy"})
 
     app = web.Application()
-    app.add_routes([web.post("/invocations", answer), web.get("/ping", ping)])
+
+    async def stop(request: web.Request) -> web.Response:
+        return web.Response(status=int(request.headers[SESSION_HEADER]))
+
+    app.add_routes([web.post("/invocations", answer), web.post("/stop", stop), web.get("/ping", ping)])
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -181,7 +271,6 @@ async def test_http_answers_with_the_containers_body(http_runtime):
     await http_runtime.check()
     name = session()
     assert await http_runtime.invoke(name, b"200") == name.encode()
-    await http_runtime.stop(name)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +289,20 @@ async def test_http_answers_with_the_containers_body(http_runtime):
 async def test_http_errors_by_what_may_be_done(http_runtime, payload, kind):
     with pytest.raises(kind):
         await http_runtime.invoke(session(), payload)
+
+
+@pytest.mark.parametrize("status", [200, 202, 404, 405, 501])
+async def test_http_a_session_that_is_gone_or_cannot_be_stopped_is_closed(http_runtime, status):
+    await http_runtime.stop(str(status))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(429, Throttled), (409, RuntimeConflict), (500, RuntimeUnavailable), (503, RuntimeUnavailable), (403, Rejected)],
+)
+async def test_http_stops_that_fail_by_what_may_be_done(http_runtime, status, kind):
+    with pytest.raises(kind, match=str(status)):
+        await http_runtime.stop(str(status))
 
 
 async def test_http_never_invokes_on_a_connection_that_the_server_may_be_closing():
@@ -227,9 +330,88 @@ async def test_http_never_invokes_on_a_connection_that_the_server_may_be_closing
 async def test_http_servers_that_are_not_there():
     runtime = await HttpRuntime.open(HttpConfig(url="http://127.0.0.1:9"))
     try:
-        with pytest.raises(PreflightError, match=r"start it, or mend runtime\.url"):
+        with pytest.raises(RuntimeUnavailable, match="was not answered"):
+            await runtime.stop(session())
+        with pytest.raises(PreflightError, match=r"start it, or correct runtime\.url"):
             await runtime.check()
         with pytest.raises(RuntimeUnavailable):
             await runtime.invoke(session(), b"{}")
     finally:
         await runtime.aclose()
+
+
+# --- answers that are cut, and answers without an end -----------------------------------------------------
+
+ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+WHOLE = b'{"status": "accepted"}'
+
+
+@pytest.fixture(params=["agentcore", "http"])
+async def answering(request, monkeypatch) -> AsyncIterator[Callable[..., Awaitable[AgentRuntime]]]:
+    """A runtime of each kind at a server that answers an invoke with these bytes and hangs up."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")
+    async with AsyncExitStack() as stack:
+
+        async def open_(answer: Iterable[bytes], reset: bool = False) -> AgentRuntime:
+            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(re.search(rb"content-length: (\d+)", head, re.IGNORECASE)[1]))
+                with contextlib.suppress(ConnectionError):
+                    for piece in answer:
+                        writer.write(piece)
+                        await writer.drain()
+                if reset:
+                    connection = writer.get_extra_info("socket")
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    writer.transport.abort()
+                writer.close()
+
+            server = await asyncio.start_server(serve, "127.0.0.1", 0)
+            stack.callback(server.close)
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            if request.param == "http":
+                runtime: AgentRuntime = await HttpRuntime.open(HttpConfig(url=url))
+            else:
+                runtime = await AgentCoreRuntime.open(AgentCoreConfig(arn=ARN, endpoint_url=url))
+            stack.push_async_callback(runtime.aclose)
+            return runtime
+
+        yield open_
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        HEAD + b"Content-Length: 22\r\n\r\n" + WHOLE[:9],
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n16\r\n" + WHOLE[:9],
+        HEAD + b"\r\n" + WHOLE[:9],
+    ],
+    ids=["before the head", "in the body", "in a chunk", "without a length"],
+)
+async def test_an_invoke_whose_answer_is_cut_has_an_unknown_outcome(answering, sent, reset):
+    runtime = await answering([sent], reset)
+    with pytest.raises(OutcomeUnknown):
+        await runtime.invoke(session(), b"{}")
+
+
+async def test_a_whole_answer_needs_no_length(answering):
+    assert await (await answering([HEAD + b"\r\n" + WHOLE])).invoke(session(), b"{}") == WHOLE
+
+
+async def test_64_kib_of_an_answer_are_read(answering):
+    sent = 0
+
+    def without_an_end():
+        nonlocal sent
+        yield HEAD + b"Content-Length: 1000000000\r\n\r\n"
+        while sent < 1_000_000_000:
+            sent += 65536
+            yield b"x" * 65536
+
+    runtime = await answering(without_an_end())
+    assert await runtime.invoke(session(), b"{}") == b"x" * 65536
+    assert sent < 100_000_000, "the rest stays where it is"

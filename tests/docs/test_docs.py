@@ -1,21 +1,27 @@
-"""The pages name what exists: commands, options, settings, reasons, links."""
+"""Check that the documentation names things that exist: commands, options, settings, reasons, paths, links."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import shlex
+import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer
 
+import agent_wrapper
+import rollout_backend
 from rollout_backend import errors
 from rollout_backend.cli import app
 from rollout_backend.config import load_config
+from rollout_backend.simulation.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "infra" / "README.md"]
+MARKDOWN = [*sorted(ROOT.glob("*.md")), *PAGES, *sorted((ROOT / "examples").glob("*/README.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -27,12 +33,12 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
         file, _, anchor = link.partition("#")
         target = page.parent / file if file else page
-        assert target.is_file(), link
+        assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
 
 
@@ -73,6 +79,27 @@ def test_settings_that_pages_name_exist() -> None:
                 assert name in settings, f"{page.name} names {name}"
 
 
+def test_pip_installs_name_what_is_here_and_no_distribution_that_no_registry_has() -> None:
+    """An attacker could register a missing name and run code on the machine of a reader who copies the command."""
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    lines = []
+    for page in [ROOT / "README.md", *PAGES, *(ROOT / "examples").glob("*/README.md")]:
+        lines += re.findall(r"pip install\s[^`\n]*(?:\n[^`\n]*)?(?=`)", page.read_text())
+    assert len(lines) >= 7
+    for line in lines:
+        words = shlex.split(line, comments=True)[2:]
+        while words:
+            word = words.pop(0)
+            if word in ("-c", "--constraint"):
+                assert (ROOT / "constraints" / Path(words.pop(0)).name).is_file(), line
+            elif word == "-r":
+                assert (ROOT / words.pop(0)).is_file(), line
+            elif word not in (".", "--no-deps"):
+                found = re.fullmatch(r"(?:\.|rollout_backend-[\d.]+-py3-none-any\.whl)\[(\w+)\]", word)
+                assert found, line
+                assert found[1] in extras, line
+
+
 def test_every_reason_is_explained() -> None:
     sources = "\n".join(
         path.read_text()
@@ -90,13 +117,29 @@ def test_every_reason_is_explained() -> None:
     assert reasons - explained == set()
 
 
-def test_the_page_of_settings_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("make_settings", ROOT / "docs" / "make_settings.py")
+def generator(name: str) -> ModuleType:
+    """Import one of the scripts in docs/ that generate a page."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_settings_page_is_up_to_date() -> None:
+    module = generator("make_settings")
     assert module.PAGE.read_text() == module.page(), "run `python docs/make_settings.py`"
+
+
+def test_the_api_page_is_up_to_date_and_describes_every_public_name() -> None:
+    module = generator("make_api")
+    text = module.PAGE.read_text()
+    assert text == module.page(), "run `python docs/make_api.py`"
+    for package in (rollout_backend, agent_wrapper):
+        assert f"\n## {package.__name__}\n" in text
+        for name in package.__all__:
+            assert f"\n### {name}\n" in text or f"\n| `{name}` | " in text, name
 
 
 def test_every_setting_is_described() -> None:
@@ -124,3 +167,51 @@ def test_every_threat_names_a_test_that_exists() -> None:
         assert named, row
         for file, test in named:
             assert re.search(rf"^(?:async )?def {test}\(", (ROOT / file).read_text(), flags=re.M), f"{file}::{test}"
+
+
+def test_the_tests_and_mutants_of_the_fault_tables_exist() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "reliability.md").read_text().splitlines()
+        if line.startswith("| ") and line.count("|") == 7 and "---" not in line and "mutant |" not in line
+    ]
+    assert len(rows) > 60
+    for *_, tests, mutant in rows:
+        named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", tests)
+        assert named, f"no test is named in {tests!r}"
+        for file, name in named:
+            path = ROOT / file if file.startswith("benchmarks/") else ROOT / "tests" / file
+            assert path.is_file(), file
+            assert not name or f"def {name}(" in path.read_text(), f"{file}::{name}"
+        assert not mutant or mutant.strip("`") in MUTANTS, mutant
+
+
+def test_paths_in_the_documentation_exist() -> None:
+    tops = "agent_wrapper|rollout_backend|tests|infra|benchmarks|docs|examples|constraints"
+    for page in MARKDOWN:
+        for path in re.findall(rf"`((?:{tops})/[\w./-]*)`", page.read_text()):
+            assert (ROOT / path).exists() or (ROOT / "tests" / path).exists(), f"{page.name} names {path}"
+
+
+def test_paths_in_the_architecture_exist() -> None:
+    named = re.findall(r"`([\w./-]+(?:\.py|/))`", (ROOT / "ARCHITECTURE.md").read_text())
+    assert len(named) > 40
+    for path in named:
+        assert (ROOT / path).exists() or (ROOT / "rollout_backend" / path).exists(), path
+
+
+def test_the_architecture_describes_every_folder_once() -> None:
+    described = re.findall(r"\*\*`([\w./-]+/)`\*\*", (ROOT / "ARCHITECTURE.md").read_text())
+    packages = {f"{path.parent.name}/" for path in (ROOT / "rollout_backend").glob("*/__init__.py")}
+    packages -= {"config/", "cli/"}  # described with rollout_backend/
+    others = {"agent_wrapper/", "rollout_backend/", "infra/", "examples/", "benchmarks/", "tests/"}
+    assert sorted(described) == sorted(packages | others)
+
+
+def test_the_architecture_fits_two_screens_and_answers_ten_questions() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(text.splitlines()) <= 125
+    _, _, rest = text.partition("## Where do I ...?")
+    questions, _, glossary = rest.partition("## Glossary")
+    assert len(re.findall(r"^\| .*\? \| ", questions, flags=re.M)) >= 10
+    assert len(re.findall(r"^\| \w", glossary, flags=re.M)) - 1 == 20

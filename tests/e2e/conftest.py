@@ -1,6 +1,6 @@
-"""Whole runs: manager, router, gateway, runtime, the agent in its own process, S3, SQS, buffer.
+"""Fixtures for whole runs: manager, router, gateway, runtime, agent processes, S3, SQS and buffer.
 
-The engine is scripted here, so that each run is short and ends as the test says; the router in front is the real one.
+The engine is scripted, so that each run is short and deterministic. The router is the real one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.local.cloud import LocalCloud
@@ -62,7 +63,7 @@ async def agent(context):
             return float("nan")
         case "text":
             return await ask(context)
-        case "tell its environment":
+        case "return its environment":
             await ask(context)
             return {"reward": 1.0, "house": os.environ["HOUSE"]}
     answer = await ask(context)
@@ -81,17 +82,27 @@ class Bench:
     manager: RolloutManager
 
 
-@pytest.fixture
-def agent(tmp_path: Path) -> Path:
-    path = tmp_path / "agent" / "agent.py"
-    path.parent.mkdir()
+LIMITS = Limits(grace_s=2.0)
+
+
+@pytest.fixture(scope="session")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("agent") / "agent.py"
     path.write_text(dedent(AGENT))
     return path
 
 
+@pytest.fixture(scope="session")
+def shared_cloud(agent: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCloud]:
+    """S3, SQS and a runtime of `agent` for all runs: each test leaves it without a session."""
+    cloud = LocalCloud(agent, run_dir=tmp_path_factory.mktemp("cloud"), limits=LIMITS)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(cloud):
+        yield cloud
+
+
 @pytest.fixture
 def held_back() -> Iterator[Callable[[str], str]]:
-    """A script that answers nothing until the test is over."""
+    """A script that holds all replies until the test has ended."""
     over = threading.Event()
 
     def answer(prompt: str) -> str:
@@ -116,21 +127,25 @@ def base_settings(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 async def open_run(
-    agent: Path, base_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared_cloud: LocalCloud, base_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[..., Awaitable[Bench]]]:
-    """Opens a run of `agent` against scripted replies; further arguments are overrides of its settings."""
+    """Open a run of `agent` with scripted replies. Further arguments override its settings.
+
+    A run of another `script` gets its own cloud.
+    """
     async with AsyncExitStack() as stack:
 
         async def open_(
             *overrides: str,
             replies: Script = ("The answer is 7.",),
-            script: Path = agent,
+            script: Path | None = None,
             by_image: bool = False,
         ) -> Bench:
             engine = stack.enter_context(ScriptedEngine(replies))
-            cloud = await stack.enter_async_context(
-                LocalCloud(script, run_dir=tmp_path / "logs", limits=Limits(grace_s=2.0))
-            )
+            cloud = shared_cloud
+            if script is not None:
+                own = LocalCloud(script, run_dir=tmp_path / "logs", limits=LIMITS)
+                cloud = await stack.enter_async_context(own)
             for name, value in cloud.environ.items():
                 monkeypatch.setenv(name, value)
             base = {**base_settings, "serving": {"kind": "external", "urls": [engine.url]}}

@@ -1,4 +1,4 @@
-"""`rollout demo` as a person runs it, in a terminal of its own: to its end, and interrupted."""
+"""`rollout demo` as a user runs it: to its end, interrupted, and with a cloud that dies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 
-pytestmark = pytest.mark.engine  # the demo sees to it that the engine is installed, though a script answers here
+pytestmark = pytest.mark.engine  # the demo installs the engine, although a script answers here
 
 
 def in_the_foreground() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and so would all that it starts."""
+    """Restore SIGINT. A background process of a shell ignores Ctrl-C, and so would its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -50,17 +50,17 @@ def demo(repository: Path, tmp_path: Path) -> Iterator[Callable[[ScriptedEngine]
 
     yield start
     for process in started:
-        with process:  # closes its pipe
+        with process:  # closes the pipe
             process.kill()
 
 
 def descendants(pid: int) -> set[int]:
-    """Every process below `pid`, by the kernel's own books."""
+    """Return all descendants of `pid`."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):  # it ended while we looked
+        except (OSError, ValueError):  # the process has ended
             continue
     found, todo = set(), [pid]
     while todo:
@@ -77,7 +77,7 @@ def running(pids: set[int]) -> set[int]:
     }
 
 
-def test_a_demo_tells_what_it_came_to_and_leaves_nothing_behind(demo, tmp_path):
+def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
     with ScriptedEngine(["It is 7."]) as engine:
         process = demo(engine)
         below: set[int] = set()
@@ -99,6 +99,38 @@ def test_a_demo_tells_what_it_came_to_and_leaves_nothing_behind(demo, tmp_path):
     assert not running(below)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("moto.server", "moto (local S3 and SQS)"), ("rollout_backend.local.stand_in", "the AgentCore stand-in")],
+)
+def test_a_demo_fails_with_the_reason_if_its_cloud_dies(demo, module, name):
+    def hold(prompt: str) -> str:
+        time.sleep(2)
+        return "late"
+
+    with ScriptedEngine(hold) as engine:
+        process = demo(engine)
+        while not engine.requests:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        below = descendants(process.pid)
+        mark = f"-m\0{module}\0".encode()
+        [part] = [pid for pid in below if mark in Path(f"/proc/{pid}/cmdline").read_bytes() + b"\0"]
+        os.kill(part, signal.SIGKILL)
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1, output
+    text = " ".join(output.split())
+    assert f"{name} ended with code -9, so this run cannot continue" in text
+    assert "Its log," in text
+    assert "NOT reconcile" not in text
+    deadline = time.monotonic() + 30
+    while left := running(below):  # a guard process ends the sessions of a killed stand-in
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_stops_everything_it_started(demo, number):
     def hold(prompt: str) -> str:
@@ -112,7 +144,7 @@ def test_an_interrupted_demo_stops_everything_it_started(demo, number):
             time.sleep(0.05)
         below = descendants(process.pid)
         os.kill(process.pid, number)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=150)[0]
     assert process.returncode == 130, output
     assert "interrupted; everything that was started is stopped" in output.replace("\n", " ")
     assert len(below) >= 6  # moto, the stand-in, its forker, sessions, router, gateway

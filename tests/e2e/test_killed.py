@@ -1,4 +1,4 @@
-"""A run that is killed in mid-step: what it had open is put in order behind it."""
+"""A run is killed in the middle of a step, and the janitor cleans up after it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.local.sessions import Limits
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.slow,  # tests/janitor kills a run, too
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+]
 
 
 def processes_of(mark: str) -> list[str]:
-    """The commands of live processes that carry MARK=mark in their environment."""
+    """Return the commands of live processes that have MARK=mark in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -40,7 +43,7 @@ def queues(cloud: LocalCloud) -> list[str]:
     return list(boto3.client("sqs", **where, **keys).list_queues().get("QueueUrls", []))
 
 
-async def test_a_run_that_is_killed_leaves_no_process_no_session_and_no_queue(
+async def test_a_killed_run_leaves_no_process_session_or_queue(
     agent: Path, base_settings: dict[str, Any], held_back: Callable[[str], str], tmp_path: Path
 ) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"payload": {}}\n')

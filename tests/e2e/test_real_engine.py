@@ -1,4 +1,4 @@
-"""Whole runs with a real model on real SGLang servers, on the CPU and in float32."""
+"""Whole runs with a real model on real SGLang servers, on the CPU in float32."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.config import load_config
+from rollout_backend.core.tasks import read_tasks
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
-from rollout_backend.serving.fleet import ServingEvent
 from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine, find_model
-from rollout_backend.tasks import read_tasks
+from rollout_backend.serving.supervisor import ServingEvent
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-async def test_an_engine_that_is_killed_costs_no_rollout_and_every_logprob_is_the_models_own(
-    repository, tmp_path, monkeypatch
-):
+async def test_a_killed_engine_loses_no_rollout_and_every_logprob_is_the_models(repository, tmp_path, monkeypatch):
     model, example = find_model(), repository / "examples" / "arithmetic"
     events: list[ServingEvent] = []
     async with LocalCloud(example / "agent.py", run_dir=tmp_path / "logs") as cloud:
@@ -56,14 +54,14 @@ async def test_an_engine_that_is_killed_costs_no_rollout_and_every_logprob_is_th
     assert ("engine-0", "died") in [(event.server, event.kind) for event in events]
 
     segments = [segment for rollout in result.rollouts for segment in rollout.segments]
-    assert len(segments) == 16  # one turn each, none broken
+    assert len(segments) == 16  # one turn each, and no broken history
     reference = await asyncio.to_thread(
         reference_logprobs, find_engine(), model, [list(segment.token_ids) for segment in segments]
     )
     worst = max(
         abs(math.exp(stored) - math.exp(computed))
         for segment, row in zip(segments, reference, strict=True)
-        for stored, computed, sampled in zip(segment.logprobs, row, segment.mask, strict=True)
+        for stored, computed, sampled in zip(segment.logprobs, row, segment.response_mask, strict=True)
         if sampled
     )
     assert worst < 1e-4
@@ -78,11 +76,11 @@ async def _tokens_are_sampled(manager: RolloutManager) -> None:
 
 
 def _listener(url: str) -> int:
-    """The pid of the server process that was told to listen on the port; it leads a process group of its own."""
+    """Return the pid of the server process that listens on the port. It leads its own process group."""
     port = url.rpartition(":")[2].encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             argv = (folder / "cmdline").read_bytes().split(b"\0")
             if b"sglang.launch_server" in argv and port in argv:
                 return int(folder.name)
-    raise AssertionError(f"nobody serves {url}")
+    raise AssertionError(f"no process serves {url}")

@@ -1,4 +1,4 @@
-"""A whole run whose agents reach a relay and never a gateway."""
+"""A whole run whose agents reach only a relay, not a gateway."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ServingError
-from rollout_backend.process import ServerProcess, free_port
-from rollout_backend.tasks import Task
+from rollout_backend.serving.server_process import ServerProcess, free_port
 
 KEY = "a-key-that-both-sides-know-" * 2
 AGENT = """
@@ -75,6 +75,7 @@ async def relay(tmp_path):
     await relay.stop()
 
 
+@pytest.mark.slow
 async def test_a_run_through_a_relay(open_run, relay, script, held_back, monkeypatch):
     monkeypatch.setenv("ROLLOUT__RELAY__KEY", KEY)
     holding, asked = False, asyncio.Event()
@@ -83,7 +84,7 @@ async def test_a_run_through_a_relay(open_run, relay, script, held_back, monkeyp
     def answer(prompt: str) -> str:
         if holding:
             loop.call_soon_threadsafe(asked.set)
-            held_back(prompt)  # its answer will find nobody
+            held_back(prompt)  # the connection is gone when it answers
         return "7"
 
     run = await open_run(
@@ -96,7 +97,7 @@ async def test_a_run_through_a_relay(open_run, relay, script, held_back, monkeyp
     assert urls <= {f"{relay.url}/s/0/v1", f"{relay.url}/s/1/v1"}
     assert all(rollout.reward == 1.0 and rollout.segments for rollout in result.rollouts)
 
-    # A relay that is started again in the middle of a step costs no rollout.
+    # A relay that restarts in the middle of a step loses no rollout.
     holding = True
     collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))
     async with asyncio.timeout(30):
@@ -107,7 +108,7 @@ async def test_a_run_through_a_relay(open_run, relay, script, held_back, monkeyp
     result = await collecting
     assert result.report.outcomes[Outcome.COMPLETED] == 2
 
-    # Without the dialer no call gets through: the run ends with the reason, and no session is left.
+    # Without the dialer no model call can reach the gateway: the run ends with the reason and leaves no session.
     collecting = asyncio.create_task(run.manager.collect([Task("b", {})]))
     run.manager._dialer._process._process.kill()
     with pytest.raises(ServingError, match="the relay's dialer ended with code"):

@@ -1,4 +1,4 @@
-"""What dies in the middle of a run and comes back: the gateway, and the trainer with all its servers."""
+"""The gateway, or the trainer with all its servers, is killed in the middle of a run and restarts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
+from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.local.sessions import Limits
-from rollout_backend.tasks import Task
 
 AGENT = """
 import asyncio
@@ -40,7 +40,7 @@ async def agent(context):
             if len(messages) == 2:
                 with (folder / "begun").open("a") as file:
                     file.write(context.rollout_id + "\\n")
-                while not (folder / "go").exists():  # a long tool
+                while not (folder / "go").exists():  # a slow tool
                     await asyncio.sleep(0.05)
     return 1.0
 
@@ -70,7 +70,8 @@ async def until(condition: Callable[[], object], what: Callable[[], str] = str) 
         await asyncio.sleep(0.05)
 
 
-async def test_a_gateway_that_is_killed_in_mid_run_loses_nothing(
+@pytest.mark.slow
+async def test_a_killed_gateway_loses_nothing(
     open_run: Callable[..., Awaitable[Any]], patient: Path, tmp_path: Path
 ) -> None:
     bench = await open_run(replies=("Seven.", "Yes."), script=patient)
@@ -93,7 +94,7 @@ async def test_a_gateway_that_is_killed_in_mid_run_loses_nothing(
     assert len(begun(tmp_path)) == ROLLOUTS
 
 
-async def test_agents_at_work_outlive_a_trainer_that_is_killed_and_started_again(
+async def test_running_agents_outlive_a_killed_and_restarted_trainer(
     patient: Path, base_settings: dict[str, Any], tmp_path: Path
 ) -> None:
     lines = [json.dumps({"payload": {"folder": str(tmp_path), "i": i}}) for i in range(2)]
@@ -114,9 +115,14 @@ async def test_agents_at_work_outlive_a_trainer_that_is_killed_and_started_again
 
             first = await start("first.log")
             await until(lambda: len(begun(tmp_path)) == ROLLOUTS, (tmp_path / "first.log").read_text)
+            rival = await start("rival.log")  # refused, and changes nothing
+            assert await asyncio.wait_for(rival.wait(), 60) == 1
+            refusal = " ".join((tmp_path / "rival.log").read_text().split())
+            assert f"run 'killed' is held by another manager (process {first.pid} on" in refusal
+            assert len((await cloud.sessions())["sessions"]) == ROLLOUTS
             first.send_signal(signal.SIGKILL)
             await first.wait()
-            (tmp_path / "go").touch()  # they ask a gateway that is not there
+            (tmp_path / "go").touch()  # the agents call a gateway that is down
             second = await start("second.log")
             assert await asyncio.wait_for(second.wait(), 120) == 0, (tmp_path / "second.log").read_text()
             assert (await cloud.sessions())["sessions"] == []
@@ -124,7 +130,7 @@ async def test_agents_at_work_outlive_a_trainer_that_is_killed_and_started_again
     report = json.loads((run / "steps" / "00000000.json").read_text())
     assert report["outcomes"]["completed"] == ROLLOUTS
     assert (report["reattached"], report["resumed"], report["attempts"]) == (ROLLOUTS, 0, 0)
-    assert len(begun(tmp_path)) == ROLLOUTS  # nobody began anew
+    assert len(begun(tmp_path)) == ROLLOUTS  # no agent started again
     assert report["trainable"] == ROLLOUTS
     assert report["broken_histories"] == 0
     assert not list((run / "steps").glob("*.dispatched"))

@@ -5,16 +5,16 @@ import math
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.errors import ServingError
+from rollout_backend.core.tasks import Task
+from rollout_backend.errors import CircuitOpen, ServingError
 from rollout_backend.local.scripted import Fail
-from rollout_backend.tasks import Task
 
 
 async def no_session_is_open(run) -> bool:
     return (await run.cloud.sessions())["sessions"] == []
 
 
-async def test_prompts_in_checked_rollouts_out(open_run):
+async def test_tasks_become_validated_rollouts(open_run):
     run = await open_run("sampling.temperature=0.5", "sampling.max_tokens=99")
     result = await run.manager.collect([Task("a", {}), Task("b", {})])
     report = result.report
@@ -28,9 +28,9 @@ async def test_prompts_in_checked_rollouts_out(open_run):
         [segment] = rollout.segments
         text = run.engine.tokenizer.decode(list(segment.token_ids), skip_special_tokens=False)
         assert text.endswith("<|im_start|>assistant\nThe answer is 7.<|im_end|>")
-        sampled = [token for token, mask in zip(segment.token_ids, segment.mask, strict=True) if mask]
+        sampled = [token for token, mask in zip(segment.token_ids, segment.response_mask, strict=True) if mask]
         assert run.engine.tokenizer.decode(sampled, skip_special_tokens=False) == "The answer is 7.<|im_end|>"
-        for mask, logprob in zip(segment.mask, segment.logprobs, strict=True):
+        for mask, logprob in zip(segment.response_mask, segment.logprobs, strict=True):
             assert math.isnan(logprob) != bool(mask)
     assert all(body["sampling_params"]["temperature"] == 0.5 for body in run.engine.requests)
     assert report.sampled_tokens == 4 * len("The answer is 7.x")
@@ -40,14 +40,16 @@ async def test_prompts_in_checked_rollouts_out(open_run):
     assert stored["planned"] == 4
 
 
-async def test_a_run_makes_its_runtime_from_an_image(open_run):
+@pytest.mark.slow
+async def test_a_run_creates_its_runtime_from_an_image(open_run):
     run = await open_run("group.size=1", "runtime.environment={HOUSE: ours}", by_image=True)
-    result = await run.manager.collect([Task("a", {"do": "tell its environment"})])
+    result = await run.manager.collect([Task("a", {"do": "return its environment"})])
     [rollout] = result.rollouts
     assert rollout.extras == {"house": "ours"}
     assert await no_session_is_open(run)
 
 
+@pytest.mark.slow
 async def test_steps_follow_one_another_in_one_run(open_run):
     run = await open_run("group.size=1")
     first = await run.manager.collect([Task("a", {})])
@@ -57,6 +59,7 @@ async def test_steps_follow_one_another_in_one_run(open_run):
     assert {rollout.step for rollout in second.rollouts} == {1}
 
 
+@pytest.mark.slow
 async def test_steps_may_overlap(open_run):
     run = await open_run("group.size=1")
     results = await asyncio.gather(*(run.manager.collect([Task(f"task-{i}", {})]) for i in range(3)))
@@ -74,7 +77,7 @@ FAILURES = {
 }
 
 
-async def test_an_agent_that_fails_is_classed_and_never_trained(open_run):
+async def test_a_failed_agent_has_an_error_class_and_is_never_trained(open_run):
     run = await open_run(
         "timeouts.model_call_s=4", "timeouts.agent_s=8", "timeouts.publish_grace_s=3", "group.size=1"
     )
@@ -92,6 +95,7 @@ async def test_an_agent_that_fails_is_classed_and_never_trained(open_run):
     assert await no_session_is_open(run)
 
 
+@pytest.mark.slow
 async def test_an_agent_may_score_its_own_failure(open_run):
     run = await open_run("group.size=1")
     result = await run.manager.collect([Task("a", {"do": "score its failure"})])
@@ -107,6 +111,18 @@ async def test_an_engine_that_fails_is_an_infrastructure_error_and_never_a_rewar
     assert result.failures[0].reason == "model_unavailable"
 
 
+@pytest.mark.slow
+async def test_calls_refused_by_the_engine_stop_the_run_as_infrastructure_errors(open_run):
+    run = await open_run(
+        *("group.size=2", "circuit_breaker.max_failures=2", "circuit_breaker.min_span_s=0"),
+        replies=[Fail(400, "unknown sampling parameter")] * 50,
+    )
+    with pytest.raises(CircuitOpen, match="unknown sampling parameter") as broken:
+        await run.manager.collect([Task("a", {})])
+    assert "infra_error, model_unavailable" in str(broken.value)
+
+
+@pytest.mark.slow
 async def test_an_agent_that_hides_a_lost_model_call_has_no_reward(open_run):
     run = await open_run("group.size=1", "timeouts.model_call_s=3", replies=["7", *[Fail(500)] * 50])
     result = await run.manager.collect([Task("a", {"do": "swallow"})])
@@ -115,8 +131,23 @@ async def test_an_agent_that_hides_a_lost_model_call_has_no_reward(open_run):
     assert result.report.trainable == 0
 
 
-async def test_without_a_queue_the_same_rollouts_come_in(open_run):
-    run = await open_run("queue.enabled=false", "collect.no_queue_sweep_s=0.2")
+@pytest.mark.slow
+async def test_no_call_reaches_paused_engines(open_run):
+    run = await open_run()
+    await run.manager.pause_engines()
+    assert [server.asleep for server in run.manager.servers()] == [False, True]
+    collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))
+    async with asyncio.timeout(20):
+        while (await run.manager.progress()).gateway.calls_in_flight < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert run.engine.requests == []
+    await run.manager.resume_engines()
+    assert (await collecting).report.outcomes[Outcome.COMPLETED] == 2
+
+
+@pytest.mark.slow
+async def test_without_a_queue_the_same_rollouts_are_collected(open_run):
+    run = await open_run("queue.enabled=false", "collect.list_interval_s=0.2")
     result = await run.manager.collect([Task("a", {})])
     assert result.report.outcomes[Outcome.COMPLETED] == 2
 
@@ -126,10 +157,11 @@ async def test_a_step_over_two_gateways(open_run):
     result = await run.manager.collect([Task("a", {})])
     assert result.report.outcomes[Outcome.COMPLETED] == 8
     stats = await run.manager._gateway.stats()
-    assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (8, 0, 8)  # all revoked where they were
+    assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (8, 0, 8)  # each revoked at its own gateway
 
 
-async def test_a_gateway_that_dies_for_good_ends_the_run_with_the_reason_and_no_session(open_run, held_back):
+@pytest.mark.slow
+async def test_a_gateway_that_cannot_restart_ends_the_run_and_leaves_no_session(open_run, held_back):
     run = await open_run("serving.max_restarts=0", replies=held_back)
     collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))
     async with asyncio.timeout(20):

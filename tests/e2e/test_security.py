@@ -1,4 +1,4 @@
-"""Whole runs with agents that cannot be trusted, and what leaks of secrets: nothing."""
+"""Whole runs with hostile agents, and a check that no log contains a secret."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from textwrap import dedent
 import pytest
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.gateway.secret import SECRET_FILE
-from rollout_backend.tasks import Task
+from rollout_backend.core.tasks import Task
+from rollout_backend.serving.run_secret import SECRET_FILE
 
 BARE = """
 import os
@@ -46,10 +46,10 @@ from openai import AsyncOpenAI
 from agent_wrapper import RolloutApp
 
 app = RolloutApp()
-honest = agent_wrapper.app.conclude
+honest = agent_wrapper.app.build_rollout
 do = []
 
-def conclude(*args):
+def build_rollout(*args):
     rollout = honest(*args)
     segment = rollout.segments[0]
     match do[0]:
@@ -67,7 +67,7 @@ def conclude(*args):
             return rollout.model_copy(update={"session_id": "another-session"})
     return rollout
 
-agent_wrapper.app.conclude = conclude
+agent_wrapper.app.build_rollout = build_rollout
 
 @app.entrypoint
 async def agent(context):
@@ -88,7 +88,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-async def test_a_container_cannot_have_trained_what_was_not_sampled(open_run, tmp_path):
+async def test_a_container_cannot_submit_tokens_that_were_not_sampled(open_run, tmp_path):
     run = await open_run("group.size=1", script=written(tmp_path, HOSTILE))
     tricks = {
         "alter a token": "not what was sampled",
@@ -106,19 +106,22 @@ async def test_a_container_cannot_have_trained_what_was_not_sampled(open_run, tm
         assert tricks[names[failure.task_id]] in failure.message
 
 
-async def test_where_seals_are_not_required_the_container_is_believed(open_run, tmp_path):
+@pytest.mark.slow
+async def test_without_required_seals_the_container_is_trusted(open_run, tmp_path):
     run = await open_run("group.size=1", "gateway.require_seal=false", script=written(tmp_path, HOSTILE))
     result = await run.manager.collect([Task("a", {"do": "alter a logprob"})])
     assert result.report.outcomes[Outcome.COMPLETED] == 1
 
 
-@pytest.mark.parametrize("presigned", [False, True], ids=["credentials", "presigned"])
+@pytest.mark.parametrize(
+    "presigned", [pytest.param(False, marks=pytest.mark.slow), True], ids=["credentials", "presigned"]
+)
 async def test_a_container_without_credentials_and_no_secret_in_any_log(open_run, agent, tmp_path, caplog, presigned):
     caplog.set_level(logging.INFO)
     caplog.set_level(logging.DEBUG, "rollout_backend")
     run = await open_run(
         f"storage.presigned={str(presigned).lower()}",
-        "collect.no_queue_sweep_s=0.2",
+        "collect.list_interval_s=0.2",
         script=written(tmp_path, BARE if presigned else BARE.replace("del os", "os")),
     )
     result = await run.manager.collect([Task("a", {}), Task("b", {"do": "raise"})])
@@ -135,11 +138,11 @@ async def test_a_container_without_credentials_and_no_secret_in_any_log(open_run
         "a signature of a URL": "X-Amz-Signature",
         **{f"the key of {one.rollout_id}": one.extras["key"].rpartition(".")[2] for one in completed},
     }
-    logs = [path for path in tmp_path.rglob("*.log") if path.name != "moto.log"]  # S3 logs its requests, not we
+    logs = [path for path in tmp_path.rglob("*.log") if path.name != "moto.log"]  # moto logs request URLs
     assert {"gateway.log", "agentcore.log"} <= {path.name for path in logs}
     assert sum(path.parent == run.cloud.runtime.session_logs for path in logs) >= 4
     texts = {path.name: path.read_text() for path in logs} | {"this process": caplog.text}
     assert any("published as completed" in text for text in texts.values())
     for where, text in texts.items():
         for what, secret in secrets.items():
-            assert secret not in text, f"{what} stands in {where}"
+            assert secret not in text, f"{where} contains {what}"

@@ -17,7 +17,7 @@ def examples() -> Path:
 
 @pytest.fixture(scope="session")
 def load() -> Callable[[str], ModuleType]:
-    """Imports one file of the examples; several of them share a name."""
+    """Import one file of the examples. Several of them share a name."""
 
     def load(path: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(path.replace("/", "_").removesuffix(".py"), EXAMPLES / path)

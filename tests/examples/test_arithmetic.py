@@ -33,7 +33,7 @@ def test_a_negative_answer(arithmetic):
 
 
 @pytest.mark.parametrize(("reply", "reward"), [("7", 1.0), ("8", 0.0)])
-def test_one_rollout(run_agent, arithmetic, reply, reward):
+def test_a_reply_is_scored(run_agent, arithmetic, reply, reward):
     rollout = run_agent(arithmetic.app, TASK, replies=[reply])
     assert (rollout.outcome, rollout.reward) == ("completed", reward)
     assert rollout.extras == {"reply": reply}
@@ -41,10 +41,10 @@ def test_one_rollout(run_agent, arithmetic, reply, reward):
     assert len(rollout.segments[0].turns) == 1
 
 
-def test_as_it_runs_in_its_container(run_agent, examples):
+def test_the_agent_runs_as_in_its_container(run_agent, examples):
     assert run_agent(examples / "arithmetic" / "agent.py", TASK, replies=["It is 7"]).reward == 1.0
 
 
-def test_a_broken_task_has_no_reward(run_agent, arithmetic):
+def test_an_invalid_task_has_no_reward(run_agent, arithmetic):
     rollout = run_agent(arithmetic.app, {"question": "?"}, replies=["7"])
     assert (rollout.outcome, rollout.failure.reason) == ("agent_error", "agent_exception")

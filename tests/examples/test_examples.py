@@ -1,4 +1,4 @@
-"""What each example ships beside its agent."""
+"""The files that each example ships with its agent."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import json
 import pytest
 
 from rollout_backend.config import load_config
-from rollout_backend.tasks import read_tasks
+from rollout_backend.core.tasks import read_tasks
 
 NAMES = ["arithmetic", "tool_agent"]
 SEEDED = {"arithmetic": (64, 0), "tool_agent": ("chain_sum", 64, 0)}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_folder_is_whole(examples, name):
+def test_the_folder_is_complete(examples, name):
     there = {path.name for path in (examples / name).iterdir()}
     assert there >= {"agent.py", "config.yaml", "Dockerfile", "make_tasks.py", "README.md", "requirements.txt"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_settings_are_sound(examples, name):
+def test_the_settings_are_valid(examples, name):
     settings = load_config(examples / name / "config.yaml", env={})
     assert settings.runtime.kind == "agentcore"
     assert settings.storage.bucket == "my-rollouts"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_tasks_are_what_the_seed_makes(examples, load, name):
+def test_the_tasks_match_their_seed(examples, load, name):
     module = load(f"{name}/make_tasks.py")
     made = module.make_tasks(*SEEDED[name], **getattr(module, "SETTINGS", {}))
     lines = (examples / name / "tasks.jsonl").read_text().splitlines()
@@ -37,7 +37,7 @@ def test_the_tasks_are_what_the_seed_makes(examples, load, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_image_is_what_the_runtime_wants(examples, name):
+def test_the_image_meets_the_runtimes_requirements(examples, name):
     lines = (examples / name / "Dockerfile").read_text().splitlines()
     assert "FROM python:3.11-slim" in lines
     assert "EXPOSE 8080" in lines

@@ -6,10 +6,10 @@ import pytest
 
 from agent_wrapper import RolloutContext
 from agent_wrapper.contract import Sampling
-from agent_wrapper.outcome import judge
+from agent_wrapper.outcome import classify
 from agent_wrapper.runner import Raised
 from rollout_backend.local.scripted import ToolCall
-from rollout_backend.process import free_port
+from rollout_backend.serving.server_process import free_port
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +91,11 @@ def test_the_score(tool_agent, task, reply, reward):
     assert tool_agent.score(reply, task) == reward
 
 
-def test_a_right_number_among_words_is_worth_a_part(tool_agent, task):
+def test_a_right_number_among_words_has_a_partial_reward(tool_agent, task):
     assert 0 < tool_agent.score("Answer: I believe it is -175", task) < 1
 
 
-def test_turns_with_a_tool_are_one_sequence(run_agent, tool_agent, task):
+def test_turns_with_a_tool_form_one_segment(run_agent, tool_agent, task):
     replies = [
         ToolCall("calculator", {"expression": "15 - 43"}),
         ToolCall("calculator", {"expression": "-28 - 75 - 72"}),
@@ -106,38 +106,38 @@ def test_turns_with_a_tool_are_one_sequence(run_agent, tool_agent, task):
     assert rollout.extras["stop_reason"] == "end_turn"
     assert len(rollout.segments) == 1
     assert len(rollout.segments[0].turns) == 3
-    told = [message["content"] for message in rollout.segments[0].messages if message["role"] == "tool"]
-    assert [("-28" in text, "-175" in text) for text in map(str, told)] == [(True, False), (False, True)]
+    results = [message["content"] for message in rollout.segments[0].messages if message["role"] == "tool"]
+    assert [("-28" in text, "-175" in text) for text in map(str, results)] == [(True, False), (False, True)]
 
 
-def test_a_tool_error_is_told_to_the_model(run_agent, tool_agent, task):
+def test_the_model_sees_tool_errors(run_agent, tool_agent, task):
     rollout = run_agent(tool_agent.app, task, replies=[ToolCall("calculator", {"expression": "x"}), "Answer: 3"])
     assert (rollout.outcome, rollout.reward) == ("completed", 0.0)
-    assert "are understood, not 'x'" in str(rollout.segments[0].messages)
+    assert "are allowed, not 'x'" in str(rollout.segments[0].messages)
 
 
-def test_calling_tools_without_an_end_is_ended(run_agent, tool_agent, task):
+def test_endless_tool_calls_are_stopped(run_agent, tool_agent, task):
     replies = [ToolCall("calculator", {"expression": f"{i}"}) for i in range(tool_agent.MAX_TURNS)]
     rollout = run_agent(tool_agent.app, task, replies=replies)
     assert (rollout.outcome, rollout.reward) == ("completed", 0.0)
     assert len(rollout.segments[0].turns) == tool_agent.MAX_TURNS
 
 
-def test_talking_without_an_end_is_scored(run_agent, tool_agent, task):
+def test_a_truncated_reply_is_scored(run_agent, tool_agent, task):
     rollout = run_agent(tool_agent.app, task, replies=["word " * 100], sampling=Sampling(max_tokens=20))
     assert (rollout.outcome, rollout.reward) == ("agent_error", 0.0)
     assert rollout.trainable
 
 
-async def test_a_dead_model_is_seen_through_the_framework(tool_agent, task, monkeypatch):
+async def test_a_lost_model_is_detected_through_the_framework(tool_agent, task, monkeypatch):
     monkeypatch.setattr("agent_wrapper.context._MAX_RETRIES", 0)
     env = {"OPENAI_BASE_URL": f"http://127.0.0.1:{free_port()}/v1", "OPENAI_API_KEY": "k", "ROLLOUT_MODEL": "m"}
     context = RolloutContext.of_environment(task, env)
     with pytest.raises(Exception) as caught:  # noqa: PT011  of whatever class the framework wraps it in
         await tool_agent.agent(context)
-    assert judge(Raised(caught.value), context.base_url).failure.reason == "model_unavailable"
+    assert classify(Raised(caught.value), context.base_url).failure.reason == "model_unavailable"
 
 
-def test_as_it_runs_in_its_container(run_agent, examples, task):
+def test_the_agent_runs_as_in_its_container(run_agent, examples, task):
     rollout = run_agent(examples / "tool_agent" / "agent.py", task, replies=["Answer: -175"])
     assert rollout.reward == 1.0

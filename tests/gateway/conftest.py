@@ -12,16 +12,17 @@ from anyio.from_thread import start_blocking_portal
 
 from agent_wrapper.contract import Sampling, Trajectory
 from rollout_backend.config import GatewayConfig, ModelConfig, RouterConfig, ServingConfig
-from rollout_backend.gateway.renderer import RendererBundle, load_renderer
+from rollout_backend.core.session_key import SessionClaims, issue
+from rollout_backend.dialects.registry import DIALECTS
+from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.server import create_app
-from rollout_backend.gateway.settings import GatewaySettings
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.gateway.tokens import SessionClaims, issue
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.process import free_port
-from rollout_backend.serving.engine import LocalEngine
+from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 from rollout_backend.serving.install import cache_dir, find_model, model_path
+from rollout_backend.serving.local_engine import LocalEngine
 from rollout_backend.serving.router import Router
+from rollout_backend.serving.server_process import free_port
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +69,7 @@ class Served:
         self._thread.join()
 
     def key(
-        self, session: str = "s1", *, secret: str = SECRET, lives_s: float = 600, epoch: str = "", **sampling
+        self, session: str = "s1", *, secret: str = SECRET, lives_s: float = 600, journal_id: str = "", **sampling
     ) -> str:
         claims = SessionClaims(
             run_id="run",
@@ -78,7 +79,7 @@ class Served:
             session_id=session,
             sampling=Sampling(**sampling),
             expires_at=time.time() + lives_s,
-            epoch=epoch,
+            journal_id=journal_id,
         )
         return issue(secret, claims)
 
@@ -106,7 +107,7 @@ def serve(bundle, byte_model):
     """Starts a gateway for an engine's URL; keywords go into its settings."""
     served: list[Served] = []
 
-    def start(engine_url: str, gateway: dict | None = None, bundle=bundle, **more) -> Served:
+    def start(engine_url: str, gateway: dict | None = None, bundle=bundle, dialects=DIALECTS, **more) -> Served:
         port = free_port()
         settings = GatewaySettings(
             port=port,
@@ -116,7 +117,7 @@ def serve(bundle, byte_model):
             control_key=CONTROL_KEY,
             **{"model": byte_model, "engine_attempts": 2, "model_call_s": 20, **more},
         )
-        served.append(Served(create_app(settings, bundle), port))
+        served.append(Served(create_app(settings, bundle, dialects), port))
         return served[-1]
 
     yield start

@@ -10,10 +10,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from rollout_backend.gateway.admission import Admission, EngineLoad
-from rollout_backend.gateway.engines import Engines
-from rollout_backend.gateway.loads import LoadPoller
+from rollout_backend.gateway.direct_routing import DirectRouting
+from rollout_backend.gateway.engine_load_poller import EngineLoadPoller
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.process import free_port
+from rollout_backend.serving.server_process import free_port
 
 IDLE = EngineLoad(running=0, waiting=0, free=64)
 FULL = EngineLoad(running=64, waiting=8, free=0)
@@ -191,7 +191,7 @@ async def until(condition) -> None:
 
 async def first_look(url: str, within_s: float = 10) -> list[EngineLoad]:
     seen: asyncio.Queue = asyncio.Queue()
-    polling = asyncio.create_task(LoadPoller(url, seen.put_nowait, interval_s=0.01).run())
+    polling = asyncio.create_task(EngineLoadPoller(url, seen.put_nowait, interval_s=0.01).run())
     try:
         return await asyncio.wait_for(seen.get(), within_s)
     finally:
@@ -213,8 +213,8 @@ async def test_engines_are_found_by_the_router_and_asked_one_by_one(site):
 async def test_where_engines_are_is_known_and_stays_so_while_the_router_is_silent(site):
     engine = await site({"/v1/loads": loads((1, 0))})
     pages = {"/workers": {"workers": [{"id": engine, "url": engine, "is_healthy": True}], "total": 1}}
-    looks, engines = [], Engines()
-    polling = asyncio.create_task(LoadPoller(await site(pages), looks.append, 0.01, engines).run())
+    looks, engines = [], DirectRouting()
+    polling = asyncio.create_task(EngineLoadPoller(await site(pages), looks.append, 0.01, engines).run())
     await until(lambda: len(looks) > 0)
     assert engines.urls == [engine]
     pages["/workers"] = 500
@@ -232,11 +232,11 @@ async def test_an_engine_without_a_router(site):
 
 @pytest.mark.parametrize("page", [404, 500, {"loads": "many"}, {"loads": [{"num_running_reqs": 1}]}, []])
 async def test_engines_that_do_not_tell_are_logged_once(site, page, caplog):
-    caplog.set_level("INFO", "rollout_backend.gateway.loads")
+    caplog.set_level("INFO", "rollout_backend.gateway.engine_load_poller")
     pages = {"/v1/loads": page}
     url = await site(pages)
     seen = []
-    polling = asyncio.create_task(LoadPoller(url, seen.append, interval_s=0.01).run())
+    polling = asyncio.create_task(EngineLoadPoller(url, seen.append, interval_s=0.01).run())
     await until(lambda: len(caplog.records) == 1)
     pages["/v1/loads"] = loads((1, 1))  # it was only starting
     await until(lambda: len(seen) > 0)

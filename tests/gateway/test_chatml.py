@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from renderers import Renderer, ToolCallParseStatus
 from transformers import AutoTokenizer
 
-from rollout_backend.gateway.chatml import ChatMLRenderer
 from rollout_backend.local.scripted import ToolCall
+from rollout_backend.rendering.chatml import ChatMLRenderer
 
 TOOLS = [
     {
@@ -136,7 +136,7 @@ def test_a_call_without_its_closing_tag_is_read_if_it_is_whole(bundle, renderer)
     assert parsed.content == ""
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(min_value=0, max_value=258), max_size=60))
 def test_no_completion_breaks_the_parser(bundle, renderer, ids):
     renderer.parse_response(ids)

@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from rollout_backend.gateway.call import ModelCall
-from rollout_backend.gateway.constraint import Constraints
-from rollout_backend.gateway.errors import ApiError
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import ModelCall
+from rollout_backend.rendering.constrained_decoding import Constraints
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}}}
 SUB = {"type": "function", "function": {"name": "sub"}}
@@ -98,8 +98,8 @@ def test_what_is_switched_off_or_not_known_is_refused(bundle):
             return bundle.renderer.parse_response([], tools=tools, prompt_ids=prompt_ids)
 
     unknown = Constraints(dataclasses.replace(bundle, renderer=Reads()), allowed=True)
-    with pytest.raises(ApiError, match="tool_choice: how the renderer chatml writes tool calls"):
+    with pytest.raises(ApiError, match="tool_choice: the tool call format of the renderer chatml"):
         unknown.params(call, [])
-    with pytest.raises(ApiError, match="response_format: how the renderer"):
+    with pytest.raises(ApiError, match="response_format: the tool call format"):
         unknown.params(ModelCall("m", [], tools=[ADD], json_schema=SCHEMA), [])
     assert unknown.params(ModelCall("m", [], json_schema=SCHEMA), []) == {"json_schema": json.dumps(SCHEMA)}

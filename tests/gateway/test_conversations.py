@@ -141,7 +141,7 @@ def test_rows_and_trained_tokens(serve, bundle, play, replies, rows):
         play(gateway.client())
         prompts = [request["input_ids"] for request in engine.requests]
     segments = gateway.trajectory().segments
-    assert [(s.opened_by, len(s.turns), s.sampled_tokens) for s in segments] == rows
+    assert [(s.split_reason, len(s.turns), s.sampled_tokens) for s in segments] == rows
     assert sum(s.sampled_tokens for s in segments) == sum(len(str(reply)) + 1 for reply in replies)
     # Each turn was sampled after exactly the tokens that stand before it.
     before = [s.token_ids.tolist()[: turn.start] for s in segments for turn in s.turns]

@@ -4,12 +4,14 @@ import json
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tenacity import RetryCallState
 
 from agent_wrapper.contract import VersionSpan
 from rollout_backend.errors import EngineUnavailable
-from rollout_backend.gateway.engine import EngineClient, EngineRefused
-from rollout_backend.gateway.engines import Engines
-from rollout_backend.process import free_port
+from rollout_backend.gateway.direct_routing import DirectRouting
+from rollout_backend.gateway.engine_client import EngineClient, EngineRefused, _Aborted, _Retry, _wait
+from rollout_backend.rendering.stop_strings import StopStrings
+from rollout_backend.serving.server_process import free_port
 
 PARAMS = {"max_new_tokens": 10, "temperature": 1.0}
 
@@ -39,11 +41,7 @@ async def engine():
             self.asked.set()
             answer = self.replies.pop(0)
             if answer == "hang":
-                try:
-                    await asyncio.sleep(60)
-                except asyncio.CancelledError:
-                    self.aborted.set()
-                    raise
+                await self.hang()
             if answer == "cut":
                 request.transport.close()
                 return web.Response()
@@ -53,6 +51,13 @@ async def engine():
                 return await self.stream(request, answer)
             return web.json_response(answer)
 
+        async def hang(self) -> None:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.aborted.set()
+                raise
+
         async def stream(self, request: web.Request, events: list) -> web.StreamResponse:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
@@ -60,6 +65,8 @@ async def engine():
                 if event == "cut":
                     request.transport.close()
                     break
+                if event == "hang":
+                    await self.hang()
                 await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             else:
                 await response.write(b"data: [DONE]\n\n")
@@ -195,6 +202,18 @@ async def test_aborts_without_end_are_unavailable(engine):
         await engine.generate([reply([], "abort")] * 3)
 
 
+def test_after_an_abort_the_router_has_time_to_learn_that_the_engine_leaves():
+    def wait(error, attempt=1):
+        state = RetryCallState(None, None, (), {})
+        state.attempt_number = attempt
+        state.set_exception((type(error), error, None))
+        return _wait(state)
+
+    assert wait(_Aborted("paused")) == 1
+    assert wait(_Aborted("paused"), attempt=5) >= 4
+    assert wait(_Retry("HTTP 503")) < 1
+
+
 @pytest.mark.parametrize("answer", [{}, {"output_ids": [1]}, {"output_ids": ["x"], "meta_info": {}}, []])
 async def test_an_answer_of_another_shape_is_unavailable(engine, answer):
     with pytest.raises(EngineUnavailable, match="not what /generate answers"):
@@ -214,7 +233,8 @@ class Told:
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
 
-    def __call__(self, ids) -> None:
+    def __call__(self, ids, logprobs) -> None:
+        assert len(logprobs) == len(ids)
         self.seen.append(tuple(ids))
 
 
@@ -284,6 +304,31 @@ async def test_what_cannot_be_resumed_starts_again(engine):
     assert [body["input_ids"] for body, _ in engine.bodies] == [[1, 2], [1, 2]]
 
 
+STOPS = StopStrings(["END"], {7: b"one ", 8: b"E", 9: b"ND two", 10: b"three"})
+
+
+async def test_a_stop_string_cuts_the_stream_at_the_token_that_completes_it(engine):
+    versions = [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 4}]
+    events = [piece([7], 1), piece([8, 9, 10], 4, weight_versions=versions), "hang"]
+    told = Told()
+    completion = await engine.generate([events], progress=told, stops=STOPS)
+    assert (completion.token_ids, completion.logprobs) == ((7, 8, 9), (-0.25,) * 3)
+    assert (completion.finish_reason, completion.matched) == ("stop", "END")
+    assert completion.weight_versions == (
+        VersionSpan(version="1", start=0, end=2),
+        VersionSpan(version="2", start=2, end=3),
+    )
+    assert told.seen == [(7,)]
+    await asyncio.wait_for(engine.aborted.wait(), 10)
+
+
+async def test_a_stop_string_may_span_an_abort(engine):
+    completion = await engine.generate([[piece([7, 8], 2, "abort")], [piece([9, 10], 2, "stop")]], stops=STOPS)
+    assert (completion.token_ids, completion.matched) == ((7, 8, 9), "END")
+    assert completion.logprobs == (-0.25,) * 3
+    assert completion.weight_versions == (VersionSpan(version="1", start=0, end=3),)
+
+
 async def test_an_engine_that_does_not_stream_is_understood(engine):
     told = Told()
     assert (await engine.generate([reply([7, 8])], progress=told)).token_ids == (7, 8)
@@ -298,8 +343,8 @@ URLS = [f"http://10.0.0.{i}:30000" for i in range(8)]
 
 
 @pytest.fixture
-def engines() -> Engines:
-    engines = Engines()
+def engines() -> DirectRouting:
+    engines = DirectRouting()
     engines.urls = URLS
     return engines
 
@@ -334,7 +379,7 @@ def test_one_that_failed_is_passed_over_until_all_have(engines):
 
 @pytest.mark.parametrize("failure", [(503, "starting"), "cut"])
 async def test_a_call_goes_on_at_another_engine_where_it_keeps_its_form(engine, failure):
-    engines = Engines()
+    engines = DirectRouting()
     same_server = engine.url.replace("127.0.0.1", "localhost")
     engines.urls = [engine.url, same_server]
     completion = await engine.generate([failure, reply([7])], params=FORCED, engines=engines)
@@ -344,7 +389,7 @@ async def test_a_call_goes_on_at_another_engine_where_it_keeps_its_form(engine, 
 
 
 async def test_an_engine_that_aborts_is_well_and_keeps_the_call(engine):
-    engines = Engines()
+    engines = DirectRouting()
     engines.urls = [engine.url, engine.url.replace("127.0.0.1", "localhost")]
     await engine.generate([reply([7], "abort"), reply([7])], params=FORCED, engines=engines, resumable=False)
     assert len(set(engine.hosts)) == 1

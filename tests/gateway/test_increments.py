@@ -4,16 +4,17 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from rollout_backend.config import ModelConfig
-from rollout_backend.gateway.call import Delta
-from rollout_backend.gateway.increments import Increments
-from rollout_backend.gateway.renderer import load_renderer
-from rollout_backend.gateway.reply import Reply, read_reply
+from rollout_backend.core.model_call import Delta
 from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.rendering.renderer import load_renderer
+from rollout_backend.rendering.reply import Reply, read_reply
+from rollout_backend.rendering.stop_strings import StopStrings
+from rollout_backend.rendering.streaming_parser import StreamingParser
 
 TOOLS = [
     {
@@ -49,25 +50,23 @@ class Told:
     """A reply as whole, and as it was told piece by piece."""
 
     def __init__(self, bundle, ids, sizes, *, tools=TOOLS, stop=(), parallel=True) -> None:
-        matched = None
-        for string in stop:
-            if string in bundle.decode(ids):
-                n = next(n for n in range(len(ids) + 1) if string in bundle.decode(ids[:n]))
-                ids, matched = ids[:n], string
-        increments = Increments(bundle, [1, 2], tools=tools, tools_offered=bool(tools), stop=stop, parallel=parallel)
+        stops = StopStrings(stop, bundle.token_bytes)
+        found = stops.find(ids)
+        ids = ids[: found.tokens] if found else ids
+        increments = StreamingParser(bundle, [1, 2], tools=tools, tools_offered=bool(tools), parallel=parallel)
         self.early: list[Delta] = []
-        at, sizes = 0, list(sizes) or [1]
-        while at < len(ids):
-            size = sizes.pop(0)
-            sizes.append(size)
-            self.early += increments.feed(ids[at : at + size])
-            at += size
+        at, fed, sizes = 0, 0, list(sizes) or [1]
+        while (at := at + sizes[0]) < len(ids):
+            sizes = [*sizes[1:], sizes[0]]
+            clear = stops.clear(ids[:at])
+            self.early += increments.feed(ids[fed:clear])
+            fed = clear
         parsed = bundle.renderer.parse_response(list(ids), tools=tools, prompt_ids=[1, 2])
         self.whole: Reply = read_reply(
             parsed,
             bundle.decode(ids),
             finish_reason="stop",
-            matched_stop=matched,
+            matched_stop=found.string if found else None,
             tools_offered=bool(tools),
             parallel=parallel,
         )
@@ -119,7 +118,7 @@ texts = st.lists(pieces, max_size=9).map("".join)
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     text=texts,
     junk=st.lists(st.integers(3, 258), max_size=3),
@@ -136,8 +135,9 @@ def test_any_cutting_gives_the_message_of_the_whole(bundle, text, junk, cut, siz
     assert without_ids(told.reply.message) == without_ids(told.whole.message)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=texts, junk=st.lists(st.integers(3, 258), max_size=3), sizes=sizes)
+@example(text="<think><tool_call>", junk=[], sizes=[1])
 def test_in_any_grammar_what_is_told_is_what_is_recorded(any_bundle, text, junk, sizes):
     ids = [*any_bundle.tokenizer.encode(text, add_special_tokens=False), *junk]
     told = Told(any_bundle, ids, sizes)
@@ -164,7 +164,7 @@ def test_a_reply_comes_as_it_is_sampled(any_bundle, reasoning, size):
 
 
 def test_half_of_something_is_held_back(bundle):
-    increments = Increments(bundle, [1], tools=TOOLS, tools_offered=True, stop=("THE END",))
+    increments = StreamingParser(bundle, [1], tools=TOOLS, tools_offered=True)
 
     def feed(text: str, part: slice = slice(None)) -> str:
         ids = bundle.tokenizer.encode(text, add_special_tokens=False)[part]
@@ -172,8 +172,7 @@ def test_half_of_something_is_held_back(bundle):
 
     assert feed("a ") == "a"
     assert feed("b<tool_ca") == " b"
-    assert feed("st THE EN") == "<tool_cast"
-    assert feed("VY") == " THE ENVY"
+    assert feed("st") == "<tool_cast"
     assert feed("€", slice(2)) == ""
     assert feed("€", slice(2, None)) == "€"
     assert feed(CALL[:-3]) == ""
@@ -210,7 +209,7 @@ def test_the_parsing_of_a_long_reply_is_linear(any_bundle):
     counted = Counted()
     own = dataclasses.replace(any_bundle, renderer=counted)
     ids = own.tokenizer.encode("a <tool_call> b " * 1000, add_special_tokens=False)
-    increments = Increments(own, [1], tools=TOOLS, tools_offered=True)
+    increments = StreamingParser(own, [1], tools=TOOLS, tools_offered=True)
     for at in range(0, len(ids), 4):
         increments.feed(ids[at : at + 4])
     assert counted.tokens <= 17 * len(ids) + 4096 * 2

@@ -9,15 +9,15 @@ import httpx
 import pytest
 
 from agent_wrapper.contract import Trajectory
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.seal import Sealer
+from rollout_backend.core.session_key import KeyRefused, issue, verify
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway import journal as journals
-from rollout_backend.gateway.errors import ApiError
-from rollout_backend.gateway.journal import Journal
-from rollout_backend.gateway.registry import Registry
-from rollout_backend.gateway.seal import Sealer
-from rollout_backend.gateway.secret import key_secret
-from rollout_backend.gateway.tokens import KeyRefused, issue, verify
+from rollout_backend.gateway.journal import SessionJournal
+from rollout_backend.gateway.session_registry import SessionRegistry
 from rollout_backend.local.scripted import Fail, ScriptedEngine
+from rollout_backend.serving.run_secret import key_secret
 
 SEAL_SECRET = "the seals of this run " * 2
 RETRY = {"x-stainless-retry-count": "1"}
@@ -30,7 +30,7 @@ def folder(tmp_path) -> Path:
     return folder
 
 
-def let_go(journal: Journal) -> None:
+def let_go(journal: SessionJournal) -> None:
     """As its process's death does."""
     journal.release()
 
@@ -44,13 +44,13 @@ def session_file(folder: Path) -> Path:
 
 
 def test_what_was_written_is_read_again_in_order(folder):
-    journal = Journal(folder)
+    journal = SessionJournal(folder)
     records = [{"kind": "asked", "call": bytes([i])} for i in range(3)]
     for record in records:
         journal.append("s", record)
     journal.append("other", {"kind": "x"})
     let_go(journal)
-    again = Journal(folder)
+    again = SessionJournal(folder)
     assert again.read("s") == records
     assert again.read("never") == []
     let_go(again)
@@ -58,7 +58,7 @@ def test_what_was_written_is_read_again_in_order(folder):
 
 @pytest.mark.parametrize("cut", [1, 5, 11])
 def test_a_record_cut_off_is_dropped_and_what_follows_it_is_read(folder, cut):
-    journal = Journal(folder)
+    journal = SessionJournal(folder)
     for i in range(3):
         journal.append("s", {"i": i})
     path = session_file(folder)
@@ -70,7 +70,7 @@ def test_a_record_cut_off_is_dropped_and_what_follows_it_is_read(folder, cut):
 
 
 def test_a_record_with_another_content_is_dropped(folder):
-    journal = Journal(folder)
+    journal = SessionJournal(folder)
     journal.append("s", {"i": 0})
     journal.append("s", {"i": 1})
     path = session_file(folder)
@@ -82,7 +82,7 @@ def test_a_record_with_another_content_is_dropped(folder):
 
 
 def test_a_write_that_fails_leaves_no_half_a_record(folder, monkeypatch):
-    journal = Journal(folder)
+    journal = SessionJournal(folder)
     journal.append("s", {"i": 0})
     write = os.write
 
@@ -101,7 +101,7 @@ def test_a_write_that_fails_leaves_no_half_a_record(folder, monkeypatch):
 
 
 def test_nobody_else_may_look_into_it(folder):
-    journal = Journal(folder)
+    journal = SessionJournal(folder)
     journal.append("s", {})
     assert folder.stat().st_mode & 0o777 == 0o700
     assert folder.parent.stat().st_mode & 0o777 == 0o700
@@ -114,16 +114,16 @@ def test_nobody_else_may_look_into_it(folder):
 
 
 def test_two_gateways_never_write_to_one_folder(folder):
-    journal = Journal(folder)
-    with pytest.raises(ConfigError, match="another gateway is at work"):
-        Journal(folder)
-    with pytest.raises(ConfigError, match="another gateway is at work"):
+    journal = SessionJournal(folder)
+    with pytest.raises(ConfigError, match="another gateway uses"):
+        SessionJournal(folder)
+    with pytest.raises(ConfigError, match="another gateway uses"):
         journals.prepare(folder, wait_s=0.0)
     let_go(journal)
-    let_go(Journal(folder))
+    let_go(SessionJournal(folder))
 
 
-@pytest.mark.parametrize("part", ["sessions", "closed", "epoch"])
+@pytest.mark.parametrize("part", ["sessions", "closed", "journal_id"])
 def test_a_folder_that_lacks_a_part_is_another_journal(folder, part):
     before = journals.prepare(folder)
     assert journals.prepare(folder) == before
@@ -133,22 +133,22 @@ def test_a_folder_that_lacks_a_part_is_another_journal(folder, part):
 
 
 def test_what_is_closed_keeps_its_name_alone_until_no_key_can_be_valid(folder):
-    journal, now = Journal(folder), time.time()
+    journal, now = SessionJournal(folder), time.time()
     for name in ("a", "b"):
         journal.append(name, {})
     journal.close({"a": now + 60, "b": now - 1})
     assert list((folder / "sessions").iterdir()) == []
     let_go(journal)
-    again = Journal(folder)
+    again = SessionJournal(folder)
     assert again.closed == {"a": now + 60}
     let_go(again)
-    again = Journal(folder)
+    again = SessionJournal(folder)
     assert again.closed == {"a": now + 60}
     let_go(again)
 
 
 def test_names_that_have_expired_do_not_pile_up(folder):
-    journal = Journal(folder)
+    journal = SessionJournal(folder)
     journal.close({f"s{i}": 0.0 for i in range(2000)})
     size = (folder / "closed").stat().st_size
     journal.sweep({"live": time.time() + 60}, time.time(), 60)
@@ -157,11 +157,11 @@ def test_names_that_have_expired_do_not_pile_up(folder):
 
 
 def test_what_nobody_came_back_for_goes_when_its_key_has_expired(folder):
-    journal = Journal(folder)
+    journal = SessionJournal(folder)
     for name in ("taken up", "left"):
         journal.append(name, {})
     let_go(journal)
-    again = Journal(folder)
+    again = SessionJournal(folder)
     again.read("taken up")
     again.sweep({}, time.time() + 49, token_s=50)
     assert len(list((folder / "sessions").iterdir())) == 2
@@ -185,14 +185,14 @@ def test_the_keys_secret_follows_from_the_runs_and_is_no_other_secret(claims):
 
 
 async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, folder, claims):
-    def registry() -> Registry:
-        return Registry(bundle, "m", 50.0, sealer=Sealer(SEAL_SECRET), journal=Journal(folder))
+    def registry() -> SessionRegistry:
+        return SessionRegistry(bundle, "m", 50.0, sealer=Sealer(SEAL_SECRET), journal=SessionJournal(folder))
 
     first = registry()
     for name in ("sealed", "revoked", "open"):
-        entry, _ = first.open(claims(name))
-        entry.write({"kind": "asked", "call": b"lost"})
-        entry.unanswered.add(b"lost")
+        session = first.open(claims(name)).state
+        session.write({"kind": "asked", "call": b"lost"})
+        session.unanswered.add(b"lost")
     sealed = await first.seal(claims("sealed"))
     await first.revoke(["revoked", "never seen"])
     let_go(first._journal)
@@ -208,11 +208,11 @@ async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, f
 
 
 async def test_a_session_that_cannot_be_written_down_is_over(bundle, folder, claims):
-    registry = Registry(bundle, "m", 50.0, journal=Journal(folder))
-    entry, _ = registry.open(claims())
+    registry = SessionRegistry(bundle, "m", 50.0, journal=SessionJournal(folder))
+    session = registry.open(claims()).state
     (folder / "sessions").rmdir()
-    with pytest.raises(ApiError, match="cannot write down") as caught:
-        entry.write({})
+    with pytest.raises(ApiError, match="cannot write the journal") as caught:
+        session.write({})
     assert caught.value.status == 503
     with pytest.raises(ApiError, match="closed"):
         registry.open(claims())
@@ -220,10 +220,10 @@ async def test_a_session_that_cannot_be_written_down_is_over(bundle, folder, cla
 
 
 async def test_a_call_under_way_brings_no_revoked_session_back(bundle, folder, claims):
-    registry = Registry(bundle, "m", 50.0, journal=Journal(folder))
-    entry, _ = registry.open(claims())
+    registry = SessionRegistry(bundle, "m", 50.0, journal=SessionJournal(folder))
+    session = registry.open(claims()).state
     await registry.revoke(["s"])
-    entry.write({"kind": "asked", "call": b"c"})
+    session.write({"kind": "asked", "call": b"c"})
     assert list((folder / "sessions").iterdir()) == []
     let_go(registry._journal)
 
@@ -235,7 +235,7 @@ class Life:
     """A gateway on a folder, which can end and come back."""
 
     def __init__(self, serve, folder: Path, engine_url: str, **more) -> None:
-        self.epoch = journals.prepare(folder)
+        self.journal_id = journals.prepare(folder)
         self._start = lambda: serve(engine_url, journal=folder, seal_secret=SEAL_SECRET, **more)
         self.gateway = self._start()
 
@@ -244,7 +244,7 @@ class Life:
         self.gateway = self._start()
 
     def post(self, body: dict, headers: dict | None = None, path: str = "/v1/chat/completions", **of_the_key):
-        key = self.gateway.key(**{"epoch": self.epoch, **of_the_key})
+        key = self.gateway.key(**{"journal_id": self.journal_id, **of_the_key})
         headers = {"Authorization": f"Bearer {key}", **(headers or {})}
         return httpx.post(self.gateway.url + path, content=json.dumps(body).encode(), headers=headers, timeout=30)
 
@@ -297,7 +297,7 @@ def test_a_session_goes_on_as_if_nothing_had_been(start, tmp_path, restarts):
             seen.append((segments_of(sealed), [request["input_ids"] for request in engine.requests]))
     assert seen[0] == seen[1]
     segments, prompts = seen[0]
-    assert [segment["opened_by"] for segment in segments][:2] == ["first_call", "branched"]
+    assert [segment["split_reason"] for segment in segments][:2] == ["first_call", "branched"]
     assert len(prompts) >= 5
 
 
@@ -319,7 +319,7 @@ def test_what_was_sampled_is_gone_on_from_and_not_rendered_anew(start):
 
 def test_more_sessions_than_files_may_be_open(folder, monkeypatch):
     monkeypatch.setattr(journals, "OPEN_FILES", 2)
-    journal = Journal(folder)
+    journal = SessionJournal(folder)
     for i in range(3):
         for name in ("a", "b", "c", "d"):
             journal.append(name, {"i": i})
@@ -377,12 +377,12 @@ def test_a_session_of_a_lost_journal_is_refused_and_not_begun_anew(start, folder
         life.gateway.stop()
         folder.rename(tmp_path / "lost")
         after = start(engine)
-        assert after.epoch != life.epoch
-        refused = after.post(ask("a", "one", "b"), epoch=life.epoch)
+        assert after.journal_id != life.journal_id
+        refused = after.post(ask("a", "one", "b"), journal_id=life.journal_id)
         assert refused.status_code == 410
         assert refused.json()["error"]["code"] == "session_lost"
-        anthropic = after.post({}, path="/v1/messages", epoch=life.epoch).json()
+        anthropic = after.post({}, path="/v1/messages", journal_id=life.journal_id).json()
         assert anthropic["type"] == "error"
         assert "lost" in anthropic["error"]["message"]
-        assert after.post({}, path="/v1/rollout/trajectory", epoch=life.epoch).status_code == 410
+        assert after.post({}, path="/v1/rollout/trajectory", journal_id=life.journal_id).status_code == 410
         assert after.post(ask("a"), session="new").status_code == 200

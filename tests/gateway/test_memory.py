@@ -10,9 +10,9 @@ from aiohttp import web
 
 from agent_wrapper.contract import Trajectory
 from rollout_backend.config import RolloutConfig
-from rollout_backend.gateway.process import GatewayProcess
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.process import free_port
+from rollout_backend.serving.gateway_process import GatewayProcess
+from rollout_backend.serving.server_process import free_port
 
 WARM_UP = 2_000
 AT_ONCE = 16
@@ -42,7 +42,8 @@ def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("sessions", [4_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sessions", [4_000, 10_000])
 async def test_what_is_closed_takes_no_room(tmp_path, claims, sessions):
     runner, url = await serve_engine()
     config = RolloutConfig.parse(

@@ -11,8 +11,8 @@ import pytest
 
 from rollout_backend.config import ModelConfig
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.renderer import known_renderers, load_renderer
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.rendering.renderer import known_renderers, load_renderer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 TOOL = {
@@ -73,7 +73,7 @@ def test_it_takes_its_options(own):
 def test_a_bridge_that_is_none_and_a_parser_that_raises_end_no_episode(tmp_path, serve):
     file = tmp_path / "bad.py"
     file.write_text(
-        "from rollout_backend.gateway.chatml import ChatMLRenderer\n"
+        "from rollout_backend.rendering.chatml import ChatMLRenderer\n"
         "class Bad(ChatMLRenderer):\n"
         "    def parse_response(self, token_ids, **more):\n"
         "        raise RuntimeError('a bug')\n"

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from agent_wrapper.contract import Sampling, Trajectory
 from rollout_backend.config import GatewayConfig
+from rollout_backend.core.session_key import SessionClaims, issue
+from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.server import create_app
-from rollout_backend.gateway.settings import GatewaySettings
-from rollout_backend.gateway.tokens import SessionClaims, issue
 from rollout_backend.local.scripted import ScriptedEngine
 
 MODEL = "scripted"
@@ -35,9 +35,6 @@ EXAMPLES = 120
 
 quick = settings(
     max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=True,
-    database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
@@ -153,7 +150,7 @@ BASES = {
         "model": MODEL,
         "messages": [
             {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": ASK}], "name": "ann"},
+            {"role": "user", "content": [{"type": "text", "text": ASK}]},
             {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [_CALL]},
             {"role": "tool", "tool_call_id": "call_1", "content": "5"},
         ],

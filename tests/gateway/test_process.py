@@ -9,11 +9,11 @@ import pytest
 
 from agent_wrapper.trajectory import fetch_trajectory
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.seal import Sealer
 from rollout_backend.errors import ServingError, StartupError
-from rollout_backend.gateway.process import GatewayProcess
-from rollout_backend.gateway.seal import Sealer
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.process import ServerProcess
+from rollout_backend.serving.gateway_process import GatewayProcess
+from rollout_backend.serving.server_process import ServerProcess
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/agent-0123456789"
 

@@ -8,8 +8,10 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from rollout_backend.config import RolloutConfig
-from rollout_backend.gateway.shards import GatewayFleet, shard_of
+from rollout_backend.errors import StartupError
+from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.serving.gateway_fleet import GatewayFleet
 
 
 @pytest.fixture
@@ -25,6 +27,7 @@ def cluster():
     cluster.shutdown()
 
 
+@pytest.mark.slow
 async def test_one_gateway_on_each_machine(cluster, claims, tmp_path):
     machines = {node.node_ip_address for node in cluster.list_all_nodes()}
     assert len(machines) == 2
@@ -51,10 +54,11 @@ async def test_one_gateway_on_each_machine(cluster, claims, tmp_path):
                         model="m", messages=[{"role": "user", "content": "?"}]
                     )
                 assert answer.choices[0].message.content == "one"
-            waiting = asyncio.create_task(fleet.wait())
+            waiting = asyncio.create_task(fleet.failed())
             lost = next(node for node in cluster.list_all_nodes() if node.node_ip_address == "127.0.0.2")
             await asyncio.to_thread(cluster.remove_node, lost)
             shard = next(i for i, url in enumerate(fleet.urls) if "127.0.0.2" in url)
-            assert f"gateway {shard} of 2" in await asyncio.wait_for(waiting, 60)
+            with pytest.raises(StartupError, match=f"gateway {shard} of 2"):
+                await asyncio.wait_for(waiting, 60)
         finally:
             await fleet.stop()

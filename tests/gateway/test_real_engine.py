@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from rollout_backend.config import ModelConfig
-from rollout_backend.gateway.renderer import load_renderer
+from rollout_backend.gateway import model_call_executor
+from rollout_backend.rendering.renderer import load_renderer
 
 pytestmark = pytest.mark.engine
 USER = [{"role": "user", "content": "Count from one to five in words."}]
@@ -51,10 +52,56 @@ def test_a_conversation_is_one_segment_with_logprobs_and_versions(gateway):
     assert segment.turns[1].cached_tokens >= segment.turns[0].start - 1  # the prefix cache held
 
 
-def test_a_stop_string_is_honoured(gateway):
-    answer = ask(gateway, USER, stop=["e"], max_tokens=100)
+@pytest.fixture
+def endless(monkeypatch, model) -> None:
+    """The model never samples a special token, so each reply is text of `max_tokens` tokens."""
+    never = {str(token): -100.0 for token in load_renderer(model).tokenizer.all_special_ids}
+    original = model_call_executor.engine_params
+
+    def without_end(*args, **more):
+        asked = original(*args, **more)
+        asked.params["logit_bias"] = never
+        return asked
+
+    monkeypatch.setattr(model_call_executor, "engine_params", without_end)
+
+
+def test_a_stop_string_is_honoured(gateway, endless):
+    answer = ask(gateway, STORY, stop=["e"], max_tokens=200)
     assert "e" not in answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.fixture(scope="module")
+def verls_gateway_engine(real_model, run_engine):
+    """Started as verl starts its servers: without a tokenizer."""
+    with run_engine(real_model, 170.0, max_total_tokens=4096, extra_args=("--skip-tokenizer-init",)) as url:
+        refused = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4, "stop": ["e"]}}
+        assert "skip_tokenizer_init" in httpx.post(f"{url}/generate", json=refused, timeout=60).text
+        yield url
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_without_a_tokenizer_honours_stop_strings_too(serve, verls_gateway_engine, model, endless, stream):
+    bundle = load_renderer(model)
+    gateway = serve(verls_gateway_engine, model=model, bundle=bundle, model_call_s=120)
+    answer = ask(gateway, STORY, stop=["e"], max_tokens=900, stream=stream)
+    if stream:
+        chunks = list(answer)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert ("e" not in text, reason) == (True, "stop")
+    until(lambda: running(verls_gateway_engine) == 0)
+    (segment,) = gateway.trajectory().segments
+    (turn,) = segment.turns
+    sampled = segment.token_ids[turn.start : turn.end]
+    assert bundle.decode(sampled).partition("e")[0].strip() == text.strip()  # its token may begin before it
+    assert "e" in bundle.decode(sampled)
+    assert "e" not in bundle.decode(sampled[:-1])
+    assert all(logprob <= 0 for logprob in segment.logprobs[turn.start : turn.end])
 
 
 def running(engine) -> int:
@@ -68,9 +115,9 @@ def until(condition) -> None:
         time.sleep(0.02)
 
 
-def test_generation_that_a_pause_aborts_goes_on_under_the_new_version(gateway, engine):
+def test_generation_that_a_pause_aborts_goes_on_under_the_new_version(gateway, engine, endless):
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, gateway, STORY, max_tokens=80)
+        answer = pool.submit(ask, gateway, STORY, max_tokens=100)
         until(lambda: running(engine) == 1)
         for path, body in (
             ("pause_generation", {"mode": "abort"}),
@@ -87,7 +134,7 @@ def test_generation_that_a_pause_aborts_goes_on_under_the_new_version(gateway, e
     assert not any(math.isnan(logprob) for logprob in segment.logprobs[turn.start : turn.end])
 
 
-def test_a_client_that_hangs_up_frees_the_engine(gateway, engine):
+def test_a_client_that_hangs_up_frees_the_engine(gateway, engine, endless):
     client = gateway.client(max_tokens=900).with_options(timeout=2.0)
     with pytest.raises(openai.APITimeoutError):
         client.chat.completions.create(
@@ -97,7 +144,7 @@ def test_a_client_that_hangs_up_frees_the_engine(gateway, engine):
     assert gateway.trajectory().segments == ()
 
 
-def test_a_stream_is_told_as_it_is_sampled_and_recorded_as_told(gateway):
+def test_a_stream_is_told_as_it_is_sampled_and_recorded_as_told(gateway, endless):
     stream = ask(gateway, STORY, stream=True, max_tokens=40, stream_options={"include_usage": True})
     chunks = list(stream)
     texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
@@ -110,9 +157,9 @@ def test_a_stream_is_told_as_it_is_sampled_and_recorded_as_told(gateway):
     assert [(span.start, span.end) for span in first.weight_versions] == [(first.start, first.end)]
 
 
-def test_a_stream_that_a_pause_aborts_goes_on(gateway, engine):
+def test_a_stream_that_a_pause_aborts_goes_on(gateway, engine, endless):
     texts = []
-    for chunk in ask(gateway, STORY, stream=True, max_tokens=60):
+    for chunk in ask(gateway, STORY, stream=True, max_tokens=100):
         texts.append(chunk.choices[0].delta.content or "")
         if len("".join(texts)) > 20 and len(texts) < 100:
             texts += [""] * 100
@@ -129,7 +176,7 @@ def test_a_stream_that_a_pause_aborts_goes_on(gateway, engine):
     assert segment.messages[-1]["content"].strip() == "".join(texts).strip()
 
 
-def test_a_stream_whose_client_hangs_up_frees_the_engine(gateway, engine):
+def test_a_stream_whose_client_hangs_up_frees_the_engine(gateway, engine, endless):
     with ask(
         gateway, [{"role": "user", "content": "Write a very long novel."}], stream=True, max_tokens=900
     ) as stream:

@@ -3,9 +3,9 @@ import asyncio
 import pytest
 
 from agent_wrapper.contract import Sampling, Trajectory
-from rollout_backend.gateway.errors import ApiError
-from rollout_backend.gateway.registry import Registry
-from rollout_backend.gateway.tokens import SessionClaims
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.gateway.session_registry import SessionRegistry
 
 
 def claims(session="s", expires_at=100.0) -> SessionClaims:
@@ -27,15 +27,15 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def registry(bundle, clock) -> Registry:
-    return Registry(bundle, "m", token_s=50.0, clock=clock)
+def registry(bundle, clock) -> SessionRegistry:
+    return SessionRegistry(bundle, "m", token_s=50.0, clock=clock)
 
 
 async def test_an_expired_session_is_forgotten_and_its_calls_aborted(registry, clock):
-    entry, _ = registry.open(claims())
+    session = registry.open(claims()).state
     registry.open(claims("other", 200.0))
     call = asyncio.create_task(asyncio.sleep(60))
-    entry.calls.add(call)
+    session.calls.add(call)
     clock.now = 100.0
     await registry.sweep()
     assert call.cancelled()
@@ -61,9 +61,9 @@ async def test_concurrent_seals_give_the_same_bytes(registry):
 
 
 async def test_to_revoke_while_sealing_ends_it(registry):
-    entry, _ = registry.open(claims())
+    session = registry.open(claims()).state
     stubborn = asyncio.create_task(asyncio.sleep(60))
-    entry.calls.add(stubborn)
+    session.calls.add(stubborn)
     seal = asyncio.create_task(registry.seal(claims()))
     await asyncio.sleep(0)
     await registry.revoke(["s"])

@@ -6,9 +6,9 @@ import pytest
 
 from rollout_backend.config import ModelConfig
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.chatml import ChatMLRenderer
-from rollout_backend.gateway.renderer import known_renderers, load_renderer
 from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.rendering.chatml import ChatMLRenderer
+from rollout_backend.rendering.renderer import known_renderers, load_renderer
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_the_models_own_end_tokens_stop_too(model_folder):
 
 
 def test_a_renderer_of_ones_own():
-    name = "rollout_backend.gateway.chatml.ChatMLRenderer"
+    name = "rollout_backend.rendering.chatml.ChatMLRenderer"
     assert isinstance(load_renderer(ModelConfig(path=BYTE_MODEL, renderer=name)).renderer.inner, ChatMLRenderer)
 
 
@@ -142,7 +142,7 @@ def test_code_of_the_models_own_runs_only_if_it_is_trusted(model_folder, monkeyp
         "tokenizer_class": "Own",
     }
     file.write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"Python code of the model's own\. Read it.*model\.trust_remote_code=true"):
+    with pytest.raises(ConfigError, match=r"Python code of the model\. Read it.*model\.trust_remote_code=true"):
         load_renderer(ModelConfig(path=path, renderer="chatml"))
     assert not (path / "ran").exists()
     bundle = load_renderer(ModelConfig(path=path, renderer="chatml", trust_remote_code=True))

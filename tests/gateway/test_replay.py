@@ -7,10 +7,10 @@ import httpx
 import openai
 import pytest
 
-from rollout_backend.gateway.call import Answer, Choice, Delta, ModelCall
-from rollout_backend.gateway.errors import ApiError
-from rollout_backend.gateway.replay import _KEPT, Repeatable, Replays
-from rollout_backend.gateway.running import Running
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
+from rollout_backend.gateway.in_flight_call import InFlightCall
+from rollout_backend.gateway.retries import _KEPT, RequestKey, RetryCache
 from rollout_backend.local.scripted import Fail, Pieces, ScriptedEngine
 
 BODY = {"model": "scripted", "messages": [{"role": "user", "content": "Say something."}]}
@@ -159,30 +159,33 @@ def test_the_sdks_own_retry_is_told_from_a_new_question(serve, counting):
 # --- what is remembered -----------------------------------------------------------------------------------
 
 
-def asked(text: str, **headers: str) -> Repeatable:
-    return Repeatable("chat", text.encode(), headers)
+def asked(text: str, **headers: str) -> RequestKey:
+    return RequestKey("chat", text.encode(), headers)
 
 
 RETRIED = {"x-stainless-retry-count": "2"}
 
 
-async def call(replays: Replays, name: str, result: Answer | Exception = Answer("i", 0, "m", (), 0)) -> Running:  # noqa: B008
+ANSWER = Answer("i", 0, "m", (), 0)
+
+
+async def call(replays: RetryCache, name: str, result: Answer | Exception = ANSWER) -> InFlightCall:
     async def work() -> Answer:
         if isinstance(result, Exception):
             raise result
         return result
 
-    running = Running(ModelCall("m", []))
+    running = InFlightCall(ModelCall("m", []))
     running.join()
     task = running.start(work())
     replays.add(asked(name), running)
     while not task.done():
-        await running.news(0)
+        await running.wait_for_more(0)
     return running
 
 
 async def test_the_oldest_answers_are_forgotten():
-    replays = Replays()
+    replays = RetryCache()
     for i in range(_KEPT + 5):
         (await call(replays, str(i))).leave(delivered=True)
     assert len(replays) == _KEPT
@@ -191,14 +194,14 @@ async def test_the_oldest_answers_are_forgotten():
 
 
 async def test_a_failed_call_is_forgotten():
-    replays = Replays()
+    replays = RetryCache()
     await call(replays, "a", ApiError(503, "no"))
     assert len(replays) == 0
     assert replays.find(asked("a", **RETRIED)) is None
 
 
 async def test_an_answer_that_nobody_got_is_kept_for_whoever_asks_next():
-    replays = Replays()
+    replays = RetryCache()
     running = await call(replays, "a")
     assert replays.find(asked("a")) is None  # its client is still there
     running.leave(delivered=False)
@@ -212,8 +215,8 @@ async def test_an_answer_that_nobody_got_is_kept_for_whoever_asks_next():
 
 async def test_what_is_kept_is_the_answer_and_not_what_was_asked():
     message = {"role": "assistant", "content": "abc", "reasoning_content": "r"}
-    replays = Replays()
-    running = Running(ModelCall("m", [{"role": "user", "content": "x"}]))
+    replays = RetryCache()
+    running = InFlightCall(ModelCall("m", [{"role": "user", "content": "x"}]))
     running.join()
 
     async def work() -> Answer:
@@ -229,7 +232,7 @@ async def test_what_is_kept_is_the_answer_and_not_what_was_asked():
 
 
 async def test_as_many_retries_as_failed_are_new_calls():
-    replays = Replays()
+    replays = RetryCache()
     running = await call(replays, "a")
     for _ in range(2):
         replays.failed(asked("a"))
@@ -238,7 +241,7 @@ async def test_as_many_retries_as_failed_are_new_calls():
 
 
 @pytest.mark.parametrize(
-    ("headers", "says_so"), [({}, False), ({"x-stainless-retry-count": "x"}, False), (RETRIED, True)]
+    ("headers", "is_declared"), [({}, False), ({"x-stainless-retry-count": "x"}, False), (RETRIED, True)]
 )
-def test_what_says_that_it_is_a_repetition(headers, says_so):
-    assert asked("a", **headers).says_so is says_so
+def test_what_says_that_it_is_a_repetition(headers, is_declared):
+    assert asked("a", **headers).is_declared is is_declared

@@ -1,7 +1,7 @@
 import pytest
 from renderers import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 
-from rollout_backend.gateway.reply import read_reply
+from rollout_backend.rendering.reply import read_reply
 
 GOOD = ParsedToolCall(raw="{}", name="f", arguments={"a": "ü"})
 BAD = ParsedToolCall(raw='{"name": "f"', status=ToolCallParseStatus.UNCLOSED_BLOCK)

@@ -1,14 +1,14 @@
 import pytest
 
 from agent_wrapper.contract import Sampling
-from rollout_backend.gateway.call import ModelCall
-from rollout_backend.gateway.errors import ApiError
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import ModelCall
 from rollout_backend.gateway.sampling import Budget, engine_params
 
 
-def params(sampling=Sampling(), may_set=(), prompt=10, context=100, left=None, choice=0, **more) -> dict:  # noqa: B008
+def params(sampling=Sampling(), allowed=(), prompt=10, context=100, left=None, choice=0, **more) -> dict:  # noqa: B008
     call = ModelCall("m", [], **more)
-    return engine_params(call, sampling, may_set, Budget(prompt, context, left), [2], choice=choice).params
+    return engine_params(call, sampling, allowed, Budget(prompt, context, left), [2], choice=choice).params
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_the_trainer_left_open_is_not_sent():
 
 
 def test_an_agents_seed_differs_between_choices():
-    assert [params(may_set=["seed"], wishes={"seed": 5}, choice=i)["sampling_seed"] for i in range(2)] == [5, 6]
+    assert [params(allowed=["seed"], wishes={"seed": 5}, choice=i)["sampling_seed"] for i in range(2)] == [5, 6]
 
 
 def test_wishes_that_change_nothing_are_not_counted():

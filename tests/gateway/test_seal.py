@@ -20,11 +20,11 @@ from agent_wrapper.contract import (
     VersionSpan,
 )
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.seal import Sealer, digest_of
+from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway.seal import Sealer, digest_of
-from rollout_backend.gateway.secret import SECRET_FILE, run_secret
-from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.local.scripted import BYTE_MODEL, Fail, ScriptedEngine
+from rollout_backend.serving.run_secret import SECRET_FILE, run_secret
 
 SECRET = "a-seal-secret-" * 4
 SEALER = Sealer(SECRET)
@@ -35,7 +35,7 @@ CLAIMS = SessionClaims(**IDS, sampling=Sampling(), expires_at=1e12)
 def segment(**more) -> Segment:
     fields = {
         "token_ids": [5, 6, 7, 8],
-        "mask": [0, 0, 1, 1],
+        "response_mask": [0, 0, 1, 1],
         "logprobs": [None, None, -0.25, -0.0],
         "turns": [
             Turn(
@@ -104,12 +104,14 @@ ALTERED = {
     "a given token": segment(token_ids=[4, 6, 7, 8]),
     "a logprob": segment(logprobs=[None, None, -0.25, -0.1]),
     "a logprob left out": segment(logprobs=[None, None, None, -0.0]),
-    "the mask": segment(mask=[0, 0, 0, 1], turns=[TURN.model_copy(update={"start": 3, "weight_versions": ()})]),
+    "the mask": segment(
+        response_mask=[0, 0, 0, 1], turns=[TURN.model_copy(update={"start": 3, "weight_versions": ()})]
+    ),
     "a weight version": segment(
         turns=[TURN.model_copy(update={"weight_versions": (VersionSpan(version="8", start=2, end=4),)})]
     ),
     "a finish reason": segment(turns=[TURN.model_copy(update={"finish_reason": "length"})]),
-    "how it began": segment(opened_by="branched"),
+    "how it began": segment(split_reason="branched"),
     "a message": segment(messages=[{"role": "user", "content": "ha"}]),
 }
 
@@ -149,14 +151,14 @@ def test_a_seal_of_another_secret_or_of_none_is_no_good():
 
 
 def test_a_session_key_is_no_seal():
-    from rollout_backend.gateway.tokens import issue
+    from rollout_backend.core.session_key import issue
 
     assert "not one that this" in refusal(seal=issue(SECRET, CLAIMS))
 
 
 def test_model_calls_lost_on_our_side_cannot_be_kept_quiet():
     lost = Trajectory(model="m", segments=(segment(),), unanswered_calls=2)
-    assert "tells of 2 model calls" in refusal(seal=sealed(lost))
+    assert "counts 2 model calls" in refusal(seal=sealed(lost))
 
 
 def test_an_error_that_the_agent_scored_needs_a_seal_too():
@@ -196,7 +198,7 @@ def test_the_gateway_counts_lost_calls_into_the_seal(serve):
     assert found.unanswered_calls == 1
     honest = found.model_copy(update={"unanswered_calls": 0})  # as a container would like to have it
     mine = {"run_id": "run", "step": 0, "rollout_id": "r", "attempt": 1, "session_id": "s1"}
-    assert "tells of 1 model calls" in refusal(**mine, model=honest.model, segments=honest.segments, seal=honest.seal)
+    assert "counts 1 model calls" in refusal(**mine, model=honest.model, segments=honest.segments, seal=honest.seal)
 
 
 # --- the secret -------------------------------------------------------------------------------------------
@@ -253,4 +255,4 @@ def test_a_seal_without_images_is_what_it_was_before_there_were_any():
     seen = segment(logprobs=[None, None, -0.25, -0.5], messages=[{"role": "user", "content": "h"}])
     turn = Turn(start=2, end=4, finish_reason="stop", weight_versions=(VersionSpan(version="7", start=2, end=4),))
     found = digest_of([seen.model_copy(update={"turns": (turn,)})])
-    assert found == "1332109a222b772101007bb3a8fe4242d3112f745e40df0989c093941b20c154"
+    assert found == "412c1f285d8a25ebf85efe65746565234a475ef907f592b6944985941486df5e"

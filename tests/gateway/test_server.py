@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_backend.local.scripted import Fail, Pieces, ScriptedEngine, ToolCall
-from rollout_backend.process import free_port
+from rollout_backend.serving.server_process import free_port
 
 MODEL = "scripted"
 USER = [{"role": "user", "content": "What is 2 + 3?"}]
@@ -86,7 +86,7 @@ def test_a_plain_call(serve):
     (segment,) = trajectory.segments
     assert trajectory.model == MODEL
     assert segment.token_ids.tolist()[:-2] == sent["input_ids"]
-    assert segment.mask.tolist()[-3:] == [0, 1, 1]
+    assert segment.response_mask.tolist()[-3:] == [0, 1, 1]
     assert segment.logprobs[-1] == -0.5
     assert math.isnan(segment.logprobs[0])
     (turn,) = segment.turns
@@ -266,7 +266,7 @@ def test_choices_are_turns_of_their_own(serve, stream):
     assert sorted(said) == ["one", "three", "two"]
     assert len(seeds) == 3
     segments = gateway.trajectory().segments
-    assert [segment.opened_by for segment in segments] == ["first_call", "branched", "branched"]
+    assert [segment.split_reason for segment in segments] == ["first_call", "branched", "branched"]
     assert [len(segment.turns) for segment in segments] == [1, 2, 1]
     assert gateway.stats().calls == 2
 
@@ -274,7 +274,7 @@ def test_choices_are_turns_of_their_own(serve, stream):
 def test_one_choice_that_fails_fails_them_all(serve):
     with ScriptedEngine(["x", Fail(400, "no good")]) as engine:
         gateway = serve(engine.url)
-        with pytest.raises(openai.BadRequestError, match="no good"):
+        with pytest.raises(openai.InternalServerError, match="no good"):
             ask(gateway.client(), n=2)
     assert gateway.trajectory().segments == ()
 
@@ -319,7 +319,7 @@ def test_a_forced_call_that_did_not_reach_the_engine_is_told(serve, stream):
     """As behind sglang-router, which passes no structural tags on: the model answers freely."""
     with ScriptedEngine(["I had rather talk.", "Well."]) as engine:
         gateway = serve(engine.url)
-        with pytest.raises(openai.APIError, match="the router before it passes no structural_tag"):
+        with pytest.raises(openai.APIError, match="because it got no structural_tag"):
             ask(gateway.client(), tools=TOOLS, tool_choice="required", stream=stream)
         assert "structural_tag" in engine.requests[0]["sampling_params"]
         assert gateway.stats().errors == {"constrained_decoding_unavailable": 1}
@@ -453,7 +453,7 @@ def test_conversations_of_one_session_interleave(serve):
                 history.append(ask(client, history).choices[0].message.model_dump())
     segments = gateway.trajectory().segments
     assert [len(segment.turns) for segment in segments] == [3, 3]
-    assert [segment.opened_by for segment in segments] == ["first_call", "new_conversation"]
+    assert [segment.split_reason for segment in segments] == ["first_call", "new_conversation"]
 
 
 def test_concurrent_calls_of_one_session_are_all_recorded(serve):
@@ -466,7 +466,7 @@ def test_concurrent_calls_of_one_session_are_all_recorded(serve):
         for thread in threads:
             thread.join()
     segments = gateway.trajectory().segments
-    assert [segment.opened_by for segment in segments][1:] == ["branched"] * 7 or len(segments) == 8
+    assert [segment.split_reason for segment in segments][1:] == ["branched"] * 7 or len(segments) == 8
     assert sum(segment.sampled_tokens for segment in segments) == 16
 
 
@@ -493,7 +493,7 @@ def test_the_trainers_sampling_wins(serve):
 
 def test_an_agent_may_set_what_it_is_allowed_to(serve):
     with ScriptedEngine(lambda _: "x") as engine:
-        gateway = serve(engine.url, gateway={"agent_may_set": ["temperature", "seed"]})
+        gateway = serve(engine.url, gateway={"agent_sampling_overrides": ["temperature", "seed"]})
         ask(gateway.client(), temperature=0.1, top_p=0.5, seed=3)
         params = engine.requests[0]["sampling_params"]
     assert (params["temperature"], params["top_p"], params["sampling_seed"]) == (0.1, 1.0, 3)
@@ -580,12 +580,36 @@ def test_revoking_closes_sessions_that_called_and_those_that_did_not(serve, held
     assert gateway.stats().sessions_open == 0
 
 
+def test_heartbeats_are_handed_over_once_and_open_no_session(serve, held):
+    gateway = serve(held.engine.url)
+
+    def beat(session: str, **how) -> int:
+        headers = {"Authorization": f"Bearer {gateway.key(session, **how)}"}
+        return httpx.post(f"{gateway.url}/v1/rollout/heartbeat", headers=headers).status_code
+
+    def heard() -> dict[str, list[str]]:
+        return httpx.post(f"{gateway.url}/control/heard", headers=gateway.control).json()
+
+    assert [beat("s1"), beat("s1"), beat("s2")] == [204] * 3
+    assert gateway.seal("s3").status_code == 200
+    assert heard() == {"beats": ["s1", "s2"], "calls": ["s3"]}
+    assert heard() == {"beats": [], "calls": []}
+    assert beat("s3") == 204, "a sealed session's container still has its result to publish"
+    httpx.post(f"{gateway.url}/control/revoke", json={"session_ids": ["s1"]}, headers=gateway.control)
+    assert beat("s1") == 410
+    assert beat("s4", lives_s=-1) == 401
+    assert beat("s4", secret="x" * 32) == 401
+    assert heard() == {"beats": ["s3"], "calls": []}
+    assert gateway.stats().sessions_open == 0
+
+
 def test_the_control_api_needs_its_own_key(serve):
     gateway = serve("http://127.0.0.1:1")
     for headers in ({}, {"Authorization": f"Bearer {gateway.key()}"}, {b"Authorization": "Bearer é".encode()}):
         assert httpx.get(f"{gateway.url}/control/stats", headers=headers).status_code == 401
         body = {"session_ids": ["s1"]}
         assert httpx.post(f"{gateway.url}/control/revoke", json=body, headers=headers).status_code == 401
+        assert httpx.post(f"{gateway.url}/control/heard", headers=headers).status_code == 401
     assert gateway.seal().status_code == 200
     bad = httpx.post(f"{gateway.url}/control/revoke", json={"ids": []}, headers=gateway.control)
     assert bad.status_code == 400
@@ -750,7 +774,7 @@ def echo():
         yield engine
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=bodies.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=60))
 def test_no_body_makes_a_500(shared, body):
     gateway, http = shared
@@ -784,6 +808,8 @@ def shared(serve, echo):
         {"temperature": -1},
         {"tools": [{"type": "web_search"}]},
         {"stop": [""]},
+        {"stop": ""},
+        {"stop": ["a"] * 17},
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(serve, more):

@@ -2,9 +2,9 @@ import copy
 
 import pytest
 
-from rollout_backend.gateway.engine import Completion
-from rollout_backend.gateway.renderer import load_renderer
-from rollout_backend.gateway.session import Session
+from rollout_backend.gateway.conversations import Conversations
+from rollout_backend.gateway.engine_client import Completion
+from rollout_backend.rendering.renderer import load_renderer
 
 U1, U2, U3 = ({"role": "user", "content": f"question {n}"} for n in (1, 2, 3))
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -13,8 +13,8 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '
 
 
 @pytest.fixture
-def session(bundle) -> Session:
-    return Session(bundle)
+def session(bundle) -> Conversations:
+    return Conversations(bundle)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_continued_conversation_is_one_segment(session, say):
     assert say(session, [SYSTEM, U1]) == "first_call"
     assert say(session, [SYSTEM, U1, A, U2]) is None
     assert say(session, [SYSTEM, U1, A, U2, A, U3]) is None
-    assert len(session.trajectory) == 1
+    assert len(session.recorder) == 1
 
 
 def test_the_sampled_tokens_are_kept_even_if_the_reply_would_render_otherwise(session, say, bundle):
@@ -54,6 +54,38 @@ def test_another_spelling_of_the_same_history_is_the_same(session, say):
     echoed = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "c1", "content": "3"}
     assert say(session, [U1, echoed, result], tools=TOOLS) is None
+
+
+def other_ids(text: str) -> list[dict]:
+    call = {**CALL, "id": "call_of_the_agents_own"}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": text},
+    ]
+
+
+def test_a_call_that_comes_back_with_another_id_is_the_same_where_ids_are_not_rendered(session, say, bundle):
+    assert not bundle.renders_call_ids
+    say(session, [U1], tools=TOOLS, content=None, tool_calls=[CALL])
+    assert say(session, [U1, *other_ids("3")], tools=TOOLS) is None
+    assert say(session, [U1, *other_ids("4")], tools=TOOLS) == "branched"
+
+
+def test_ids_that_are_rendered_are_compared(bundle, say, monkeypatch):
+    monkeypatch.setitem(vars(bundle), "renders_call_ids", True)
+    session = Conversations(bundle)
+    say(session, [U1], tools=TOOLS, content=None, tool_calls=[CALL])
+    assert say(session, [U1, *other_ids("3")], tools=TOOLS) == "history_rewritten"
+
+
+def test_a_result_of_another_tool_is_not_the_same(session, say):
+    f, g = CALL, {**CALL, "id": "c2", "function": {**CALL["function"], "name": "g"}}
+    called = {"role": "assistant", "content": "", "tool_calls": [f, g]}
+    results = [{"role": "tool", "tool_call_id": n, "content": "3"} for n in ("c1", "c2")]
+    say(session, [U1], tools=TOOLS, content=None, tool_calls=[f, g])
+    say(session, [U1, called, *results], tools=TOOLS)
+    assert say(session, [U1, called, *results, A, U2], tools=TOOLS) is None
+    assert say(session, [U1, called, *reversed(results), A, U2], tools=TOOLS) == "history_rewritten"
 
 
 DEFAULTS = {"a": {"default": 1}, "b": {}, "c": {"default": False}, "d": {"default": [1]}, "e": True}
@@ -119,18 +151,18 @@ def test_what_does_not_continue_says_why(session, say, messages, tools, reason):
 def test_a_system_message_in_common_is_not_a_conversation_in_common(session, say):
     say(session, [SYSTEM, U1])
     assert say(session, [SYSTEM, U2]) == "new_conversation"
-    assert say(session, [SYSTEM]) == "history_rewritten" or len(session.trajectory) == 3
+    assert say(session, [SYSTEM]) == "history_rewritten" or len(session.recorder) == 3
 
 
 def test_a_renderer_that_cannot_extend_renders_anew(byte_model, say):
-    session = Session(load_renderer(byte_model.model_copy(update={"renderer": "default"})))
+    session = Conversations(load_renderer(byte_model.model_copy(update={"renderer": "default"})))
     assert say(session, [U1], text="A ") == "first_call"
     assert say(session, [U1, A | {"content": "A "}, U2]) is None  # this template happens to give the same tokens
-    edited = session.trajectory.segments()
+    edited = session.recorder.segments()
     assert len(edited) == 1
 
 
 def test_a_rendering_that_differs_opens_a_segment(byte_model, say):
-    session = Session(load_renderer(byte_model.model_copy(update={"renderer": "default"})))
+    session = Conversations(load_renderer(byte_model.model_copy(update={"renderer": "default"})))
     say(session, [U1], text="A<|endoftext|>", content="A")
     assert say(session, [U1, A, U2]) == "rerendered"

@@ -10,13 +10,15 @@ import httpx
 import openai
 import pytest
 
+from agent_wrapper.heartbeat import beat
 from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError, ServingError, StartupError
-from rollout_backend.gateway.process import GatewayProcess
-from rollout_backend.gateway.shards import GatewayFleet, shard_of
+from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.serving.gateway_fleet import GatewayFleet, Shard
+from rollout_backend.serving.gateway_process import GatewayProcess
 
 
 def config(**sections) -> RolloutConfig:
@@ -72,7 +74,7 @@ def test_sessions_are_dealt_evenly_and_for_good():
 @pytest.mark.parametrize(
     ("gateway", "match"),
     [
-        ({"processes": 2, "public_url": "https://gw.example"}, r"gateway: public_url must tell 2 processes apart"),
+        ({"processes": 2, "public_url": "https://gw.example"}, r"gateway: public_url must distinguish 2 processes"),
         ({"processes": 2, "port": 65535}, "leaves no room for 2 processes"),
         ({"public_url": "https://gw.example:{port}"}, "port must be set"),
         ({"tls_key": "key.pem"}, "belong together"),
@@ -122,6 +124,27 @@ async def test_two_processes_are_one_gateway(fleet, claims):
     )
 
 
+async def test_each_gateway_tells_what_it_has_heard(fleet, claims):
+    assert fleet.same_machine
+    sessions = [session_of(0), session_of(1)]
+    beating = [
+        asyncio.create_task(beat(endpoint.heartbeat_url, endpoint.api_key, 0.1))
+        for endpoint in map(fleet.endpoint, map(claims, sessions))
+    ]
+    heard: list[set[str]] = [set(), set()]
+    async with asyncio.timeout(20):
+        while not all(heard):
+            for answer, known in zip(await fleet.heard(), heard, strict=True):
+                known.update(answer.beats)
+    assert heard == [{sessions[0]}, {sessions[1]}]
+    await fleet.revoke(sessions)
+    async with asyncio.timeout(20):
+        await asyncio.gather(*beating)  # they end once the sessions are closed
+    fleet._shards[1]._process._process.kill()
+    await fleet._shards[1].wait()
+    assert [answer is None for answer in await fleet.heard()] == [False, True]
+
+
 async def a_key_is_good_at_its_own_shard_only(fleet, claims):
     there = fleet.endpoint(claims(session_of(0)))
     elsewhere = there.model_copy(
@@ -136,12 +159,11 @@ async def a_key_is_good_at_its_own_shard_only(fleet, claims):
 
 
 async def test_one_that_dies_is_named_with_its_log(fleet, claims):
-    waiting = asyncio.create_task(fleet.wait())
+    waiting = asyncio.create_task(fleet.failed())
     await asyncio.sleep(0)
     os.kill(fleet._shards[1]._process.pid, signal.SIGKILL)
-    ended = await asyncio.wait_for(waiting, 20)
-    assert "gateway 1 of 2 ended with code -9" in ended
-    assert "gateway-1.log" in ended
+    with pytest.raises(StartupError, match=r"gateway 1 of 2 ended with code -9.*gateway-1\.log"):
+        await asyncio.wait_for(waiting, 20)
     assert (await call(fleet.endpoint(claims(session_of(0))))).choices[0].message.content == "one"
     with pytest.raises(ServingError, match="gateway 1 of 2 does not answer"):
         await fleet.stats()
@@ -202,6 +224,7 @@ def on_ray(**gateway) -> RolloutConfig:
 
 async def test_gateways_as_ray_actors(ray, engine, tmp_path, claims):
     fleet = GatewayFleet(on_ray(), engine.url, tmp_path)
+    assert {name for name in vars(Shard) if not name.startswith("_")} <= {*dir(GatewayProcess), "journal_id"}
     try:
         await fleet.start()
         assert ray.available_resources().get("CPU", 0) == 0
@@ -214,10 +237,11 @@ async def test_gateways_as_ray_actors(ray, engine, tmp_path, claims):
         await fleet.revoke([session_of(1)])
         with pytest.raises(openai.APIStatusError, match="closed"):
             await call(fleet.endpoint(claims(session_of(1))))
-        waiting = asyncio.create_task(fleet.wait())
+        waiting = asyncio.create_task(fleet.failed())
         await asyncio.sleep(0)
-        ray.kill(fleet._shards[0]._actor.handle)
-        assert "gateway 0 of 2: its Ray actor died" in await asyncio.wait_for(waiting, 20)
+        ray.kill(fleet._shards[0].handle)
+        with pytest.raises(StartupError, match="gateway 0 of 2: its Ray actor died"):
+            await asyncio.wait_for(waiting, 20)
         with pytest.raises(ServingError, match="gateway 0 of 2"):
             await fleet.stats()
     finally:
@@ -239,11 +263,10 @@ async def test_what_goes_wrong_on_the_other_machine_is_told(ray, engine, tmp_pat
 
 
 def test_the_router_is_reached_at_this_machines_address(ray, tmp_path):
-    from rollout_backend.gateway.ray_shards import ray_shards
+    from rollout_backend.serving.ray_gateway import ray_shards
 
     settings = config(gateway={"kind": "ray"}, router={"host": "0.0.0.0"})
     (shard,) = asyncio.run(
         ray_shards(settings, "http://127.0.0.1:4321", [tmp_path / "log"], ("s" * 32, None), [None], "life")
     )
-    (make,) = shard._actor._arguments
-    assert make.args[1] == f"http://{ray.util.get_node_ip_address()}:4321"
+    assert shard._make("192.0.2.2")._engine_url == f"http://{ray.util.get_node_ip_address()}:4321"

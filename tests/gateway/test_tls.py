@@ -9,8 +9,8 @@ import trustme
 from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import StartupError
-from rollout_backend.gateway.shards import GatewayFleet
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.serving.gateway_fleet import GatewayFleet
 
 
 @pytest.fixture(scope="module")

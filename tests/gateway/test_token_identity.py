@@ -20,6 +20,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("token_identity")
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(500)  # conversations on the real engine, then a plain forward pass
 async def test_what_is_trained_is_what_was_sampled(benchmark, real_engine):
@@ -41,10 +42,10 @@ async def test_a_call_in_the_models_own_spelling(benchmark, byte_model, monkeypa
         renderer = benchmark.BRIDGED if bridged else benchmark.RERENDERED
         measured = await benchmark.measure(renderer, 1, engine.url, byte_model.path)
     assert (measured.turns, measured.tool_calls) == (5, 2)
-    assert measured.opened == ({"first_call": 1} if bridged else {"first_call": 1, "rerendered": 2})
+    assert measured.split_reasons == ({"first_call": 1} if bridged else {"first_call": 1, "rerendered": 2})
     assert measured.rows == (1 if bridged else 3)
     assert (measured.repeated_tokens > 0) is not bridged
-    assert measured.retokenised_turns == 2
+    assert measured.retokenized_turns == 2
     assert measured.sampled_tokens == 2 * (len(odd) + 1) + 3 * (len("Answer: 3") + 1)
     for segment in measured.segments:
-        assert all(logprob == -0.5 for logprob, on in zip(segment.logprobs, segment.mask, strict=True) if on)
+        assert all(logprob == -0.5 for logprob, on in zip(segment.logprobs, segment.response_mask, strict=True) if on)

@@ -5,7 +5,7 @@ import jwt
 import pytest
 
 from agent_wrapper.contract import Sampling
-from rollout_backend.gateway.tokens import KeyRefused, SessionClaims, issue, verify
+from rollout_backend.core.session_key import KeyRefused, SessionClaims, issue, verify
 
 SECRET = "s" * 48
 CLAIMS = SessionClaims(

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_wrapper.contract import ImageSpan, VersionSpan
-from agent_wrapper.contract import Trajectory as Wire
-from rollout_backend.gateway.trajectory import Trajectory
+from agent_wrapper.contract import ImageSpan, Trajectory, VersionSpan
+from rollout_backend.rendering.segments import SegmentRecorder
 
 
 def add(trajectory, prompt, completion, **more):
@@ -16,39 +15,39 @@ def add(trajectory, prompt, completion, **more):
 
 
 def test_a_turn_that_extends_grows_its_segment():
-    trajectory = Trajectory()
+    trajectory = SegmentRecorder()
     assert add(trajectory, [1, 2], [3, 4]).opened
-    place = add(trajectory, [1, 2, 3, 4, 5], [6], opened_by="never")
+    place = add(trajectory, [1, 2, 3, 4, 5], [6], split_reason="never")
     assert place == (0, 4, 5, 6, False)
     (segment,) = trajectory.segments()
     assert segment.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
-    assert segment.mask.tolist() == [0, 0, 1, 1, 0, 1]
+    assert segment.response_mask.tolist() == [0, 0, 1, 1, 0, 1]
     assert [math.isnan(logprob) for logprob in segment.logprobs] == [True, True, False, False, True, False]
     assert [(turn.start, turn.end) for turn in segment.turns] == [(2, 4), (5, 6)]
-    assert segment.opened_by == "first_call"
+    assert segment.split_reason == "first_call"
     assert trajectory.prompt_ids(place) == [1, 2, 3, 4, 5]
     assert trajectory.completion_ids(place) == [6]
 
 
 def test_a_turn_that_does_not_extend_opens_a_segment_that_says_why():
-    trajectory = Trajectory()
+    trajectory = SegmentRecorder()
     add(trajectory, [1, 2], [3, 4])
-    assert add(trajectory, [1, 2, 3, 9, 5], [6], opened_by="rerendered").opened
+    assert add(trajectory, [1, 2, 3, 9, 5], [6], split_reason="rerendered").opened
     first, second = trajectory.segments()
     assert first.token_ids.tolist() == [1, 2, 3, 4]
-    assert second.opened_by == "rerendered"
-    assert second.mask.tolist() == [0, 0, 0, 0, 0, 1]
+    assert second.split_reason == "rerendered"
+    assert second.response_mask.tolist() == [0, 0, 0, 0, 0, 1]
 
 
 def test_a_turn_that_shows_other_images_opens_a_segment():
     def shown(start: int, name: str) -> ImageSpan:
         return ImageSpan(start=start, end=start + 2, sha256=name * 64, media_type="image/png")
 
-    trajectory = Trajectory()
+    trajectory = SegmentRecorder()
     prompt = [1, 7, 7, 2]
     add(trajectory, prompt, [3], images=[shown(1, "a")])
-    assert add(trajectory, [*prompt, 3, 4], [5], images=[shown(1, "b")], opened_by="history_rewritten").opened
-    assert add(trajectory, [*prompt, 3, 4], [5], opened_by="history_rewritten").opened
+    assert add(trajectory, [*prompt, 3, 4], [5], images=[shown(1, "b")], split_reason="history_rewritten").opened
+    assert add(trajectory, [*prompt, 3, 4], [5], split_reason="history_rewritten").opened
     place = add(trajectory, [*prompt, 3, 7, 7], [5], images=[shown(1, "a"), shown(5, "b")])
     assert (place.segment, place.opened) == (0, False)
     first, *others = trajectory.segments()
@@ -58,28 +57,28 @@ def test_a_turn_that_shows_other_images_opens_a_segment():
 
 
 def test_the_same_prompt_again_is_a_branch():
-    trajectory = Trajectory()
+    trajectory = SegmentRecorder()
     add(trajectory, [1], [2])
     add(trajectory, [1, 2, 3], [4])
-    assert add(trajectory, [1, 2, 3], [5], opened_by="branched").opened
-    assert add(trajectory, [1], [2], opened_by="branched").opened
+    assert add(trajectory, [1, 2, 3], [5], split_reason="branched").opened
+    assert add(trajectory, [1], [2], split_reason="branched").opened
     assert add(trajectory, [1, 2, 3, 4, 5], [6]).segment == 0
     assert add(trajectory, [1, 2, 3, 5, 5], [6]).segment == 1
 
 
 def test_conversations_interleave():
-    trajectory = Trajectory()
+    trajectory = SegmentRecorder()
     a, b = [1], [2]
     for turn in range(4):
         for ids in (a, b):
             sampled = [10 + turn, 20 + turn]
-            add(trajectory, ids, sampled, opened_by="new_conversation")
+            add(trajectory, ids, sampled, split_reason="new_conversation")
             ids += [*sampled, 7]
     assert [segment.token_ids.tolist() for segment in trajectory.segments()] == [a[:-1], b[:-1]]
 
 
 def test_weight_versions_stand_where_their_tokens_do():
-    trajectory = Trajectory()
+    trajectory = SegmentRecorder()
     spans = [VersionSpan(version="a", start=0, end=1), VersionSpan(version="b", start=1, end=3)]
     add(trajectory, [1, 2], [3, 4, 5], weight_versions=spans, cached_tokens=2, seconds=0.25)
     (turn,) = trajectory.segments()[0].turns
@@ -88,7 +87,7 @@ def test_weight_versions_stand_where_their_tokens_do():
 
 
 def test_a_missing_logprob_is_nan():
-    trajectory = Trajectory()
+    trajectory = SegmentRecorder()
     trajectory.add([1], [2, 3], [None, -1.0], finish_reason="length")
     logprobs = trajectory.segments()[0].logprobs
     assert math.isnan(logprobs[1])
@@ -97,11 +96,11 @@ def test_a_missing_logprob_is_nan():
 
 def test_logprobs_of_another_length_are_refused():
     with pytest.raises(ValueError, match="1 logprobs for 2"):
-        Trajectory().add([1], [2, 3], [-1.0], finish_reason="stop")
+        SegmentRecorder().add([1], [2, 3], [-1.0], finish_reason="stop")
 
 
 def test_segments_are_of_their_moment():
-    trajectory = Trajectory()
+    trajectory = SegmentRecorder()
     add(trajectory, [1], [2])
     before = trajectory.segments()
     add(trajectory, [1, 2, 3], [4])
@@ -115,7 +114,7 @@ ids = st.lists(st.integers(min_value=0, max_value=3), max_size=6)
 def test_whatever_is_called_is_recorded_exactly(calls, seed):
     """Prompts extend earlier calls, or nothing, with a vocabulary so small that prefixes meet by accident."""
     rng = random.Random(seed)
-    trajectory = Trajectory()
+    trajectory = SegmentRecorder()
     made: list[tuple[list[int], list[int], list[float]]] = []
     for extend, _, given_ids, sampled in calls:
         prompt = given_ids
@@ -123,12 +122,12 @@ def test_whatever_is_called_is_recorded_exactly(calls, seed):
             before = rng.choice(made)
             prompt = before[0] + before[1] + given_ids
         logprobs = [-rng.random() for _ in sampled]
-        place = trajectory.add(prompt, sampled, logprobs, finish_reason="stop", opened_by="branched")
+        place = trajectory.add(prompt, sampled, logprobs, finish_reason="stop", split_reason="branched")
         made.append((prompt, sampled, logprobs))
         assert trajectory.prompt_ids(place) == prompt
         assert trajectory.completion_ids(place) == sampled
     segments = trajectory.segments()
-    decoded = Wire.decode(Wire(model="m", segments=segments).encode()).segments
+    decoded = Trajectory.decode(Trajectory(model="m", segments=segments).encode()).segments
     assert [segment.token_ids for segment in decoded] == [segment.token_ids for segment in segments]
     turns = [(segment, turn) for segment in segments for turn in segment.turns]
     assert len(turns) == len(made)
@@ -142,4 +141,4 @@ def test_whatever_is_called_is_recorded_exactly(calls, seed):
     )
     wanted = sorted((prompt, sampled, array("f", logprobs).tolist()) for prompt, sampled, logprobs in made)
     assert recorded == wanted
-    assert sum(sum(segment.mask) for segment in segments) == sum(len(sampled) for _, sampled, _ in made)
+    assert sum(sum(segment.response_mask) for segment in segments) == sum(len(sampled) for _, sampled, _ in made)

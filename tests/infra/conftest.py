@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,80 @@ def template() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def relay_stack() -> dict[str, Any]:
     return yaml.load(TEMPLATE.with_name("relay-ecs.yaml").read_text(), Loader=_Loader)
+
+
+# --- the template, deployed -------------------------------------------------------------------------------
+
+ACCOUNT, REGION = "000000000000", "us-east-1"
+
+
+class Stack:
+    """What a deployment of the template makes: each property with its functions evaluated."""
+
+    def __init__(self, template: dict[str, Any], arns: dict[str, str], **parameters: str) -> None:
+        self._template = template
+        self._arns = arns  # of the resources that policies refer to, by logical id
+        declared = template["Parameters"]
+        assert parameters.keys() <= declared.keys()
+        self.parameters = {name: str(given.get("Default", "")) for name, given in declared.items()} | parameters
+
+    def trainer(self) -> list[dict[str, Any]]:
+        return self._policy(self._properties("TrainerPolicy")["PolicyDocument"])
+
+    def agent(self) -> list[dict[str, Any]]:
+        (policy,) = self._properties("AgentRole")["Policies"]
+        return self._policy(policy["PolicyDocument"])
+
+    def _properties(self, name: str) -> dict[str, Any]:
+        return self._template["Resources"][name]["Properties"]
+
+    def _policy(self, document: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._value(document)["Statement"]
+
+    def _value(self, value: Any) -> Any:
+        match value:
+            case {"Ref": str(name)}:
+                pseudo = {"AWS::Partition": "aws", "AWS::Region": REGION, "AWS::AccountId": ACCOUNT}
+                return {**pseudo, **self.parameters, "AWS::NoValue": None}[name]
+            case {"Fn::GetAtt": str(path)}:
+                return self._arns[path.partition(".")[0]]
+            case {"Fn::Sub": str(text)}:
+                return re.sub(r"\$\{([\w:.]+)\}", lambda found: self._named(found[1]), text)
+            case {"Fn::If": [condition, yes, no]}:
+                return self._value(yes if self._condition(condition) else no)
+            case dict():
+                return {key: self._value(inner) for key, inner in value.items()}
+            case list():
+                return [found for one in value if (found := self._value(one)) is not None]
+        return value
+
+    def _named(self, name: str) -> str:
+        resource, dot, _ = name.partition(".")
+        return self._value({"Fn::GetAtt": name} if dot else {"Ref": resource})
+
+    def _condition(self, name: Any) -> bool:
+        def holds(rule: Any) -> bool:
+            match rule:
+                case {"Fn::Equals": [left, right]}:
+                    return bool(self._joined(left) == self._joined(right))
+                case {"Fn::Not": [inner]}:
+                    return not holds(inner)
+                case {"Fn::And": inner}:
+                    return all(map(holds, inner))
+                case {"Condition": other}:
+                    return self._condition(other)
+            raise NotImplementedError(rule)
+
+        return holds(self._template["Conditions"][name])
+
+    def _joined(self, value: Any) -> str:
+        match value:
+            case {"Fn::Join": [separator, inner]}:
+                return str(separator).join(self._joined(inner).split(","))
+        return str(self._value(value))
+
+
+@pytest.fixture
+def stack(template: dict[str, Any]) -> Any:
+    """`stack(arns, **parameters) -> Stack`: the template, deployed."""
+    return functools.partial(Stack, template)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout_backend.config import AgentCoreConfig, load_config
+from rollout_backend.config import AgentCoreConfig, RolloutConfig, load_config
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "infra" / "deploy.sh"
@@ -26,6 +26,11 @@ OUTPUTS = {
     "TrainerPolicyArn": "arn:aws:iam::123456789012:policy/stack-trainer",
 }
 
+FAILED = [
+    "CREATE_FAILED",
+    *(pytest.param(status, marks=pytest.mark.slow) for status in ("UPDATE_FAILED", "DELETE_FAILED", "DELETING")),
+]
+
 FAKE = f"""#!{sys.executable}
 import json, os, sys
 from pathlib import Path
@@ -37,11 +42,22 @@ with (here / "calls.jsonl").open("a") as log:
     log.write(json.dumps([program, *argv]) + "\\n")
 if "--password-stdin" in argv:
     sys.stdin.read()
+if "buildx" in argv:
+    ignored = Path(argv[argv.index("--file") + 1] + ".dockerignore")
+    (here / "ignored").write_text(ignored.read_text() if ignored.exists() else "")
 state = json.loads((here / "state.json").read_text())
 if "update-agent-runtime" in argv:
     state["runtime"] |= json.loads(argv[argv.index("--cli-input-json") + 1])
     (here / "state.json").write_text(json.dumps(state))
-reply = {{"describe-stacks": state["stacks"], "get-agent-runtime": state["runtime"]}}
+endpoint = {{}}
+if "get-agent-runtime-endpoint" in argv:
+    endpoint = state["endpoint"].pop(0) if len(state["endpoint"]) > 1 else state["endpoint"][0]
+    (here / "state.json").write_text(json.dumps(state))
+reply = {{
+    "describe-stacks": state["stacks"],
+    "get-agent-runtime": state["runtime"],
+    "get-agent-runtime-endpoint": endpoint,
+}}
 found = next((reply[word] for word in argv if word in reply), "")
 if "--query" in argv:
     found = jmespath.search(argv[argv.index("--query") + 1], found)
@@ -63,13 +79,24 @@ class Machine:
             (folder / program).chmod(0o755)
         (folder / "agent").mkdir()
 
-    def deploy(self, *arguments: str, **runtime: Any) -> subprocess.CompletedProcess[str]:
+    def deploy(
+        self, *arguments: str, endpoint: list[dict[str, str]] | None = None, **runtime: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """`endpoint`: what its endpoint says, one answer after another."""
         outputs = [{"OutputKey": key, "OutputValue": value} for key, value in OUTPUTS.items()]
-        state = {"stacks": {"Stacks": [{"Outputs": outputs}]}, "runtime": runtime}
+        given = {"ResultPrefix": "", "RunQueues": "true", "Presigned": "false"} | dict(
+            argument.split("=") for argument in arguments
+        )
+        parameters = [{"ParameterKey": key, "ParameterValue": value} for key, value in given.items()]
+        state = {
+            "stacks": {"Stacks": [{"Outputs": outputs, "Parameters": parameters}]},
+            "runtime": runtime,
+            "endpoint": endpoint or [{"status": "READY", "liveVersion": "1"}],
+        }
         (self.folder / "state.json").write_text(json.dumps(state))
         return subprocess.run(
             [str(SCRIPT), "stack", "my_agent", str(self.folder / "agent"), *arguments],
-            env={"PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}"},
+            env={"PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}", "POLL_S": "0"},
             capture_output=True,
             text=True,
             check=False,
@@ -88,6 +115,7 @@ READY = {
     "protocolConfiguration": {"serverProtocol": "HTTP"},
     "lifecycleConfiguration": {"idleRuntimeSessionTimeout": 120, "maxLifetime": 3600},
     "environmentVariables": {"AWS_DEFAULT_REGION": "eu-west-1"},
+    "agentRuntimeVersion": "1",
     "status": "READY",
 }
 
@@ -119,18 +147,37 @@ def test_the_stack_is_deployed_then_the_image_pushed_then_the_runtime_made(deplo
 
 def test_mmdsv2_is_required_and_everything_else_kept(deployed: Machine) -> None:
     (update,) = deployed.calls("update-agent-runtime")
-    kept = {key: value for key, value in READY.items() if key != "status"}
+    kept = {key: value for key, value in READY.items() if key not in ("status", "agentRuntimeVersion")}
     assert json.loads(update[-1]) == kept | {"metadataConfiguration": {"requireMMDSV2": True}}
 
 
-def test_what_it_prints_is_a_config(deployed: Machine, tmp_path: Path) -> None:
-    printed = deployed.done.stdout
+def printed_config(done: subprocess.CompletedProcess[str], tmp_path: Path) -> RolloutConfig:
     path = tmp_path / "config.yaml"
-    path.write_text(printed[printed.index("aws:\n") :])
-    config = load_config(path, ["model.path=models/qwen"], env={})
+    path.write_text(done.stdout[done.stdout.index("aws:\n") :])
+    return load_config(path, ["model.path=models/qwen"], env={})
+
+
+def test_what_it_prints_is_a_config(deployed: Machine, tmp_path: Path) -> None:
+    config = printed_config(deployed.done, tmp_path)
     assert isinstance(config.runtime, AgentCoreConfig)
     assert (config.runtime.arn, config.aws.region) == (ARN, "eu-west-1")
-    assert (config.storage.bucket, config.queue.url) == (OUTPUTS["BucketName"], OUTPUTS["QueueUrl"])
+    assert config.storage.bucket == OUTPUTS["BucketName"]
+    assert (config.storage.prefix, config.queue.url) == ("", None)  # a stack's defaults allow these alone
+
+
+@pytest.mark.parametrize(
+    ("parameter", "expected"),
+    [
+        ("ResultPrefix=team/", ("team/", False, None)),
+        ("RunQueues=false", ("", False, OUTPUTS["QueueUrl"])),
+        ("Presigned=true", ("", True, OUTPUTS["QueueUrl"])),
+    ],
+)
+def test_what_it_prints_follows_the_stacks_parameters(machine, tmp_path, parameter, expected) -> None:
+    done = machine.deploy(parameter, **READY)
+    assert done.returncode == 0, done.stderr
+    config = printed_config(done, tmp_path)
+    assert (config.storage.prefix, config.storage.presigned, config.queue.url) == expected
 
 
 def test_a_runtime_that_requires_it_already_is_left_alone(machine: Machine) -> None:
@@ -141,11 +188,38 @@ def test_a_runtime_that_requires_it_already_is_left_alone(machine: Machine) -> N
     assert str(own) in machine.calls("buildx")[0]  # and a folder's own Dockerfile is used
 
 
-def test_a_runtime_that_could_not_be_made_stops_the_deployment_with_its_reason(machine: Machine) -> None:
-    done = machine.deploy(**READY | {"status": "CREATE_FAILED", "failureReason": "image is amd64"})
+def test_a_folders_own_dockerignore_comes_after_ours(machine: Machine) -> None:
+    (machine.folder / "agent" / ".dockerignore").write_text("notes\n!root.pem\n")
+    assert machine.deploy(**READY).returncode == 0
+    ignored = (machine.folder / "ignored").read_text().splitlines()
+    assert "**/.env*" in ignored
+    assert ignored[-2:] == ["notes", "!root.pem"]
+
+
+@pytest.mark.parametrize("status", FAILED)
+def test_a_runtime_that_will_not_be_ready_stops_the_deployment(machine: Machine, status: str) -> None:
+    done = machine.deploy(**READY | {"status": status, "failureReason": "image is amd64"})
     assert done.returncode == 1
-    assert "CREATE_FAILED" in done.stderr
+    assert status in done.stderr
     assert "image is amd64" in done.stderr
+
+
+def test_it_waits_until_the_endpoint_serves_the_new_version(machine: Machine) -> None:
+    updating = {"status": "UPDATING", "liveVersion": "1"}
+    behind = {"status": "READY", "liveVersion": "1"}  # of the version before, as AgentCore says for a moment
+    ready = {"status": "READY", "liveVersion": "2"}
+    required = {"metadataConfiguration": {"requireMMDSV2": True}, "agentRuntimeVersion": "2"}
+    done = machine.deploy(endpoint=[updating, behind, behind, ready], **READY | required)
+    assert done.returncode == 0, done.stderr
+    assert len(machine.calls("get-agent-runtime-endpoint")) >= 4
+
+
+@pytest.mark.parametrize("status", FAILED)
+def test_an_endpoint_that_will_not_be_ready_stops_the_deployment(machine: Machine, status: str) -> None:
+    done = machine.deploy(endpoint=[{"status": status, "failureReason": "no address is free"}], **READY)
+    assert done.returncode == 1
+    assert f"endpoint is {status}" in done.stderr
+    assert "no address is free" in done.stderr
 
 
 def test_too_few_arguments_print_the_usage() -> None:

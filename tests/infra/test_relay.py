@@ -15,8 +15,8 @@ import yaml
 
 from rollout_backend.config import load_config
 from rollout_backend.relay.cli import KEY_ENV, serve
-from rollout_backend.relay.server import _KEEPALIVE_S
-from rollout_backend.relay.settings import RelaySettings
+from rollout_backend.relay.relay_server import _KEEPALIVE_S
+from rollout_backend.relay.relay_settings import RelaySettings
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "infra" / "relay-ecs.yaml"
@@ -88,7 +88,7 @@ def test_the_image_holds_what_the_relay_imports_and_nothing_heavy() -> None:
     dockerfile = (ROOT / "infra" / "relay.Dockerfile").read_text()
     for path in re.findall(r"^COPY (.*) /relay/.*$", dockerfile, flags=re.M):
         assert all((ROOT / name).exists() for name in path.split())
-    code = "import sys, rollout_backend.relay.server, rollout_backend.relay.cli; print(*sys.modules)"
+    code = "import sys, rollout_backend.relay.relay_server, rollout_backend.relay.cli; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     ours = {name for name in loaded if name.startswith(("rollout_backend.", "agent_wrapper"))}
     assert all(name.startswith("rollout_backend.relay") for name in ours)

@@ -19,14 +19,15 @@ from anyio.from_thread import start_blocking_portal
 
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.collect.store import ResultStore
-from rollout_backend.config import load_config
-from rollout_backend.dispatch.agentcore import AgentCoreRuntime
-from rollout_backend.dispatched import Dispatched, Note
+from rollout_backend.config import StorageConfig, load_config
 from rollout_backend.errors import QuotaExceeded
 from rollout_backend.janitor.__main__ import Books
-from rollout_backend.janitor.owner import Janitor
+from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
 from rollout_backend.local.sessions import Limits
+from rollout_backend.run_lease import Holder, RunLease
+from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
+from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -49,20 +50,31 @@ ThreadingHTTPServer((os.environ["HOST"], int(os.environ["PORT"])), Handler).serv
 OWNER = """
 import asyncio, json, os, sys, time
 from pathlib import Path
-from rollout_backend.collect.queue import AnnouncementQueue
+from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import load_config
-from rollout_backend.janitor.owner import Janitor
-from rollout_backend.preflight import open_runtime
+from rollout_backend.janitor.janitor_process import Janitor
+from rollout_backend.run_lease import Holder, RunLease
+from rollout_backend.runtimes.registry import open_runtime
 
 async def main():
     config = load_config(base=json.loads(sys.argv[1]), env={})
     store = await ResultStore.open(config.storage, config.aws)
-    runtime = await open_runtime(config)
-    janitor = await Janitor.start(config, store, runtime, config.run_dir / "janitor.log")
+    runtime = await open_runtime(config.runtime)
+    me = Holder.this_process().model_copy(update=json.loads(sys.argv[2]))
+    lease = RunLease(store, config.run_id, me, config.janitor.lease_s)
+    await lease.begin()
+    janitor = await Janitor.start(config, lease, runtime, config.run_dir / "janitor.log")
     watched = janitor.watch(runtime)
-    queue = await AnnouncementQueue.open(config.queue, config.aws, config.run_id)
+    queue = await AnnouncementQueue.open(config.queue, config.aws, queue_name(config.storage, config.run_id))
     janitor.queue_made(queue)
+    print("starting", flush=True)
+    if sys.stdin.readline().strip() == "fail":
+        await queue.aclose(delete=await lease.may_delete_queue())
+        await janitor.aclose(done=await lease.may_delete_queue())
+        await lease.release()
+        return
+    await lease.claim()
     print("started", flush=True)
     while order := (await asyncio.to_thread(sys.stdin.readline)).split():
         match order:
@@ -74,8 +86,9 @@ async def main():
                 if not os.fork():
                     time.sleep(600)
             case ["end"]:
-                await queue.aclose()
+                await queue.aclose(delete=await lease.may_delete_queue())
                 await janitor.aclose()
+                await lease.release()
                 await runtime.aclose()
                 await store.aclose()
                 return
@@ -109,27 +122,41 @@ def janitors_of(pid: int) -> list[int]:
     return found
 
 
-class Owner:
-    def __init__(self, settings: dict[str, Any], env: dict[str, str]) -> None:
-        argv = [sys.executable, "-c", OWNER, json.dumps(settings)]
-        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        self.hears("started")
+class Manager:
+    def __init__(self, settings: dict[str, Any], env: dict[str, str], started: bool = True, **who: object) -> None:
+        """`started` False: it stays at its start. `who`: fields of its holder, as of another machine."""
+        argv = [sys.executable, "-c", OWNER, json.dumps(settings), json.dumps(who)]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(argv, text=True, env=env, **pipes)
+        try:
+            self.hears("starting")
+        except AssertionError:
+            self.process.communicate()  # closes its pipes
+            raise
+        if started:
+            self.says("go")
+            self.hears("started")
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
     def do(self, *order: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(order) + "\n")
-        self.process.stdin.flush()
+        self.says(" ".join(order))
         if order != ("end",):
             self.hears("done")
 
+    def says(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
     def hears(self, word: str) -> None:
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], 60)[0], "the owner says nothing"
-        assert self.process.stdout.readline().strip() == word
+        assert self.process.stderr is not None
+        assert select.select([self.process.stdout], [], [], 60)[0], "the manager says nothing"
+        heard = self.process.stdout.readline().strip()
+        assert heard == word, heard or self.process.stderr.read()
 
     def kill(self) -> None:
         self.process.kill()
@@ -149,11 +176,12 @@ class Cloud:
         self.sqs = boto3.client("sqs", **where, **keys)
         self.s3 = boto3.client("s3", **where, **keys)
         self.settings = settings
+        self.storage = StorageConfig.model_validate(settings["storage"])
         self._runtime, self._portal = runtime, portal
 
     @property
     def queues(self) -> set[str]:
-        name = queue_name(self.settings["run_id"])
+        name = queue_name(self.storage, self.settings["run_id"])
         urls = self.sqs.list_queues(QueueNamePrefix=name).get("QueueUrls", [])
         return {url.rpartition(name)[2] for url in urls}
 
@@ -161,10 +189,10 @@ class Cloud:
     def sessions(self) -> set[str]:
         return {session["id"] for session in self._portal.call(self._runtime.sessions)["sessions"]}
 
-    def note(self) -> Dispatched:
+    def note(self) -> InFlightLog:
         """The run's notes, with one of an agent at work."""
-        notes = Dispatched(Path(self.settings["output_dir"]) / self.settings["run_id"] / "steps")
-        notes.running(0, Note(session_id="s", rollout_id="r", attempt=1, began=0.0, deadline=1.0))
+        notes = InFlightLog(Path(self.settings["output_dir"]) / self.settings["run_id"] / "steps")
+        notes.running(0, InFlightAttempt(session_id=sid("a"), rollout_id="r", attempt=1, began=0.0, deadline=1.0))
         return notes
 
     @property
@@ -197,47 +225,49 @@ def cloud(runtime: tuple[LocalRuntime, Any], local_aws: LocalStorage, run_id: st
 
 
 @pytest.fixture
-def start(cloud: Cloud, local_aws: LocalStorage) -> Iterator[Callable[..., Owner]]:
-    started: list[Owner] = []
+def start(cloud: Cloud, local_aws: LocalStorage) -> Iterator[Callable[..., Manager]]:
+    started: list[Manager] = []
 
-    def start(**sections: object) -> Owner:
-        started.append(Owner({**cloud.settings, **sections}, {**os.environ, **local_aws.environ}))
-        return started[-1]
+    def start(who: dict[str, object] = {}, begun: bool = True, **sections: object) -> Manager:  # noqa: B006  # never changed
+        made = Manager({**cloud.settings, **sections}, {**os.environ, **local_aws.environ}, begun, **who)
+        started.append(made)
+        return made
 
     yield start
-    for owner in started:
-        with owner.process:  # closes its pipes
-            owner.process.kill()
-    for owner in started:
-        until(lambda owner=owner: not janitors_of(owner.pid), "the janitor has ended")
+    for manager in started:
+        with manager.process:  # closes its pipes
+            manager.process.kill()
+    for manager in started:
+        until(lambda manager=manager: not janitors_of(manager.pid), "the janitor has ended")
 
 
 def test_a_killed_run_leaves_no_queue_and_no_session(start, cloud):
-    owner = start()
+    manager = start()
     assert cloud.queues == {"", "-dlq"}
     for name in ("a", "b", "c"):
-        owner.do("open", sid(name))
-    owner.do("close", sid("b"))
+        manager.do("open", sid(name))
+    manager.do("close", sid("b"))
     assert cloud.sessions == {sid("a"), sid("c")}
-    [janitor] = janitors_of(owner.pid)
+    [janitor] = janitors_of(manager.pid)
     notes = cloud.note()
-    owner.kill()
+    manager.kill()
     until(lambda: not cloud.queues, "the queues are gone")
     until(lambda: not cloud.sessions, "the sessions are stopped")
-    until(lambda: not janitors_of(owner.pid), "the janitor is gone")
+    until(lambda: not janitors_of(manager.pid), "the janitor is gone")
     assert notes.at_work(0) == []  # whoever starts the run again need not wait for them
-    assert f"(process {owner.pid}) is dead: 1 queues and 2 sessions are left" in cloud.log
+    assert notes.left_open(0, "nonce").noted == []  # nor stop them
+    assert f"(process {manager.pid}) is dead: 1 queues and 2 sessions are left" in cloud.log
     assert "stopped 2 of 2 sessions" in cloud.log
-    assert janitor != owner.pid
+    assert janitor != manager.pid
 
 
 def test_a_run_that_ends_by_itself_takes_its_janitor_with_it(start, cloud):
-    owner = start(janitor={"grace_s": 600})
-    owner.do("open", sid("d"))
-    owner.do("close", sid("d"))
-    assert janitors_of(owner.pid)
-    owner.end()
-    assert not janitors_of(owner.pid)
+    manager = start(janitor={"grace_s": 600})
+    manager.do("open", sid("d"))
+    manager.do("close", sid("d"))
+    assert janitors_of(manager.pid)
+    manager.end()
+    assert not janitors_of(manager.pid)
     assert not cloud.queues
     assert cloud.log == ""
 
@@ -246,8 +276,11 @@ def test_what_is_started_again_keeps_its_queue_and_its_sessions_until_it_dies_it
     first = start()
     first.do("open", sid("e"))
     notes = cloud.note()
-    second = start()  # before the first is dead: its janitor's grace is shorter than a start
+    [janitor] = janitors_of(first.pid)
+    os.kill(janitor, signal.SIGSTOP)  # its grace is shorter than a start
     first.kill()
+    second = start()
+    os.kill(janitor, signal.SIGCONT)
     until(lambda: not janitors_of(first.pid), "the first janitor is gone")
     assert notes.at_work(0)
     assert "was started again" in cloud.log
@@ -259,50 +292,90 @@ def test_what_is_started_again_keeps_its_queue_and_its_sessions_until_it_dies_it
     until(lambda: not cloud.queues and not cloud.sessions, "all is gone")
 
 
+def test_a_second_manager_is_refused_and_takes_nothing_from_the_first(start, cloud):
+    janitor = {"grace_s": 0.5, "lease_s": 2.0}
+    first = start(janitor=janitor)
+    first.do("open", sid("h"))
+    for machine in ({}, {"machine": "elsewhere"}):
+        with pytest.raises(AssertionError, match=rf"RunHeld: run .* is held by .* \(process {first.pid} on"):
+            start(machine, janitor=janitor)
+    assert cloud.queues == {"", "-dlq"}
+    assert cloud.sessions == {sid("h")}
+    first.kill()  # its janitor is still at its post
+    until(lambda: not cloud.queues and not cloud.sessions, "all is gone")
+
+
+@pytest.mark.slow
+def test_a_start_that_fails_after_a_kill_leaves_the_dead_runs_janitor_its_work(start, cloud):
+    first = start()
+    first.do("open", sid("i"))
+    [janitor] = janitors_of(first.pid)
+    os.kill(janitor, signal.SIGSTOP)
+    first.kill()
+    second = start(begun=False)
+    os.kill(janitor, signal.SIGCONT)
+    until(lambda: "is being started again" in cloud.log, "the janitor waits for the start")
+    assert cloud.sessions == {sid("i")}  # the second manager may resume this session
+    assert cloud.queues == {"", "-dlq"}
+    second.says("fail")
+    assert second.process.wait(30) == 0
+    until(lambda: not cloud.queues and not cloud.sessions, "all is gone")
+    until(lambda: "stopped 1 of 1 sessions" in cloud.log, "the first one's janitor has done its work")
+
+
+@pytest.mark.slow
+def test_a_manager_that_is_killed_while_it_starts_leaves_no_queue(start, cloud):
+    start(begun=False).kill()
+    until(lambda: not cloud.queues, "the queues are gone")
+
+
 def test_neither_a_signal_nor_a_child_that_holds_the_pipe_keeps_it_from_its_errand(start, cloud):
-    owner = start()
-    [janitor] = janitors_of(owner.pid)
-    assert os.getsid(janitor) not in (os.getsid(owner.pid), os.getsid(0))
-    assert int(Path(f"/proc/{janitor}/stat").read_text().rpartition(")")[2].split()[1]) != owner.pid
+    manager = start()
+    [janitor] = janitors_of(manager.pid)
+    assert os.getsid(janitor) not in (os.getsid(manager.pid), os.getsid(0))
+    assert int(Path(f"/proc/{janitor}/stat").read_text().rpartition(")")[2].split()[1]) != manager.pid
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(janitor, number)
-    owner.do("fork")
-    [child] = map(int, Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split())
+    manager.do("fork")
+    [child] = map(int, Path(f"/proc/{manager.pid}/task/{manager.pid}/children").read_text().split())
     try:
-        owner.do("open", sid("g"))
-        assert janitors_of(owner.pid) == [janitor]
-        owner.kill()
+        manager.do("open", sid("g"))
+        assert janitors_of(manager.pid) == [janitor]
+        manager.kill()
         until(lambda: not cloud.queues and not cloud.sessions, "all is gone")
     finally:
         os.kill(child, signal.SIGKILL)
 
 
 def test_evidence_stays(start, cloud):
-    owner = start()
-    dead = cloud.sqs.get_queue_url(QueueName=f"{queue_name(cloud.settings['run_id'])}-dlq")["QueueUrl"]
-    cloud.sqs.send_message(QueueUrl=dead, MessageBody="nobody could use this")
-    owner.kill()
+    manager = start()
+    dead = cloud.sqs.get_queue_url(QueueName=f"{queue_name(cloud.storage, cloud.settings['run_id'])}-dlq")["QueueUrl"]
+    cloud.sqs.send_message(QueueUrl=dead, MessageBody="unusable")
+    manager.kill()
     until(lambda: cloud.queues == {"-dlq"}, "the queue is gone")
-    until(lambda: not janitors_of(owner.pid), "the janitor is gone")
-    assert "1 messages that nobody could use stay" in cloud.log
+    until(lambda: not janitors_of(manager.pid), "the janitor is gone")
+    assert "1 messages that could not be handled are kept" in cloud.log
 
 
+@pytest.mark.slow
 def test_a_bucket_that_cannot_be_asked_leaves_all_as_it_is(start, cloud):
     bucket = f"bucket-of-{cloud.settings['run_id']}"
     cloud.s3.create_bucket(Bucket=bucket)
-    owner = start(storage={"bucket": bucket})
-    cloud.s3.delete_object(Bucket=bucket, Key=f"runs/{cloud.settings['run_id']}/owner")
+    cloud.storage = StorageConfig(bucket=bucket)
+    manager = start(storage={"bucket": bucket})
+    cloud.s3.delete_object(Bucket=bucket, Key=f"runs/{cloud.settings['run_id']}/lease")
     cloud.s3.delete_bucket(Bucket=bucket)
-    owner.kill()
-    until(lambda: not janitors_of(owner.pid), "the janitor is gone")
+    manager.kill()
+    until(lambda: not janitors_of(manager.pid), "the janitor is gone")
     assert "NoSuchBucket" in cloud.log
     assert cloud.queues == {"", "-dlq"}
 
 
+@pytest.mark.slow
 def test_without_a_janitor_all_is_left(start, cloud):
-    owner = start(janitor={"enabled": False})
-    assert not janitors_of(owner.pid)
-    owner.kill()
+    manager = start(janitor={"enabled": False})
+    assert not janitors_of(manager.pid)
+    manager.kill()
     assert cloud.queues == {"", "-dlq"}
 
 
@@ -310,33 +383,21 @@ async def test_a_run_goes_on_without_its_janitor(cloud, caplog, tmp_path):
     config = load_config(base=cloud.settings, env={})
     store = await ResultStore.open(config.storage, config.aws)
     runtime = await AgentCoreRuntime.open(config.runtime)
-    janitor = await Janitor.start(config, store, runtime, tmp_path / "janitor.log")
+    lease = RunLease(store, config.run_id, Holder.this_process(), 60.0)
+    janitor = await Janitor.start(config, lease, runtime, tmp_path / "janitor.log")
     [pid] = janitors_of(os.getpid())
     os.kill(pid, signal.SIGKILL)
 
     def noticed() -> bool:  # a process that is killed is out of sight before its end of the pipe is closed
         janitor.session_opened(sid("a"))
-        return "does not hear us" in caplog.text
+        return "cannot be reached" in caplog.text
 
     until(noticed, "the run has noticed that it is gone")
     janitor.session_opened(sid("b"))
-    assert caplog.text.count("does not hear us") == 1
+    assert caplog.text.count("cannot be reached") == 1
     await janitor.aclose()
     await runtime.aclose()
     await store.aclose()
-
-
-async def test_a_bucket_that_may_not_be_written_costs_the_janitor_and_no_run(cloud, caplog, tmp_path):
-    config = load_config(base={**cloud.settings, "storage": {"bucket": "no-such-bucket"}}, env={})
-    store = await ResultStore.open(config.storage, config.aws)
-    runtime = await AgentCoreRuntime.open(config.runtime)
-    janitor = await Janitor.start(config, store, runtime, tmp_path / "janitor.log")
-    janitor.session_opened(sid("a"))
-    await janitor.aclose()
-    await runtime.aclose()
-    await store.aclose()
-    assert "leaves its queue and its sessions behind" in caplog.text
-    assert not janitors_of(os.getpid())
 
 
 async def test_a_session_that_never_opened_is_not_told_of(cloud, tmp_path):
@@ -359,7 +420,7 @@ async def test_a_session_that_never_opened_is_not_told_of(cloud, tmp_path):
     with pytest.raises(QuotaExceeded):
         await watched.invoke("x", b"{}")
     assert told == [("opened", "x"), ("closed", "x")]
-    await watched.aclose()
+    await runtime.aclose()
 
 
 def test_the_books_are_read_in_pieces_of_any_size():

@@ -1,4 +1,4 @@
-"""A stand-in for AgentCore with a small app of its own, in this process's event loop."""
+"""An AgentCore stand-in with a small app, in this process's event loop."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 import uvicorn
 from botocore.config import Config
 
-from rollout_backend.local.agentcore import StandIn, StandInSettings
 from rollout_backend.local.sessions import Limits
-from rollout_backend.process import free_port
+from rollout_backend.local.stand_in import StandIn, StandInSettings
+from rollout_backend.serving.server_process import free_port
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
 
@@ -92,7 +92,7 @@ ThreadingHTTPServer((os.environ["HOST"], int(os.environ["PORT"])), Handler).serv
 
 
 class Runtime:
-    """A running stand-in, and a real client of it."""
+    """A running stand-in with a real client."""
 
     def __init__(self, plane: StandIn, url: str, client: Any) -> None:
         self.plane = plane
@@ -101,7 +101,7 @@ class Runtime:
         self.arn = ARN
 
     async def invoke(self, session: str, payload: bytes = b"{}", **more: Any) -> dict[str, Any]:
-        """The answer, with its body read."""
+        """An answer with its body."""
         answer = await self.client.invoke_agent_runtime(
             agentRuntimeArn=ARN, runtimeSessionId=sid(session), payload=payload, **more
         )
@@ -142,7 +142,7 @@ StartRuntime = Callable[..., Awaitable[Runtime]]
 
 @pytest.fixture
 async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime]:
-    """Starts a stand-in; keyword arguments are its limits, `env` and `preload`."""
+    """Start a stand-in; keyword arguments are its limits, `env` and `preload`."""
     async with AsyncExitStack() as stack:
 
         async def start(

@@ -1,4 +1,4 @@
-"""The stand-in, as a real `bedrock-agentcore` client sees it."""
+"""The stand-in, called by a real `bedrock-agentcore` client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def code(raised) -> tuple[int, str]:
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # gone, or gone in the middle of it
+    except (FileNotFoundError, ProcessLookupError):  # the process ended before or during the read
         return False
     return state != "Z"
 
@@ -52,14 +52,14 @@ async def test_one_fresh_process_per_session(start_runtime, app, preload):
     assert (parent_of(first["pid"]) == os.getpid()) == (preload is None)
     assert first["main"] == "__main__"
     assert first["argv"] == [str(app)]
-    assert first["cwd"] == os.getcwd()  # the program's own main() changes to `cwd`
+    assert first["cwd"] == os.getcwd()  # main() of the program changes to `cwd`
     assert first["env"]["GREETING"] == "hello"
     assert first["env"]["HOST"] == "127.0.0.1"
     assert runtime.open == [sid("a"), sid("b")]
     assert runtime.counters["started"] == runtime.counters["peak"] == 2
 
 
-async def test_headers_pass_as_aws_lets_them(start_runtime):
+async def test_headers_are_forwarded_as_on_aws(start_runtime):
     runtime = await start_runtime()
 
     def add(request, **_):
@@ -110,7 +110,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(start_
     await runtime.until(lambda: not alive(pid) and not alive(child))
 
 
-async def test_unknown_names_and_bad_ids(start_runtime):
+async def test_unknown_runtimes_and_invalid_ids_are_refused(start_runtime):
     runtime = await start_runtime()
     with pytest.raises(ClientError) as raised:
         await runtime.stop("never-started")
@@ -131,25 +131,25 @@ async def test_unknown_names_and_bad_ids(start_runtime):
             assert answer.status == 400
             assert answer.headers["x-amzn-errortype"] == "ValidationException"
             assert "33" in (await answer.json())["message"]
-        async with http.post(url, json={}, headers=signed) as answer:  # the service makes one up
+        async with http.post(url, json={}, headers=signed) as answer:  # the service creates one
             assert len(answer.headers[header]) == 36
     assert len(runtime.open) == 1
 
 
-async def test_quota_of_sessions(start_runtime):
+async def test_session_quota_returns_402(start_runtime):
     runtime = await start_runtime(max_sessions=2)
     await asyncio.gather(runtime.invoke("a"), runtime.invoke("b"))
     with pytest.raises(ClientError) as raised:
         await runtime.invoke("c")
     assert code(raised) == (402, "ServiceQuotaExceededException")
-    await runtime.invoke("a")  # an open one is not new
+    await runtime.invoke("a")  # an open session is not new
     await runtime.stop("b")
     await runtime.invoke("c")
     counters = runtime.counters
     assert (counters["peak"], counters["refused"], counters["started"]) == (2, 1, 3)
 
 
-async def test_rates(start_runtime):
+async def test_calls_above_the_rate_are_throttled(start_runtime):
     runtime = await start_runtime(invoke_per_s=2, stop_per_s=1, new_sessions_per_s=1)
     await runtime.invoke("a")
     with pytest.raises(ClientError, match="new sessions") as raised:
@@ -167,7 +167,7 @@ async def test_rates(start_runtime):
     assert runtime.counters["throttled"] == 2
 
 
-async def test_an_error_of_the_container_is_424(start_runtime):
+async def test_container_error_returns_424(start_runtime):
     runtime = await start_runtime()
     with pytest.raises(ClientError, match=r"422.*no such task") as raised:
         await runtime.invoke("a", b'{"do": "fail"}')
@@ -176,7 +176,7 @@ async def test_an_error_of_the_container_is_424(start_runtime):
 
 
 @BOTH_SPAWNERS
-async def test_a_crash_while_serving_is_424_and_the_next_invoke_starts_afresh(start_runtime, preload):
+async def test_crash_during_an_invoke_returns_424_and_the_next_invoke_starts_a_process(start_runtime, preload):
     runtime = await start_runtime(preload=preload)
     with pytest.raises(ClientError, match="dying") as raised:
         await runtime.invoke("a", b'{"do": "die"}')
@@ -187,7 +187,7 @@ async def test_a_crash_while_serving_is_424_and_the_next_invoke_starts_afresh(st
 
 
 @BOTH_SPAWNERS
-async def test_a_crash_at_start_is_424_with_the_log(start_runtime, preload):
+async def test_crash_at_start_returns_424_with_the_log(start_runtime, preload):
     runtime = await start_runtime(env={"CRASH": "1"}, preload=preload)
     with pytest.raises(ClientError, match="no CRASH please") as raised:
         await runtime.invoke("a")
@@ -215,7 +215,7 @@ async def test_libraries_with_threads_are_not_preloaded(start_runtime, app, tmp_
     assert parent_of(pid) == os.getpid()
 
 
-async def test_no_answer_to_ping_is_424(start_runtime):
+async def test_missing_ping_answer_returns_424(start_runtime):
     runtime = await start_runtime(env={"MUTE": "1"}, startup_timeout_s=0.5)
     with pytest.raises(ClientError, match="initialization time exceeded") as raised:
         await runtime.invoke("a")
@@ -234,7 +234,7 @@ async def test_stop_while_starting(start_runtime):
 
 
 async def test_idle_sessions_end_and_busy_ones_do_not(start_runtime):
-    # time_of_last_update is in whole seconds, so a timeout is to be well above one.
+    # time_of_last_update is in whole seconds, so a timeout must be well above 1 s.
     runtime = await start_runtime(idle_timeout_s=1.5)
     await asyncio.gather(
         runtime.invoke("busy", b'{"do": "busy"}'),
@@ -256,7 +256,7 @@ async def test_a_request_in_flight_is_not_idle(start_runtime):
         await waiting
 
 
-async def test_life_has_an_end(start_runtime):
+async def test_session_ends_at_its_maximum_lifetime(start_runtime):
     runtime = await start_runtime(max_life_s=0.5)
     pid = json.loads((await runtime.invoke("a", b'{"do": "busy"}'))["body"])["pid"]
     await runtime.until(lambda: not alive(pid))
@@ -264,7 +264,7 @@ async def test_life_has_an_end(start_runtime):
     assert runtime.counters["expired"] == 1
 
 
-async def test_many_sessions_at_once(start_runtime):
+async def test_many_concurrent_sessions(start_runtime):
     runtime = await start_runtime(preload=())
     answers = await asyncio.gather(*(runtime.invoke(f"s{i}") for i in range(24)))
     assert len({json.loads(answer["body"])["pid"] for answer in answers}) == 24
@@ -273,9 +273,9 @@ async def test_many_sessions_at_once(start_runtime):
     assert runtime.counters["stopped"] == runtime.counters["peak"] == 24
 
 
-async def test_sessions_of_a_forking_process_that_was_killed_are_gone(start_runtime):
+async def test_sessions_end_with_a_killed_prefork_process(start_runtime):
     runtime = await start_runtime(preload=())
     pid = json.loads((await runtime.invoke("a"))["body"])["pid"]
     os.kill(parent_of(pid), signal.SIGKILL)
     await runtime.until(lambda: not alive(pid) and runtime.open == [])
-    await runtime.invoke("b")  # by the command, from now on
+    await runtime.invoke("b")  # new sessions run the command

@@ -22,7 +22,7 @@ SESSION = "a" * 40
 
 
 def processes_under(mark: str) -> list[int]:
-    """Live processes that carry MARK=mark in their environment: whatever a cloud made here has started."""
+    """Return the live processes with MARK=mark in their environment: those that a cloud of this test has started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -51,9 +51,9 @@ async def client(service: str, cloud: LocalCloud, url: str):
 
 @pytest.fixture(autouse=True)
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Put into the environment of whatever a test starts."""
+    """A marker in the environment of all processes that a test starts."""
     monkeypatch.setenv("MARK", str(tmp_path))
-    monkeypatch.setenv("AWS_PROFILE", "production")  # of a user, who must not be asked for it
+    monkeypatch.setenv("AWS_PROFILE", "production")  # the user's profile must not be read
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the user's own")
     return str(tmp_path)
 
@@ -67,7 +67,7 @@ async def invoke(cloud: LocalCloud, payload: bytes = b"{}") -> dict:
         return json.loads(await answer["response"].read())
 
 
-async def test_a_cloud_and_nothing_left_of_it(app, tmp_path, mark):
+async def test_cloud_leaves_no_process(app, tmp_path, mark):
     run_dir = tmp_path / "run"
     async with LocalCloud(app, run_dir=run_dir, bucket="mine", env={"GREETING": "hi"}, region="eu-west-1") as cloud:
         config = load_config(overrides=["model.path=/models/tiny"], env={}, base=cloud.settings())
@@ -91,14 +91,14 @@ async def test_a_cloud_and_nothing_left_of_it(app, tmp_path, mark):
         assert [(s["id"], s["pid"], s["status"]) for s in state["sessions"]] == [(SESSION, seen["pid"], "Healthy")]
         assert state["counters"]["started"] == 1
         assert seen["pid"] in processes_under(mark)
-        await cloud.stop()  # twice does no harm
+        await cloud.stop()  # idempotent
     assert processes_under(mark) == []
     assert "got SIGTERM" in (run_dir / "sessions" / f"{SESSION}.log").read_text()
     with pytest.raises(StartupError, match="not running"):
         await cloud.sessions()
 
 
-def test_from_code_that_is_not_async(app, tmp_path, mark):
+def test_cloud_in_synchronous_code(app, tmp_path, mark):
     cloud = LocalCloud(app, run_dir=tmp_path / "run")
     with anyio.from_thread.start_blocking_portal() as portal, portal.wrap_async_context_manager(cloud):
         assert portal.call(invoke, cloud)["calls"] == 1
@@ -106,7 +106,7 @@ def test_from_code_that_is_not_async(app, tmp_path, mark):
     assert processes_under(mark) == []
 
 
-async def test_a_command_instead_of_a_file(app, tmp_path, mark):
+async def test_agent_as_a_command(app, tmp_path, mark):
     async with LocalRuntime([sys.executable, str(app)], run_dir=tmp_path, env={}) as runtime:
         assert (await runtime.sessions())["sessions"] == []
 
@@ -120,14 +120,14 @@ async def test_a_command_instead_of_a_file(app, tmp_path, mark):
         ("agent.py", Path("/no/python"), "no Python interpreter at /no/python"),
     ],
 )
-def test_what_cannot_run_is_refused_at_once(app, tmp_path, monkeypatch, agent, python, message):
+def test_invalid_agents_are_refused_at_once(app, tmp_path, monkeypatch, agent, python, message):
     monkeypatch.chdir(app.parent)
     (app.parent / "folder").mkdir()
     with pytest.raises(ConfigError, match=message):
         LocalCloud(agent, run_dir=tmp_path, python=python)
 
 
-async def test_a_start_that_fails_leaves_nothing(app, tmp_path, mark):
+async def test_failed_start_leaves_no_process(app, tmp_path, mark):
     cloud = LocalCloud(app, run_dir=tmp_path, bucket="NOT A BUCKET")
     with pytest.raises(Exception, match="bucket"):
         await cloud.start()
@@ -135,7 +135,7 @@ async def test_a_start_that_fails_leaves_nothing(app, tmp_path, mark):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a process that was killed")
-async def test_nothing_outlives_a_kill(app, tmp_path, mark):
+async def test_no_process_outlives_a_kill(app, tmp_path, mark):
     program = f"""
 import asyncio, pathlib, sys
 from rollout_backend.local.cloud import LocalCloud
@@ -157,7 +157,7 @@ asyncio.run(main())
     await until_gone(mark)
 
 
-async def test_limits_reach_the_stand_in(app, tmp_path):
+async def test_limits_apply_to_the_stand_in(app, tmp_path):
     cloud = LocalCloud(app, run_dir=tmp_path, limits=Limits(max_sessions=1))
     assert cloud.settings()["runtime"]["max_sessions"] == 1
     async with cloud:
@@ -170,8 +170,8 @@ async def test_limits_reach_the_stand_in(app, tmp_path):
                 )
 
 
-def test_settings_of_the_program_are_checked():
-    program = [sys.executable, "-m", "rollout_backend.local.agentcore"]
+def test_invalid_settings_of_the_program_are_refused():
+    program = [sys.executable, "-m", "rollout_backend.local.stand_in"]
     ended = subprocess.run(program, input='{"arn": "x", "prot": 1}', capture_output=True, text=True)
     assert ended.returncode == 1
     assert "prot" in ended.stderr

@@ -1,4 +1,4 @@
-"""The proxy of faults: what it passes on is what came, and each fault is what it says."""
+"""The fault proxy forwards calls unchanged, and injects each fault."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
 from aiohttp import web
@@ -23,7 +24,7 @@ ODD_KEY = "a folder/ü+%41 ~'()&=?#"
 
 @pytest.fixture
 async def through(local_aws) -> AsyncIterator[Callable[..., Awaitable[tuple[FaultProxy, Any, Any]]]]:
-    """A proxy with these rules before the local storage, and clients of S3 and SQS that go through it."""
+    """A proxy with these rules in front of the local storage, with S3 and SQS clients that use it."""
     async with AsyncExitStack() as stack:
 
         async def open_(*rules: Rule, seed: int = 0, read_timeout_s: float = 10.0) -> tuple[FaultProxy, Any, Any]:
@@ -51,7 +52,7 @@ async def bodies(sqs: Any, queue: str) -> list[str]:
     return sorted(found)
 
 
-async def test_what_no_rule_hits_passes_as_it_came() -> None:
+async def test_calls_without_a_rule_pass_unchanged() -> None:
     seen: list[tuple[str, str, list[tuple[str, str]], bytes]] = []
 
     async def note(request: web.Request) -> web.Response:
@@ -78,7 +79,7 @@ async def test_what_no_rule_hits_passes_as_it_came() -> None:
     assert (answer.headers["x-amz-id"], answer.headers["content-type"]) == ("7", "odd/kind")
 
 
-async def test_clients_work_through_it_and_each_call_has_its_name(through, local_aws, queue, run_id) -> None:
+async def test_clients_work_through_the_proxy_and_calls_are_named(through, local_aws, queue, run_id) -> None:
     proxy, s3, sqs = await through()
     key = f"{run_id}/{ODD_KEY}"
     await s3.put_object(Bucket=local_aws.bucket, Key=key, Body=b"hello")
@@ -93,7 +94,7 @@ async def test_clients_work_through_it_and_each_call_has_its_name(through, local
     assert {call.access_key for call in proxy.calls} == {"local"}
 
 
-async def test_an_error_is_the_one_that_the_rule_names(through, local_aws, queue) -> None:
+async def test_fail_returns_the_error_of_the_rule(through, local_aws, queue) -> None:
     rules = (
         Rule("s3:*", Fault.FAIL, status=503, code="SlowDown"),
         Rule("sqs:*", Fault.FAIL, status=403, code="ExpiredTokenException", access_key="lo*"),
@@ -109,7 +110,7 @@ async def test_an_error_is_the_one_that_the_rule_names(through, local_aws, queue
 
 
 @pytest.mark.parametrize(("fault", "stored"), [(Fault.CUT_BEFORE, False), (Fault.CUT_AFTER, True)])
-async def test_a_connection_is_cut_before_or_after_the_work(through, local_aws, run_id, fault, stored) -> None:
+async def test_connection_is_cut_before_or_after_the_call(through, local_aws, run_id, fault, stored) -> None:
     _, s3, _ = await through(Rule("s3:PutObject", fault))
     with pytest.raises(CUT):
         await s3.put_object(Bucket=local_aws.bucket, Key=f"{run_id}/cut", Body=b"x")
@@ -117,18 +118,18 @@ async def test_a_connection_is_cut_before_or_after_the_work(through, local_aws, 
     assert bool(listed.get("Contents")) == stored
 
 
-async def test_a_call_hangs_until_its_client_gives_up_or_its_time_is_over(through, local_aws, run_id) -> None:
+async def test_call_hangs_until_the_client_or_the_rule_times_out(through, local_aws, run_id) -> None:
     proxy, s3, _ = await through(Rule("s3:PutObject", Fault.HANG, times=1), read_timeout_s=0.3)
     put = {"Bucket": local_aws.bucket, "Key": f"{run_id}/hung", "Body": b"x", "IfNoneMatch": "*"}
     with pytest.raises(ReadTimeoutError):
         await s3.put_object(**put)
     assert proxy.calls[0].status is None
-    await s3.put_object(**put)  # the first was never done, or this would be refused
+    await s3.put_object(**put)  # the first call was not executed, or this one would be refused
     _, patient, _ = await through(Rule("s3:GetObject", Fault.HANG, seconds=0.2))
     assert (await patient.get_object(Bucket=local_aws.bucket, Key=f"{run_id}/hung"))["ContentLength"] == 1
 
 
-async def test_a_message_is_dropped_doubled_or_overtaken(through, queue) -> None:
+async def test_messages_are_dropped_doubled_or_reordered(through, queue) -> None:
     _, _, sqs = await through(Rule("sqs:SendMessage", Fault.DROP, times=1))
     sent = await sqs.send_message(QueueUrl=queue, MessageBody="dropped")
     assert sent["MD5OfMessageBody"] == hashlib.md5(b"dropped").hexdigest()
@@ -149,12 +150,45 @@ async def test_a_message_is_dropped_doubled_or_overtaken(through, queue) -> None
     assert sorted(done) == order != done
 
 
-def test_only_of_a_message_is_it_known_how_to_seem_to_take_it() -> None:
+@pytest.mark.parametrize(
+    ("fault", "length", "error"),
+    [
+        (Fault.CUT_BODY, "1000", aiohttp.ClientPayloadError),
+        (Fault.RESET_BODY, "1000", aiohttp.ClientError),
+        (Fault.NO_LENGTH, None, None),
+        (Fault.TRUNCATE, "500", None),
+        (Fault.SLOW_BODY, "1000", None),
+    ],
+)
+async def test_bodies_are_cut_or_slowed(through, local_aws, run_id, fault, length, error) -> None:
+    rule = Rule("s3:GetObject", fault, path="*/hit", seconds=0.01)
+    proxy, s3, _ = await through(rule)
+    for name in ("hit", "missed"):
+        await s3.put_object(Bucket=local_aws.bucket, Key=f"{run_id}/{name}", Body=b"x" * 1000)
+    sent = b"x" * (1000 if fault is Fault.SLOW_BODY else 500)
+    urls = {}
+    for name in ("hit", "missed"):
+        place = {"Bucket": local_aws.bucket, "Key": f"{run_id}/{name}"}
+        urls[name] = await s3.generate_presigned_url("get_object", Params=place)
+    async with aiohttp.ClientSession() as http:
+        async with http.get(urls["hit"]) as reply:
+            assert reply.headers.get("Content-Length") == length
+            if error is None:
+                assert await reply.read() == sent
+            else:
+                with pytest.raises(error):
+                    await reply.read()
+        async with http.get(urls["missed"]) as reply:
+            assert len(await reply.read()) == 1000
+    assert proxy.count("s3:GetObject", fault) == rule.hits == 1
+
+
+def test_drop_is_refused_for_other_operations() -> None:
     with pytest.raises(ValueError, match="s3:PutObject cannot be dropped"):
         Rule("s3:PutObject", Fault.DROP)
 
 
-def test_a_seed_hits_the_same_calls_in_whatever_order_they_come() -> None:
+def test_seed_hits_the_same_calls_in_any_order() -> None:
     paths = [f"/b/{n}" for n in range(200)]
 
     def hit(order: list[str], seed: int) -> set[str]:
@@ -165,7 +199,7 @@ def test_a_seed_hits_the_same_calls_in_whatever_order_they_come() -> None:
     assert 20 < len(hit(paths, 1)) < 60
 
 
-def test_a_rule_ends_when_it_has_hit_as_often_as_it_may() -> None:
+def test_rule_stops_after_its_maximum_of_hits() -> None:
     call, body = Call("sqs:SendMessage", "/", "AK"), json.dumps({"MessageBody": "x"}).encode()
     few = Rule("sqs:*", Fault.FAIL, times=2)
     assert [few.hit(call, body, 0) for _ in range(4)] == [True, True, False, False]

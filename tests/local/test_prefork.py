@@ -42,7 +42,7 @@ def send(process: subprocess.Popen[str], message: dict) -> None:
     print(json.dumps(message), file=process.stdin, flush=True)
 
 
-def test_what_is_preloaded(agent):
+def test_preloaded_modules(agent):
     agent.write_text("import os.path\nfrom a.b import c\nimport helper\nfrom . import x\ndef f():\n    import late\n")
     assert prefork.imported_by(agent) == ["os.path", "a.b"]
     agent.write_text("this is no Python")
@@ -70,7 +70,7 @@ def test_each_session_is_a_fresh_run_of_the_script(agent, tmp_path):
     assert os.getpid() not in pids.values()
 
 
-def test_what_the_first_session_imports_later_is_there_for_those_after_it(tmp_path):
+def test_late_imports_of_the_first_session_are_preloaded_for_later_sessions(tmp_path):
     folder = tmp_path / "agent"
     folder.mkdir()
     (folder / "helper.py").write_text("")
@@ -89,7 +89,7 @@ def test_what_the_first_session_imports_later_is_there_for_those_after_it(tmp_pa
     with started(tmp_path) as process:
 
         def session(i: int) -> str:
-            """Runs one session to its end, while the first one still lives; what it printed."""
+            """Run one session to its end, while the first one still runs; return its output."""
             log = tmp_path / f"{i}.log"
             send(process, {"id": str(i), "env": {"GO": str(go[i])}, "log": str(log)})
             assert json.loads(process.stdout.readline())["id"] == str(i)
@@ -102,17 +102,17 @@ def test_what_the_first_session_imports_later_is_there_for_those_after_it(tmp_pa
         send(process, {"id": "0", "env": {"GO": str(go[0])}, "log": str(tmp_path / "0.log")})
         assert json.loads(process.stdout.readline())["id"] == "0"
         said = next(text for i in range(1, 30) if (text := session(i)) != "False False\n" or time.sleep(0.1))
-        assert said == "True False\n"  # and never the agent's own files
+        assert said == "True False\n"  # never the agent's own files
         go[0].write_text("")
         process.stdin.close()
         assert process.wait(10) == 0
 
 
-def test_what_publishing_reads_is_read_ahead_of_the_sessions(tmp_path):
+def test_service_models_are_read_before_the_sessions(tmp_path):
     agent = tmp_path / "agent.py"
     agent.write_text(
         "import agent_wrapper\n"
-        "from agent_wrapper.descriptions import new_session\n"
+        "from agent_wrapper.botocore_models import new_session\n"
         "from botocore.loaders import JSONFileLoader\n"
         "read, load = [], JSONFileLoader.load_file\n"
         "JSONFileLoader.load_file = lambda self, path: read.append(path) or load(self, path)\n"

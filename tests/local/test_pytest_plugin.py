@@ -1,4 +1,4 @@
-"""The fixtures as a user of the package has them."""
+"""The fixtures as installed for a user of the package."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_reward_of_a_file(run_agent, script, monkeypatch):
     assert run_agent(script, TASK, replies=["4"]).extras["colour"] == "green"
 
 
-def test_a_script_may_be_a_function_of_the_prompt(run_agent, app):
+def test_script_as_a_function_of_the_prompt(run_agent, app):
     assert run_agent(app, TASK, replies=lambda prompt: "4" if "2 + 2" in prompt else "5").reward == 1.0
 
 
-def test_failures_are_rollouts(run_agent, app, script):
+def test_agent_failures_are_results(run_agent, app, script):
     broken = run_agent(app, {"question": "?"}, replies=["4"])
     assert (broken.outcome, broken.reward) == ("agent_error", None)
     assert "KeyError" in broken.failure.traceback
@@ -92,7 +92,7 @@ def test_failures_are_rollouts(run_agent, app, script):
     assert (rollout.outcome, rollout.reward) == ("agent_error", -1.0)
 
 
-def test_a_slow_agent_times_out(run_agent):
+def test_slow_agent_times_out(run_agent):
     import asyncio
 
     slow = RolloutApp()
@@ -105,14 +105,14 @@ def test_a_slow_agent_times_out(run_agent):
     assert (rollout.outcome, rollout.failure.reason) == ("timed_out", "agent_deadline")
 
 
-def test_an_agent_that_cannot_run_is_an_error(run_agent, tmp_path):
+def test_agent_that_cannot_run_raises(run_agent, tmp_path):
     crash = tmp_path / "crash.py"
     crash.write_text("raise RuntimeError('no licence')")
     with pytest.raises(AgentRunError, match="no licence"):
         run_agent(crash, TASK, replies=["4"])
     dies = tmp_path / "dies.py"
     dies.write_text(AGENT.replace("    question =", "    os._exit(7)\n    question =", 1))
-    with pytest.raises(AgentRunError, match="process ended and published nothing"):
+    with pytest.raises(AgentRunError, match="process ended and published no result"):
         run_agent(dies, TASK, replies=["4"])
     with pytest.raises(ConfigError, match="there is no agent"):
         run_agent(tmp_path / "nowhere.py", TASK, replies=["4"])
@@ -133,7 +133,7 @@ def test_local_cloud(local_cloud, script, monkeypatch, profile):
 
     monkeypatch.delenv("AWS_PROFILE", raising=False)
     if profile is None:
-        # A session from before, as a test or a plugin may have made it: it has read its configuration.
+        # A botocore session that another test or plugin created: it has read its configuration.
         boto3.setup_default_session()
         assert "default" not in boto3.DEFAULT_SESSION.available_profiles
     else:
@@ -147,7 +147,7 @@ def test_local_cloud(local_cloud, script, monkeypatch, profile):
     s3.close()
 
 
-def test_the_plugin_costs_other_projects_nothing():
+def test_plugin_imports_nothing_until_used():
     program = "import sys; import rollout_backend.local.pytest_plugin; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

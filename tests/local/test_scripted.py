@@ -20,7 +20,7 @@ def text_of(engine: ScriptedEngine, response: httpx.Response) -> str:
     return engine.tokenizer.decode(response.json()["output_ids"], skip_special_tokens=False)
 
 
-def test_an_answer_has_the_shape_of_sglangs():
+def test_answer_has_sglangs_format():
     with ScriptedEngine(["Grüß"]) as engine:
         engine.weight_version = "7"
         answer = ask(engine).json()
@@ -43,20 +43,20 @@ def test_each_session_reads_the_script_from_its_start():
     assert "more than 2 replies" in used_up.text
 
 
-def test_a_session_may_have_a_script_of_its_own():
+def test_session_with_a_separate_script():
     with ScriptedEngine(["default"]) as engine:
         engine.script("a", ["mine"])
         assert text_of(engine, ask(engine, "a")) == "mine<|im_end|>"
         assert text_of(engine, ask(engine, "b")) == "default<|im_end|>"
 
 
-def test_a_failure_is_scripted_too():
+def test_scripted_failure():
     with ScriptedEngine([Fail(503, "busy"), "then"]) as engine:
         assert ask(engine).status_code == 503
         assert text_of(engine, ask(engine)) == "then<|im_end|>"
 
 
-def test_a_function_sees_the_prompt():
+def test_function_gets_the_prompt():
     with ScriptedEngine(lambda prompt: prompt[::-1]) as engine:
         assert text_of(engine, ask(engine, text="<|im_start|>abc")).startswith("cba")
 
@@ -70,13 +70,13 @@ def test_max_new_tokens_and_stop_strings_cut_the_answer():
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": "two"}
 
 
-def test_what_a_router_asks_is_answered():
+def test_requests_of_a_router_are_answered():
     with ScriptedEngine([]) as engine:
         for path in ("/health", "/health_generate", "/get_model_info", "/get_server_info", "/v1/models"):
             assert httpx.get(engine.url + path).status_code == 200
 
 
-def test_it_ends_while_an_answer_is_held_back():
+def test_engine_ends_while_an_answer_is_blocked():
     held = threading.Event()
     with ScriptedEngine(lambda _: "late" if held.wait(30) else "never") as engine:
         with pytest.raises(httpx.ReadTimeout):
@@ -85,6 +85,6 @@ def test_it_ends_while_an_answer_is_held_back():
     assert not engine._thread.is_alive()
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+def test_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         ScriptedEngine([], model_path=tmp_path)

@@ -1,4 +1,4 @@
-"""A terminal that can be read back."""
+"""A console whose output tests can read."""
 
 from __future__ import annotations
 

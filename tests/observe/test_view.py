@@ -1,7 +1,8 @@
-"""A report and a rollout, for reading: all that matters is there, and nothing in them can break the screen."""
+"""Printed reports and rollouts are complete, and nothing in them can break the terminal."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,17 @@ from typing import Any
 import pytest
 
 from agent_wrapper.contract import Failure, Outcome, Rollout
-from rollout_backend.ledger import Ledger, PlannedRollout
+from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.report import CallRate, GroupResult, StepResult, failures_of, make_report
+from rollout_backend.core.tasks import Task
 from rollout_backend.observe.view import print_rollout, print_step
-from rollout_backend.report import GroupResult, StepResult, failures_of, make_report
-from rollout_backend.tasks import Task
 
 TALK = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 MARKUP = "[/nothing] [red]x[/red] \\"
 
 
 def step_result(rollouts: dict[str, Rollout | str], **more: Any) -> StepResult:
-    """A step over its books: by rollout id a result, or the reason that it timed out."""
+    """A step's result; `rollouts` maps rollout ids to a result or to the reason of a timeout."""
     ledger = Ledger(3)
     arrived: list[Rollout] = []
     tasks: dict[str, list[Rollout]] = {}
@@ -63,7 +64,7 @@ def lines_of(text: str) -> list[str]:
 # --- a step -----------------------------------------------------------------------------------------------
 
 
-def test_a_step_tells_its_books_its_rewards_and_its_failures(screen, make_rollout):
+def test_a_step_shows_its_ledger_rewards_and_failures(screen, make_rollout):
     result = step_result(
         {
             "task-a.0": make_rollout("task-a.0", reward=1.0),
@@ -97,44 +98,64 @@ def test_a_step_tells_its_books_its_rewards_and_its_failures(screen, make_rollou
         assert line in lines
 
 
-def test_a_step_without_anything(screen):
+def test_an_empty_step_is_shown(screen):
     result = step_result({"task-a.0": "lost"}, deadline_reached=True, seconds=0.0)
     print_step(screen.console, result, Path("x"))
     assert "the step took 0.0 s, to its deadline" in screen.text
     assert "rollouts carry" not in screen.text
 
 
-def test_a_session_that_would_not_close_is_named(screen, make_rollout):
+def test_the_rate_that_the_runtime_granted_is_shown(screen):
+    result = step_result({})
+    throttled = {
+        "invoke_rate": CallRate(refused=37, seconds=12.0, granted_per_s=7.64),
+        "stop_rate": CallRate(refused=2, seconds=0.2, granted_per_s=None),
+    }
+    report = result.report.model_copy(update=throttled)
+    print_step(screen.console, dataclasses.replace(result, report=report), Path("/where/it/is"))
+    invokes = "the runtime refused 37 invokes in 12 s and granted 7.6 per second; a higher"
+    assert invokes in screen.text.replace("\n", " ")
+    assert "the runtime refused 2 stops in 0 s; they were retried" in screen.text
+
+
+def test_an_unclosed_session_is_shown(screen, make_rollout):
     result = step_result({"task-a.0": make_rollout()}, unclosed={"session-x": f"409 {MARKUP}"})
     print_step(screen.console, result, Path("x"))
-    assert f"session session-x would not close: 409 {MARKUP}" in screen.text
-    assert "the ledger does NOT reconcile" in screen.text
+    assert f"session session-x could not be closed: 409 {MARKUP}" in screen.text
+    assert "the ledger reconciles; 0 sessions open" in screen.text
+    assert not result.report.balanced
 
 
-def test_of_many_failures_ten_are_told_and_the_others_counted(screen):
+def test_ten_failures_are_shown_and_the_others_counted(screen):
     print_step(screen.console, step_result({f"task-a.{i}": "lost" for i in range(13)}), Path("x"))
     assert screen.text.count("timed_out, no_result: lost") == 10
     assert "... and 3 more" in screen.text
 
 
-def test_rewards_of_messages_alone_are_shown_and_said_not_to_be_trained(screen, make_rollout):
-    told = [
+def test_results_that_could_not_be_archived_are_counted(screen, make_rollout):
+    result = step_result({"task-a.0": make_rollout()}, unarchived=3)
+    print_step(screen.console, result, Path("x"))
+    assert "3 results could not be written there; they are in S3" in screen.text
+
+
+def test_rewards_of_messages_only_rollouts_are_shown_as_not_trained(screen, make_rollout):
+    rollouts = [
         make_rollout(f"task-a.{i}", segments=[], conversations=[TALK], reward=reward)
         for i, reward in enumerate([1.0, 0.0])
     ]
-    print_step(screen.console, step_result({rollout.rollout_id: rollout for rollout in told}), Path("x"))
+    print_step(screen.console, step_result({rollout.rollout_id: rollout for rollout in rollouts}), Path("x"))
     lines = lines_of(screen.text)
     assert "task-a 1 0 0.500 no" in lines
-    assert "2 rollouts carry only messages: their rewards count here, they are not trained" in lines
+    assert "2 rollouts carry only messages: their rewards count, but they are not trained" in lines
 
 
-def test_retokenised_rollouts_are_counted(screen, make_rollout, guessed):
+def test_retokenized_rollouts_are_counted(screen, make_rollout, guessed):
     print_step(screen.console, step_result({"task-a.0": guessed}), Path("x"))
-    assert "1 rollouts carried only messages: their tokens are a guess, re-tokenised" in screen.text
+    assert "1 rollouts carried only messages: their tokens are re-tokenized, a guess" in screen.text
     assert "tokens: 0 sampled, 0 given" in screen.text
 
 
-def test_what_a_failure_says_is_no_markup(screen, make_rollout):
+def test_a_failure_message_is_not_markup(screen, make_rollout):
     failure = Failure(reason="agent_exception", message=MARKUP)
     rollout = make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure)
     print_step(screen.console, step_result({"task-a.0": rollout}), Path("x"))
@@ -148,11 +169,11 @@ def test_what_a_failure_says_is_no_markup(screen, make_rollout):
 def guessed(make_rollout) -> Rollout:
     segment = make_rollout().segments[0].model_dump()
     segment["turns"] = [{**turn, "weight_versions": []} for turn in segment["turns"]]
-    guess = {**segment, "logprobs": [None] * 5, "retokenised": True, "messages": TALK["messages"]}
+    guess = {**segment, "logprobs": [None] * 5, "retokenized": True, "messages": TALK["messages"]}
     return make_rollout(segments=[guess], conversations=[TALK])
 
 
-def test_a_rollout_is_told_whole(screen, make_rollout, make_segment):
+def test_a_rollout_is_shown_completely(screen, make_rollout, make_segment):
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     messages = [
         {"role": "user", "content": "2 + 2?"},
@@ -178,7 +199,7 @@ def test_a_rollout_is_told_whole(screen, make_rollout, make_segment):
         assert words in screen.text
 
 
-def test_a_failure_is_told_with_its_traceback(screen, make_rollout):
+def test_a_failure_is_shown_with_its_traceback(screen, make_rollout):
     failure = Failure(reason="agent_exception", message=f"boom {MARKUP}", traceback=f'File "agent.py" {MARKUP}')
     print_rollout(screen.console, make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure))
     assert "agent_error, reward none" in screen.text
@@ -186,26 +207,26 @@ def test_a_failure_is_told_with_its_traceback(screen, make_rollout):
     assert f'File "agent.py" {MARKUP}' in screen.text
 
 
-def test_messages_alone_are_told(screen, make_rollout):
+def test_a_messages_only_rollout_is_shown(screen, make_rollout):
     print_rollout(screen.console, make_rollout(segments=[], conversations=[TALK, TALK], session_id=""))
-    assert screen.text.count("2 messages, 1 of the model, no tokens known") == 2
+    assert screen.text.count("2 messages, 1 by the model, tokens unknown") == 2
     assert "conversation 1" in screen.text
     assert "2 + 2?" in screen.text
     assert "session unknown" in screen.text
 
 
-def test_a_guess_is_told_once_and_said_to_be_one(screen, guessed):
+def test_a_retokenized_segment_is_shown_once_and_marked(screen, guessed):
     print_rollout(screen.console, guessed)
-    assert "5 tokens, 2 re-tokenised" in screen.text
+    assert "5 tokens, 2 re-tokenized" in screen.text
     assert "mean logprob unknown, weights unknown" in screen.text
     assert screen.text.count("2 + 2?") == 1
 
 
-def test_nothing_that_a_result_says_is_markup(screen, make_rollout, make_segment):
+def test_no_text_of_a_result_is_markup(screen, make_rollout, make_segment):
     segment = make_segment()
     turn = segment.turns[0].model_copy(update={"finish_reason": MARKUP})
     segment = segment.model_copy(
-        update={"opened_by": MARKUP, "turns": (turn,), "messages": ({"role": MARKUP, "content": MARKUP},)}
+        update={"split_reason": MARKUP, "turns": (turn,), "messages": ({"role": MARKUP, "content": MARKUP},)}
     )
     rollout = make_rollout(segments=[segment], session_id=MARKUP, model=MARKUP, extras={"x": "[/nothing]"})
     print_rollout(screen.console, rollout)
@@ -216,18 +237,18 @@ def test_nothing_that_a_result_says_is_markup(screen, make_rollout, make_segment
 
 
 @pytest.mark.parametrize(("started", "finished"), [(0.0, 0.0), (1e300, 0.0), (1e12, 1e13)])
-def test_a_time_that_is_none_is_not_shown_as_one(screen, make_rollout, started, finished):
+def test_an_invalid_time_is_shown_as_unknown(screen, make_rollout, started, finished):
     print_rollout(screen.console, make_rollout(started_at=started, finished_at=finished))
     assert "start unknown, took " in screen.text
     assert "took -" not in screen.text
 
 
-def test_nothing_that_an_agent_wrote_commands_the_terminal(screen, make_rollout, make_segment):
-    trick = "\x1b]52;c;ZXZpbA==\x07\x9b2J"  # a clipboard written, a screen cleared
+def test_agent_output_cannot_control_the_terminal(screen, make_rollout, make_segment):
+    trick = "\x1b]52;c;ZXZpbA==\x07\x9b2J"  # writes the clipboard, clears the screen
     failure = Failure(reason="agent_exception", message=trick, traceback=trick)
     segment = make_segment()
     turn = segment.turns[0].model_copy(update={"finish_reason": trick})
-    update = {"opened_by": trick, "turns": (turn,), "messages": ({"role": trick, "content": trick},)}
+    update = {"split_reason": trick, "turns": (turn,), "messages": ({"role": trick, "content": trick},)}
     rollout = make_rollout(
         "task-a.0",
         Outcome.AGENT_ERROR,

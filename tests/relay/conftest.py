@@ -1,4 +1,4 @@
-"""A relay in a process of its own, a dialer, something behind it, and a wire between the two that can be cut."""
+"""A relay in a separate process, a dialer, a server behind it, and a connection between them that can be cut."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
-from rollout_backend.process import ServerProcess, free_port
 from rollout_backend.relay.dialer import Dialer
-from rollout_backend.relay.settings import DialerSettings
+from rollout_backend.relay.relay_settings import DialerSettings
+from rollout_backend.serving.server_process import ServerProcess, free_port
 
 KEY = "a-key-that-both-sides-know-" * 2
 
@@ -83,7 +83,7 @@ def relay_server(log: Path, *options: object, port: int = 0, key: str = KEY) -> 
 
 @pytest.fixture(scope="session")
 def shared_relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayServer]:
-    """A relay with the settings' defaults. Each test's dialer takes it over from the one before."""
+    """A relay with default settings. Each test's dialer takes over from the previous one."""
     relay = relay_server(tmp_path_factory.mktemp("relay") / "relay.log")
     with start_blocking_portal() as portal:
         portal.call(relay.start)
@@ -93,7 +93,7 @@ def shared_relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayServ
 
 @pytest.fixture
 async def start_relay(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[RelayServer]]]:
-    """Starts `python -m rollout_backend.relay`; further arguments are its options."""
+    """Start `python -m rollout_backend.relay`; further arguments are its options."""
     async with AsyncExitStack() as stack:
 
         async def start(*options: object, port: int = 0, key: str = KEY) -> RelayServer:
@@ -106,14 +106,14 @@ async def start_relay(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[R
 
 
 class Wire:
-    """A TCP proxy to `port` that can be cut, held, and put up again."""
+    """A TCP proxy to `port` that can be cut, blocked, and restored."""
 
     def __init__(self, port: int) -> None:
         self.port = 0
-        self.connections = 0  # made so far
+        self.connections = 0  # connections so far
         self.down = False
-        self.half = False  # when a connection ends on one side, the other is not told
-        self.cut_every = 0  # bytes; 0: never by itself
+        self.half = False  # the end of a connection on one side does not reach the other
+        self.cut_every = 0  # cut after this many bytes; 0: never
         self._passed = 0
         self._to = port
         self._flowing = asyncio.Event()
@@ -137,13 +137,13 @@ class Wire:
             writer.transport.abort()
 
     async def cut(self) -> None:
-        """Ends every connection at once, with whatever is on its way."""
+        """End every connection at once, and lose the bytes in transit."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def hold(self) -> None:
-        """Nothing gets through any more, and nobody is told."""
+        """Drop all bytes without closing a connection."""
         self._flowing.clear()
 
     def release(self) -> None:
@@ -198,12 +198,12 @@ async def wire() -> AsyncIterator[Callable[[int], Awaitable[Wire]]]:
 
 @dataclass
 class Upstream:
-    """A server in the gateway's place. `handle` is what it does; the default tells what it was asked."""
+    """A server in place of the gateway. `handle` answers; by default it returns the request."""
 
     url: str = ""
     handle: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
     asked: list[str] = field(default_factory=list)
-    left: int = 0  # calls whose client hung up
+    left: int = 0  # calls whose client disconnected
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request.raw_path)
@@ -236,7 +236,7 @@ async def upstream() -> AsyncIterator[Upstream]:
 
 @pytest.fixture
 async def dial() -> AsyncIterator[Callable[..., tuple[Dialer, asyncio.Task[None]]]]:
-    """Starts a dialer here. One that ends by itself is looked at by the test."""
+    """Start a dialer in this process. The test checks one that ends."""
     tasks: list[asyncio.Task[None]] = []
 
     def start(url: str, gateway: str, **settings: Any) -> tuple[Dialer, asyncio.Task[None]]:
@@ -261,7 +261,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 @pytest.fixture
 def get(http: aiohttp.ClientSession) -> Callable[[str], Awaitable[aiohttp.ClientResponse]]:
-    """Asks, and reads the whole answer."""
+    """Send a request and read the whole answer."""
 
     async def ask(url: str) -> aiohttp.ClientResponse:
         async with http.get(url) as answer:
@@ -273,7 +273,7 @@ def get(http: aiohttp.ClientSession) -> Callable[[str], Awaitable[aiohttp.Client
 
 @dataclass
 class Line:
-    """All of it: agents' side at `url`, the wire that the dialer uses, the server behind."""
+    """The whole chain: the agents' `url`, the dialer's connection, and the server behind."""
 
     relay: RelayServer
     wire: Wire

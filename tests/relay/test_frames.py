@@ -1,4 +1,4 @@
-"""Frames, proofs, routes and channels by themselves."""
+"""Frames, proofs, routes and channels in isolation."""
 
 import asyncio
 import json
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_backend.relay import handshake
-from rollout_backend.relay.answers import error_body, error_headers
 from rollout_backend.relay.channel import WINDOW, Channel, chunks
+from rollout_backend.relay.errors import error_body, error_headers
 from rollout_backend.relay.exchange import CallLost
 from rollout_backend.relay.frames import (
     MAX_CALLS,
@@ -50,13 +50,13 @@ ALL = [
 
 
 @pytest.mark.parametrize("frame", ALL, ids=lambda frame: type(frame).__name__)
-def test_a_frame_comes_back_as_it_was(frame):
+def test_frame_round_trip(frame):
     back = decode(encode(frame))
     assert (type(back), back) == (type(frame), frame)
 
 
 @given(st.binary(max_size=200))
-def test_nonsense_is_no_frame(message):
+def test_invalid_messages_are_refused(message):
     try:
         frame = decode(message)
     except FrameError:
@@ -72,7 +72,7 @@ things = st.recursive(
 
 
 @given(st.integers(-2, 12), st.lists(things, max_size=6))
-def test_fields_that_are_wrong_are_refused(code, fields):
+def test_invalid_fields_are_refused(code, fields):
     try:
         frame = decode(msgpack.packb([code, *fields]))
     except FrameError:
@@ -95,12 +95,12 @@ def test_fields_that_are_wrong_are_refused(code, fields):
     ],
     ids=repr,
 )
-def test_what_is_out_of_bounds_is_refused(frame):
+def test_values_out_of_bounds_are_refused(frame):
     with pytest.raises(FrameError, match=type(frame).__name__):
         decode(encode(frame))
 
 
-def test_the_largest_frames_fit_into_a_message():
+def test_largest_frames_fit_into_a_message():
     assert len(encode(Resume(tuple((2**53 - 1 - i, 2**40) for i in range(MAX_CALLS))))) < 2 * MAX_FRAME
     assert len(encode(Resume(tuple((i, 100) for i in range(MAX_CALLS))))) < MAX_FRAME
 
@@ -116,7 +116,7 @@ def test_both_sides_prove_that_they_know_the_key():
     proof = handshake.relay_proof(K, CHALLENGE, said)
     assert handshake.is_dialer(K, CHALLENGE, said)
     assert handshake.is_relay(K, CHALLENGE, said, proof)
-    assert proof != said.proof  # or a relay could send back what it got
+    assert proof != said.proof  # otherwise a relay could reflect it
     assert K.encode() not in encode(said) + proof
 
 
@@ -128,7 +128,7 @@ def test_both_sides_prove_that_they_know_the_key():
         {"nonce": b"2" * 32},
     ],
 )
-def test_a_proof_holds_for_one_handshake(other):
+def test_proof_is_valid_for_one_handshake(other):
     said = handshake.hello(K, CHALLENGE, "d" * 32)
     assert not handshake.is_dialer(K, CHALLENGE, said._replace(**other))
     assert not handshake.is_dialer("x" * 32, CHALLENGE, said)
@@ -150,7 +150,7 @@ def test_a_proof_holds_for_one_handshake(other):
         ("/v1/models/a.b:c@d", ("", "/v1/models/a.b:c@d")),
     ],
 )
-def test_paths_that_pass(path, to):
+def test_allowed_paths(path, to):
     assert route(path) == to
 
 
@@ -160,11 +160,11 @@ def test_paths_that_pass(path, to):
      "/v1/x\\y", "/v1/é", "/v2/x", "/control/stats", "/s/a/b/v1/x", "/s//v1/x", "/s/../v1/x", "/s/1/control/x",
      "http://h/v1/x", "//h/v1/x", "/v1/x?a\r\nb", "/v1x/y"],
 )  # fmt: skip
-def test_paths_that_do_not_pass(path):
+def test_refused_paths(path):
     assert route(path) is None
 
 
-def test_headers_of_one_connection_stay_there():
+def test_hop_by_hop_headers_are_removed():
     sent = [("Host", "a"), ("Connection", "keep-alive, X-Own"), ("X-Own", "1"), ("Transfer-Encoding", "chunked"),
             ("TE", "x"), ("Upgrade", "h2c"), ("Authorization", "Bearer k"), ("Content-Length", "3"), ("a", "1"), ("a", "2")]  # fmt: skip  # noqa: E501
     assert passed(sent) == (("Authorization", "Bearer k"), ("Content-Length", "3"), ("a", "1"), ("a", "2"))
@@ -173,19 +173,19 @@ def test_headers_of_one_connection_stay_there():
 @pytest.mark.parametrize(
     "header", [("a", "b\r\nc: d"), ("a b", "c"), ("a:", "b"), ("a", "é"), ("", "x"), ("a", "x" * 65536)]
 )
-def test_headers_that_cannot_pass(header):
+def test_invalid_headers_are_refused(header):
     with pytest.raises(ValueError, match="headers"):
         passed([header])
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
-def test_what_should_be_tried_again_says_when(status):
+def test_retryable_errors_have_retry_after(status):
     assert int(error_headers(status)["Retry-After"]) >= 1
     body = json.loads(error_body(status, "why"))
     assert (body["type"], body["error"]["message"]) == ("error", "the relay: why")
 
 
-def test_what_should_not_be_tried_again_does_not():
+def test_final_errors_have_no_retry_after():
     assert "Retry-After" not in error_headers(413)
 
 
@@ -193,7 +193,7 @@ def test_what_should_not_be_tried_again_does_not():
 
 
 class Pair:
-    """Two ends of one call and what is on the wire between them."""
+    """The two ends of one call, and the frames in transit."""
 
     def __init__(self) -> None:
         self.there: list[bytes] = []
@@ -224,7 +224,7 @@ def chunk(data: bytes, call: int, seq: int) -> Chunk:
 
 
 @given(st.data())
-async def test_whatever_is_lost_everything_arrives_once_and_in_order(data):
+async def test_frames_arrive_once_and_in_order_after_any_loss(data):
     pair = Pair()
     sent = [bytes([n]) * size for n, size in enumerate(data.draw(st.lists(st.integers(0, MAX_CHUNK), max_size=30)))]
     got = []
@@ -240,7 +240,7 @@ async def test_whatever_is_lost_everything_arrives_once_and_in_order(data):
         await asyncio.sleep(0)
         draws += 1
         if draws < 60 and data.draw(st.booleans()):
-            pair.carry(data.draw(st.integers(0, 3)))  # the rest of it is lost
+            pair.carry(data.draw(st.integers(0, 3)))  # the rest is lost
             pair.reconnect()
         else:
             pair.carry()
@@ -255,7 +255,7 @@ async def test_whatever_is_lost_everything_arrives_once_and_in_order(data):
         await pair.a.drained()
 
 
-async def test_a_sender_waits_for_room_and_a_failure_wakes_it():
+async def test_sender_waits_for_the_window_and_wakes_on_failure():
     pair = Pair()
     for _ in range(3):
         await pair.a.send(partial(chunk, b"x" * MAX_CHUNK))
@@ -271,7 +271,7 @@ async def test_a_sender_waits_for_room_and_a_failure_wakes_it():
         await pair.a.send(End)
 
 
-async def test_what_was_received_is_given_out_before_a_failure():
+async def test_received_frames_are_returned_before_a_failure():
     pair = Pair()
     pair.b.offer(End(1, 0))
     pair.b.fail(CallLost(502, "gone"))
@@ -281,23 +281,23 @@ async def test_what_was_received_is_given_out_before_a_failure():
         await pair.b.receive()
 
 
-async def test_a_window_is_kept_by_whoever_receives():
+async def test_receiver_enforces_the_window():
     pair = Pair()
     for n in range(3):
         pair.b.offer(Chunk(1, n, b"x" * MAX_CHUNK))
     with pytest.raises(FrameError, match="window"):
         pair.b.offer(Chunk(1, 3, b"x" * MAX_CHUNK))
-    with pytest.raises(FrameError, match="should come"):
+    with pytest.raises(FrameError, match="instead of"):
         pair.a.offer(Chunk(1, 1, b""))
-    with pytest.raises(FrameError, match="should come"):
-        pair.b.offer(Chunk(1, 0, b""))  # once more
+    with pytest.raises(FrameError, match="instead of"):
+        pair.b.offer(Chunk(1, 0, b""))  # a second time
     with pytest.raises(FrameError, match="Ack of 1"):
         pair.a.acknowledged(1)
-    with pytest.raises(FrameError, match="is wanted"):
+    with pytest.raises(FrameError, match="is expected"):
         pair.a.resume(1)
 
 
-def test_what_was_read_is_cut_to_frames():
+def test_data_is_split_into_frames():
     data = bytes(range(256)) * 1000
     assert b"".join(chunks(data)) == data
     assert max(map(len, chunks(data))) == MAX_CHUNK

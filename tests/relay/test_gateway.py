@@ -1,4 +1,4 @@
-"""The whole of it: real gateways, the dialer as the manager runs it, and a real SDK on the agents' side."""
+"""End to end: real gateways, the dialer as the manager runs it, and a real SDK."""
 
 import asyncio
 import threading
@@ -13,10 +13,11 @@ from agent_wrapper.contract import ModelEndpoint
 from agent_wrapper.trajectory import fetch_trajectory
 from rollout_backend.config import RelayConfig, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError, StartupError
-from rollout_backend.gateway.shards import GatewayFleet, shard_of
+from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.process import free_port
-from rollout_backend.relay.process import DialerProcess, behind_relay
+from rollout_backend.serving.gateway_fleet import GatewayFleet
+from rollout_backend.serving.relay_process import DialerProcess, behind_relay
+from rollout_backend.serving.server_process import free_port
 
 USER = [{"role": "user", "content": "What is 3 + 4?"}]
 
@@ -35,7 +36,7 @@ def config(url: str, key: str, **sections) -> RolloutConfig:
 
 
 class Held:
-    """A script that answers when it is let go."""
+    """A script that answers once it is released."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -49,7 +50,7 @@ class Held:
 
 @pytest.fixture
 async def training_side(tmp_path: Path):
-    """Starts engine, two gateways and the dialer for a relay at `url`; what agents are given comes of `endpoint`."""
+    """Start engine, two gateways and the dialer for a relay at `url`; `endpoint` returns the agents' endpoints."""
     async with AsyncExitStack() as stack:
 
         async def start(url: str, key: str, script, agents_url: str) -> tuple[GatewayFleet, ScriptedEngine]:
@@ -82,7 +83,7 @@ async def ask_streamed(given: ModelEndpoint, question: str = "What is 3 + 4?") -
         return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices])
 
 
-async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_side, key, until, claims):
+async def test_rollout_through_the_relay(start_relay, wire, training_side, key, until, claims):
     relay = await start_relay("--wait-s", 30)
     laid = await wire(relay.port)
     script = Held()
@@ -100,7 +101,7 @@ async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_sid
         with pytest.raises(openai.APIStatusError):
             await ask(given)  # sealed
 
-    # A cut in the middle of a call, of either kind.
+    # A cut during a call, blocking and streaming.
     for number, how in enumerate((ask, ask_streamed)):
         script.asked.clear()
         script.go.clear()
@@ -112,7 +113,7 @@ async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_sid
         script.go.set()
         assert await call == "It is 7."
 
-    # An agent that hangs up ends what the engine does for it.
+    # A disconnected agent aborts its call at the engine.
     script.asked.clear()
     script.go.clear()
     call = asyncio.create_task(ask(fleet.endpoint(claims("gone"))))
@@ -121,7 +122,7 @@ async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_sid
     await until(lambda: engine.aborted == 1)
     script.go.set()
 
-    # The relay is killed and started again: the SDK asks again, and is answered.
+    # The relay is killed and restarted: the SDK retries and gets its answer.
     script.asked.clear()
     script.go.clear()
     call = asyncio.create_task(ask(fleet.endpoint(claims("retried")), retries=8))
@@ -131,7 +132,7 @@ async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_sid
     await start_relay("--wait-s", 30, port=relay.port)
     assert await call == "It is 7."
 
-    # What is not an agent's business does not pass, and a wrong session key is the gateway's to refuse.
+    # Control paths are refused by the relay, wrong session keys by the gateway.
     stranger = fleet.endpoint(claims("session-0")).model_copy(update={"api_key": "nothing"})
     with pytest.raises(openai.AuthenticationError):
         await ask(stranger)
@@ -139,7 +140,7 @@ async def test_a_rollouts_life_through_the_relay(start_relay, wire, training_sid
     assert all(fleet.endpoint(claims("cut-0")).api_key not in text and key not in text for text in log)
 
 
-async def test_a_wrong_key_stops_the_run_before_it_begins(start_relay, key, tmp_path):
+async def test_wrong_key_stops_the_run_at_start(start_relay, key, tmp_path):
     relay = await start_relay(key="another-key-" * 4)
     settings = RelayConfig(url=relay.url.replace("http", "ws"), key=SecretStr(key), startup_timeout_s=20)
     dialer = DialerProcess(settings, ["http://127.0.0.1:9"], tmp_path / "dialer.log")
@@ -148,8 +149,9 @@ async def test_a_wrong_key_stops_the_run_before_it_begins(start_relay, key, tmp_
     assert key not in (tmp_path / "dialer.log").read_text()
 
 
-async def test_a_relay_that_is_not_there_is_named(key, tmp_path):
-    settings = RelayConfig(url=f"ws://127.0.0.1:{free_port()}", key=SecretStr(key), startup_timeout_s=2)
+@pytest.mark.slow  # it waits for the whole timeout
+async def test_unreachable_relay_is_reported(key, tmp_path):
+    settings = RelayConfig(url=f"ws://127.0.0.1:{free_port()}", key=SecretStr(key), startup_timeout_s=15)
     dialer = DialerProcess(settings, ["http://127.0.0.1:9"], tmp_path / "dialer.log")
     with pytest.raises(StartupError, match=r"cannot be reached.*the next attempt"):
         await dialer.start()
@@ -170,18 +172,18 @@ async def test_a_relay_that_is_not_there_is_named(key, tmp_path):
         ),
     ],
 )
-def test_agents_are_sent_to_the_relay(section, agents, key):
+def test_endpoints_point_to_the_relay(section, agents, key):
     settings = config("wss://x", key, relay={**section, "key": key})
     assert settings.relay.agents_url == agents
     assert behind_relay(settings).gateway.public_url == f"{agents}/s/{{shard}}"
 
 
-def test_without_a_relay_nothing_changes(key):
+def test_settings_are_unchanged_without_a_relay(key):
     settings = config("wss://x", key, relay=None)
     assert behind_relay(settings) is settings
 
 
-def test_the_key_comes_from_the_environment_and_is_not_shown(tmp_path, key):
+def test_key_is_read_from_the_environment_and_hidden(tmp_path, key):
     base = config("wss://x", key).model_dump(mode="json", exclude={"relay"})
     file = tmp_path / "config.yaml"
     file.write_text("relay:\n  url: wss://relay.example.com\n")
@@ -199,6 +201,6 @@ def test_the_key_comes_from_the_environment_and_is_not_shown(tmp_path, key):
         ({"gateway": {"public_url": "https://gateway"}}, "leave out gateway.public_url"),
     ],
 )
-def test_settings_that_cannot_work(sections, message, key):
+def test_invalid_settings_are_refused(sections, message, key):
     with pytest.raises(ConfigError, match=message):
         config("wss://x", key, **sections)

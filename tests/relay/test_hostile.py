@@ -1,4 +1,4 @@
-"""The other side is not what it should be: nonsense at the relay's door, and a relay in wrong hands."""
+"""Hostile peers: invalid messages to the relay, and a relay that an attacker controls."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ CODES = {"a proof of nothing": Close.WRONG_KEY, "another version": Close.WRONG_V
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-async def test_nonsense_at_the_door(line, http, what, get):
+async def test_invalid_handshake_messages_are_refused(line, http, what, get):
     laid = await line()
     socket, _ = await door(http, laid.url)
     said = NONSENSE[what]
@@ -52,7 +52,7 @@ async def test_nonsense_at_the_door(line, http, what, get):
     assert (await get(f"{laid.url}/v1/x")).status == 200
 
 
-async def test_a_proof_cannot_be_used_again(line, http, key):
+async def test_proof_cannot_be_replayed(line, http, key):
     laid = await line()
     first, challenge = await door(http, laid.url)
     said = handshake.hello(key, challenge, "d" * 32)
@@ -65,7 +65,7 @@ async def test_a_proof_cannot_be_used_again(line, http, key):
     assert await laid.relay.dialled(laid.dialer._settings.dialer_id)
 
 
-async def test_many_strangers_at_the_door_are_sent_away(line, http, get):
+async def test_excess_handshakes_are_refused(line, http, get):
     laid = await line()
     sockets = [(await door(http, laid.url))[0] for _ in range(32)]
     with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
@@ -76,18 +76,18 @@ async def test_many_strangers_at_the_door_are_sent_away(line, http, get):
     assert (await get(f"{laid.url}/v1/x")).status == 200
 
 
-async def test_a_plain_request_at_the_door(line, http, get):
+async def test_plain_request_to_the_websocket_path_is_refused(line, http, get):
     laid = await line()
     assert (await get(f"{laid.url}/relay")).status == 400
 
 
 class FalseRelay:
-    """Knows the key, as one that was taken over would, and says what the test wants."""
+    """A relay that knows the key, like a compromised one, and sends what the test says."""
 
     def __init__(self, upstream, key: str) -> None:
         self.sockets: asyncio.Queue[web.WebSocketResponse] = asyncio.Queue()
         self.id = "r" * 32
-        self.calls = ()  # that it says it knows
+        self.calls = ()  # calls that it claims to know
         self.told: list[Resume] = []
         self._key = key
         upstream.handle = self.relay
@@ -142,14 +142,14 @@ async def answer_of(socket, call: int = 1) -> tuple[int, bytes]:
         ("GET", "/v1/models\r\nX: y"),
     ],
 )
-async def test_a_relay_in_wrong_hands_reaches_nothing_else(false_relay, upstream, method, path, get):
+async def test_hostile_relay_reaches_no_other_path(false_relay, upstream, method, path, get):
     socket = await false_relay.sockets.get()
     await socket.send_bytes(encode(Open(1, 0, method, path, (), False)))
     assert (await answer_of(socket))[0] == 404
     assert upstream.asked == ["/relay"]
 
 
-async def test_a_relay_in_wrong_hands_cannot_put_headers_into_headers(false_relay, upstream, get):
+async def test_hostile_relay_cannot_inject_headers(false_relay, upstream, get):
     socket = await false_relay.sockets.get()
     await socket.send_bytes(encode(Open(1, 0, "GET", "/v1/models", (("X-A", "b\r\nX-C: d"),), False)))
     assert (await answer_of(socket))[0] == 502
@@ -157,7 +157,7 @@ async def test_a_relay_in_wrong_hands_cannot_put_headers_into_headers(false_rela
     assert (await answer_of(socket, 2)) == (200, b'"/v1/models"')
 
 
-async def test_a_relay_in_wrong_hands_cannot_say_where_a_request_ends(false_relay, upstream):
+async def test_hostile_relay_cannot_smuggle_requests(false_relay, upstream):
     relay = upstream.handle
 
     async def tells(request: web.Request) -> web.StreamResponse:
@@ -174,8 +174,8 @@ async def test_a_relay_in_wrong_hands_cannot_say_where_a_request_ends(false_rela
 
 
 @pytest.mark.parametrize("started_again", [False, True])
-async def test_calls_of_a_relay_that_was_are_not_those_of_the_next(false_relay, upstream, until, started_again):
-    """Numbers begin anew with each relay: call 1 of the second is not call 1 of the first."""
+async def test_calls_of_a_restarted_relay_are_new_calls(false_relay, upstream, until, started_again):
+    """Call numbers restart with each relay: call 1 of the second is not call 1 of the first."""
     hold = asyncio.Event()
     relay = upstream.handle
 
@@ -209,7 +209,7 @@ BREACHES = {
 
 
 @pytest.mark.parametrize("what", BREACHES)
-async def test_a_breach_of_the_protocol_ends_the_connection_and_nothing_else(false_relay, upstream, what):
+async def test_protocol_error_ends_only_the_connection(false_relay, upstream, what):
     hold = asyncio.Event()
     relay = upstream.handle
 
@@ -227,6 +227,6 @@ async def test_a_breach_of_the_protocol_ends_the_connection_and_nothing_else(fal
     assert message.type is aiohttp.WSMsgType.CLOSE
     assert message.data == Close.BROKEN_FRAME
     hold.set()
-    socket = await false_relay.sockets.get()  # the dialer has dialled again
+    socket = await false_relay.sockets.get()  # the dialer has reconnected
     await socket.send_bytes(encode(Open(7, 0, "GET", "/v1/models", (), False)))
     assert await answer_of(socket, 7) == (200, b'"/v1/models"')

@@ -1,4 +1,4 @@
-"""The wire is cut, or one of the two ends and starts again: calls go on, or fail in a way that SDKs try again."""
+"""After a cut or a restart of relay or dialer, calls continue or fail with an error that SDKs retry."""
 
 import asyncio
 import hashlib
@@ -9,11 +9,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollout_backend.process import free_port
 from rollout_backend.relay.dialer import RelayRefused
+from rollout_backend.serving.server_process import free_port
 
 
-async def test_a_call_survives_a_cut(line, get, until):
+async def test_call_survives_a_cut(line, get, until):
     laid = await line()
     go = asyncio.Event()
 
@@ -29,10 +29,10 @@ async def test_a_call_survives_a_cut(line, get, until):
     answer = await call
     assert (answer.status, await answer.json()) == (200, {"n": "1"})
     assert laid.wire.connections == 2
-    assert len(laid.upstream.asked) == 1  # the gateway was asked once
+    assert len(laid.upstream.asked) == 1  # the gateway got one request
 
 
-async def test_a_call_that_is_made_while_the_wire_is_cut_waits(line, http, until, get):
+async def test_call_made_during_a_cut_waits(line, http, until, get):
     laid = await line()
     laid.wire.down = True
     await laid.wire.cut()
@@ -53,11 +53,11 @@ async def test_a_call_that_is_made_while_the_wire_is_cut_waits(line, http, until
 
 
 async def test_streams_in_both_directions_survive_many_cuts(line, http, until):
-    """Bodies of megabytes, cut again and again: each byte arrives once and in its order."""
+    """Bodies of megabytes over many cuts: each byte arrives once and in order."""
     laid = await line()
     draw = random.Random(7)
     sent = [draw.randbytes(3_000_000) for _ in range(6)]
-    laid.wire.cut_every = 4_000_000  # more than what may be on its way, which is sent again each time
+    laid.wire.cut_every = 4_000_000  # more than the window, which is resent after each cut
 
     async def mirror(request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()
@@ -80,7 +80,7 @@ async def test_streams_in_both_directions_survive_many_cuts(line, http, until):
     assert (await laid.relay.health())["calls"] == 0
 
 
-async def test_a_wire_that_falls_silent_is_given_up(line, http, until, get):
+async def test_silent_connection_is_closed(line, http, until, get):
     laid = await line("--heartbeat-s", 0.4, heartbeat_s=0.4)
     go = asyncio.Event()
 
@@ -99,7 +99,7 @@ async def test_a_wire_that_falls_silent_is_given_up(line, http, until, get):
     assert len(laid.upstream.asked) == 1
 
 
-async def test_a_dialer_comes_back_before_the_relay_has_missed_it(line, get, until):
+async def test_dialer_reconnects_before_the_relay_notices(line, get, until):
     laid = await line()
     go = asyncio.Event()
 
@@ -115,13 +115,13 @@ async def test_a_dialer_comes_back_before_the_relay_has_missed_it(line, get, unt
     laid.wire.half = False
     await until(lambda: laid.wire.connections == 2)
     go.set()
-    async with asyncio.timeout(10):  # well before the relay would have asked whether the first connection lives
+    async with asyncio.timeout(10):  # before the relay's next ping on the first connection
         assert await (await call).text() == "at last"
     assert len(laid.upstream.asked) == 1
     assert not laid.dialling.done()
 
 
-async def test_calls_end_when_the_dialer_stays_away(line, http, until, get):
+async def test_calls_end_if_the_dialer_does_not_reconnect(line, http, until, get):
     laid = await line("--reconnect-s", 0.5, "--wait-s", 0.5, reconnect_s=0.5)
 
     async def stuck(request: web.Request) -> web.StreamResponse:
@@ -143,14 +143,14 @@ async def test_calls_end_when_the_dialer_stays_away(line, http, until, get):
     assert (answer.status, answer.headers["Retry-After"]) == (504, "1")
     with pytest.raises(aiohttp.ClientPayloadError):
         await stream.read()
-    await until(lambda: laid.upstream.left == 2)  # and at the gateway too
+    await until(lambda: laid.upstream.left == 2)  # at the gateway too
     laid.wire.down = False
     laid.upstream.handle = None
     await until(laid.relay.dialled)
     assert (await get(f"{laid.url}/v1/x")).status == 200
 
 
-async def test_a_relay_that_is_killed_and_started_again(start_relay, line, http, until, get):
+async def test_dialer_reconnects_to_a_restarted_relay(start_relay, line, http, until, get):
     """Agents see a broken connection, the gateway's calls are aborted, and the same dialer finds the new relay."""
     laid = await line("--wait-s", 20)
 
@@ -172,7 +172,7 @@ async def test_a_relay_that_is_killed_and_started_again(start_relay, line, http,
     assert laid.upstream.left == 1
 
 
-async def test_a_relay_that_is_stopped_in_order_says_so(line, http, until, get):
+async def test_stopping_relay_answers_503(line, http, until, get):
     laid = await line("--wait-s", 1)
 
     async def stuck(_: web.Request) -> web.Response:
@@ -188,7 +188,7 @@ async def test_a_relay_that_is_stopped_in_order_says_so(line, http, until, get):
     assert await laid.relay.process.wait() == 0
 
 
-async def test_a_trainer_that_starts_again_takes_over(line, dial, http, until, upstream, get):
+async def test_restarted_trainer_takes_over_the_relay(line, dial, http, until, upstream, get):
     laid = await line()
 
     async def stuck(_: web.Request) -> web.Response:
@@ -199,7 +199,7 @@ async def test_a_trainer_that_starts_again_takes_over(line, dial, http, until, u
     call = asyncio.create_task(get(f"{laid.url}/v1/x"))
     await until(lambda: bool(upstream.asked))
     second, _ = dial(laid.relay.url.replace("http", "ws"), upstream.url)
-    answer = await call  # a call of the first one
+    answer = await call  # a call of the first dialer
     assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
     upstream.handle = None
     assert (await get(f"{laid.url}/v1/x")).status == 200
@@ -208,7 +208,7 @@ async def test_a_trainer_that_starts_again_takes_over(line, dial, http, until, u
     assert await laid.relay.dialled(second._settings.dialer_id)
 
 
-async def test_one_that_was_replaced_while_it_was_cut_off_does_not_come_back(line, dial, until, upstream):
+async def test_dialer_replaced_during_a_cut_is_refused(line, dial, until, upstream):
     laid = await line()
     laid.wire.down = True
     await laid.wire.cut()
@@ -225,7 +225,7 @@ async def test_one_that_was_replaced_while_it_was_cut_off_does_not_come_back(lin
     assert await taken_over()
 
 
-async def test_a_dialer_with_another_key_is_refused_and_disturbs_nobody(line, dial, http, upstream, get):
+async def test_dialer_with_a_wrong_key_is_refused_without_effect_on_calls(line, dial, http, upstream, get):
     laid = await line()
     _, task = dial(laid.relay.url.replace("http", "ws"), upstream.url, key="another-key-" * 4)
     with pytest.raises(RelayRefused, match=r"relay\.key"):
@@ -234,8 +234,8 @@ async def test_a_dialer_with_another_key_is_refused_and_disturbs_nobody(line, di
     assert (await get(f"{laid.url}/v1/x")).status == 200
 
 
-async def test_a_relay_that_does_not_know_the_key_is_not_served(dial, upstream):
-    """It says that the dialer may stay, and cannot prove that it knows the key."""
+async def test_dialer_refuses_a_relay_without_the_key(dial, upstream):
+    """The relay admits the dialer, but cannot prove that it knows the key."""
     from rollout_backend.relay.frames import VERSION, Challenge, Welcome, encode
 
     seen = []
@@ -251,13 +251,13 @@ async def test_a_relay_that_does_not_know_the_key_is_not_served(dial, upstream):
 
     upstream.handle = false_relay
     _, task = dial(upstream.url.replace("http", "ws"), upstream.url)
-    with pytest.raises(RelayRefused, match="does not know our key"):
+    with pytest.raises(RelayRefused, match="does not know the key"):
         await task
     assert b"a-key-that-both-sides-know" not in seen[0]
     assert seen[1] is aiohttp.WSMsgType.CLOSE
 
 
-async def test_a_dialer_waits_for_a_relay_that_is_not_up_yet(start_relay, dial, until, upstream):
+async def test_dialer_waits_for_the_relay_to_start(start_relay, dial, until, upstream):
     port = free_port()
     _, task = dial(f"ws://127.0.0.1:{port}", upstream.url)
     relay = await start_relay(port=port)

@@ -1,4 +1,4 @@
-"""Calls through a relay process and a dialer, to a server that does what the test says."""
+"""Calls through a relay process and a dialer to a test server."""
 
 import asyncio
 import gzip
@@ -10,15 +10,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollout_backend.process import free_port
 from rollout_backend.relay.channel import WINDOW
+from rollout_backend.serving.server_process import free_port
 
 
 def sse(*texts: str) -> bytes:
     return b"".join(f"data: {text}\n\n".encode() for text in texts)
 
 
-async def test_a_call_passes_as_it_is(line, http):
+async def test_call_is_forwarded_unchanged(line, http):
     laid = await line()
     body = b"x" * 1_000_000
     headers = {"Authorization": "Bearer a-session-key", "X-Mine": "1", "Connection": "x-private", "X-Private": "1"}
@@ -35,7 +35,7 @@ async def test_a_call_passes_as_it_is(line, http):
     assert laid.dialer.channels == {}
 
 
-async def test_a_body_of_unknown_length_and_one_that_is_packed_pass(line, http):
+async def test_chunked_and_compressed_bodies_are_forwarded(line, http):
     laid = await line()
 
     async def parts():
@@ -46,7 +46,7 @@ async def test_a_body_of_unknown_length_and_one_that_is_packed_pass(line, http):
         assert (await answer.json())["bytes"] == 500_000
     packed = gzip.compress(b"z" * 10_000)
 
-    async def raw(request: web.Request) -> web.Response:  # aiohttp has unpacked it, and tells what came
+    async def raw(request: web.Request) -> web.Response:  # aiohttp has decompressed it, and keeps the header
         return web.json_response([request.headers["Content-Encoding"], len(await request.read())])
 
     laid.upstream.handle = raw
@@ -54,7 +54,7 @@ async def test_a_body_of_unknown_length_and_one_that_is_packed_pass(line, http):
         assert await answer.json() == ["gzip", 10_000]
 
 
-async def test_an_answer_that_is_packed_stays_so(line, http, get):
+async def test_compressed_answer_is_forwarded_unchanged(line, http, get):
     laid = await line()
 
     async def packed(_: web.Request) -> web.Response:
@@ -66,7 +66,7 @@ async def test_an_answer_that_is_packed_stays_so(line, http, get):
         assert answer.headers["Content-Encoding"] == "gzip"
 
 
-async def test_increments_come_as_they_are_made(line, http, get):
+async def test_stream_is_forwarded_without_delay(line, http, get):
     laid = await line()
     go = asyncio.Queue()
 
@@ -103,7 +103,7 @@ async def test_increments_come_as_they_are_made(line, http, get):
         "/metrics",
     ],
 )
-async def test_other_paths_do_not_pass(line, path):
+async def test_other_paths_are_refused(line, path):
     laid = await line()
     reader, writer = await asyncio.open_connection("127.0.0.1", laid.relay.port)
     writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
@@ -113,19 +113,19 @@ async def test_other_paths_do_not_pass(line, path):
     assert laid.upstream.asked == []
 
 
-async def test_a_shard_is_named_by_the_path(line, http, upstream, get):
+async def test_path_names_the_shard(line, http, upstream, get):
     laid = await line(gateways={"0": "http://127.0.0.1:9", "1": upstream.url})
     async with http.get(f"{laid.url}/s/1/v1/models") as answer:
         assert (await answer.json())["path"] == "/v1/models"
     async with http.get(f"{laid.url}/s/2/v1/models") as answer:
         assert answer.status == 404
-    async with http.get(f"{laid.url}/s/0/v1/models") as answer:  # nobody listens there
+    async with http.get(f"{laid.url}/s/0/v1/models") as answer:  # no server listens there
         assert (answer.status, answer.headers["Retry-After"]) == (502, "1")
         error = (await answer.json())["error"]
         assert (error["type"], error["code"]) == ("api_error", "relay_502")
 
 
-async def test_a_body_that_is_too_large_is_refused(line, http):
+async def test_too_large_body_is_refused(line, http):
     laid = await line("--max-body-bytes", 200_000)
     async with http.post(f"{laid.url}/v1/x", data=b"x" * 200_000) as answer:
         assert answer.status == 200
@@ -143,7 +143,7 @@ async def test_a_body_that_is_too_large_is_refused(line, http):
     assert (await laid.relay.health())["calls"] == 0
 
 
-async def test_headers_that_cannot_pass_are_refused(line, http, get):
+async def test_calls_with_invalid_headers_are_refused(line, http, get):
     laid = await line()
     async with http.get(f"{laid.url}/v1/x", headers={f"X-{i}": "y" * 7000 for i in range(10)}) as answer:
         assert answer.status in (400, 431)
@@ -152,7 +152,7 @@ async def test_headers_that_cannot_pass_are_refused(line, http, get):
     assert laid.upstream.asked == []
 
 
-async def test_an_agent_that_hangs_up_ends_its_call(line, http, until):
+async def test_disconnected_agent_ends_its_call(line, http, until):
     laid = await line()
 
     async def never(_: web.Request) -> web.Response:
@@ -168,7 +168,7 @@ async def test_an_agent_that_hangs_up_ends_its_call(line, http, until):
     assert (await laid.relay.health())["calls"] == 0
 
 
-async def test_an_agent_that_hangs_up_while_the_wire_is_cut_ends_its_call_later(line, http, until):
+async def test_agent_disconnected_during_a_cut_ends_its_call_later(line, http, until):
     laid = await line()
 
     async def never(_: web.Request) -> web.Response:
@@ -191,7 +191,7 @@ async def test_an_agent_that_hangs_up_while_the_wire_is_cut_ends_its_call_later(
     await until(lambda: laid.upstream.left == 1)
 
 
-async def test_too_many_calls_are_told_to_come_again(line, http, until, get):
+async def test_excess_calls_get_429_with_retry_after(line, http, until, get):
     laid = await line("--max-calls", 2)
     go = asyncio.Event()
 
@@ -208,9 +208,7 @@ async def test_too_many_calls_are_told_to_come_again(line, http, until, get):
     assert [(await call).status for call in calls] == [200, 200]
 
 
-async def test_without_a_dialer_calls_wait_and_are_then_told_to_come_again(
-    start_relay, dial, upstream, until, http, get
-):
+async def test_calls_without_a_dialer_wait_and_get_503(start_relay, dial, upstream, until, http, get):
     relay = await start_relay("--wait-s", 0.3)
     async with http.get(f"{relay.url}/v1/models") as answer:
         assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
@@ -227,7 +225,7 @@ async def test_without_a_dialer_calls_wait_and_are_then_told_to_come_again(
     assert (await waiting).status == 200
 
 
-async def test_a_call_that_takes_too_long_is_ended(line, http, until, get):
+async def test_call_over_the_time_limit_ends(line, http, until, get):
     laid = await line("--call-s", 0.5)
 
     async def stuck(request: web.Request) -> web.StreamResponse:
@@ -246,7 +244,7 @@ async def test_a_call_that_takes_too_long_is_ended(line, http, until, get):
     await until(lambda: laid.upstream.left == 2)
 
 
-async def test_an_answer_that_breaks_off_never_looks_whole(line, http, get):
+async def test_incomplete_answer_is_not_taken_for_complete(line, http, get):
     laid = await line()
 
     async def broken(request: web.Request) -> web.StreamResponse:
@@ -263,7 +261,7 @@ async def test_an_answer_that_breaks_off_never_looks_whole(line, http, get):
             await answer.read()
 
 
-async def test_an_error_before_the_body_was_read_is_passed_on(line, http):
+async def test_error_before_the_body_was_read_is_forwarded(line, http):
     laid = await line()
 
     async def refuses(_: web.Request) -> web.Response:
@@ -275,7 +273,7 @@ async def test_an_error_before_the_body_was_read_is_passed_on(line, http):
         assert await answer.json() == {"error": {"message": "no"}}
 
 
-async def test_many_calls_at_once(line, http):
+async def test_many_concurrent_calls(line, http):
     laid = await line()
 
     async def one(number: int) -> None:
@@ -291,7 +289,7 @@ async def test_many_calls_at_once(line, http):
 
 
 async def slow_reader(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Asks, and reads the head of the answer and no more."""
+    """Send a request and read only the head of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
     writer.write(b"GET /v1/flood HTTP/1.1\r\nHost: x\r\n\r\n")
     await reader.readuntil(b"\r\n\r\n")
@@ -302,7 +300,7 @@ def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-async def test_an_agent_that_reads_slowly_holds_up_itself_alone(line, http, until, get):
+async def test_slow_agent_delays_only_its_own_call(line, http, until, get):
     laid = await line()
     written = dict.fromkeys(range(20), 0)
     numbers = iter(written)
@@ -325,7 +323,7 @@ async def test_an_agent_that_reads_slowly_holds_up_itself_alone(line, http, unti
     readers = [await slow_reader(laid.relay.port) for _ in written]
     last = [-1]
 
-    def still() -> bool:  # nobody can write any more
+    def still() -> bool:  # no side can write any more
         total = sum(written.values())
         same = total == last[0]
         last[0] = total
@@ -342,14 +340,14 @@ async def test_an_agent_that_reads_slowly_holds_up_itself_alone(line, http, unti
         async with http.get(f"{laid.url}/v1/quick") as answer:
             assert await answer.read() == b"quick"
     reader, writer = readers[0]
-    for _ in range(100):  # whoever reads on gets on
+    for _ in range(100):  # the other agents are not delayed
         await reader.readexactly(60_000)
     for _, writer in readers:
         writer.transport.abort()
     await until(lambda: not laid.dialer.channels)
 
 
-async def test_a_gateway_that_reads_slowly_stops_the_agent(line, until):
+async def test_slow_gateway_slows_down_the_agent(line, until):
     laid = await line("--max-body-bytes", 10**9)
     go = asyncio.Event()
 
@@ -383,7 +381,7 @@ async def test_a_gateway_that_reads_slowly_stops_the_agent(line, until):
     writer.close()
 
 
-async def test_calls_that_come_and_go_on_a_wire_that_stands_still_do_not_pile_up(line, http, until):
+async def test_cancelled_calls_on_a_blocked_connection_use_bounded_memory(line, http, until):
     laid = await line()
     laid.wire.hold()
     before = rss_bytes(laid.relay.process.pid)
@@ -413,12 +411,12 @@ async def test_calls_that_come_and_go_on_a_wire_that_stands_still_do_not_pile_up
 # --- the command line -------------------------------------------------------------------------------------
 
 
-async def test_the_relay_wants_a_key(start_relay):
-    with pytest.raises(Exception, match="ROLLOUT__RELAY__KEY must hold the key"):
+async def test_relay_requires_a_key(start_relay):
+    with pytest.raises(Exception, match="ROLLOUT__RELAY__KEY must hold the training"):
         await start_relay(key="short")
 
 
-async def test_the_relay_wants_both_files_of_tls(start_relay, tmp_path):
+async def test_relay_requires_both_tls_files(start_relay, tmp_path):
     certificate = tmp_path / "c.pem"
     certificate.write_text("x")
     with pytest.raises(Exception, match="belong together"):

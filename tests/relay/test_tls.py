@@ -1,4 +1,4 @@
-"""The relay serves HTTPS itself, and the dialer looks whom it talks to."""
+"""The relay serves HTTPS, and the dialer verifies its certificate."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 import trustme
 
-from rollout_backend.process import ServerProcess, free_port
+from rollout_backend.serving.server_process import ServerProcess, free_port
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ async def tls_relay(ca, key, tmp_path):
 
 @pytest.fixture
 async def dialer(key, tmp_path, upstream):
-    """Starts the dialer's process; further arguments are its environment."""
+    """Start the dialer's process; further arguments are its environment."""
     processes = []
 
     async def start(url: str, **env: str) -> ServerProcess:
@@ -59,7 +59,7 @@ async def dialer(key, tmp_path, upstream):
 
 async def test_calls_over_tls(tls_relay, dialer, ca, tmp_path, until):
     context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
-    stranger = await dialer(tls_relay)  # knows no CA that has signed this relay
+    stranger = await dialer(tls_relay)  # does not know the CA of this relay
     await until(lambda: "CERTIFICATE_VERIFY_FAILED" in stranger.log.read_text())
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as http:
 

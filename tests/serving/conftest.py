@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rollout_backend.config import RolloutConfig
-from rollout_backend.process import ServerProcess, free_port
 from rollout_backend.serving.engine import is_healthy
+from rollout_backend.serving.server_process import ServerProcess, free_port
 from rollout_backend.serving.sglang import Command
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
@@ -30,7 +30,7 @@ def model_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_config(model_folder: Path) -> Callable[..., RolloutConfig]:
-    """Settings with a section or two replaced: make_config(serving={"servers": 2})."""
+    """Return settings with some sections replaced: make_config(serving={"servers": 2})."""
 
     def make(**sections: object) -> RolloutConfig:
         base = {
@@ -45,7 +45,7 @@ def make_config(model_folder: Path) -> Callable[..., RolloutConfig]:
 
 @pytest.fixture
 def fake_command() -> Callable[..., Callable[..., Command]]:
-    """Makes a `MakeCommand` of fake engines; `mode` may depend on how many were started before."""
+    """Make a `MakeCommand` of fake engines; `mode` gets the number of earlier starts."""
 
     def make(mode: Callable[[int], str] = lambda started: "healthy") -> Callable[..., Command]:
         started = 0
@@ -62,7 +62,7 @@ def fake_command() -> Callable[..., Callable[..., Command]]:
 
 @pytest.fixture
 async def start_engine(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[tuple[str, ServerProcess]]]]:
-    """Starts a fake engine; gives its URL and its process."""
+    """Start a fake engine; return its URL and process."""
     processes: list[ServerProcess] = []
 
     async def start() -> tuple[str, ServerProcess]:
@@ -81,12 +81,12 @@ async def start_engine(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[
 
 @pytest.fixture
 def until() -> Callable[..., Awaitable[None]]:
-    """Waits for a condition, for so many seconds at most."""
+    """Wait for a condition, up to `timeout_s`."""
 
     async def wait(condition: Callable[[], bool], timeout_s: float = 30) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, "it did not come to pass"
+            assert time.monotonic() < deadline, "the condition did not become true"
             await asyncio.sleep(0.02)
 
     return wait

@@ -1,12 +1,18 @@
-"""A stand-in for an SGLang server: `fake_engine.py HOST PORT [healthy|sick|broken]`.
+"""A stand-in for an SGLang server on a GPU: `fake_engine.py HOST PORT [healthy|sick|broken]`.
 
-`sick` never becomes healthy, `broken` ends at once with a last word. /generate answers with this process's id, so a
-test sees which engine served it.
+`sick` never becomes healthy, `broken` exits at once with an error. `/generate` returns the process id, so a test
+sees which engine served a request, and takes 10 ms per token. As on a GPU:
+
+- `/health` generates a token, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0;
+- a request that generates while the memory is released kills the server;
+- releasing the memory while a request runs kills the server.
 """
 
 import json
 import os
 import sys
+import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 host, port = sys.argv[1], int(sys.argv[2])
@@ -14,13 +20,66 @@ mode = sys.argv[3] if len(sys.argv) > 3 else "healthy"
 if mode == "broken":
     sys.exit("RuntimeError: weights are made of cheese")
 
+HEALTH_GENERATES = os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "1") not in ("0", "false")
+TOKEN_S = 0.01
 MODEL = {"model_path": "fake", "served_model_name": "fake", "is_generation": True, "tokenizer_path": ""}
-PAGES = {
-    "/model_info": MODEL,
-    "/get_model_info": MODEL,
-    "/server_info": {**MODEL, "tp_size": 1, "dp_size": 1, "version": "0.0"},
-    "/v1/models": {"object": "list", "data": [{"id": "fake", "object": "model"}]},
-}
+
+
+def die(why):
+    print(why, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class Scheduler:
+    """The running requests, and the state of the memory."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.running = 0
+        self.aborts = 0
+        self.paused = False
+        self.asleep = False
+        self.version = "default"
+
+    def generate(self, tokens, wait_s=None):
+        """Generate; return how it ended, or None after a pause of `wait_s`."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: not self.paused, wait_s):
+                return None
+            if self.asleep:
+                die("torch.AcceleratorError: CUDA error: an illegal memory access was encountered")
+            self.running += 1
+            print("generates", tokens, flush=True)
+            aborts, until = self.aborts, time.monotonic() + tokens * TOKEN_S
+            while self.aborts == aborts and (left := until - time.monotonic()) > 0:
+                self.changed.wait(left)
+            self.running -= 1
+            self.changed.notify_all()
+            return "abort" if self.aborts > aborts else "length"
+
+    def abort_all(self):
+        with self.changed:
+            self.aborts += 1
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self.running)
+
+    def pause(self, paused):
+        with self.changed:
+            self.paused = paused
+            self.changed.notify_all()
+        if paused:
+            self.abort_all()
+
+    def sleep(self, asleep):
+        with self.changed:
+            if asleep and self.running:
+                die("AssertionError: release_memory_occupation should be called only when server is idle.")
+            if asleep == self.asleep:
+                die("KeyError: 'weights'")
+            self.asleep = asleep
+
+
+scheduler = Scheduler()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -28,15 +87,43 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path in ("/health", "/health_generate"):
-            self.answer(503 if mode == "sick" else 200, {})
-        elif self.path in PAGES:
-            self.answer(200, PAGES[self.path])
+            ok = mode != "sick" and (not HEALTH_GENERATES or scheduler.generate(1, wait_s=20) is not None)
+            self.answer(200 if ok else 503, {})
+        elif self.path in ("/model_info", "/get_model_info"):
+            print(self.path, "fleet" if "aiohttp" in self.headers.get("user-agent", "") else "router", flush=True)
+            self.answer(200, {**MODEL, "weight_version": scheduler.version})
+        elif self.path == "/server_info":
+            self.answer(200, {**MODEL, "tp_size": 1, "dp_size": 1, "version": "0.0"})
+        elif self.path == "/v1/models":
+            self.answer(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
         else:
             self.answer(404, {"error": self.path})
 
     def do_POST(self):
-        self.rfile.read(int(self.headers.get("content-length", 0)))
-        self.answer(200, {"text": "", "output_ids": [1], "meta_info": {"id": "x"}, "pid": os.getpid()})
+        body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
+        status, reply = 200, {}
+        match self.path:
+            case "/generate":
+                ended = scheduler.generate(body.get("sampling_params", {}).get("max_new_tokens", 1))
+                meta = {"id": "x", "weight_version": scheduler.version, "finish_reason": {"type": ended}}
+                reply = {"text": "", "output_ids": [1], "meta_info": meta, "pid": os.getpid()}
+            case "/pause_generation":
+                scheduler.pause(True)
+            case "/continue_generation":
+                scheduler.pause(False)
+            case "/abort_request":
+                scheduler.abort_all()
+            case "/flush_cache":
+                status = 400 if scheduler.running else 200
+            case "/update_weight_version":
+                scheduler.version = body["new_version"]
+            case "/release_memory_occupation":
+                scheduler.sleep(True)
+            case "/resume_memory_occupation":
+                scheduler.sleep(False)
+            case _:
+                status = 404
+        self.answer(status, reply)
 
     def answer(self, status, body):
         data = json.dumps(body).encode()

@@ -7,15 +7,18 @@ import aiohttp
 import pytest
 
 from rollout_backend.errors import ConfigError, StartupError
-from rollout_backend.serving.engine import LocalEngine, is_healthy
-from rollout_backend.serving.fleet import Fleet, Probing
+from rollout_backend.serving import router as router_module
+from rollout_backend.serving.engine import is_healthy
+from rollout_backend.serving.engine_fleet import EngineFleet
+from rollout_backend.serving.local_engine import LocalEngine
+from rollout_backend.serving.supervisor import Probing
 
 QUICK = Probing(interval_s=0.1, timeout_s=0.5, failures=2)
 
 
 @pytest.fixture
 def make_fleet(make_config, fake_command, tmp_path):
-    """A fleet of fake engines, its events, and every engine it ever made."""
+    """A fleet of fake engines, its events, and every engine that it made."""
 
     def make(mode=lambda started: "healthy", probing=None, **sections):
         config, command = make_config(**sections), fake_command(mode)
@@ -26,7 +29,7 @@ def make_fleet(make_config, fake_command, tmp_path):
             engines.append(LocalEngine(f"engine-{i}", config.model, config.serving, log, command=command))
             return engines[-1]
 
-        fleet = Fleet(config, tmp_path, events.append, make_engine=make_engine, probing=probing)
+        fleet = EngineFleet(config, tmp_path, events.append, make_engine=make_engine, probing=probing)
         return fleet, events, engines
 
     return make
@@ -54,7 +57,7 @@ async def generate(fleet, key="session"):
         return reply.status, (await reply.json()).get("pid")
 
 
-async def test_it_serves_and_leaves_nothing_behind(make_fleet):
+async def test_fleet_serves_and_leaves_no_process(make_fleet):
     fleet, events, engines = make_fleet(serving={"servers": 2})
     async with fleet:
         pids = [engine.pid for engine in engines]
@@ -70,10 +73,10 @@ async def test_it_serves_and_leaves_nothing_behind(make_fleet):
         router = fleet._router.pid
     assert not any(alive(pid) for pid in [*pids, router])
     assert fleet.engine_urls == ()
-    await fleet.stop()  # again
+    await fleet.stop()  # idempotent
 
 
-async def test_an_engine_that_is_killed_comes_back(make_fleet, until):
+async def test_killed_engine_is_restarted(make_fleet, until):
     fleet, events, engines = make_fleet(serving={"servers": 2})
     async with fleet:
         os.kill(engines[0].pid, signal.SIGKILL)
@@ -89,11 +92,11 @@ async def test_an_engine_that_is_killed_comes_back(make_fleet, until):
         assert [state.restarts for state in fleet.snapshot()] == [0, 1, 0]
 
 
-async def test_calls_go_on_while_an_engine_is_restarted(make_fleet, until):
+async def test_calls_succeed_while_an_engine_restarts(make_fleet, until):
     fleet, events, engines = make_fleet(serving={"servers": 2})
     async with fleet:
         keys = [f"session-{i}" for i in range(10)]
-        await asyncio.gather(*(generate(fleet, key) for key in keys))  # each is pinned to an engine
+        await asyncio.gather(*(generate(fleet, key) for key in keys))  # pins each to an engine
         os.kill(engines[0].pid, signal.SIGKILL)
         await until(lambda: "died" in kinds(events, "engine-0"))
         await until(lambda: engines[0].url not in fleet.engine_urls)
@@ -101,7 +104,7 @@ async def test_calls_go_on_while_an_engine_is_restarted(make_fleet, until):
         assert {status for status, _ in replies} == {200}
 
 
-async def test_a_hung_engine_is_replaced(make_fleet, until):
+async def test_hung_engine_is_restarted(make_fleet, until):
     fleet, events, engines = make_fleet(probing=QUICK)
     async with fleet:
         os.kill(engines[0].pid, signal.SIGSTOP)
@@ -111,7 +114,7 @@ async def test_a_hung_engine_is_replaced(make_fleet, until):
         assert await generate(fleet) == (200, engines[1].pid)
 
 
-async def test_a_router_that_is_killed_comes_back_with_all_engines(make_fleet, until):
+async def test_killed_router_restarts_with_all_engines(make_fleet, until):
     fleet, events, engines = make_fleet(serving={"servers": 2})
     async with fleet:
         url = fleet.router_url
@@ -123,7 +126,7 @@ async def test_a_router_that_is_killed_comes_back_with_all_engines(make_fleet, u
         assert kinds(events, "engine-0") == ["started"]
 
 
-async def test_router_and_engine_killed_together(make_fleet, until):
+async def test_router_and_engine_restart_after_both_are_killed(make_fleet, until):
     fleet, events, engines = make_fleet(serving={"servers": 2})
     async with fleet:
         os.kill(fleet._router.pid, signal.SIGKILL)
@@ -133,7 +136,7 @@ async def test_router_and_engine_killed_together(make_fleet, until):
         assert set(await fleet._router.workers()) == {engines[1].url, engines[2].url}
 
 
-async def test_an_engine_that_is_gone_too_often_ends_the_run(make_fleet, until):
+async def test_last_engine_out_of_restarts_ends_the_run(make_fleet, until):
     fleet, events, engines = make_fleet(
         mode=lambda started: "healthy" if started == 0 else "broken", serving={"max_restarts": 2}
     )
@@ -147,7 +150,7 @@ async def test_an_engine_that_is_gone_too_often_ends_the_run(make_fleet, until):
         assert len(engines) == 3
 
 
-async def test_no_restart_is_allowed(make_fleet):
+async def test_max_restarts_0_ends_the_run_at_the_first_loss(make_fleet):
     fleet, _, _ = make_fleet(serving={"max_restarts": 0})
     async with fleet:
         os.kill(fleet._router.pid, signal.SIGKILL)
@@ -158,30 +161,61 @@ async def test_no_restart_is_allowed(make_fleet):
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("broken", r"engine-1 ended with code 1 before it was up[\s\S]*made of cheese"),
-        ("sick", r"engine-1 was not healthy after 1 s"),
+        ("broken", r"engine-0 ended with code 1 before it was up[\s\S]*made of cheese[\s\S]*other 1 engines failed"),
+        ("sick", r"engine-0 was not healthy after 1 s"),
     ],
 )
-async def test_an_engine_that_does_not_come_up(make_fleet, mode, message):
+async def test_start_fails_if_no_engine_starts(make_fleet, mode, message):
     fleet, events, engines = make_fleet(
-        mode=lambda started: mode if started == 1 else "healthy",
-        serving={"servers": 2, "startup_timeout_s": 1 if mode == "sick" else 30},
+        mode=lambda started: mode,
+        serving={"servers": 2, "max_restarts": 0, "startup_timeout_s": 1 if mode == "sick" else 30},
     )
     with pytest.raises(StartupError, match=message):
         await fleet.start()
-    assert events == []
+    assert "started" not in [*kinds(events, "engine-0"), *kinds(events, "engine-1")]
     assert not any(alive(pid) for engine in engines if (pid := engine.pid))
     assert not fleet._router.running
 
 
-async def test_a_folder_that_is_no_model(make_fleet, tmp_path):
+async def test_engine_that_does_not_start_does_not_stop_the_others(make_fleet, until):
+    fleet, events, engines = make_fleet(
+        mode=lambda started: "healthy" if started == 0 else "broken", serving={"servers": 3, "max_restarts": 1}
+    )
+    async with fleet:
+        assert fleet.engine_urls == (engines[0].url,)
+        assert await generate(fleet) == (200, engines[0].pid)
+        await until(lambda: [event.kind for event in events].count("gave_up") == 2)
+        assert kinds(events, "engine-2") == ["died", "died", "gave_up"]
+        up_at = [(event.server, event.kind) for event in events].index(("engine-0", "started"))
+        for i, event in enumerate(events):
+            up = int(i > up_at)  # engine-0 may still be starting
+            limit = f"after 1 restarts within 3600 s (serving.max_restarts); {up} of 3 engines"
+            assert event.kind != "gave_up" or limit in event.detail
+        assert not fleet._supervisors._failed.is_set()
+        os.kill(engines[0].pid, signal.SIGKILL)  # the last one; its replacement is broken too
+        with pytest.raises(StartupError, match=r"engine-0 is gone after 1 restarts.*no other engine is left"):
+            await asyncio.wait_for(fleet.failed(), 30)
+
+
+async def test_engine_out_of_restarts_restarts_when_the_window_allows_it(make_fleet, until):
+    fleet, events, _ = make_fleet(
+        mode=lambda started: "broken" if started in (1, 2) else "healthy",
+        serving={"servers": 2, "max_restarts": 1, "restart_window_s": 5},
+    )
+    async with fleet:
+        await until(lambda: "restarted" in kinds(events, "engine-1"))
+        assert kinds(events, "engine-1") == ["died", "died", "gave_up", "restarted"]
+        assert len(fleet.engine_urls) == 2
+
+
+async def test_folder_without_a_model_is_refused(make_fleet, tmp_path):
     fleet, _, _ = make_fleet(model={"path": tmp_path / "nowhere"})
     with pytest.raises(StartupError, match=r"nowhere is no model folder.*set model\.path"):
         await fleet.start()
     assert not fleet._router.running
 
 
-async def test_the_routers_port_is_taken(make_fleet):
+async def test_taken_router_port_is_refused(make_fleet):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -191,7 +225,7 @@ async def test_the_routers_port_is_taken(make_fleet):
     assert not any(alive(pid) for engine in engines if (pid := engine.pid))
 
 
-async def test_a_start_that_is_cancelled_leaves_nothing_behind(make_fleet, until):
+async def test_cancelled_start_leaves_no_process(make_fleet, until):
     fleet, _, engines = make_fleet(mode=lambda started: "sick")
     starting = asyncio.create_task(fleet.start())
     await until(lambda: bool(engines) and engines[0].pid is not None)
@@ -202,7 +236,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing_behind(make_fleet, until
     assert not fleet._router.running
 
 
-async def test_a_listener_that_raises_ends_the_run_and_not_in_silence(make_config, fake_command, tmp_path):
+async def test_error_in_the_listener_ends_the_run(make_config, fake_command, tmp_path):
     config, command = make_config(), fake_command()
     engine = LocalEngine("engine-0", config.model, config.serving, tmp_path / "log", command=command)
 
@@ -210,7 +244,7 @@ async def test_a_listener_that_raises_ends_the_run_and_not_in_silence(make_confi
         if event.kind == "died":
             raise RuntimeError("the display broke")
 
-    async with Fleet(config, tmp_path, listener, make_engine=lambda i: engine) as fleet:
+    async with EngineFleet(config, tmp_path, listener, make_engine=lambda i: engine) as fleet:
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="the display broke"):
             await asyncio.wait_for(fleet.failed(), 30)
@@ -220,7 +254,7 @@ async def test_external_engines_are_registered_and_left_running(make_config, sta
     (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
     config = make_config(serving={"kind": "external", "urls": [url_a + "/", url_b], "startup_timeout_s": 5})
     events = []
-    async with Fleet(config, tmp_path, events.append, probing=QUICK) as fleet:
+    async with EngineFleet(config, tmp_path, events.append, probing=QUICK) as fleet:
         assert set(await fleet._router.workers()) == {url_a, url_b}
         os.kill(a.pid, signal.SIGSTOP)
         await until(lambda: kinds(events, "engine-0") == ["started", "died"])
@@ -233,31 +267,111 @@ async def test_external_engines_are_registered_and_left_running(make_config, sta
     assert await is_healthy(url_b)
 
 
-async def test_external_engines_come_and_go(make_config, start_engine, tmp_path):
+async def test_follow_adds_and_removes_external_engines(make_config, start_engine, tmp_path):
     (first, _), (second, _) = await asyncio.gather(start_engine(), start_engine())
     events = []
     config = make_config(serving={"kind": "external", "urls": [first], "startup_timeout_s": 1})
-    async with Fleet(config, tmp_path, events.append) as fleet:
+    async with EngineFleet(config, tmp_path, events.append) as fleet:
         await fleet.follow([first, second])
         assert fleet.engine_urls == (first, second)
         await fleet.follow([second])
         assert fleet.engine_urls == (second,)
         assert set(await fleet._router.workers()) == {second}
         await fleet.follow([second])
-        with pytest.raises(StartupError, match=r"did not answer 200"):
-            await fleet.follow([second, "http://127.0.0.1:9"])
-        assert fleet.engine_urls == (second,)
-    seen = [(event.server, event.kind) for event in events]
-    assert seen[-2:] == [("engine-1", "started"), ("engine-0", "left")]
+        await fleet.follow([second, "http://127.0.0.1:9", first])  # an unreachable one delays no other
+        assert fleet.engine_urls == (second, first)
+    seen = [(event.server, event.kind) for event in events if event.kind in ("started", "left")]
+    assert seen[-3:] == [("engine-1", "started"), ("engine-0", "left"), ("engine-3", "started")]
+    assert ("engine-2", "died") in [(event.server, event.kind) for event in events]
 
 
-async def test_an_external_engine_that_is_not_there(make_config, tmp_path):
+async def test_unreachable_external_engine_is_refused(make_config, tmp_path):
     config = make_config(serving={"kind": "external", "urls": ["http://127.0.0.1:9"], "startup_timeout_s": 0.5})
-    with pytest.raises(StartupError, match=r"mend serving\.urls"):
-        await Fleet(config, tmp_path).start()
+    with pytest.raises(StartupError, match=r"correct serving\.urls"):
+        await EngineFleet(config, tmp_path).start()
 
 
 async def test_the_cpu_engine_must_be_installed(make_config, tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match="rollout engine install"):
-        await Fleet(make_config(serving={"device": "cpu"}), tmp_path).start()
+        await EngineFleet(make_config(serving={"device": "cpu"}), tmp_path).start()
+
+
+# --- servers that a trainer puts to sleep -----------------------------------------------------------------
+
+
+async def post(url, path, body=None):
+    async with aiohttp.ClientSession() as http, http.post(url + path, json=body or {}) as reply:
+        return reply.status
+
+
+@pytest.fixture
+async def sleeper(make_config, start_engine, tmp_path, monkeypatch):
+    """A fleet with one external engine that is probed often, the engine, and the events."""
+    monkeypatch.setattr(router_module, "_HEALTH_CHECK_S", 1)
+    url, process = await start_engine()
+    config = make_config(serving={"kind": "external", "urls": [url], "startup_timeout_s": 5})
+    events = []
+    async with EngineFleet(config, tmp_path, events.append, probing=QUICK) as fleet:
+        yield fleet, url, process, events
+
+
+async def test_probes_do_not_generate_on_a_sleeping_server(sleeper, until):
+    """verl's servers answer `/health` by generating a token, which kills one whose memory is released."""
+    _, url, process, events = sleeper
+    assert await post(url, "/release_memory_occupation") == 200
+
+    def probed():
+        log = process.log.read_text()
+        return log.count("/model_info router") > 1 and log.count("/model_info fleet") > 3
+
+    await until(lambda: not process.running or probed())
+    assert process.running, process.tail()
+    assert kinds(events, "engine-0") == ["started"]
+
+
+async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper):
+    fleet, url, process, events = sleeper
+    calls = [
+        asyncio.create_task(post(url, "/generate", {"sampling_params": {"max_new_tokens": 10**6}})) for _ in "ab"
+    ]
+    while "generates" not in process.log.read_text():  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    await fleet.sleep()
+    assert [state.asleep for state in fleet.snapshot()] == [False, True]
+    assert await asyncio.gather(*calls) == [200, 200]  # aborted
+    assert await post(url, "/release_memory_occupation") == 200
+    straggler = asyncio.create_task(generate(fleet))
+    done, _ = await asyncio.wait({straggler}, timeout=0.3)
+    assert not done, "a sleeping server generated"
+    assert await post(url, "/resume_memory_occupation") == 200
+    await fleet.wake()
+    assert (await straggler)[0] == 200
+    assert process.running, process.tail()
+    assert kinds(events, "engine-0") == ["started"]
+
+
+async def test_router_restarted_while_servers_sleep_gets_them_when_they_wake(sleeper, until):
+    """The router requests `/health` from a new engine and ignores `--health-check-endpoint`."""
+    fleet, url, process, events = sleeper
+    await fleet.sleep()
+    assert await post(url, "/release_memory_occupation") == 200
+    os.kill(fleet._router.pid, signal.SIGKILL)
+    await until(lambda: kinds(events, "router") == ["started", "died", "restarted"])
+    assert await fleet._router.workers() == {}
+    assert await post(url, "/resume_memory_occupation") == 200
+    await fleet.wake()
+    assert await generate(fleet) == (200, process.pid)
+    assert kinds(events, "engine-0") == ["started"]
+
+
+async def test_sleeping_server_that_does_not_answer_counts_no_restart(sleeper, until):
+    fleet, _, process, events = sleeper
+    await fleet.sleep()
+    os.kill(process.pid, signal.SIGSTOP)  # like a server that moves gigabytes in the process that answers
+    await asyncio.sleep(QUICK.failures * (QUICK.interval_s + QUICK.timeout_s))
+    os.kill(process.pid, signal.SIGCONT)
+    await fleet.wake()
+    assert await generate(fleet) == (200, process.pid)
+    assert [state.restarts for state in fleet.snapshot()] == [0, 0]
+    assert kinds(events, "engine-0") == ["started"]

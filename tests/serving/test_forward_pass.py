@@ -1,4 +1,4 @@
-"""A real engine behind the router, and the check that what it reports is what the model says."""
+"""The logprobs of a real engine behind the router equal the model's."""
 
 import asyncio
 import math
@@ -9,14 +9,14 @@ import aiohttp
 import pytest
 
 from rollout_backend.errors import ServingError
-from rollout_backend.serving.fleet import Fleet
+from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine, find_model
 
-WORST_DIFFERENCE = 1e-4  # in probability: both sides compute in float32, in another order of summation
+WORST_DIFFERENCE = 1e-4  # in probability: both sides compute in float32, with different orders of summation
 
 
-def test_a_forward_pass_that_fails_says_why(tmp_path):
+def test_failed_forward_pass_reports_its_output(tmp_path):
     with pytest.raises(ServingError, match=r"forward pass with .* failed[\s\S]*No module named 'torch'"):
         reference_logprobs(Path(sys.executable), tmp_path, [[1, 2]])
 
@@ -27,21 +27,21 @@ async def fleet(make_config, tmp_path):
         model={"path": find_model()},
         serving={"device": "cpu", "dtype": "float32", "threads": 1, "max_running_requests": 8},
     )
-    async with Fleet(config, tmp_path) as fleet:
+    async with EngineFleet(config, tmp_path) as fleet:
         yield fleet
 
 
-def test_temperatures_are_checked(tmp_path):
+def test_invalid_temperatures_are_refused(tmp_path):
     for temperatures in ([1.0], [1.0, 0.0]):
         with pytest.raises(ValueError, match="one number above 0 for each"):
             reference_logprobs(Path(sys.executable), tmp_path, [[1], [2]], temperatures)
 
 
 @pytest.mark.engine
-@pytest.mark.slow  # the gateway's test of token identity makes the same comparison
-@pytest.mark.timeout(400)  # a real engine and a plain forward pass, on cores that others may use too
-async def test_logprobs_are_those_of_a_plain_forward_pass(fleet):
-    """The engine reports a token's logprob under the temperature that it was sampled with."""
+@pytest.mark.slow  # the gateway's test of token identity compares the same values
+@pytest.mark.timeout(400)  # a real engine and a forward pass, on cores that other processes may use
+async def test_logprobs_equal_those_of_a_plain_forward_pass(fleet):
+    """The engine reports a token's logprob at its sampling temperature."""
     prompts = [
         [1, 4093, 198, 1780, 314, 216, 35, 1232, 216, 36, 47, 2, 198, 1, 520, 9531, 198],
         [1, 4093, 198, 6004, 2, 198, 1, 520, 9531, 198],

@@ -33,7 +33,7 @@ def make_wheel(folder: Path, name: str) -> Path:
 
 @pytest.fixture
 def tiny_pins(tmp_path, monkeypatch):
-    """Two wheels in place of SGLang and torch; everything else of the installation is real."""
+    """Two wheels replace SGLang and torch; the rest of the installation is real."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     requirements = tmp_path / "requirements.txt"
     requirements.write_text(f"tiny_engine @ {make_wheel(tmp_path, 'tiny_engine').as_uri()}\n")
@@ -44,7 +44,7 @@ def tiny_pins(tmp_path, monkeypatch):
 
 @pytest.fixture
 def fake_engine(tmp_path, monkeypatch):
-    """A cache whose engine's interpreter is a shell script: `fake_engine(body)`. $4 is the folder to be made."""
+    """A cache whose engine's interpreter is a shell script: `fake_engine(body)`. $4 is the folder to create."""
 
     def make(body: str) -> Path:
         cache = tmp_path / "cache"
@@ -61,20 +61,20 @@ def fake_engine(tmp_path, monkeypatch):
     return make
 
 
-def test_where_the_cache_is(monkeypatch, tmp_path):
+def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
     assert cache_dir() == tmp_path
     monkeypatch.delenv("ROLLOUT_CACHE")
     assert cache_dir() == Path.home() / ".cache" / "rollout-backend"
 
 
-def test_what_is_not_there_is_said_with_the_command_that_makes_it(tmp_path):
+def test_missing_engine_or_model_names_the_install_command(tmp_path):
     for find in (find_engine, find_model, prepare_model):
         with pytest.raises(ConfigError, match="`rollout engine install`"):
             find(tmp_path)
 
 
-def test_pins_are_exact_and_name_no_build_or_place():
+def test_pins_are_exact_without_build_or_location():
     lines = (Path(install.__file__).parent / "engine-cpu.txt").read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     assert "sglang==0.5.23" in pins
@@ -82,7 +82,8 @@ def test_pins_are_exact_and_name_no_build_or_place():
     assert not [line for line in pins if line.startswith("torch==")]
 
 
-def test_two_installations_at_once_are_one(tiny_pins, tmp_path):
+@pytest.mark.slow
+def test_concurrent_installations_install_once(tiny_pins, tmp_path):
     said: list[str] = []
     with ThreadPoolExecutor() as threads:
         works = [threads.submit(install_cpu_engine, tmp_path / "cache", echo=said.append) for _ in range(2)]
@@ -95,10 +96,11 @@ def test_two_installations_at_once_are_one(tiny_pins, tmp_path):
     tiny_pins.write_text("# other pins\n" + tiny_pins.read_text())
     with pytest.raises(ConfigError):
         find_engine(tmp_path / "cache")
-    assert python.exists()  # whoever runs on it may go on
+    assert python.exists()  # its users may keep running
 
 
-def test_an_installation_that_failed_is_made_anew(tiny_pins, tmp_path):
+@pytest.mark.slow
+def test_failed_installation_is_repeated(tiny_pins, tmp_path):
     cache = tmp_path / "cache"
     wheel = tmp_path / "tiny_torch-1.0-py3-none-any.whl"
     wheel.rename(tmp_path / "away")
@@ -110,14 +112,14 @@ def test_an_installation_that_failed_is_made_anew(tiny_pins, tmp_path):
     assert install_cpu_engine(cache, echo=lambda line: None) == find_engine(cache)
 
 
-def test_the_model_appears_whole_or_not_at_all(fake_engine):
+def test_model_folder_is_created_atomically(fake_engine):
     cache = fake_engine('mkdir "$4" && touch "$4/config.json" && echo no memory left && exit 3')
     with pytest.raises(StartupError, match=r"making the model failed with code 3[\s\S]*no memory left"):
         prepare_model(cache, echo=lambda line: None)
     with pytest.raises(ConfigError):
         find_model(cache)
 
-    fake_engine('mkdir "$4" && touch "$4/model.safetensors"')  # fails if the half-made folder is still there
+    fake_engine('mkdir "$4" && touch "$4/model.safetensors"')  # fails if the incomplete folder still exists
     folder = prepare_model(cache, echo=lambda line: None)
     assert folder == find_model(cache) == model_path(cache)
     assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
@@ -126,13 +128,13 @@ def test_the_model_appears_whole_or_not_at_all(fake_engine):
     assert prepare_model(cache) == folder
 
 
-def test_the_engine_lives_apart_from_our_environment(fake_engine, monkeypatch):
+def test_engine_environment_is_separate(fake_engine, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/ours")
     cache = fake_engine('mkdir "$4"; test -z "$PYTHONPATH" && test "$HF_HUB_OFFLINE" = 1')
     prepare_model(cache, echo=lambda line: None)
 
 
-def test_the_stand_ins_can_be_named_but_not_used():
+def test_stubs_can_be_imported_but_not_called():
     stubs = Path(install.__file__).parent / "cpu_stubs"
     script = """
 import torchvision.transforms.functional as F
@@ -154,7 +156,7 @@ assert json.loads("1") == 1
     assert done.returncode == 0, done.stderr
 
 
-def test_operations_of_the_kernels_can_be_named_but_not_used():
+def test_kernel_operations_can_be_named_but_not_called():
     stubs = Path(install.__file__).parent / "cpu_stubs"
     script = """
 import sys, types
@@ -180,7 +182,7 @@ assert not hasattr(Namespace("aten"), "thing_cpu")
 
 
 @pytest.mark.engine
-def test_the_model_ends_its_turns():
+def test_model_ends_its_turns():
     folder = find_model()
     config = json.loads((folder / "config.json").read_text())
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())

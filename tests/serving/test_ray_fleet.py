@@ -1,4 +1,4 @@
-"""Real Ray on this machine, with one GPU in its books, and fake engines in place of SGLang."""
+"""Real Ray on this machine, with one logical GPU, and fake engines in place of SGLang."""
 
 import asyncio
 import os
@@ -12,8 +12,8 @@ import pytest
 
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import is_healthy
-from rollout_backend.serving.fleet import Fleet
-from rollout_backend.serving.ray_fleet import RayEngine, ray_engines
+from rollout_backend.serving.engine_fleet import EngineFleet
+from rollout_backend.serving.ray_engine import RayEngine, RayEngines
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
@@ -29,14 +29,14 @@ def ray():
 
 @pytest.fixture
 def command():
-    """Crosses into Ray's workers by value, for they cannot import this module."""
+    """A command that Ray's workers get by value, because they cannot import this module."""
     python, script = sys.executable, str(FAKE_ENGINE)
 
     def make(model, serving, host, port, first_gpu):
         import os
 
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # Ray says which GPUs are the actor's
-        assert first_gpu == 0  # counted among these
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # the GPU that Ray assigned to the actor
+        assert first_gpu == 0  # the index among the assigned GPUs
         return [python, "-S", script, host, str(port), model.name or "healthy"], {}
 
     return make
@@ -50,19 +50,19 @@ async def is_gone(url: str) -> bool:
     return False
 
 
-def test_the_package_does_not_import_ray():
-    script = (
-        "import sys, rollout_backend.serving.fleet, rollout_backend.serving.ray_fleet; sys.exit('ray' in sys.modules)"
-    )
+def test_fleet_does_not_import_ray():
+    modules = "rollout_backend.serving.engine_fleet, rollout_backend.serving.ray_engine"
+    script = f"import sys, {modules}; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-async def test_an_engine_is_placed_dies_and_comes_back(ray, command, make_config, tmp_path, until):
+@pytest.mark.slow
+async def test_killed_ray_engine_is_restarted(ray, command, make_config, tmp_path, until):
     config = make_config(serving={"kind": "ray", "startup_timeout_s": 30})
     events = []
-    make_engine = await ray_engines(config.model, config.serving, tmp_path, command)
-    async with Fleet(config, tmp_path, events.append, make_engine=make_engine) as fleet:
-        assert ray.available_resources().get("GPU", 0) == 0  # the actor holds it
+    make_engine = RayEngines(config, tmp_path, command).make
+    async with EngineFleet(config, tmp_path, events.append, make_engine=make_engine) as fleet:
+        assert ray.available_resources().get("GPU", 0) == 0  # the actor holds the GPU
         (url,) = fleet.engine_urls
         assert url.startswith(f"http://{ray.util.get_node_ip_address()}:")
 
@@ -81,19 +81,21 @@ async def test_an_engine_is_placed_dies_and_comes_back(ray, command, make_config
         assert await served_by() != pid
 
 
-async def test_the_death_of_the_actor_is_the_death_of_the_engine(ray, command, make_config, tmp_path):
+@pytest.mark.slow
+async def test_death_of_the_actor_ends_the_engine(ray, command, make_config, tmp_path):
     config = make_config(serving={"kind": "ray", "startup_timeout_s": 30})
     engine = RayEngine("engine-0", config.model, config.serving, tmp_path / "log", command)
     await engine.start()
     waiting = asyncio.create_task(engine.wait())
-    ray.kill(engine._actor.handle)
+    ray.kill(engine.handle)
     assert "Ray actor died" in await asyncio.wait_for(waiting, 20)
     assert "Ray actor died" in await engine.tail()
-    assert await is_gone(engine.url)  # the server itself goes too
+    assert await is_gone(engine.url)  # the server ends too
     await engine.stop()
 
 
-async def test_an_engine_that_does_not_come_up_says_why(ray, command, make_config, tmp_path):
+@pytest.mark.slow
+async def test_ray_engine_that_does_not_start_reports_its_log(ray, command, make_config, tmp_path):
     config = make_config(model={"path": make_config().model.path, "name": "broken"}, serving={"kind": "ray"})
     engine = RayEngine("engine-0", config.model, config.serving, tmp_path / "log", command)
     with pytest.raises(StartupError, match=r"ended with code 1 before it was up[\s\S]*made of cheese"):
@@ -101,7 +103,8 @@ async def test_an_engine_that_does_not_come_up_says_why(ray, command, make_confi
     await engine.stop()
 
 
-async def test_no_gpu_left(ray, command, make_config, tmp_path):
+@pytest.mark.slow
+async def test_missing_gpus_are_reported(ray, command, make_config, tmp_path):
     config = make_config(serving={"kind": "ray", "tensor_parallel": 2, "startup_timeout_s": 0.5})
     engine = RayEngine("engine-0", config.model, config.serving, tmp_path / "log", command)
     with pytest.raises(StartupError, match=r"no machine of the Ray cluster had 2 GPUs free.*tensor_parallel"):

@@ -12,8 +12,8 @@ import pytest
 from rollout_backend.config import RouterConfig
 from rollout_backend.errors import StartupError
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.process import free_port
 from rollout_backend.serving.router import Router, router_command
+from rollout_backend.serving.server_process import free_port
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ async def served_by(http: aiohttp.ClientSession, router: Router, key: str) -> in
         return (await response.json())["pid"]
 
 
-def test_the_command_line_bounds_every_wait():
+def test_command_line_bounds_every_wait():
     argv = router_command(RouterConfig(host="0.0.0.0"), 5000, 5001, model_call_s=12.5)
     given = dict(zip(argv[3::2], argv[4::2], strict=True))
     assert given["--host"] == "0.0.0.0"
@@ -38,7 +38,7 @@ def test_the_command_line_bounds_every_wait():
     assert given["--policy"] == "manual"
 
 
-async def test_sessions_spread_and_stay(router, start_engine):
+async def test_sessions_are_spread_and_sticky(router, start_engine):
     (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
     await asyncio.gather(router.add(url_a), router.add(url_b))
     assert set(await router.workers()) == {url_a, url_b}
@@ -52,7 +52,7 @@ async def test_sessions_spread_and_stay(router, start_engine):
     assert min(counts.values()) >= 10
 
 
-async def test_add_and_remove_may_be_repeated(router, start_engine):
+async def test_add_and_remove_are_idempotent(router, start_engine):
     url, _ = await start_engine()
     await router.add(url)
     await router.add(url)
@@ -64,14 +64,14 @@ async def test_add_and_remove_may_be_repeated(router, start_engine):
     assert list(await router.workers()) == [url]
 
 
-async def test_a_dead_engine_is_refused_with_the_reason(router):
+async def test_adding_a_dead_engine_fails_with_the_reason(router):
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(StartupError, match=f"did not take the engine {url}"):
         await router.add(url)
     assert await router.workers() == {}
 
 
-async def test_a_port_in_use_names_the_setting(tmp_path):
+async def test_port_in_use_names_the_setting(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -80,7 +80,7 @@ async def test_a_port_in_use_names_the_setting(tmp_path):
                 pass
 
 
-async def test_it_starts_again_on_its_port(router, start_engine):
+async def test_router_restarts_on_its_port(router, start_engine):
     url, _ = await start_engine()
     await router.add(url)
     before, pid = router.url, router.pid
@@ -96,8 +96,8 @@ async def test_it_starts_again_on_its_port(router, start_engine):
     assert await router.workers() == {}
 
 
-async def test_of_a_call_with_images_comes_through_what_an_engine_needs(router):
-    """Not `return_prompt_token_ids` and `logit_bias`: the router does not know them."""
+async def test_router_forwards_the_images_of_a_call(router):
+    """It drops `return_prompt_token_ids` and `logit_bias`, which it does not know."""
     body = {
         "rid": "r",
         "input_ids": [1, 2],
@@ -111,7 +111,7 @@ async def test_of_a_call_with_images_comes_through_what_an_engine_needs(router):
         async with aiohttp.ClientSession() as http:
             large, kind = io.BytesIO(json.dumps(body).encode()), {"Content-Type": "application/json"}
             async with http.post(f"{router.url}/generate", data=large, headers=kind) as response:
-                assert response.status == 400  # of the engine, which was not told about images
+                assert response.status == 400  # the engine's error: it got no `image_tokens`
                 assert "takes no images" in await response.text()
             async with http.post(f"{router.url}/generate", json={**body, "image_data": None}) as response:
                 assert (await response.json())["meta_info"]["prompt_tokens"] == 2

@@ -15,12 +15,12 @@ PYTHON = Path("/opt/sglang/bin/python")
 
 
 def flags(argv: list[str]) -> dict[str, str]:
-    """Flag to value, "" for one without."""
+    """Return flag to value, "" for a flag without value."""
     pairs = zip(argv, [*argv[1:], "--"], strict=True)
     return {a.removeprefix("--"): "" if b.startswith("--") else b for a, b in pairs if a.startswith("--")}
 
 
-def test_a_gpu_server():
+def test_command_of_a_gpu_server():
     serving = ServingConfig(python=PYTHON, tensor_parallel=2, extra_args=("--mem-fraction-static", "0.7"))
     argv, env = engine_command(MODEL, serving, "10.0.0.3", 4000, first_gpu=2, inherited={})
     assert argv[:3] == ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]
@@ -41,11 +41,12 @@ def test_a_gpu_server():
         "mem-fraction-static": "0.7",
     }
     assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert env["SGLANG_VLM_CACHE_SIZE_MB"] == "0", "the cache of images outlives new weights"
     assert "PYTHONPATH" not in env
     assert "SGLANG_USE_CPU_ENGINE" not in env
 
 
-def test_a_cpu_server():
+def test_command_of_a_cpu_server():
     serving = ServingConfig(device="cpu", python=PYTHON, dtype="float32", threads=2)
     argv, env = engine_command(MODEL, serving, "127.0.0.1", 4000, inherited={})
     given = flags(argv)
@@ -59,21 +60,21 @@ def test_a_cpu_server():
     assert (Path(env["PYTHONPATH"]) / "sitecustomize.py").is_file()
 
 
-def test_code_of_the_models_own_is_trusted_only_if_said():
+def test_model_code_is_trusted_only_if_configured():
     serving = ServingConfig(python=PYTHON)
     assert "trust-remote-code" not in flags(engine_command(MODEL, serving, "h", 1, inherited={})[0])
     trusted = MODEL.model_copy(update={"trust_remote_code": True})
     assert "trust-remote-code" in flags(engine_command(trusted, serving, "h", 1, inherited={})[0])
 
 
-def test_the_cache_can_be_sized_on_both():
+def test_cache_size_applies_to_gpu_and_cpu():
     for device in ("cpu", "cuda"):
         serving = ServingConfig(device=device, python=PYTHON, max_total_tokens=2048)
         argv, _ = engine_command(MODEL, serving, "h", 1, inherited={})
         assert flags(argv)["max-total-tokens"] == "2048"
 
 
-def test_only_what_the_engine_needs_is_inherited():
+def test_engine_inherits_only_needed_variables():
     ours = {
         "PATH": "/bin",
         "CUDA_VISIBLE_DEVICES": "3",
@@ -89,7 +90,7 @@ def test_only_what_the_engine_needs_is_inherited():
     assert not {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS", "ROLLOUT__STORAGE__BUCKET"} & set(env)
 
 
-def test_which_interpreter(monkeypatch, tmp_path):
+def test_interpreter_of_the_engine(monkeypatch, tmp_path):
     argv, _ = engine_command(MODEL, ServingConfig(), "h", 1, inherited={})
     assert argv[0] == sys.executable
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
@@ -100,10 +101,10 @@ def test_which_interpreter(monkeypatch, tmp_path):
 @pytest.mark.engine
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_sglang_accepts_the_command_line(device):
-    """Parses with SGLang's own parser, which needs no GPU."""
+    """SGLang's own parser accepts it; that needs no GPU."""
     serving = ServingConfig(device=device, python=find_engine(), tensor_parallel=2, max_total_tokens=4096)
     argv, _ = engine_command(MODEL, serving, "0.0.0.0", 4000, first_gpu=4)
-    _, env = engine_command(MODEL, serving.model_copy(update={"device": "cpu"}), "0.0.0.0", 4000)  # to import it here
+    _, env = engine_command(MODEL, serving.model_copy(update={"device": "cpu"}), "0.0.0.0", 4000)  # for the import
     script = (
         "import json, sys; from sglang.srt.server_args import prepare_server_args;"
         "args = prepare_server_args(sys.argv[1:]);"

@@ -21,21 +21,22 @@ from agent_wrapper.contract import (
     Segment,
 )
 from rollout_backend import aws
-from rollout_backend.breaker import Breaker, log_place
 from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.manifests import ManifestStore
-from rollout_backend.collect.queue import AnnouncementQueue
-from rollout_backend.collect.retokenise import Retokeniser
-from rollout_backend.collect.set_aside import SetAside
+from rollout_backend.collect.manifest_store import ManifestStore
+from rollout_backend.collect.queue import AnnouncementQueue, queue_name
+from rollout_backend.collect.retokenize import Retokenizer
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import ModelConfig, RolloutConfig, load_config
-from rollout_backend.dispatch.closer import SessionCloser
+from rollout_backend.core.circuit_breaker import CircuitBreaker, log_place
+from rollout_backend.core.tasks import Task
+from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
+from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.step import Step
-from rollout_backend.step_services import StepServices
-from rollout_backend.tasks import Task
+from rollout_backend.step.services import StepServices
+from rollout_backend.step.step import Step
+from rollout_backend.step.task_blocklist import TaskBlocklist
 
 Behaviour = Callable[["Agents", RolloutRequest], Awaitable[None]]
 
@@ -171,9 +172,9 @@ async def open_bench(
                 "runtime": {"kind": "http", "url": "http://127.0.0.1:9", "invoke_per_s": 1000, "stop_per_s": 1000},
                 "queue": {"wait_s": 1},
                 "group": {"size": 2},
-                "collect": {"quiet_s": 60},
+                "collect": {"list_after_idle_s": 60},
                 "timeouts": {
-                    "model_call_s": 5, "agent_s": 10, "publish_grace_s": 5, "collection_s": 30, "token_s": 60,
+                    "model_call_s": 5, "agent_s": 60, "publish_grace_s": 20, "collection_s": 120, "token_s": 300,
                 },
             }  # fmt: skip
             config = load_config(base=base, overrides=overrides, env={})
@@ -184,15 +185,24 @@ async def open_bench(
             stack.push_async_callback(store.aclose)
             queue = None
             if config.queue.enabled:
-                queue = await AnnouncementQueue.open(config.queue, config.aws, config.run_id)
+                queue = await AnnouncementQueue.open(
+                    config.queue, config.aws, queue_name(config.storage, config.run_id)
+                )
                 stack.push_async_callback(queue.aclose)
             agents = Agents(s3, sqs, make_segment)
             stack.push_async_callback(agents.aclose)
-            retokeniser = None
-            if config.collect.retokenise:
-                retokeniser = await Retokeniser.open(ModelConfig(path=BYTE_MODEL))
-                stack.callback(retokeniser.close)
-            buffer = RolloutBuffer(config.run_id, store, queue, config.collect.fetches, retokeniser)
+            retokenizer = None
+            if config.collect.retokenize:
+                retokenizer = await Retokenizer.open(ModelConfig(path=BYTE_MODEL))
+                stack.callback(retokenizer.close)
+            buffer = RolloutBuffer(
+                config.run_id,
+                store,
+                queue,
+                config.collect.max_fetches,
+                retokenizer,
+                text_format=config.collect.text_format,
+            )
             receiving = asyncio.create_task(buffer.run(config.queue.receivers))
             stack.push_async_callback(_end, receiving)
             bench: Bench
@@ -202,27 +212,31 @@ async def open_bench(
             async def revoke(sessions: Any) -> None:
                 bench.revoked += sessions
 
+            calls = CallQueue(invoke_per_s=1000, stop_per_s=1000)
             services = StepServices(
                 config=config,
                 dispatcher=Dispatcher(
                     agents,
-                    per_s=1000,
+                    calls,
                     max_sessions=config.runtime.max_sessions,
                     max_attempts=config.runtime.max_attempts,
                     wait=wait_none(),
+                    wait_refused=wait_none(),
                 ),
-                closer=SessionCloser(agents, per_s=1000, wait=wait_none()),
+                closer=SessionCloser(agents, calls, wait=wait_none()),
                 buffer=buffer,
                 queue_url=queue.url if queue is not None else None,
                 endpoint=lambda claims: ModelEndpoint(
                     base_url="http://gateway/v1", api_key="key", name="m", trajectory_url="http://gateway/t"
                 ),
                 revoke=revoke,
-                keep=lambda rollout: bench.kept.append(rollout),
+                keep=lambda rollout: bench.kept.append(rollout) or True,
                 read_manifest=manifests.read,
                 write_manifest=manifests.write,
-                breaker=Breaker(config.breakers, lambda entry: log_place(config, entry)),
-                set_aside=SetAside(store, config.run_id, config.group.set_aside_after or 10**6),
+                breaker=CircuitBreaker(
+                    config.circuit_breaker, lambda entry: log_place(config, entry, lambda session: config.runtime.url)
+                ),
+                blocklist=TaskBlocklist(store, config.run_id, config.group.block_task_after or 10**6),
             )
             bench = Bench(config, agents, services)
             return bench

@@ -10,8 +10,8 @@ import weakref
 from collections import Counter
 
 from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.ledger import Entry, Ledger
-from rollout_backend.step import Step
+from rollout_backend.core.ledger import Entry, Ledger
+from rollout_backend.step.step import Step
 
 STEPS = 25
 
@@ -29,8 +29,8 @@ def held() -> dict[str, int]:
 
 
 async def test_many_steps_leave_no_more_than_a_few(open_bench, caplog):
-    bench = await open_bench("group.size=4", "group.extra=1", "group.straggler_after=0.9", "collect.quiet_s=0.2",
-        "queue.wait_s=0")  # fmt: skip
+    settings = ("group.size=4", "group.oversample=1", "group.straggler_after=0.9")
+    bench = await open_bench(*settings, "collect.list_after_idle_s=0.2", "queue.wait_s=0")
 
     async def behave(agents, request):
         """Each class that ends by itself, and one that is found by listing only."""

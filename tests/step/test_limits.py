@@ -1,30 +1,34 @@
-"""What a run spends on what cannot succeed: breakers, tasks set aside, stragglers, rollouts to spare."""
+"""What a run spends on what cannot succeed: the circuit breaker, blocked tasks, stragglers, rollouts to spare."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import json
+from unittest.mock import create_autospec
 
 import pytest
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.collect.set_aside import SetAside
+from rollout_backend.core.manifest import payload_digest
+from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, Rejected
 from rollout_backend.manager import RolloutManager
-from rollout_backend.manifest import payload_digest
-from rollout_backend.tasks import Task
+from rollout_backend.run_lease import RunLease
+from rollout_backend.step.task_blocklist import TaskBlocklist
 
 
 async def lose(agents, request):
     await agents.fail(request, Outcome.INFRA_ERROR)
 
 
-# --- breakers ---------------------------------------------------------------------------------------------
+# --- the circuit breaker ----------------------------------------------------------------------------------
 
 
 async def test_failures_of_one_kind_stop_the_step_with_a_diagnosis_and_close_what_runs(open_bench):
-    bench = await open_bench("breakers.consecutive=3", "breakers.over_s=0", "group.size=4", "group.min_viable=1")
+    bench = await open_bench(
+        "circuit_breaker.max_failures=3", "circuit_breaker.min_span_s=0", "group.size=4", "group.min_viable=1"
+    )
 
     async def all_but_the_last(request):
         if not request.rollout_id.endswith(".3"):
@@ -43,7 +47,7 @@ async def test_failures_of_one_kind_stop_the_step_with_a_diagnosis_and_close_wha
 
 
 async def test_failures_add_up_over_steps_and_a_stopped_run_dispatches_nothing(open_bench):
-    bench = await open_bench("breakers.consecutive=4", "breakers.over_s=0")
+    bench = await open_bench("circuit_breaker.max_failures=4", "circuit_breaker.min_span_s=0")
 
     async def refuse(request):
         raise Rejected("who are you?", reason="access_denied")
@@ -60,7 +64,7 @@ async def test_failures_add_up_over_steps_and_a_stopped_run_dispatches_nothing(o
 
 
 async def test_one_success_begins_the_count_anew(open_bench):
-    bench = await open_bench("breakers.consecutive=3", "breakers.over_s=0", "group.min_viable=1")
+    bench = await open_bench("circuit_breaker.max_failures=3", "circuit_breaker.min_span_s=0", "group.min_viable=1")
 
     async def every_second(agents, request):
         await (agents.complete(request) if request.rollout_id.endswith(".0") else lose(agents, request))
@@ -72,7 +76,9 @@ async def test_one_success_begins_the_count_anew(open_bench):
 
 
 async def test_every_step_of_the_run_is_stopped(open_bench, tmp_path):
-    bench = await open_bench("breakers.consecutive=2", "breakers.over_s=0", f"output_dir={tmp_path}")
+    bench = await open_bench(
+        "circuit_breaker.max_failures=2", "circuit_breaker.min_span_s=0", f"output_dir={tmp_path}"
+    )
     beside = asyncio.Event()
 
     async def refuse_a(request):
@@ -87,7 +93,7 @@ async def test_every_step_of_the_run_is_stopped(open_bench, tmp_path):
 
     bench.agents.before, bench.agents.behave = refuse_a, hang
     manager = RolloutManager(bench.config)
-    manager._services = bench.services
+    manager._services, manager._lease = bench.services, create_autospec(RunLease, instance=True)
     steps = [manager.collect([Task("task-a", {})]), manager.collect([Task("task-b", {})])]
     ended = await asyncio.gather(*steps, return_exceptions=True)
     assert [type(each) for each in ended] == [CircuitOpen, CircuitOpen]
@@ -95,7 +101,7 @@ async def test_every_step_of_the_run_is_stopped(open_bench, tmp_path):
     assert set(bench.agents.sessions) <= set(bench.agents.stopped)
 
 
-# --- tasks set aside --------------------------------------------------------------------------------------
+# --- blocked tasks ---------------------------------------------------------------------------------------
 
 
 async def lose_b(agents, request):
@@ -104,12 +110,12 @@ async def lose_b(agents, request):
 
 def started_again(bench, after=2):
     """The same run in another process: it knows what stands in S3."""
-    store = bench.services.set_aside._store
-    return dataclasses.replace(bench.services, set_aside=SetAside(store, bench.config.run_id, after))
+    store = bench.services.blocklist._store
+    return dataclasses.replace(bench.services, blocklist=TaskBlocklist(store, bench.config.run_id, after))
 
 
 async def test_a_task_that_is_lost_again_and_again_is_not_dispatched_any_more(open_bench):
-    bench = await open_bench("group.set_aside_after=2", "group.min_viable=1")
+    bench = await open_bench("group.block_task_after=2", "group.min_viable=1")
     bench.agents.behave = lose_b
     for number in range(2):
         assert (await bench.step("a", "b", number=number).run()).report.outcomes[Outcome.INFRA_ERROR] == 2
@@ -117,10 +123,10 @@ async def test_a_task_that_is_lost_again_and_again_is_not_dispatched_any_more(op
     bench.services = started_again(bench)
     result = await bench.step("b", "a", number=2).run()
     assert {request.task_id for request in bench.agents.requests} == {"a"}
-    assert result.report.reasons == {"infra_error: task_set_aside": 2}
+    assert result.report.reasons == {"infra_error: task_blocked": 2}
     assert [group.usable for group in result.groups] == [False, True]
     digest = payload_digest(Task("b", {"q": "b"}))
-    [record] = await bench.objects(f"runs/{bench.config.run_id}/set-aside/")
+    [record] = await bench.objects(f"runs/{bench.config.run_id}/task-blocklist/")
     assert (record["digest"], record["task_id"]) == (digest, "b")
     assert [loss["step"] for loss in record["losses"]] == [0, 1]
     [first, _] = record["losses"][0]["failures"]
@@ -130,7 +136,7 @@ async def test_a_task_that_is_lost_again_and_again_is_not_dispatched_any_more(op
 
 
 async def test_takes_of_one_step_count_and_a_resume_is_not_wedged(open_bench):
-    bench = await open_bench("group.set_aside_after=2", "group.policy=replace", "group.max_replacements=1")
+    bench = await open_bench("group.block_task_after=2", "group.policy=replace", "group.max_replacements=1")
     bench.agents.behave = lose_b
     for _ in range(2):
         bench.services = started_again(bench)
@@ -140,12 +146,12 @@ async def test_takes_of_one_step_count_and_a_resume_is_not_wedged(open_bench):
     result = await bench.step("a", "b").run()
     assert bench.agents.requests == []
     # Two losses at once leave the group beyond one replacement, so none was planned; one by one, one was.
-    assert set(result.report.reasons) == {"infra_error: task_set_aside"}
-    assert result.report.reasons["infra_error: task_set_aside"] == 2 + result.report.replacements
+    assert set(result.report.reasons) == {"infra_error: task_blocked"}
+    assert result.report.reasons["infra_error: task_blocked"] == 2 + result.report.replacements
 
 
 async def test_one_rollout_that_gets_through_ends_the_row(open_bench):
-    bench = await open_bench("group.set_aside_after=2", "group.min_viable=1")
+    bench = await open_bench("group.block_task_after=2", "group.min_viable=1")
     losing = True
 
     async def behave(agents, request):
@@ -156,23 +162,23 @@ async def test_one_rollout_that_gets_through_ends_the_row(open_bench):
     for number in range(6):
         losing = number % 2 == 0
         result = await bench.step("a", "b", number=number).run()
-        assert "infra_error: task_set_aside" not in result.report.reasons
-    [record] = await bench.objects(f"runs/{bench.config.run_id}/set-aside/")
+        assert "infra_error: task_blocked" not in result.report.reasons
+    [record] = await bench.objects(f"runs/{bench.config.run_id}/task-blocklist/")
     assert record["losses"] == []
 
 
 async def test_what_is_lost_with_all_others_is_not_the_tasks_own_fault(open_bench):
-    bench = await open_bench("group.set_aside_after=1", "breakers.consecutive=null")
+    bench = await open_bench("group.block_task_after=1", "circuit_breaker.max_failures=null")
     bench.agents.behave = lose
     for number in range(3):
         await bench.step("a", "b", number=number).run()
     assert len(bench.agents.requests) == 12
-    assert await bench.objects(f"runs/{bench.config.run_id}/set-aside/") == []
+    assert await bench.objects(f"runs/{bench.config.run_id}/task-blocklist/") == []
 
 
 async def test_a_record_that_nobody_can_read_sets_nothing_aside(open_bench):
-    bench = await open_bench("group.set_aside_after=1")
-    key = f"runs/{bench.config.run_id}/set-aside/{payload_digest(Task('a', {'q': 'a'}))}.json"
+    bench = await open_bench("group.block_task_after=1")
+    key = f"runs/{bench.config.run_id}/task-blocklist/{payload_digest(Task('a', {'q': 'a'}))}.json"
     body = json.dumps({"schema_version": 9}).encode()
     await bench.agents.s3.put_object(Bucket=bench.config.storage.bucket, Key=key, Body=body)
     assert (await bench.step("a").run()).report.outcomes[Outcome.COMPLETED] == 2
@@ -226,7 +232,7 @@ async def test_nobody_is_a_straggler_before_enough_are_finished(open_bench):
 
 
 async def test_with_some_to_spare_a_group_is_complete_without_its_slowest(open_bench):
-    bench = await open_bench("group.size=2", "group.extra=2", "group.policy=strict")
+    bench = await open_bench("group.size=2", "group.oversample=2", "group.policy=strict")
 
     async def behave(agents, request):
         slow = request.rollout_id in ("task-a.0", "task-b.3")
@@ -246,7 +252,7 @@ async def test_with_some_to_spare_a_group_is_complete_without_its_slowest(open_b
 
 
 async def test_no_more_than_its_size_is_trained_of_a_group(open_bench):
-    bench = await open_bench("group.size=2", "group.extra=2")
+    bench = await open_bench("group.size=2", "group.oversample=2")
     bench.agents.behave = type(bench.agents).vanish
     running = asyncio.create_task(bench.step().run())
     async with asyncio.timeout(10):
@@ -263,7 +269,7 @@ async def test_no_more_than_its_size_is_trained_of_a_group(open_bench):
 
 
 async def test_what_is_to_spare_makes_up_for_what_is_lost(open_bench):
-    bench = await open_bench("group.size=2", "group.extra=1", "group.policy=strict")
+    bench = await open_bench("group.size=2", "group.oversample=1", "group.policy=strict")
 
     async def behave(agents, request):
         await (lose(agents, request) if request.rollout_id == "task-a.1" else agents.complete(request))

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from agent_wrapper.contract import Outcome
-from rollout_backend.dispatched import Dispatched, Note
-from rollout_backend.manifest import Manifest, manifest_key
+from agent_wrapper.contract import Outcome, manifest_key
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog
 
 
 @dataclass
@@ -39,7 +39,7 @@ def work(tmp_path) -> Work:
 
 def started_again(bench, work, tmp_path, gateway="here"):
     bench.services = replace(
-        bench.services, gateway=gateway, dispatched=Dispatched(tmp_path / "steps"), adopt=work.adopt
+        bench.services, gateway=gateway, in_flight=InFlightLog(tmp_path / "steps"), adopt=work.adopt
     )
     bench.agents.requests.clear()
     bench.agents.stopped.clear()
@@ -54,7 +54,7 @@ async def kill_in_the_middle(bench, work, tmp_path, *tasks) -> list:
     notes, expected = tmp_path / "steps" / "00000000.dispatched", len(tasks)
     while len(bench.kept) < expected or sum(r.rollout_id.endswith(".1") for r in bench.agents.requests) < expected:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    while len(bench.services.dispatched.at_work(0)) < expected:  # noqa: ASYNC110
+    while len(bench.services.in_flight.at_work(0)) < expected:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     at_work = [request for request in bench.agents.requests if request.rollout_id.endswith(".1")]
     key, stop = manifest_key("", bench.config.run_id, 0), bench.agents.stop
@@ -78,6 +78,26 @@ async def until(condition) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_only_what_was_invoked_is_stopped(open_bench, work, tmp_path):
+    bench = await open_bench("runtime.max_sessions=2", "group.size=4")
+    started_again(bench, work, tmp_path)
+    bench.agents.behave = type(bench.agents).vanish
+    running = asyncio.create_task(bench.step("a").run())
+    await until(lambda: len(bench.agents.requests) == 2)
+    invoked = {request.session_id for request in bench.agents.requests}
+    key, notes = manifest_key("", bench.config.run_id, 0), tmp_path / "steps" / "00000000.dispatched"
+    [manifest], noted = await bench.objects(key), notes.read_text()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await bench.agents.s3.put_object(Bucket=bench.config.storage.bucket, Key=key, Body=json.dumps(manifest).encode())
+    notes.write_text(noted)
+    started_again(bench, work, tmp_path, gateway="another: nothing goes on")
+    bench.agents.behave = type(bench.agents).complete
+    assert (await bench.step("a").run()).report.outcomes[Outcome.COMPLETED] == 4
+    mine = {request.session_id for request in bench.agents.requests}
+    assert set(bench.agents.stopped) == invoked | mine
+
+
 async def test_an_agent_at_work_is_waited_for_and_not_run_again(open_bench, work, tmp_path):
     bench = await open_bench()
     [request] = await kill_in_the_middle(bench, work, tmp_path, "a")
@@ -95,7 +115,7 @@ async def test_an_agent_at_work_is_waited_for_and_not_run_again(open_bench, work
     assert work.adopted == [request.session_id]
     assert bench.agents.stopped.count(request.session_id) == 1
     assert request.session_id in bench.revoked
-    assert bench.services.dispatched.at_work(0) == []
+    assert bench.services.in_flight.at_work(0) == []
     # A third take finds all of it done, and everything closed.
     started_again(bench, work, tmp_path)
     assert (await bench.step("a").run()).report.resumed == 2
@@ -131,7 +151,7 @@ async def test_an_attempt_that_says_it_was_lost_is_followed_by_another(open_benc
         work.go.set()
     report = (await running).report
     assert report.outcomes[Outcome.COMPLETED] == 2
-    assert [(again.rollout_id, again.attempt) for again in bench.agents.requests] == [("a.1", 6)]
+    assert [(again.rollout_id, again.attempt) for again in bench.agents.requests] == [("a.1", 2)]
     assert report.superseded >= 1
     assert request.session_id in bench.agents.stopped
     assert report.reattached == (0 if meanwhile else 1)
@@ -203,35 +223,63 @@ async def test_what_goes_on_holds_its_slot(open_bench, work, tmp_path):
 # --- the notes --------------------------------------------------------------------------------------------
 
 
-def note(session: str, attempt: int = 1) -> Note:
-    return Note(session_id=session, rollout_id="a.0", attempt=attempt, began=1.0, deadline=2.0)
+def note(session: str, attempt: int = 1) -> InFlightAttempt:
+    return InFlightAttempt(session_id=session, rollout_id="a.0", attempt=attempt, began=1.0, deadline=2.0)
 
 
 def test_what_is_noted_and_not_closed_is_at_work(tmp_path):
-    notes = Dispatched(tmp_path / "steps")
+    notes = InFlightLog(tmp_path / "steps")
     assert notes.at_work(3) == []
     notes.running(3, note("s1"))
     notes.closed(3, "s1")
     notes.closed(3, "s2")  # never accepted
     notes.running(3, note("s3", 2))
     notes.running(4, note("s4"))
-    assert Dispatched(tmp_path / "steps").at_work(3) == [note("s3", 2)]
+    assert InFlightLog(tmp_path / "steps").at_work(3) == [note("s3", 2)]
     notes.over(3)
     assert notes.at_work(3) == []
     assert notes.at_work(4) == [note("s4")]
 
 
+def test_what_was_invoked_and_not_stopped_may_be_open(tmp_path):
+    notes = InFlightLog(tmp_path)
+    notes.begins(0, "nonce", first=1, last=1)
+    for session in ("s1", "s2", "s3"):
+        notes.invoked(0, session)
+    notes.running(0, note("s2"))
+    notes.closed(0, "s1")
+    notes.stopped(0, "s1")
+    notes.closed(0, "s2")  # and then the trainer was killed
+    left = InFlightLog(tmp_path).left_open(0, "nonce")
+    assert left.noted == ["s2", "s3"]
+    assert left.complete == {1}
+    notes.begins(0, "nonce", first=1, last=3)  # it needs further attempts
+    notes.begins(0, "nonce", first=8, last=8)  # those from 4 to 7 were made on another machine
+    assert notes.left_open(0, "nonce").complete == {1, 2, 3, 8}
+    assert notes.left_open(0, "another step's").complete == frozenset()
+    assert notes.left_open(1, "nonce").noted == []
+
+
+def test_notes_of_a_machine_that_went_down_name_sessions_and_prove_nothing(tmp_path):
+    notes = InFlightLog(tmp_path)
+    notes._boot = "before"
+    notes.begins(0, "nonce", first=1, last=1)
+    notes.invoked(0, "s1")
+    left = InFlightLog(tmp_path).left_open(0, "nonce")
+    assert (left.noted, left.complete) == (["s1"], frozenset())
+
+
 def test_a_line_that_was_cut_off_hides_no_other(tmp_path):
-    notes = Dispatched(tmp_path)
+    notes = InFlightLog(tmp_path)
     notes.running(0, note("s1"))
     with (tmp_path / "00000000.dispatched").open("a") as file:
         file.write('\n{"closed": "s')
-    Dispatched(tmp_path).running(0, note("s2"))
-    assert Dispatched(tmp_path).at_work(0) == [note("s1"), note("s2")]
+    InFlightLog(tmp_path).running(0, note("s2"))
+    assert InFlightLog(tmp_path).at_work(0) == [note("s1"), note("s2")]
 
 
 def test_where_notes_cannot_be_written_there_are_none(tmp_path, monkeypatch):
-    notes = Dispatched(tmp_path)
+    notes = InFlightLog(tmp_path)
     notes.running(0, note("s1"))
 
     def full(step, text):

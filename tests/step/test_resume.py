@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from agent_wrapper.contract import Outcome, Sampling, Trajectory
-from rollout_backend.errors import ManifestError, Throttled
-from rollout_backend.gateway.seal import Sealer
-from rollout_backend.gateway.tokens import SessionClaims
-from rollout_backend.manifest import Manifest, digest_of, manifest_key
-from rollout_backend.tasks import Task
+from agent_wrapper.contract import Outcome, Sampling, Trajectory, manifest_key
+from rollout_backend.core.manifest import Manifest, digest_of
+from rollout_backend.core.seal import Sealer
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.core.tasks import Task
+from rollout_backend.errors import ManifestError, OutcomeUnknown
 
 
 async def begin_and_die(bench, *tasks: str, **more) -> None:
@@ -54,14 +54,31 @@ async def test_the_sessions_of_the_earlier_take_are_closed_and_their_numbers_not
     before = Manifest.parse((await bench.objects(manifest_key("", bench.config.run_id, 0)))[0])
     await bench.step("a").run()
     [request] = bench.agents.requests
-    assert request.attempt == 4
-    earlier = {before.session_id("a.1", attempt) for attempt in (1, 2, 3)}
-    assert earlier <= set(bench.agents.stopped)
+    assert request.attempt == 2
+    earlier = {before.session_id(rollout_id, 1) for rollout_id in ("a.0", "a.1")}
+    assert set(bench.agents.stopped) == {*earlier, request.session_id}
     assert request.session_id not in earlier
     # A third take need not close anything: the second one came to its end.
     bench.agents.stopped.clear()
     await bench.step("a").run()
     assert bench.agents.stopped == []
+
+
+async def test_the_manifest_names_a_further_attempt_before_it_is_made(open_bench):
+    """A trainer on another machine knows from it alone which sessions may be open."""
+    bench = await open_bench("runtime.max_attempts=3")
+    named = []
+
+    async def cut_twice(request):
+        [manifest] = await bench.objects(manifest_key("", bench.config.run_id, 0))
+        named.append((request.attempt, manifest["attempts"]))
+        if request.attempt < 3 and request.rollout_id == "a.1":
+            raise OutcomeUnknown("cut")
+
+    bench.agents.before = cut_twice
+    result = await bench.step("a").run()
+    assert result.report.outcomes[Outcome.COMPLETED] == 2
+    assert sorted(named) == [(1, 1), (1, 1), (2, 2), (3, 3)]
 
 
 async def test_a_finished_step_is_read_and_not_run(open_bench):
@@ -165,7 +182,7 @@ async def test_the_notice_of_an_attempt_that_was_given_up_settles_nothing(open_b
     async def refuse_first(request):
         if request.attempt == 1:
             first[request.rollout_id] = request
-            raise Throttled("not now")
+            raise OutcomeUnknown("not now")
         await bench.agents.fail(first[request.rollout_id], Outcome.INFRA_ERROR)
 
     async def after_the_notices(agents, request):
@@ -209,7 +226,7 @@ def test_what_decides_whether_a_task_is_the_same():
 def sealed_by(bench, secret: str) -> None:
     """From now on the run checks seals as one does that has this secret; the agents carry such seals."""
     sealer = Sealer(secret)
-    bench.services.buffer._verify = sealer.check
+    bench.services.buffer._decoder._verify = sealer.check
     bench.services = replace(bench.services, sealed_by=sealer.fingerprint)
 
     def result(agents, request, **more):
@@ -235,13 +252,28 @@ async def test_a_trainer_with_the_same_secret_takes_what_is_finished(open_bench)
     assert result.report.outcomes[Outcome.COMPLETED] == 2
 
 
+async def test_an_object_that_s3_never_gives_does_not_block_the_next_start(open_bench):
+    bench = await open_bench("group.min_viable=1")
+    await begin_and_die(bench, "a", "b")
+    key = f"runs/{bench.config.run_id}/steps/00000000/a.0"
+    bucket = bench.config.storage.bucket
+    await bench.agents.s3.put_object(Bucket=bucket, Key=key, Body=b"x", StorageClass="GLACIER")
+    result = await bench.step("a", "b").run()
+    assert result.report.outcomes[Outcome.COMPLETED] == 3
+    [failure] = result.failures
+    assert (failure.rollout_id, failure.reason) == ("a.0", "invalid_result")
+    assert "InvalidObjectState" in failure.message
+    [record] = await bench.quarantined()
+    assert record["what"] == key
+
+
 async def test_a_trainer_with_another_secret_runs_all_of_it_anew_and_says_why(open_bench, caplog):
     bench = await open_bench()
     sealed_by(bench, "the first machine's secret " * 2)
     await begin_and_die(bench, "a")
     sealed_by(bench, "another machine's secret " * 2)
     result = await bench.step("a").run()
-    assert [request.rollout_id for request in bench.agents.requests] == ["a.s1.0", "a.s1.1"]
+    assert [request.rollout_id for request in bench.agents.requests] == ["a.0.s1", "a.1.s1"]
     assert result.report.outcomes[Outcome.COMPLETED] == 2
     assert result.report.resumed == 0
     assert await bench.quarantined() == []
@@ -250,7 +282,7 @@ async def test_a_trainer_with_another_secret_runs_all_of_it_anew_and_says_why(op
 
 
 async def test_a_forged_trajectory_is_no_result_and_is_kept_as_evidence(open_bench):
-    bench = await open_bench()
+    bench = await open_bench("group.min_viable=1")
     sealed_by(bench, "the machine's own secret " * 2)
 
     async def behave(agents, request):

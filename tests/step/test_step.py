@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from agent_wrapper.contract import Outcome, Sampling
+from rollout_backend.atomic_file import write_file
+from rollout_backend.core.report import StepResult
+from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RuntimeUnavailable, ServingError, Throttled
-from rollout_backend.report import StepResult
-from rollout_backend.step import Step
-from rollout_backend.tasks import Task
+from rollout_backend.observe.archive import RunArchive
+from rollout_backend.step.step import Step
 
 
 def ended_well(step, result: StepResult, agents) -> None:
@@ -38,6 +44,26 @@ async def test_each_rollout_arrives_once_and_its_session_is_closed(open_bench):
     assert sorted(bench.revoked) == sorted(bench.agents.stopped)
 
 
+async def test_a_full_disk_costs_the_local_copies_alone(open_bench, tmp_path, caplog):
+    bench = await open_bench()
+    folder = tmp_path / "rollouts" / "00000000"
+    folder.mkdir(parents=True)
+
+    def write(path: Path, data: bytes) -> None:
+        if path.name.startswith("task-a"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_file(path, data)
+
+    bench.services = replace(bench.services, keep=RunArchive(tmp_path, write).keep)
+    step = bench.step("task-a", "task-b")
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.COMPLETED] == 4
+    assert result.report.unarchived == 2
+    assert "No space left on device" in caplog.text
+    assert sorted(path.name for path in folder.iterdir()) == ["task-b.0", "task-b.1"]
+
+
 async def test_doubled_announcements_change_nothing(open_bench):
     bench = await open_bench()
 
@@ -50,7 +76,7 @@ async def test_doubled_announcements_change_nothing(open_bench):
     bench.agents.behave = repeatedly
     step = bench.step("task-a", "task-b")
     running = asyncio.create_task(step.run())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while step.ledger.duplicates < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     waiting = next(request for request in bench.agents.requests if request.rollout_id == "task-b.0")
@@ -63,7 +89,7 @@ async def test_doubled_announcements_change_nothing(open_bench):
 
 
 async def test_lost_announcements_are_found_by_listing(open_bench):
-    bench = await open_bench("collect.quiet_s=0.3")
+    bench = await open_bench("collect.list_after_idle_s=0.3")
 
     async def silent(agents, request):
         await agents.put(request, agents.result(request).encode())
@@ -76,8 +102,28 @@ async def test_lost_announcements_are_found_by_listing(open_bench):
     assert not result.report.deadline_reached
 
 
+async def test_a_lost_announcement_is_found_among_others(open_bench, monkeypatch):
+    bench = await open_bench("collect.list_after_idle_s=0.3", "group.size=1")
+
+    async def one_is_lost(agents, request):
+        await agents.put(request, agents.result(request).encode())
+        while True:  # as many agents do that finish meanwhile
+            await agents.announce(request, key=f"runs/{bench.config.run_id}/steps/00000009/another.0")
+            await asyncio.sleep(0.05)
+
+    async def too_late(*_):
+        raise AssertionError("it was found at its deadline alone")
+
+    bench.agents.behave = one_is_lost
+    step = bench.step()
+    monkeypatch.setattr(step._last_look, "ask", too_late)
+    result = await step.run()
+    ended_well(step, result, bench.agents)
+    assert result.report.outcomes[Outcome.COMPLETED] == 1
+
+
 async def test_a_run_without_a_queue_ends_the_same(open_bench):
-    bench = await open_bench("queue.enabled=false", "collect.no_queue_sweep_s=0.1")
+    bench = await open_bench("queue.enabled=false", "collect.list_interval_s=0.1")
 
     async def silent(agents, request):
         assert request.result.queue_url is None
@@ -91,7 +137,7 @@ async def test_a_run_without_a_queue_ends_the_same(open_bench):
 
 
 async def test_a_queue_that_is_deleted_in_mid_run_costs_time_only(open_bench):
-    bench = await open_bench("collect.no_queue_sweep_s=0.1")
+    bench = await open_bench("collect.list_interval_s=0.1")
     deleted = asyncio.Event()
 
     async def after_the_deletion(agents, request):
@@ -318,6 +364,50 @@ async def test_the_target_ends_a_step_early_and_stops_the_rest(open_bench):
     assert set(bench.revoked) == {request.session_id for request in bench.agents.requests}
 
 
+async def test_a_cancelled_agent_samples_no_more_though_the_step_goes_on(open_bench):
+    bench = await open_bench("group.oversample=1", "group.size=1")
+    spare, others_may_end = asyncio.Event(), asyncio.Event()
+
+    async def behave(agents, request):
+        if request.rollout_id == "task-a.1":
+            spare.set()
+            await asyncio.Event().wait()
+        await (spare if request.task_id == "task-a" else others_may_end).wait()
+        await agents.complete(request)
+
+    bench.agents.behave = behave
+    step = bench.step("task-a", "task-b")
+    running = asyncio.create_task(step.run())
+    async with asyncio.timeout(20):
+        while not step.ledger.counts()[Outcome.CANCELLED]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        cancelled = step.ledger.entries["task-a.1"].session_id
+        while cancelled not in bench.revoked:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert not running.done()
+    others_may_end.set()
+    assert (await running).report.balanced
+    assert len(bench.revoked) == len(set(bench.revoked))
+    assert set(bench.revoked) == {request.session_id for request in bench.agents.requests}
+
+
+async def test_keys_that_could_not_be_revoked_are_revoked_with_the_step(open_bench):
+    bench = await open_bench()
+    revoke, refused = bench.services.revoke, []
+
+    async def away_at_first(session_ids):
+        if not refused:
+            refused.extend(session_ids)
+            raise ServingError("the gateway is being started again")
+        await revoke(session_ids)
+
+    bench.services = replace(bench.services, revoke=away_at_first)
+    step = bench.step("task-a", "task-b")
+    ended_well(step, await step.run(), bench.agents)
+    assert refused
+    assert set(bench.revoked) == {request.session_id for request in bench.agents.requests}
+
+
 async def test_a_late_result_of_an_earlier_step_is_counted_apart(open_bench):
     bench = await open_bench("group.target_groups=1")
     late = []
@@ -342,7 +432,7 @@ async def test_a_late_result_of_an_earlier_step_is_counted_apart(open_bench):
 
 
 async def test_a_submission_that_fails_for_good_is_reported_at_once(open_bench):
-    bench = await open_bench()
+    bench = await open_bench("group.min_viable=1")  # else the first loss cancels the other
 
     async def refuse(request):
         raise RuntimeUnavailable("503 for ever")
@@ -356,19 +446,19 @@ async def test_a_submission_that_fails_for_good_is_reported_at_once(open_bench):
     assert not result.report.deadline_reached
 
 
-async def test_a_throttled_submission_goes_through_in_a_new_session(open_bench):
+async def test_a_throttled_submission_is_repeated_in_the_same_session(open_bench):
     bench = await open_bench("group.size=1")
 
     async def throttle_once(request):
-        if request.attempt == 1:
+        if len(bench.agents.requests) == 1:
             raise Throttled("slow down")
 
     bench.agents.before = throttle_once
     result = await bench.step().run()
     assert result.report.outcomes[Outcome.COMPLETED] == 1
     first, second = bench.agents.requests
-    assert first.session_id != second.session_id
-    assert (first.attempt, second.attempt) == (1, 2)
+    assert first.session_id == second.session_id  # a refusal opened no session
+    assert (first.attempt, second.attempt) == (1, 1)
     assert first.key == second.key
 
 
@@ -521,6 +611,8 @@ async def in_text(agents, request, **more):
         "rollout_data": [{"formatted_request": {"messages": TALK, "tools": None}}],
         "rewards": [0.5],
         "input_id": request.task_id,
+        "session_id": request.session_id,
+        "attempt": request.attempt,
     }
     await agents.put(request, json.dumps({**result, **more}).encode())
     await agents.announce(request)
@@ -528,7 +620,7 @@ async def in_text(agents, request, **more):
 
 @pytest.mark.parametrize("behave", [tell, in_text])
 async def test_messages_alone_count_in_evaluation_and_are_not_trained(open_bench, behave):
-    bench = await open_bench("group.size=4", "group.policy=strict")
+    bench = await open_bench("group.size=4", "group.policy=strict", "collect.text_format=true")
 
     async def half(agents, request):
         await (behave(agents, request) if request.task_id == "task-a" else agents.complete(request))
@@ -540,7 +632,7 @@ async def test_messages_alone_count_in_evaluation_and_are_not_trained(open_bench
     assert result.report.outcomes[Outcome.COMPLETED] == 8, "none is cancelled for want of tokens"
     assert result.report.reasons == {"completed: messages_only": 4}
     assert result.failures == ()
-    assert (result.report.trainable, result.report.retokenised) == (4, 0)
+    assert (result.report.trainable, result.report.retokenized) == (4, 0)
     told, sampled = result.groups
     assert (told.rollouts, len(told.messages_only), told.usable) == ((), 4, False)
     assert (len(sampled.rollouts), sampled.messages_only, sampled.usable) == (4, (), True)
@@ -551,16 +643,16 @@ async def test_messages_alone_count_in_evaluation_and_are_not_trained(open_bench
 
 
 async def test_messages_are_trained_where_the_settings_allow_it_and_marked(open_bench):
-    bench = await open_bench("collect.retokenise=true")
+    bench = await open_bench("collect.retokenize=true", "collect.text_format=true")
     bench.agents.behave = in_text
     step = bench.step()
     result = await step.run()
     ended_well(step, result, bench.agents)
     assert result.report.reasons == {}
-    assert (result.report.trainable, result.report.retokenised) == (2, 2)
+    assert (result.report.trainable, result.report.retokenized) == (2, 2)
     [group] = result.groups
     assert group.usable
-    assert all(rollout.retokenised and rollout.trainable for rollout in group.rollouts)
+    assert all(rollout.retokenized and rollout.trainable for rollout in group.rollouts)
 
 
 async def test_an_agent_cannot_mark_segments_as_retokenised_itself(open_bench):
@@ -570,17 +662,17 @@ async def test_an_agent_cannot_mark_segments_as_retokenised_itself(open_bench):
         segment = agents.result(request).segments[0].model_dump(mode="json")
         segment["logprobs"] = [None] * len(segment["logprobs"])
         segment["turns"][0]["weight_versions"] = []
-        await agents.complete(request, segments=[{**segment, "retokenised": True}])
+        await agents.complete(request, segments=[{**segment, "retokenized": True}])
 
     bench.agents.behave = forged
     result = await bench.step().run()
     assert result.report.reasons == {"infra_error: invalid_result": 1}
     [record] = await bench.quarantined()
-    assert "marked retokenised" in record["reason"]
+    assert "marked retokenized" in record["reason"]
 
 
 async def test_a_text_result_that_failed_is_a_failure_and_one_of_another_task_is_refused(open_bench):
-    bench = await open_bench("group.size=3", "group.min_viable=1")
+    bench = await open_bench("group.size=3", "group.min_viable=1", "collect.text_format=true")
 
     async def each(agents, request):
         more = {
@@ -603,7 +695,7 @@ async def test_a_text_result_that_failed_is_a_failure_and_one_of_another_task_is
 
 
 async def test_a_result_that_does_not_say_when_it_was_done_has_no_lag(open_bench):
-    bench = await open_bench("group.size=1")
+    bench = await open_bench("group.size=1", "collect.text_format=true")
     bench.agents.behave = in_text
     result = await bench.step().run()
     assert result.report.lag is None
@@ -612,7 +704,7 @@ async def test_a_result_that_does_not_say_when_it_was_done_has_no_lag(open_bench
 
 async def test_a_fault_in_the_listing_ends_the_step(open_bench, monkeypatch):
     """Else nobody would hear of it, and the step would wait for its deadline."""
-    bench = await open_bench("collect.quiet_s=0.1", "queue.wait_s=0")
+    bench = await open_bench("collect.list_after_idle_s=0.1", "queue.wait_s=0")
 
     async def hang(agents, request):
         await asyncio.Event().wait()

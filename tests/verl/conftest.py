@@ -1,4 +1,4 @@
-"""These tests need verl, which has an environment of its own; elsewhere none of them is collected."""
+"""Fixtures of the verl tests. They need verl's environment, and are not collected elsewhere."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ import pytest
 import yaml
 
 from agent_wrapper.contract import Rollout
+from rollout_backend.core.report import StepReport
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.sessions import Limits
 from rollout_backend.local.verl_cpu.environment import environment, overrides
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
-from rollout_backend.process import ServerProcess
-from rollout_backend.report import StepReport
+from rollout_backend.serving.server_process import ServerProcess
 
 if importlib.util.find_spec("verl") is None:
     collect_ignore_glob = ["*.py"]
 else:
-    # Before verl is imported anywhere: it looks for its platform once.
+    # Before verl is imported anywhere, because it detects its platform once.
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     os.environ.update(environment(threads=1))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its and its dependencies' own; ours are errors
+        warnings.simplefilter("ignore")  # warnings of verl and its dependencies; ours are errors
         import ray  # noqa: F401
         import verl.trainer.ppo.v1
         import verl.workers.rollout.replica  # noqa: F401
@@ -49,7 +49,7 @@ Task = dict[str, Any]
 
 
 class Training:
-    """One run of verl in a folder of its own; everything that it leaves is read from there."""
+    """One run of verl in its own folder, from which tests read its logs, metrics and results."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Training:
             **(backend or {}),
         }
         self.own.write_text(yaml.safe_dump(tree))
-        self.settings = [  # of verl's
+        self.settings = [  # verl's overrides
             *overrides(rollout_devices=rollout_devices),
             f"actor_rollout_ref.model.path={make_tiny_model(work / 'model')}",
             "actor_rollout_ref.model.enable_gradient_checkpointing=False",
@@ -101,7 +101,7 @@ class Training:
             f"+{ROLLOUT}.custom.rollout_backend={self.own}",
             f"{ACTOR}.ppo_mini_batch_size={prompts}",
             f"{ACTOR}.ppo_micro_batch_size_per_gpu={GROUP}",
-            f"{ACTOR}.optim.lr=3e-3",  # enough for old weights to be noticed
+            f"{ACTOR}.optim.lr=3e-3",  # large enough that old weights show in the logprobs
             "trainer.v1.trainer_mode=sync",
             "trainer.v1.sampler.custom_sampler.path=pkg://rollout_backend.verl.sampler",
             "trainer.v1.sampler.custom_sampler.name=RolloutSampler",
@@ -124,7 +124,7 @@ class Training:
             "PYTHONUNBUFFERED": "1",
             "SPY_FILE": str(self.spy_file),
             "VERL_FILE_LOGGER_PATH": str(self.metrics_file),
-            "TEST_TRAINING": self._marker,  # by which its processes are known
+            "TEST_TRAINING": self._marker,  # identifies the run's processes
         }
         self.verl = self._made()
 
@@ -134,7 +134,7 @@ class Training:
         return ServerProcess("verl", command, self.work / "verl.log", self.environ)
 
     def config(self, *more: str) -> Any:
-        """verl's whole tree of settings, in this process."""
+        """Return verl's whole tree of settings."""
         from hydra import compose, initialize_config_module
 
         with initialize_config_module("verl.trainer.config", version_base=None):
@@ -144,12 +144,12 @@ class Training:
         await self.verl.start()
 
     async def start_again(self, *more: str) -> None:
-        """Another life of a run that has ended or was killed; its log goes on in the same file."""
+        """Start a run again that has ended or was killed. The log continues in the same file."""
         self.verl = self._made(*more)
         await self.verl.start()
 
     async def kill(self) -> None:
-        """Every process of the run at once, as where its machine's memory is full, but for the janitor."""
+        """Kill all processes of the run except the janitor, as the kernel does if the memory is full."""
         while victims := [
             pid for pid, command in self.processes().items() if "rollout_backend.janitor" not in command
         ]:
@@ -161,7 +161,7 @@ class Training:
 
     async def stop(self) -> None:
         await self.verl.stop(grace_s=20)
-        for pid in self.processes():  # verl's daemons are in sessions of their own
+        for pid in self.processes():  # verl's daemons have their own process sessions
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -177,7 +177,7 @@ class Training:
         return [json.loads(line)["data"] for line in self.metrics_file.read_text().splitlines()]
 
     def steps_done(self) -> int:
-        """Steps that are logged, which is after their weights are given out."""
+        """Return the number of logged steps. verl logs a step after its weights are distributed."""
         return self.metrics_file.read_text().count("\n") if self.metrics_file.exists() else 0
 
     def reports(self) -> list[StepReport]:
@@ -185,56 +185,56 @@ class Training:
         return [StepReport.model_validate_json(file.read_text()) for file in files]
 
     def say(self, *names: str) -> None:
-        """To the agents that wait for it."""
+        """Let agents continue that wait for these names."""
         for name in names:
             (self.seen / name).touch()
 
     def begun(self) -> dict[str, str]:
-        """The rollouts whose agents are at work or were, with the name of their group."""
+        """Return the rollouts whose agents have started, each with the name of its group."""
         return {file.name: file.read_text() for file in self.seen.iterdir() if "." in file.name}
 
     def forget(self) -> None:
-        """What was said, and which rollouts have begun."""
+        """Forget the names that agents may wait for, and which rollouts have started."""
         for file in self.seen.iterdir():
             file.unlink()
 
     def groups(self) -> dict[str, str]:
-        """The name of each prompt's uid, as the agents saw it."""
-        return {rollout_id.rpartition(".")[0]: name for rollout_id, name in self.begun().items()}
+        """Return the group name of each prompt's uid, as the agents saw it."""
+        return {rollout_id.partition(".s")[0].rpartition(".")[0]: name for rollout_id, name in self.begun().items()}
 
     def gradient(self, step: int) -> dict[str, list[dict[str, Any]]]:
-        """What the actor was updated by: rows by the name of their group, less verl's own filling."""
+        """Return the rows of an actor update by the name of their group, without verl's padding."""
         rows = defaultdict(list)
         names = self.groups()
         for row in json.loads(self.spy_file.read_text().splitlines()[step - 1]):
             name = names.get(row["uid"].partition("_")[0])
             if name is None:
-                assert row["trained"] == 0, "tokens of nobody's are trained"
+                assert row["trained"] == 0, "a padding row has trained tokens"
             else:
                 rows[name].append(row)
         return dict(rows)
 
     def rollouts(self, step: int) -> list[Rollout]:
-        """What arrived of the first batch of verl's step, which counts from 1."""
+        """Return the collected rollouts of the first batch of verl's step. verl counts steps from 1."""
         return [Rollout.decode(file.read_bytes()) for file in self._of_step("rollouts", step).glob("[!.]*")]
 
     def report(self, step: int) -> StepReport:
-        """Of the first batch of verl's step."""
+        """Return the report of the first batch of verl's step."""
         return StepReport.model_validate_json(self._of_step("steps", step).with_suffix(".json").read_text())
 
     def _of_step(self, what: str, step: int) -> Path:
-        from rollout_backend.verl.numbers import StepNumbers  # needs verl
+        from rollout_backend.verl.step_numbers import StepNumbers  # needs verl
 
         number, _ = StepNumbers(resumes=False).next(step, validate=False)
         return self.run_dir / what / f"{number:08d}"
 
     def versions(self, step: int) -> set[str]:
-        """Of the weights that sampled verl's step."""
+        """Return the weight versions that sampled verl's step."""
         turns = [turn for rollout in self.rollouts(step) for segment in rollout.segments for turn in segment.turns]
         return {span.version for turn in turns for span in turn.weight_versions}
 
     def processes(self, name: str = "") -> dict[int, str]:
-        """The run's own that are alive, and whose command has `name` in it."""
+        """Return the run's live processes whose command contains `name`."""
         found = {}
         for folder in Path("/proc").iterdir():
             try:
@@ -246,14 +246,14 @@ class Training:
                 continue
         return found
 
-    async def until(self, condition: Callable[[], object], what: str, within_s: float = 240) -> None:
+    async def until(self, condition: Callable[[], object], what: str, within_s: float = 600) -> None:
         deadline = time.monotonic() + within_s
         while not condition():
             assert self.verl.running, f"verl ended before {what}. {self.verl.tail()}"
             assert time.monotonic() < deadline, f"not {what} within {within_s:g} s. {self.verl.tail()}"
             await asyncio.sleep(0.2)
 
-    async def ends(self, within_s: float = 300) -> int:
+    async def ends(self, within_s: float = 600) -> int:
         return await asyncio.wait_for(self.verl.wait(), within_s)
 
     async def leaves_nothing(self) -> None:
@@ -270,7 +270,7 @@ class Training:
 
 @contextlib.asynccontextmanager
 async def training_in(work: Path, tasks: list[Task], prompts: int, *more: str, **how: Any) -> AsyncIterator[Training]:
-    """A run that is ready to start; `more` overrides verl's settings."""
+    """Prepare a run; `more` overrides verl's settings."""
     seen = work / "seen"
     seen.mkdir()
     agent, env, limits = HERE / "trainer_agent.py", {"SEEN": str(seen)}, Limits(grace_s=2.0)
@@ -284,5 +284,5 @@ async def training_in(work: Path, tasks: list[Task], prompts: int, *more: str, *
 
 @pytest.fixture(scope="session")
 def training() -> Any:
-    """`training(work, tasks, prompts, *overrides)` is a context: a run of verl's trainer that is ready to start."""
+    """Return a context manager: `training(work, tasks, prompts, *overrides)` prepares a run of verl's trainer."""
     return training_in

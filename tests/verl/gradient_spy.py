@@ -1,6 +1,6 @@
-"""Loaded by verl as the module of its dataset: enters an estimator that does as ours, and writes down what it saw.
+"""The dataset module of the trainer tests. It registers an estimator that wraps ours and records each call.
 
-What an estimator returns is what the actor's update gets. A line of SPY_FILE is one call, that is one step.
+The actor is updated with what an estimator returns. Each line of SPY_FILE is one call, which is one step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout_backend.verl.dataset import PayloadDataset as PayloadDataset
 def spied(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[str], **more: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    advantages, returns = advantage.grpo_present(token_level_rewards, response_mask, index, **more)
+    advantages, returns = advantage.grpo_skip_missing(token_level_rewards, response_mask, index, **more)
     rows = [
         {
             "uid": str(uid),
@@ -36,4 +36,4 @@ def spied(
 
 
 register_adv_est("spied")(spied)
-advantage.ESTIMATORS["spied"] = spied  # so the manager hands it the rows' keys, as it does to ours
+advantage.ESTIMATORS["spied"] = spied  # so that the manager gives it row keys, as it does for ours

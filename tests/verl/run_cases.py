@@ -1,6 +1,6 @@
-"""`python -m verl.trainer.main_ppo` several times over, in one process: to import verl and to start Ray takes long.
+"""Run `python -m verl.trainer.main_ppo` several times in one process: importing verl and starting Ray is slow.
 
-Its one argument is a file of JSON: {name: [overrides]}. What each of them says stands between two lines of its name.
+The argument is a JSON file {name: [overrides]}. The output of each case is between two lines with its name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The estimators among the present: equal to verl's where nothing is missing, and never moved by what is."""
+"""The estimators equal verl's if no rollout is missing, and missing rollouts never change them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
-from rollout_backend.verl.advantage import knows_sessions, row_uid
+from rollout_backend.verl.advantage import needs_row_uids, row_uid
 
 WIDTH = 4
 
@@ -47,29 +47,31 @@ values = st.sampled_from([0.0, 1.0, 0.3, -2.0])
 groups = st.lists(st.lists(values, min_size=2, max_size=5), min_size=1, max_size=4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(groups, st.booleans(), st.randoms(use_true_random=False))
-def test_with_nothing_missing_they_are_verls(found: list[list[float]], by_std: bool, random: Any) -> None:
+def test_without_missing_rollouts_the_estimators_equal_verls(
+    found: list[list[float]], by_std: bool, random: Any
+) -> None:
     rows = [(reward, f"u{g}") for g, group in enumerate(found) for reward in group]
     random.shuffle(rows)
     rewards, uids = [reward for reward, _ in rows], [uid for _, uid in rows]
     config = OmegaConf.create({"norm_adv_by_std_in_grpo": by_std})
 
-    ours = advantages("grpo_present", batch(rewards, uids), config)
+    ours = advantages("grpo_skip_missing", batch(rewards, uids), config)
     stock = advantages("grpo", batch(rewards, uids), norm_adv_by_std_in_grpo=by_std)
-    if not by_std or all(len(set(group)) > 1 for group in found):  # float32 noise of verl's, divided by epsilon
+    if not by_std or all(len(set(group)) > 1 for group in found):  # verl divides float32 noise by epsilon
         torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
-        advantages("rloo_present", batch(rewards, uids)),
+        advantages("rloo_skip_missing", batch(rewards, uids)),
         advantages("rloo", batch(rewards, uids)),
         rtol=1e-4,
         atol=1e-5,
     )
 
 
-@settings(max_examples=100, deadline=None)
-@given(groups, st.sampled_from(["grpo_present", "rloo_present"]), st.lists(st.integers(0, 3), max_size=4))
-def test_missing_rows_move_no_one(found: list[list[float]], name: str, missing: list[int]) -> None:
+@settings(max_examples=100)
+@given(groups, st.sampled_from(["grpo_skip_missing", "rloo_skip_missing"]), st.lists(st.integers(0, 3), max_size=4))
+def test_missing_rows_change_no_advantage(found: list[list[float]], name: str, missing: list[int]) -> None:
     rewards = [reward for group in found for reward in group]
     uids = [f"u{g}" for g, group in enumerate(found) for _ in group]
     lengths = [1 + i % WIDTH for i in range(len(rewards))]
@@ -82,38 +84,40 @@ def test_missing_rows_move_no_one(found: list[list[float]], name: str, missing: 
     assert not among[len(rewards) :].any()
 
 
-def test_verls_own_take_a_missing_rollout_for_a_reward_of_0() -> None:
+def test_verls_grpo_takes_a_missing_rollout_for_a_reward_of_0() -> None:
     data = [1.0, 1.0, 0.0], ["a"] * 3, [2, 2, 0]
     assert advantages("grpo", batch(*data))[0, 0] > 0.5
-    assert advantages("grpo_present", batch(*data))[0, 0] == 0
+    assert advantages("grpo_skip_missing", batch(*data))[0, 0] == 0
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_a_single_survivor_has_advantage_0_and_not_its_reward(name: str) -> None:
     data = [1.0, 0.0, 0.0], ["a", "a", "b"], [2, 0, 2]
-    assert not advantages(f"{name}_present", batch(*data)).any()
-    assert advantages(name, batch([1.0], ["a"], [2]))[0, 0] == pytest.approx(1), "verl's own give the raw reward"
+    assert not advantages(f"{name}_skip_missing", batch(*data)).any()
+    assert advantages(name, batch([1.0], ["a"], [2]))[0, 0] == pytest.approx(1), (
+        "verl's estimators return the raw reward"
+    )
 
 
-def test_equal_rewards_are_worth_nothing() -> None:
-    assert not advantages("grpo_present", batch([0.1] * 3, ["a"] * 3)).any()
+def test_equal_rewards_have_advantage_0() -> None:
+    assert not advantages("grpo_skip_missing", batch([0.1] * 3, ["a"] * 3)).any()
 
 
-def test_dr_grpo_reads_verls_own_switch() -> None:
+def test_dr_grpo_follows_verls_setting() -> None:
     data = [1.0, 0.0, 0.0, 1.0], ["a"] * 4, [1] * 4
     for config in (OmegaConf.create({"norm_adv_by_std_in_grpo": False}), AlgoConfig(norm_adv_by_std_in_grpo=False)):
-        assert advantages("grpo_present", batch(*data), config)[:, 0].tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert advantages("grpo_present", batch(*data), AlgoConfig())[0, 0] == pytest.approx(0.866, abs=1e-3)
+        assert advantages("grpo_skip_missing", batch(*data), config)[:, 0].tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert advantages("grpo_skip_missing", batch(*data), AlgoConfig())[0, 0] == pytest.approx(0.866, abs=1e-3)
 
 
-def test_rloo_compares_with_the_others() -> None:
-    found = advantages("rloo_present", batch([1.0, 0.0, 0.5, 9.0], ["a"] * 4, [1, 1, 1, 0]))
+def test_rloo_subtracts_the_mean_of_the_others() -> None:
+    found = advantages("rloo_skip_missing", batch([1.0, 0.0, 0.5, 9.0], ["a"] * 4, [1, 1, 1, 0]))
     assert found[:, 0].tolist() == pytest.approx([0.75, -0.75, 0.0, 0.0])
 
 
 # --- several rows of one rollout, as in v1 ----------------------------------------------------------------
 
-SESSIONS = [  # uid, session, index, reward, trained tokens: shuffled, as verl's balancing leaves them
+SESSIONS = [  # uid, session, index, reward, trained tokens; shuffled, as after verl's balancing
     ("a", 0, 1, 1.0, 2),
     ("b", 1, 0, 0.0, 1),
     ("a", 1, 0, 0.0, 3),
@@ -145,9 +149,9 @@ def _v1(name: str, uid_of_row: bool, norm: bool = True) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("norm", [True, False])
-def test_a_session_counts_once_however_many_rows_it_has(norm: bool) -> None:
+def test_a_session_with_several_rows_counts_once(norm: bool) -> None:
     torch.testing.assert_close(
-        _v1("grpo_present", uid_of_row=True, norm=norm),
+        _v1("grpo_skip_missing", uid_of_row=True, norm=norm),
         _v1("grpo", uid_of_row=False, norm=norm),
         rtol=1e-4,
         atol=1e-5,
@@ -155,44 +159,46 @@ def test_a_session_counts_once_however_many_rows_it_has(norm: bool) -> None:
 
 
 def test_without_row_uids_a_session_counts_once_per_row() -> None:
-    """Why `row_uid` is needed: verl hands other estimators than its own grpo no session."""
-    counted = _v1("grpo_present", uid_of_row=False)
+    """Shows why `row_uid` is needed: verl passes sessions only to its own grpo."""
+    counted = _v1("grpo_skip_missing", uid_of_row=False)
     assert not torch.allclose(counted, _v1("grpo", uid_of_row=False), atol=0.05)
 
 
 def test_rloo_by_sessions() -> None:
-    found = _v1("rloo_present", uid_of_row=True)
+    found = _v1("rloo_skip_missing", uid_of_row=True)
     # of "a": 1, 0, 0.5; of "b": 1, 0
     assert found[:, 0].tolist() == pytest.approx([0.75, -1.0, -0.75, 0.75, 0.75, 1.0, 0.0, -1.0, 0.0, 0.0])
 
 
 def test_a_session_is_present_while_any_of_its_rows_is() -> None:
     uids = [row_uid("a", 0, 0), row_uid("a", 0, 1), row_uid("a", 1, 0)]
-    found = advantages("rloo_present", batch([1.0, 1.0, 0.0], uids, [2, 0, 1]))
+    found = advantages("rloo_skip_missing", batch([1.0, 1.0, 0.0], uids, [2, 0, 1]))
     assert found[:, 0].tolist() == [1.0, 0.0, -1.0]
 
 
-def test_which_estimators_want_row_uids() -> None:
-    assert knows_sessions("grpo_present")
-    assert knows_sessions("rloo_present")
-    assert not knows_sessions("grpo")
+def test_our_estimators_need_row_uids() -> None:
+    assert needs_row_uids("grpo_skip_missing")
+    assert needs_row_uids("rloo_skip_missing")
+    assert not needs_row_uids("grpo")
 
 
-# --- how they come to be known ----------------------------------------------------------------------------
+# --- registration -----------------------------------------------------------------------------------------
 
 
 def _registered(code: str, **env: str) -> str:
-    code += "; from verl.trainer.ppo.core_algos import get_adv_estimator_fn as f; print(f('grpo_present').__name__)"
+    code += (
+        "; from verl.trainer.ppo.core_algos import get_adv_estimator_fn as f; print(f('grpo_skip_missing').__name__)"
+    )
     command = [sys.executable, "-W", "ignore", "-c", code]
     ran = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
     return ran.stdout.strip() or ran.stderr
 
 
-def test_loading_the_manager_by_name_registers_them() -> None:
+def test_loading_the_manager_registers_the_estimators() -> None:
     load = "from verl.utils.import_utils import load_class_from_fqn as l"
-    assert _registered(f"{load}; l('rollout_backend.verl.CloudAgentLoopManager')") == "grpo_present"
+    assert _registered(f"{load}; l('rollout_backend.verl.CloudAgentLoopManager')") == "grpo_skip_missing"
 
 
-def test_verls_environment_variable_registers_them() -> None:
-    assert _registered("import verl", VERL_USE_EXTERNAL_MODULES="rollout_backend.verl") == "grpo_present"
+def test_verls_environment_variable_registers_the_estimators() -> None:
+    assert _registered("import verl", VERL_USE_EXTERNAL_MODULES="rollout_backend.verl") == "grpo_skip_missing"
     assert "Unknown advantage estimator" in _registered("import verl")

@@ -1,4 +1,4 @@
-"""Payloads through verl's own loaders: what the agent is given is what stands in the file."""
+"""Payloads pass through verl's own loaders and reach the agent unchanged."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
-from tensordict import NonTensorData, NonTensorStack
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer
 from verl import DataProto
@@ -25,8 +23,9 @@ from verl.utils.dataset.rl_dataset import collate_fn
 import rollout_backend.local
 from rollout_backend.errors import TaskFileError
 from rollout_backend.verl.dataset import PLACEHOLDER, PayloadDataset, payload_of
+from rollout_backend.verl.v1_batch import rows_of_tensordict
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata, of torch
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata warns about torch
 
 PAYLOADS: list[dict[str, Any]] = [
     {"question": "2 + 2?", "answer": 4, "deep": {"list": [1, [2.5, None], {}], "flag": True}, "text": "ü\n\u2028"},
@@ -76,21 +75,10 @@ def batches(dataset: Any, config: DictConfig, size: int = 2) -> list[dict[str, A
 
 
 def v1_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
-    """As the v1 trainer hands a batch over, and as a manager takes it apart."""
+    """Return the rows that the manager reads from the v1 trainer's batch."""
     batch["uid"] = np.array([f"u{i}" for i in range(len(batch["raw_prompt"]))], dtype=object)
     data = tu.get_tensordict(batch)
-    rows = []
-    for i in range(len(data)):
-        row = {}
-        for key, value in data.items():
-            if isinstance(value, torch.Tensor):
-                row[key] = value[i]
-            elif isinstance(value, NonTensorStack):
-                row[key] = value[i].data
-            elif isinstance(value, NonTensorData):
-                row[key] = value.data
-        rows.append(row)
-    return rows
+    return list(rows_of_tensordict(data))
 
 
 def legacy_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -103,7 +91,7 @@ def legacy_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("through", [v1_rows, legacy_rows])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet of JSON text"])
-def test_payloads_arrive_as_they_were_written(
+def test_payloads_pass_through_verl_unchanged(
     kind: str,
     through: Callable[..., Any],
     tmp_path: Path,
@@ -134,7 +122,7 @@ def test_a_struct_column_holds_the_fields_of_all_rows(
     assert [dataset[i]["task_id"] for i in range(2)] == ["one", "task-00001"]
 
 
-def test_the_prompt_that_verl_shows(
+def test_verl_shows_the_payloads_prompt(
     jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
 ) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -150,7 +138,7 @@ def test_the_prompt_that_verl_shows(
     assert tokenizer.apply_chat_template(dataset[0]["raw_prompt"], tokenize=True, return_dict=False)
 
 
-def test_other_columns_are_carried_along(
+def test_other_columns_are_kept(
     jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
 ) -> None:
     first = jsonl([{"payload": {}, "data_source": "gsm8k", "reward_model": {"ground_truth": "4"}}])
@@ -165,7 +153,9 @@ def test_other_columns_are_carried_along(
     assert batch["dummy_tensor"].shape == (2, 1)
 
 
-def test_some_of_the_rows(jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any) -> None:
+def test_max_samples_chooses_rows(
+    jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
+) -> None:
     path = jsonl([{"payload": {"i": i}} for i in range(20)])
 
     def chosen(count: int, *overrides: str) -> list[int]:
@@ -185,15 +175,19 @@ def test_some_of_the_rows(jsonl: Callable[..., str], data_config: Callable[..., 
         ({"prompt": "hi", "answer": 4}, r"line 2: there is no payload, only \['answer', 'prompt'\].*custom_cls"),
         ({"payload": None}, "line 2: there is no payload"),
         ([1], "line 2: there is no payload"),
-        ({"payload": "no json"}, "line 2: payload is a text, but not JSON"),
+        ({"payload": "no json"}, "line 2: payload is a string, but not valid JSON"),
         ({"payload": "[1]"}, "line 2: payload must be an object.*not list"),
-        ({"payload": {"x": float("nan")}}, r"line 2: payload\.x is nan, which JSON does not know"),
+        ({"payload": {"x": float("nan")}}, r"line 2: payload\.x is nan, which is not valid JSON"),
+        ({"payload": {"x": "\ud800"}}, r"line 2: .*payload\.x holds '\\ud800', half of a surrogate pair"),
+        ({"payload": json.loads("[" * 250 + "]" * 250)}, "line 2: .*must be an object"),
+        ({"payload": {"x": json.loads("[" * 250 + "]" * 250)}}, "line 2: .*nested deeper than 200 levels"),
+        ({"payload": '{"x": ' + "[" * 900 + "]" * 900 + "}"}, "line 2: .*nested"),
         ({"payload": {"_rollout": 1}}, "must not have a field '_rollout'"),
         ({"payload": {}, "task_id": 7}, "line 2: task_id is 7"),
         ({"payload": {}, "task_id": "a/b"}, "line 2: task_id 'a/b' must be"),
     ],
 )
-def test_a_row_at_fault_is_named_when_the_dataset_is_made(
+def test_an_invalid_row_is_named_when_the_dataset_is_made(
     row: Any, message: str, jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
 ) -> None:
     path = jsonl([{"payload": {}}, row])
@@ -209,12 +203,12 @@ def test_a_date_in_a_struct_is_named(tmp_path: Path, data_config: Callable[..., 
         create_rl_dataset(path, data_config(), tokenizer, None)
 
 
-def test_files_at_fault(
+def test_missing_and_empty_files_are_refused(
     tmp_path: Path, jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
 ) -> None:
     with pytest.raises(TaskFileError, match="there is no task file"):
         create_rl_dataset(str(tmp_path / "none.jsonl"), data_config(), tokenizer, None)
-    with pytest.raises(TaskFileError, match=r"holds no row: set data\.train_files"):
+    with pytest.raises(TaskFileError, match=r"has no rows: set data\.train_files"):
         create_rl_dataset(jsonl([]), data_config(), tokenizer, None)
 
 

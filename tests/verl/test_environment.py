@@ -1,4 +1,4 @@
-"""What verl's processes on the CPU are started with."""
+"""The environment of verl's processes on the CPU."""
 
 import platform
 import subprocess
@@ -12,14 +12,14 @@ INTEL = sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 @pytest.mark.skipif(not INTEL, reason="its OpenMP is made for Linux on x86-64")
-def test_torch_computes_with_the_openmp_that_bears_several_threads():
+def test_torch_uses_the_openmp_that_supports_several_threads():
     code = "import torch; torch.ones(1 << 20).exp(); print(open('/proc/self/maps').read())"
     argv = [sys.executable, "-c", code]
     maps = subprocess.run(argv, env=environment(2), capture_output=True, text=True, check=True)
     assert "libiomp5.so" in maps.stdout
 
 
-def test_what_the_user_has_set_stays():
+def test_user_settings_are_kept():
     own = environment(inherited={"LD_PRELOAD": "/lib/mine.so", "GLIBC_TUNABLES": "glibc.malloc.check=1"})
     assert own["LD_PRELOAD"].split(":")[-1] == "/lib/mine.so"
     assert own["GLIBC_TUNABLES"] == "glibc.malloc.check=1"

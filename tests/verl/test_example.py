@@ -1,4 +1,4 @@
-"""The example of `make train` and `make train-smoke`: what its curve shows must hold in each step."""
+"""The example behind `make train` and `make train-smoke`, checked in each step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from rollout_backend.report import StepReport
+from rollout_backend.core.report import StepReport
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_arithmetic" / "train.py"
 
 
-def test_each_step_trains_what_was_sampled_by_the_weights_of_the_step_before(tmp_path: Path) -> None:
+def test_each_step_trains_tokens_sampled_by_the_previous_steps_weights(tmp_path: Path) -> None:
     work = tmp_path / "work"
     command = [sys.executable, str(SCRIPT), "--tiny", "--steps", "2", "--work", str(work)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1000, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = list(csv.DictReader((work / "curve.csv").read_text().splitlines()))
     assert [(row["step"], row["weight_version"]) for row in rows] == [("1", "0"), ("2", "1")]
@@ -28,7 +28,7 @@ def test_each_step_trains_what_was_sampled_by_the_weights_of_the_step_before(tmp
         assert float(row["grad_norm"]) > 0
         assert (float(row["rollouts"]), float(row["left_out"]), float(row["staleness"])) == (64, 0, 0)
     assert "rollout_probs_diff_max" in done.stdout
-    assert "Traceback" not in (work / "verl.log").read_text(), "it does not end in order"
+    assert "Traceback" not in (work / "verl.log").read_text(), "verl did not end cleanly"
     assert (work / "curve.png").stat().st_size > 0
     reports = [StepReport.model_validate_json(file.read_text()) for file in work.glob("runs/*/steps/*.json")]
     assert len(reports) == 2

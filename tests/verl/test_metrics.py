@@ -1,4 +1,4 @@
-"""What a step left out, among verl's own metrics: each rollout in one class, and added up as verl adds up."""
+"""Metrics of what a step left out: each rollout is in one class, and verl adds the counts up."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from verl.trainer.ppo.v1 import replay_buffer
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
+from rollout_backend.core.report import GroupResult, StepFailure
+from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
-from rollout_backend.report import GroupResult, StepFailure
-from rollout_backend.tasks import Task
-from rollout_backend.verl.metrics import CLASSES, TALLY, Tally, count_group, named, staleness
-from rollout_backend.verl.rows import Rows, rows_of, v1_tag
+from rollout_backend.verl.metrics import CLASSES, TALLY, Tally, as_metrics, count_group, staleness
+from rollout_backend.verl.row_formats import v1_tag
+from rollout_backend.verl.rows import Rows, rows_of
 
 
 def rollout(number: int, version: str = "3", logprob: float | None = -0.5, tokens: int = 4) -> Rollout:
     segment = Segment(
         token_ids=[1, *range(2, 2 + tokens)],
-        mask=[0, *[1] * tokens],
+        response_mask=[0, *[1] * tokens],
         logprobs=[None, *[logprob] * tokens],
         turns=[
             Turn(
@@ -72,7 +73,7 @@ def metrics(*groups: tuple[GroupResult, list[Rows]]) -> dict[str, float]:
     for found, rows in groups:
         counts.update(count_group(found, rows))
     trained = sum(len(rows) > 0 for _, of_group in groups for rows in of_group)
-    return named(counts, trained)
+    return as_metrics(counts, trained)
 
 
 def present(found: dict[str, float]) -> dict[str, float]:
@@ -82,9 +83,9 @@ def present(found: dict[str, float]) -> dict[str, float]:
 def test_each_rollout_is_trained_or_left_out_in_one_class() -> None:
     lossy = group(
         rollout(0),
-        rollout(1, logprob=None),  # nothing of it can be trained
-        scored_error(2),  # is trained, though it failed
-        planned=7,  # 6 completed with messages only
+        rollout(1, logprob=None),  # has no token that can be trained
+        scored_error(2),  # failed, but is trained
+        planned=7,  # number 6 completed with messages only
         failures=(
             failure(2, Outcome.AGENT_ERROR, "agent_exception"),
             failure(3, Outcome.TIMED_OUT, "no_result"),
@@ -112,7 +113,7 @@ def test_each_rollout_is_trained_or_left_out_in_one_class() -> None:
     assert found["rollouts/planned/sum"] == found["rollouts/trained/sum"] + found["rollouts/left_out/sum"]
 
 
-def test_what_finds_no_place_and_what_has_no_version_is_counted() -> None:
+def test_truncated_tokens_and_unknown_versions_are_counted() -> None:
     found = group(rollout(0, tokens=6), rollout(1, version="default"), planned=2)
     assert present(metrics((found, made(found, response=4)))) == {
         "planned": 2,
@@ -122,14 +123,14 @@ def test_what_finds_no_place_and_what_has_no_version_is_counted() -> None:
     }
 
 
-def test_a_curve_has_no_gaps() -> None:
+def test_fixed_metrics_are_always_present() -> None:
     whole = group(rollout(0), planned=1)
     names = metrics((whole, made(whole))).keys()
     assert {f"rollouts/left_out/{name}/sum" for name in CLASSES} <= names
     assert set(CLASSES) > {str(outcome) for outcome in Outcome if outcome is not Outcome.COMPLETED}
 
 
-def test_verl_adds_up_what_several_batches_of_a_step_left_out() -> None:
+def test_verl_adds_up_the_metrics_of_several_batches_of_a_step() -> None:
     lossy = group(rollout(0), planned=2, failures=(failure(1, Outcome.TIMED_OUT, "no_result"),))
     parts = [metrics((lossy, made(lossy))) | staleness([(4, 3.0, 2)], current) for current in (3, 5)]
     aggregator = MetricsAggregator()
@@ -143,7 +144,7 @@ def test_verl_adds_up_what_several_batches_of_a_step_left_out() -> None:
     assert whole["rollouts/staleness/max"] == 3.0
 
 
-def test_staleness_is_weighed_by_tokens() -> None:
+def test_staleness_is_weighted_by_tokens() -> None:
     assert staleness([(3, 4.0, 4), (1, 2.0, 1)], current=4) == {
         "rollouts/staleness/mean": 0.5,
         "rollouts/staleness/max": 3.0,
@@ -151,7 +152,7 @@ def test_staleness_is_weighed_by_tokens() -> None:
     assert staleness([], current=4) == {}
 
 
-def test_a_tally_is_taken_once_and_by_partition() -> None:
+def test_a_tally_is_taken_once_per_partition() -> None:
     tally = Tally()
     tally.add("train", Counter(a=1))
     tally.add("val", Counter(a=5))
@@ -179,7 +180,7 @@ def queue() -> Iterator[Any]:
 
 
 class Trainer:
-    """What verl's trainer is to a sampler: it puts prompts into the queue, and is asked for more."""
+    """A fake of verl's trainer: it writes prompts to the queue and refills it."""
 
     def __init__(self, queue: Any, mode: str, *overrides: str) -> None:
         from rollout_backend.verl.sampler import RolloutSampler
@@ -190,7 +191,7 @@ class Trainer:
         with initialize_config_module("verl.trainer.config", version_base=None):
             config = compose("ppo_trainer", [f"trainer.v1.trainer_mode={mode}", *overrides])
         sampler = config.trainer.v1.sampler
-        self.sampler = RolloutSampler(  # the arguments that verl has for a sampler of one's own
+        self.sampler = RolloutSampler(  # the arguments that verl passes to a custom sampler
             trainer_mode=mode,
             trainer_config=config.trainer.v1.get(mode, {}),
             max_off_policy_threshold=sampler.max_off_policy_threshold,
@@ -206,7 +207,7 @@ class Trainer:
             self.finish(f"u{self.fresh}", [9, 9])
 
     def finish(self, uid: str, versions: list[int], step: int = 10, status: str = "finished") -> None:
-        """A group whose sessions were sampled by these versions."""
+        """Write a group whose sessions were sampled by these versions."""
         tag = {"is_prompt": True, "status": "running", "global_steps": step}
         self.queue.kv_put(key=uid, partition_id="train", tag=tag)
         for session, version in enumerate(versions):
@@ -219,7 +220,7 @@ class Trainer:
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(request: pytest.FixtureRequest) -> Iterator[None]:
+def clean_queue(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     TALLY.take("train")
     if "queue" in request.fixturenames:
@@ -232,7 +233,7 @@ OLD = "+trainer.v1.sampler.sampler_kwargs.max_staleness=2"
 
 
 @pytest.mark.parametrize("mode", ["sync", "separate_async"])
-def test_a_finished_batch_does_not_lie_for_long(queue: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_batch_is_found_by_the_next_poll(queue: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(queue, mode, "data.train_batch_size=1")
     pauses: list[float] = []
 
@@ -246,7 +247,7 @@ def test_a_finished_batch_does_not_lie_for_long(queue: Any, mode: str, monkeypat
     assert pauses == [0.25]
 
 
-def test_a_batch_brings_what_was_left_out_and_how_old_it_is(queue: Any) -> None:
+def test_a_batch_has_metrics_of_left_out_rollouts_and_staleness(queue: Any) -> None:
     trainer = Trainer(queue, "sync", "data.train_batch_size=2")
     lossy = group(rollout(0), planned=2, failures=(failure(1, Outcome.TIMED_OUT, "no_result"),))
     TALLY.add("train", count_group(lossy, made(lossy)))
@@ -263,7 +264,7 @@ def test_a_batch_brings_what_was_left_out_and_how_old_it_is(queue: Any) -> None:
 
 def test_rollouts_older_than_the_limit_are_dropped_and_counted(queue: Any) -> None:
     trainer = Trainer(queue, "separate_async", OLD)
-    trainer.finish("u1", [9, 7, 6], step=7)  # of the versions that step 10 may train, 7 is the oldest
+    trainer.finish("u1", [9, 7, 6], step=7)  # the oldest version that step 10 may train is 7
     trainer.finish("u2", [9, 8], step=8)
     batch, found = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=2)
     assert set(batch.keys) == {"u1_0_0", "u1_1_0", "u2_0_0", "u2_1_0"}
@@ -272,7 +273,7 @@ def test_rollouts_older_than_the_limit_are_dropped_and_counted(queue: Any) -> No
     assert found["rollouts/trained/sum"] == 4
     assert found["rollouts/staleness/max"] == 2
     assert trainer.asked == []
-    assert trainer.left() == set(batch.keys), "the old row is still in the queue"
+    assert trainer.left() == set(batch.keys), "the stale row is still in the queue"
 
 
 def test_a_group_with_a_single_fresh_rollout_is_replaced(queue: Any) -> None:
@@ -288,8 +289,8 @@ def test_a_group_with_a_single_fresh_rollout_is_replaced(queue: Any) -> None:
     assert trainer.left() == set(batch.keys)
 
 
-def test_verls_own_buffer_stands_behind_with_all_its_settings(queue: Any) -> None:
-    """Those, too, that verl keeps from a sampler of somebody else's: here, that a lost group is replaced."""
+def test_verls_buffer_keeps_all_its_settings(queue: Any) -> None:
+    """Includes settings that verl does not pass to a custom sampler, such as the refill of failed groups."""
     trainer = Trainer(queue, "sync", "data.train_batch_size=2", "trainer.v1.sampler.sync_refill_failed_groups=True")
     trainer.finish("u1", [], status="failure")
     trainer.finish("u2", [9, 9])
@@ -298,7 +299,7 @@ def test_verls_own_buffer_stands_behind_with_all_its_settings(queue: Any) -> Non
     assert found["training/rollout_failure/evicted_samples"] == 1
 
 
-def test_groups_of_equal_rewards_are_filtered_as_verl_does() -> None:
+def test_verls_group_filter_is_configured() -> None:
     trainer = Trainer(None, "sync", "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward")
     assert trainer.sampler._buffer.filter_groups_metric == "reward"
     with pytest.raises(ConfigError, match=r"algorithm\.filter_groups\.metric is missing"):
@@ -313,16 +314,16 @@ def test_groups_of_equal_rewards_are_filtered_as_verl_does() -> None:
         ("separate_async", "+trainer.v1.sampler.sampler_kwargs.max_staleness=-1", "greater than or equal to 0"),
     ],
 )
-def test_a_wrong_setting_of_the_sampler_is_named(mode: str, override: str, message: str) -> None:
+def test_a_wrong_sampler_setting_is_named(mode: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(None, mode, override)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # verl's own, of a function that it uses itself
-def test_verl_makes_the_sampler_from_what_the_docs_say() -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # raised by a function that verl itself calls
+def test_verl_loads_the_sampler_by_the_documented_name() -> None:
     from verl.utils.import_utils import load_extern_type
 
     from rollout_backend.verl.sampler import RolloutSampler
 
     made = load_extern_type("pkg://rollout_backend.verl.sampler", "RolloutSampler")
-    assert made is RolloutSampler, "of another module it would have a tally of its own"
+    assert made is RolloutSampler, "a second copy of the module would have its own tally"

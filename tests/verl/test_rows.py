@@ -1,4 +1,4 @@
-"""Rollouts as verl's rows: no sampled token is lost without being counted, and verl's own functions can read them."""
+"""Rollouts become verl's rows: each sampled token is trained or counted, and verl's own functions can read them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from verl.workers.utils.padding import (
 )
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
-from rollout_backend.verl.rows import Rows, legacy_batch, rows_of, v1_fields, v1_tag
+from rollout_backend.verl.row_formats import legacy_batch, v1_fields, v1_tag
+from rollout_backend.verl.rows import Rows, rows_of
 
 PAD = 999
 
 
 def segment(pieces: list[tuple[str, int]], version: str | None = "3", unknown: tuple[int, ...] = ()) -> Segment:
-    """Pieces are ("given", n) and ("sampled", n). Ids count up from 100; the logprob of place i is -i / 1000."""
+    """Make a segment of ("given", n) and ("sampled", n) pieces. Ids count up from 100; logprob i is -i / 1000."""
     turns, mask = [], []
     for kind, n in pieces:
         start = len(mask)
@@ -39,7 +40,7 @@ def segment(pieces: list[tuple[str, int]], version: str | None = "3", unknown: t
             turns.append(Turn(start=start, end=start + n, finish_reason="stop", weight_versions=spans))
     return Segment(
         token_ids=[100 + i for i in range(len(mask))],
-        mask=mask,
+        response_mask=mask,
         logprobs=[-i / 1000 if sampled and i not in unknown else None for i, sampled in enumerate(mask)],
         turns=turns,
     )
@@ -77,7 +78,7 @@ rollouts = st.lists(segments(), min_size=1, max_size=4).filter(lambda found: any
 # --- rows -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rollouts, lengths, lengths)
 def test_every_sampled_token_is_trained_once_or_counted(found: list[Segment], p: int, r: int) -> None:
     rows = rows_of(rollout(*found), p, r)
@@ -86,19 +87,19 @@ def test_every_sampled_token_is_trained_once_or_counted(found: list[Segment], p:
     trained = sum(row.trained_tokens for row in rows)
     assert trained + rows.truncated_tokens + rows.unknown_logprobs == sampled
     assert rows.unknown_logprobs == sum(
-        bool(m) and math.isnan(x) for s in found for m, x in zip(s.mask, s.logprobs, strict=True)
+        bool(m) and math.isnan(x) for s in found for m, x in zip(s.response_mask, s.logprobs, strict=True)
     )
     assert len(rows) + rows.empty_segments == len(found)
     assert [row.index for row in rows] == list(range(len(rows)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rollouts, lengths, lengths)
-def test_a_row_is_its_segment_from_the_first_token_on(found: list[Segment], p: int, r: int) -> None:
+def test_a_row_is_a_prefix_of_its_segment(found: list[Segment], p: int, r: int) -> None:
     rows = iter(rows_of(rollout(*found), p, r))
     for source in found:
-        known = [bool(m) and not math.isnan(x) for m, x in zip(source.mask, source.logprobs, strict=True)]
-        first = source.mask.index(1) if 1 in source.mask else 0
+        known = [bool(m) and not math.isnan(x) for m, x in zip(source.response_mask, source.logprobs, strict=True)]
+        first = source.response_mask.index(1) if 1 in source.response_mask else 0
         start = max(1, min(first, p))
         if not any(known[start : start + r]):
             continue
@@ -106,35 +107,35 @@ def test_a_row_is_its_segment_from_the_first_token_on(found: list[Segment], p: i
         n = len(row.response)
         assert row.prompt.tolist() == list(source.token_ids[:start])
         assert row.response.tolist() == list(source.token_ids[start : start + n])
-        assert row.mask.tolist() == known[start : start + n]
-        assert row.mask[-1] == 1
+        assert row.response_mask.tolist() == known[start : start + n]
+        assert row.response_mask[-1] == 1
         assert not any(known[start + n : start + r])
         assert 1 <= n <= r
         expected = [x if k else 0.0 for x, k in zip(source.logprobs, known, strict=True)][start : start + n]
         assert row.logprobs.tolist() == expected
-        assert (row.prompt.dtype, row.mask.dtype, row.logprobs.dtype) == (np.int64, np.int64, np.float32)
+        assert (row.prompt.dtype, row.response_mask.dtype, row.logprobs.dtype) == (np.int64, np.int64, np.float32)
     assert not list(rows)
 
 
-def test_a_long_prompt_goes_on_in_the_response() -> None:
+def test_a_long_prompt_continues_in_the_response() -> None:
     (row,) = rows_of(rollout(segment([("given", 5), ("sampled", 2)])), prompt_length=3, response_length=8)
 
     assert row.prompt.tolist() == [100, 101, 102]
     assert row.response.tolist() == [103, 104, 105, 106]
-    assert row.mask.tolist() == [0, 0, 1, 1]
+    assert row.response_mask.tolist() == [0, 0, 1, 1]
     assert row.truncated_tokens == 0
 
 
-def test_a_long_response_loses_its_end_and_says_so() -> None:
+def test_a_long_response_loses_its_end_and_counts_it() -> None:
     source = segment([("given", 2), ("sampled", 3), ("given", 2), ("sampled", 4)])
     (row,) = rows_of(rollout(source), prompt_length=4, response_length=4)
 
-    assert row.mask.tolist() == [1, 1, 1]  # the given token before the cut trains nothing either
+    assert row.response_mask.tolist() == [1, 1, 1]  # the given token before the cut is not trained either
     assert row.truncated_tokens == 4
     assert row.turns == 1
 
 
-def test_what_is_given_at_the_end_is_left_out() -> None:
+def test_given_tokens_at_the_end_are_left_out() -> None:
     (row,) = rows_of(rollout(segment([("given", 2), ("sampled", 2), ("given", 5)])), 4, 16)
     assert row.response.tolist() == [102, 103]
 
@@ -142,22 +143,22 @@ def test_what_is_given_at_the_end_is_left_out() -> None:
 def test_a_token_without_a_logprob_is_masked_out() -> None:
     (row,) = rows_of(rollout(segment([("given", 2), ("sampled", 4)], unknown=(3,))), 4, 16)
 
-    assert row.mask.tolist() == [1, 0, 1, 1]
+    assert row.response_mask.tolist() == [1, 0, 1, 1]
     assert row.logprobs.tolist() == pytest.approx([-0.002, 0.0, -0.004, -0.005])
     assert row.unknown_logprobs == 1
 
 
-def test_an_infinite_logprob_is_as_good_as_none() -> None:
+def test_an_infinite_logprob_counts_as_unknown() -> None:
     source = segment([("given", 1), ("sampled", 2)])
     source.logprobs[1] = -math.inf
     (row,) = rows_of(rollout(source), 4, 4)
-    assert row.mask.tolist() == [0, 1]
+    assert row.response_mask.tolist() == [0, 1]
     assert row.unknown_logprobs == 1
 
 
 def test_the_last_row_of_a_session_trains_something() -> None:
     empty = segment([("given", 3)])
-    lost = segment([("given", 9), ("sampled", 2)])  # after prompt and response are full
+    lost = segment([("given", 9), ("sampled", 2)])  # does not fit into prompt and response
     unknown = segment([("given", 1), ("sampled", 1)], unknown=(1,))
     rows = rows_of(rollout(empty, segment([("given", 2), ("sampled", 3)]), lost, unknown), 4, 4)
 
@@ -172,7 +173,7 @@ def test_the_first_token_of_a_segment_cannot_be_trained() -> None:
     assert row.truncated_tokens == 1
 
 
-def test_versions() -> None:
+def test_a_row_has_the_versions_of_its_trained_tokens() -> None:
     def spread(*versions: str | None) -> tuple[int | None, int | None]:
         n = len(versions)
         turns = [
@@ -184,7 +185,9 @@ def test_versions() -> None:
             )
             for i, version in enumerate(versions)
         ]
-        source = Segment(token_ids=[1] * (n + 1), mask=[0] + [1] * n, logprobs=[None] + [-1.0] * n, turns=turns)
+        source = Segment(
+            token_ids=[1] * (n + 1), response_mask=[0] + [1] * n, logprobs=[None] + [-1.0] * n, turns=turns
+        )
         (row,) = rows_of(rollout(source), 4, 3)
         return row.min_version, row.max_version
 
@@ -194,65 +197,65 @@ def test_versions() -> None:
     assert spread("5", "5", "6", "9") == (5, 6), "the last is cut off"
 
 
-def test_what_cannot_be_trained_is_refused() -> None:
+def test_rollouts_without_a_reward_are_refused() -> None:
     with pytest.raises(ValueError, match="without a reward"):
         rows_of(rollout(segment([("given", 1), ("sampled", 1)]), reward=None), 4, 4)
     with pytest.raises(ValueError, match="at least 1"):
         rows_of(rollout(segment([("given", 1), ("sampled", 1)])), 0, 4)
 
 
-# --- re-tokenised -----------------------------------------------------------------------------------------
+# --- re-tokenized -----------------------------------------------------------------------------------------
 
 
-def retokenised(pieces: list[tuple[str, int]]) -> Segment:
+def retokenized(pieces: list[tuple[str, int]]) -> Segment:
     n = sum(count for _, count in pieces)
     return Segment.model_validate(
-        {**dict(segment(pieces, None, unknown=tuple(range(n)))), "retokenised": True}, from_attributes=True
+        {**dict(segment(pieces, None, unknown=tuple(range(n)))), "retokenized": True}, from_attributes=True
     )
 
 
-def test_a_retokenised_segment_is_trained_without_logprobs_and_marked() -> None:
-    made = rows_of(rollout(retokenised([("given", 2), ("sampled", 2), ("given", 1), ("sampled", 1)])), 4, 8)
+def test_a_retokenized_segment_is_trained_without_logprobs_and_marked() -> None:
+    made = rows_of(rollout(retokenized([("given", 2), ("sampled", 2), ("given", 1), ("sampled", 1)])), 4, 8)
 
     (row,) = made
-    assert row.retokenised
-    assert made.retokenised == 1
-    assert row.mask.tolist() == [1, 1, 0, 1]
+    assert row.retokenized
+    assert made.retokenized == 1
+    assert row.response_mask.tolist() == [1, 1, 0, 1]
     assert np.isnan(row.logprobs).all()
     assert (row.min_version, row.max_version) == (None, None)
     assert (made.unknown_logprobs, made.truncated_tokens) == (0, 0)
 
 
-def test_what_of_a_retokenised_segment_finds_no_place_is_counted() -> None:
-    made = rows_of(rollout(retokenised([("given", 2), ("sampled", 5)])), 2, 3)
+def test_truncated_tokens_of_a_retokenized_segment_are_counted() -> None:
+    made = rows_of(rollout(retokenized([("given", 2), ("sampled", 5)])), 2, 3)
     assert (made.rows[0].trained_tokens, made.truncated_tokens, made.unknown_logprobs) == (3, 2, 0)
 
 
-def test_v1_rows_of_a_run_that_retokenises_have_no_logprobs_at_all() -> None:
+def test_v1_rows_of_a_run_that_retokenizes_have_no_logprobs() -> None:
     sampled = segment([("given", 2), ("sampled", 2)])
-    found = [rows_of(rollout(one), 4, 8)[0] for one in (sampled, retokenised([("given", 2), ("sampled", 3)]))]
+    found = [rows_of(rollout(one), 4, 8)[0] for one in (sampled, retokenized([("given", 2), ("sampled", 3)]))]
     data = list_of_dict_to_tensordict([v1_fields(row, _base(0), logprobs=False) for row in found])
 
     assert "rollout_log_probs" not in data
-    assert [v1_tag(row, 9)["retokenised"] for row in found] == [False, True]
+    assert [v1_tag(row, 9)["retokenized"] for row in found] == [False, True]
     assert v1_fields(found[0], _base(0)).keys() - {"rollout_log_probs"} == set(data.keys())
 
 
-def test_a_retokenised_row_is_never_given_logprobs() -> None:
-    made = rows_of(rollout(retokenised([("given", 2), ("sampled", 3)])), 4, 8)
+def test_a_retokenized_row_is_refused_with_logprobs() -> None:
+    made = rows_of(rollout(retokenized([("given", 2), ("sampled", 3)])), 4, 8)
     with pytest.raises(ValueError, match="has no logprobs"):
         v1_fields(made[0], _base(0))
     with pytest.raises(ValueError, match="has no logprobs"):
         legacy_batch([made], 4, 8, PAD)
 
 
-def test_a_legacy_batch_marks_its_retokenised_rows() -> None:
+def test_a_legacy_batch_marks_its_retokenized_rows() -> None:
     sampled = segment([("given", 2), ("sampled", 2)])
-    slots = [rows_of(rollout(one), 4, 8) for one in (sampled, retokenised([("given", 2), ("sampled", 3)]))]
+    slots = [rows_of(rollout(one), 4, 8) for one in (sampled, retokenized([("given", 2), ("sampled", 3)]))]
     made = legacy_batch([*slots, None], 4, 8, PAD, logprobs=False)
 
     assert "rollout_log_probs" not in made.tensors
-    assert made.non_tensors["retokenised"].tolist() == [False, True, False]
+    assert made.non_tensors["retokenized"].tolist() == [False, True, False]
     assert made.tensors["response_mask"].sum(dim=1).tolist() == [2, 3, 0]
 
 
@@ -263,7 +266,7 @@ def _base(session: int) -> dict[str, Any]:
     return {"uid": "u", "session_id": session, "payload": '{"a": [1]}', "nothing": None, "global_steps": 4}
 
 
-def test_v1_rows_are_what_verl_reads() -> None:
+def test_verl_can_read_v1_rows() -> None:
     rows = rows_of(
         rollout(segment([("given", 2), ("sampled", 3)]), segment([("given", 6), ("sampled", 2), ("given", 1)])), 4, 8
     )
@@ -278,7 +281,7 @@ def test_v1_rows_are_what_verl_reads() -> None:
     assert data["input_ids"].offsets().diff().tolist() == [5, 8]
     padded = data["rm_scores"].to_padded_tensor(0.0)
     assert padded.tolist() == [[0, 0, 0.5, 0], [0, 0, 0, 0.5]]
-    # as the trainer cuts the responses' log-probs out of whole sequences, and puts advantages back
+    # The trainer cuts the responses' log-probs out of whole sequences and puts advantages back.
     whole = data["input_ids"].to(torch.float32)
     cut = response_from_nested(whole, data["response_mask"])
     assert cut.offsets().tolist() == data["responses"].offsets().tolist()
@@ -296,7 +299,7 @@ def test_every_v1_row_has_the_same_fields() -> None:
     assert first["extra_fields"] == {"reward_extra_info": {}}
 
 
-def test_v1_tags_hold_numbers_only() -> None:
+def test_v1_tags_have_only_numbers() -> None:
     known, unknown = rows_of(
         rollout(segment([("given", 2), ("sampled", 3)], "3"), segment([("given", 2), ("sampled", 1)], "default")),
         4,
@@ -310,7 +313,7 @@ def test_v1_tags_hold_numbers_only() -> None:
         "global_steps": 9,
         "min_global_steps": 3,
         "max_global_steps": 3,
-        "retokenised": False,
+        "retokenized": False,
         "mean_version": 3.0,
         "trained_tokens": 3,
     }
@@ -326,7 +329,7 @@ def _data(slots: list[Rows | None], p: int, r: int) -> DataProto:
     return DataProto(batch=batch.tensors, non_tensor_batch=batch.non_tensors)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.one_of(st.none(), rollouts), min_size=1, max_size=5), lengths, lengths)
 def test_a_legacy_batch_survives_verls_padding_and_unpadding(
     found: list[list[Segment] | None], p: int, r: int
@@ -355,7 +358,7 @@ def test_a_legacy_batch_survives_verls_padding_and_unpadding(
     for i, (sequence, positions) in enumerate(zip(sequences, unpadded["position_ids"].unbind(), strict=True)):
         assert sequence.tolist() == ids[i][batch["attention_mask"][i].bool()].tolist()
         assert positions.tolist() == list(range(len(sequence)))
-    # what the model says of each token, shifted by one, comes back to its column
+    # The model's value for each token, shifted by one, returns to the token's column.
     values = torch.cat([torch.cat([s[1:], s[:1]]) for s in sequences]).float()
     offsets = unpadded["input_ids"].offsets()
     columns = no_padding_2_padding(torch.nested.nested_tensor_from_jagged(values, offsets=offsets), unpadded)
@@ -363,7 +366,7 @@ def test_a_legacy_batch_survives_verls_padding_and_unpadding(
     assert torch.equal(columns[shown].long(), batch["responses"][shown])
 
 
-def test_a_legacy_batch_keeps_the_order_and_pads_on_verls_sides() -> None:
+def test_a_legacy_batch_keeps_the_order_and_pads_as_verl_does() -> None:
     one = rows_of(rollout(segment([("given", 2), ("sampled", 2)]), reward=1.0), 3, 4)
     made = legacy_batch([one, None], 3, 4, PAD)
     batch = made.tensors
@@ -379,7 +382,7 @@ def test_a_legacy_batch_keeps_the_order_and_pads_on_verls_sides() -> None:
     assert list(made.non_tensors["multi_modal_inputs"]) == [{}, {}]
 
 
-def test_of_several_segments_legacy_takes_the_most_trained() -> None:
+def test_legacy_trains_the_segment_with_the_most_trained_tokens() -> None:
     def source(n: int) -> Segment:
         return segment([("given", 1), ("sampled", n)])
 
@@ -388,12 +391,12 @@ def test_of_several_segments_legacy_takes_the_most_trained() -> None:
     assert made.left_out_tokens == 7
 
 
-def test_verl_takes_a_missing_rollout_for_an_aborted_one_in_its_metrics() -> None:
+def test_verls_metrics_treat_a_missing_rollout_as_aborted() -> None:
     found = [rows_of(rollout(segment([("given", 2), ("sampled", 2)]), reward=x), 3, 4) for x in (1.0, 0.5)]
     data = _data([*found, None], 3, 4)
     data.batch["token_level_scores"] = data.batch["token_level_rewards"] = data.batch["rm_scores"]
     data.non_tensor_batch["uid"] = np.array(["a"] * 3, dtype=object)
-    compute_advantage(data, "grpo_present")
+    compute_advantage(data, "grpo_skip_missing")
 
     metrics = compute_data_metrics(data, use_critic=False)
 
@@ -401,7 +404,7 @@ def test_verl_takes_a_missing_rollout_for_an_aborted_one_in_its_metrics() -> Non
     assert metrics["response/aborted_ratio"] == pytest.approx(1 / 3)
 
 
-def test_gae_finds_the_reward_though_the_last_sampled_token_is_masked_out() -> None:
+def test_gae_finds_the_reward_if_the_last_sampled_token_is_masked() -> None:
     source = segment([("given", 2), ("sampled", 3)], unknown=(4,))
     batch = legacy_batch([rows_of(rollout(source, reward=1.0), 3, 6)], 3, 6, PAD).tensors
     _, returns = compute_gae_advantage_return(

@@ -1,5 +1,7 @@
+import json
 import re
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,8 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.verl.settings import sampling_of, settings_of, takes_up
+from rollout_backend.verl.preflight import check_image_cache
+from rollout_backend.verl.verl_settings import resumes_steps, sampling_of, settings_of, sleeps_between_batches
 
 ROOT = Path(__file__).parents[2]
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-a1B2c3D4e5"
@@ -95,7 +98,7 @@ def test_they_may_stand_in_a_file(tmp_path):
         ({"runtime": OWN["runtime"]}, r"storage: is missing"),
         (
             {**OWN, "serving": {"servers": 2}},
-            r"rollout_backend\.serving: verl runs the servers, so only max_restarts and",
+            r"rollout_backend\.serving: verl runs the servers, so only max_restarts and restart_window_s and",
         ),
         ("/no/such/file.yaml", r"cannot read the settings /no/such/file\.yaml"),
         ([1], r"must be the path of a YAML file or a tree of settings"),
@@ -116,7 +119,7 @@ def test_validation_and_greedy_sampling():
 
 
 def _with_algorithm(calculate_log_probs: bool = False, **correction: object):
-    own = {**OWN, "collect": {"retokenise": True}}
+    own = {**OWN, "collect": {"retokenize": True}}
     config = verl_config(own, calculate_log_probs=calculate_log_probs)
     off = {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}
     config.algorithm = {"rollout_correction": {**off, **correction}}
@@ -124,7 +127,7 @@ def _with_algorithm(calculate_log_probs: bool = False, **correction: object):
 
 
 def test_rows_without_logprobs_are_let_in_where_nothing_wants_them():
-    assert settings_of(_with_algorithm(), ["a:1"]).collect.retokenise
+    assert settings_of(_with_algorithm(), ["a:1"]).collect.retokenize
 
 
 @pytest.mark.parametrize(
@@ -137,9 +140,32 @@ def test_rows_without_logprobs_are_let_in_where_nothing_wants_them():
     ],
 )
 def test_rows_without_logprobs_are_refused_where_something_wants_them(wanting, name):
-    with pytest.raises(ConfigError, match=r"collect\.retokenise=true") as caught:
+    with pytest.raises(ConfigError, match=r"collect\.retokenize=true") as caught:
         settings_of(_with_algorithm(**wanting), ["a:1"])
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("processor", "environ", "frozen", "images", "refused"),
+    [
+        ("Qwen2VLImageProcessorFast", {}, False, 16, True),
+        ("Qwen2VLImageProcessorFast", {"SGLANG_VLM_CACHE_SIZE_MB": "4096"}, False, 16, True),
+        ("Qwen2VLImageProcessorFast", {"SGLANG_VLM_CACHE_SIZE_MB": "0"}, False, 16, False),
+        ("Qwen2VLImageProcessorFast", {}, True, 16, False),
+        ("Qwen2VLImageProcessorFast", {}, False, 0, False),
+        (None, {}, False, 16, False),
+    ],
+)
+def test_an_image_encoder_is_not_trained_while_servers_keep_its_old_output(
+    tmp_path, processor, environ, frozen, images, refused
+):
+    if processor is not None:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": processor}))
+    config = verl_config({**OWN, "gateway": {"max_images": images}})
+    config.actor_rollout_ref.model.path = str(tmp_path)
+    settings, actor = settings_of(config, ["a:1"]), OmegaConf.create({"freeze_vision_tower": frozen})
+    with pytest.raises(ConfigError, match="SGLANG_VLM_CACHE_SIZE_MB") if refused else nullcontext():
+        check_image_cache(actor, settings, environ)
 
 
 def test_an_old_verl_is_refused(monkeypatch):
@@ -162,7 +188,21 @@ def test_an_old_verl_is_refused(monkeypatch):
 )
 def test_what_an_earlier_life_sampled_is_taken_where_its_weights_are_served(overrides, takes):
     with initialize_config_module("verl.trainer.config", version_base=None):
-        assert takes_up(compose("ppo_trainer", overrides).trainer) is takes
+        assert resumes_steps(compose("ppo_trainer", overrides).trainer) is takes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sleeps"),
+    [
+        ([], True),
+        (["trainer.v1.trainer_mode=separate_async"], False),
+        (["trainer.v1.trainer_mode=colocate_async"], False),
+        (["trainer.v1.trainer_mode=separate_async", "trainer.use_v1=False"], True),
+    ],
+)
+def test_verls_servers_sleep_between_batches_where_it_trains_on_their_devices(overrides, sleeps):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        assert sleeps_between_batches(compose("ppo_trainer", overrides).trainer) is sleeps
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
@@ -178,5 +218,5 @@ def test_what_pages_say_to_set_is_there_in_verl(page):
         for name in re.findall(f"`({ours})", text):
             compose("ppo_trainer", [f"{name}=x"])
     if page.startswith("docs"):
-        assert config.algorithm.adv_estimator == "grpo_present"
+        assert config.algorithm.adv_estimator == "grpo_skip_missing"
         assert config.trainer.v1.sampler.sampler_kwargs.max_staleness == 2

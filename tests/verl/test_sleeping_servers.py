@@ -1,4 +1,7 @@
-"""The servers of verl's CPU replica, asleep as they are while verl trains, under rollouts of the whole backend."""
+"""Rollouts through the whole backend while the servers of verl's CPU replica sleep, as during training.
+
+A sleeping server has released its memory, and a request that generates on it crashes it, as on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ import pytest_asyncio
 
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.config import load_config
+from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.sessions import Limits
-from rollout_backend.local.verl_cpu.server import SGLangServer
-from rollout_backend.local.verl_cpu.settings import ServerSettings, model_of
+from rollout_backend.local.verl_cpu.replica_server import SGLangServer
+from rollout_backend.local.verl_cpu.replica_settings import ServerSettings, model_of
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
 from rollout_backend.manager import RolloutManager
-from rollout_backend.tasks import Task
-from rollout_backend.verl.versions import VersionLabels
+from rollout_backend.verl.weight_versions import VersionLabels
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -55,36 +58,50 @@ async def version_of_a_token(server: SGLangServer) -> str:
         return str(reply.json()["meta_info"]["weight_version"])
 
 
-async def test_a_server_that_is_told_no_version_says_ours(server: SGLangServer, work: Path) -> None:
-    """verl's own servers are told none: over HTTP they say "default" for ever."""
+@pytest.mark.slow
+async def test_a_server_without_a_version_reports_the_one_that_is_set(server: SGLangServer, work: Path) -> None:
+    """verl sets no version on its servers, so over HTTP they always report "default"."""
     assert await version_of_a_token(server) == "default"
     labels = VersionLabels()
-    await labels.say([url_of(server)], 3)
+    await labels.set_version([url_of(server)], 3)
     assert await version_of_a_token(server) == "3"
-    await labels.say([url_of(server)], 4)
+    await labels.set_version([url_of(server)], 4)
     assert await version_of_a_token(server) == "4"
 
 
-async def test_a_server_that_says_a_version_itself_is_left_alone(server: SGLangServer, work: Path) -> None:
+@pytest.mark.slow
+async def test_a_server_that_reports_its_own_version_is_left_alone(server: SGLangServer, work: Path) -> None:
     await server.update_weights(work / "model", 6)
-    await VersionLabels().say([url_of(server)], 9)
+    await VersionLabels().set_version([url_of(server)], 9)
     assert await version_of_a_token(server) == "6"
 
 
-async def test_a_server_that_cannot_be_told_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    await VersionLabels().say(["http://127.0.0.1:1"], 3)
-    assert "could not be told that it serves version 3" in caplog.text
+async def test_a_server_whose_version_cannot_be_set_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    await VersionLabels().set_version(["http://127.0.0.1:1"], 3)
+    assert "setting weight version 3 on server" in caplog.text
 
 
 # --- asleep -----------------------------------------------------------------------------------------------
 
 
 class Backend:
-    """A manager on that server; its agents wait for `go` before their second model call."""
+    """A manager that uses that server. Its agents wait for `go` before their second model call."""
 
-    def __init__(self, manager: RolloutManager, seen: Path) -> None:
+    def __init__(self, manager: RolloutManager, server: SGLangServer, seen: Path) -> None:
         self.manager = manager
+        self.server = server
         self.seen = seen
+
+    async def sleep(self) -> None:
+        """Put the server to sleep, as verl's trainer does between two batches."""
+        await self.manager.pause_engines()
+        await self.server.sleep()
+
+    async def wake(self, model: Path, version: int) -> None:
+        await self.server.wake_up(["weights"])
+        await self.server.update_weights(model, version)
+        await self.server.wake_up(["kv_cache"])
+        await self.manager.resume_engines()
 
     async def at_work(self, name: str) -> None:
         await self.until(lambda: sum(file.read_text() == name for file in self.seen.iterdir()) == GROUP)
@@ -136,7 +153,7 @@ async def backend(server: SGLangServer, work: Path, environ: Any) -> AsyncIterat
             }
         )
         async with RolloutManager(config) as manager:
-            yield Backend(manager, seen)
+            yield Backend(manager, server, seen)
 
 
 def task(name: str) -> Task:
@@ -148,20 +165,20 @@ def versions(rollout: Rollout) -> list[set[str]]:
     return [{span.version for span in turn.weight_versions} for turn in turns]
 
 
-async def test_calls_to_a_sleeping_server_are_held_then_refused_for_now_and_cost_no_rollout(
+@pytest.mark.slow
+async def test_calls_to_a_sleeping_server_are_held_then_answered_503_and_lose_no_rollout(
     server: SGLangServer, backend: Backend, work: Path
 ) -> None:
-    """Of a trainer that takes longer than a model call may: held, answered 503, asked again, answered when awake."""
+    """Training takes longer than a model call may: calls are held, answered 503, retried, and answered when awake."""
     await server.update_weights(work / "model", 6)
     backend.go(False)
     collecting = asyncio.create_task(backend.manager.collect([task("held")]))
     await backend.at_work("held")
-    await server.sleep()
+    await backend.sleep()
     before = (await backend.errors()).get("engine_unavailable", 0)
     backend.go()
-    await backend.answered_503(before + GROUP)  # each after model_call_s, with Retry-After: the SDK calls again
-    await server.update_weights(work / "model", 7)
-    await server.wake_up()
+    await backend.answered_503(before + GROUP)  # each after model_call_s, with Retry-After, so the SDK retries
+    await backend.wake(work / "model", 7)
     result = await collecting
     assert result.report.outcomes[Outcome.COMPLETED] == GROUP
     assert len(result.groups[0].rollouts) == GROUP
@@ -175,21 +192,47 @@ async def test_calls_to_a_sleeping_server_are_held_then_refused_for_now_and_cost
     assert report.balanced
 
 
-async def test_a_server_that_sleeps_for_too_long_is_no_error_of_the_agent(
-    server: SGLangServer, backend: Backend
+@pytest.mark.slow
+async def test_a_server_that_sleeps_too_long_is_an_infrastructure_error(
+    server: SGLangServer, backend: Backend, work: Path
 ) -> None:
-    """It is asked again and again until the agent's time is up: no reward, and nothing that the agent did."""
+    """Calls are retried until the agent's deadline. The rollout has no reward, and is no agent error."""
     backend.go(False)
     collecting = asyncio.create_task(backend.manager.collect([task("never")]))
     await backend.at_work("never")
-    await server.sleep()
+    await backend.sleep()
     before = (await backend.errors()).get("engine_unavailable", 0)
     backend.go()
     result = await collecting
-    await server.wake_up()
+    await backend.wake(work / "model", 8)
+    assert await version_of_a_token(server) == "8", "the server has crashed"
     assert (await backend.errors()).get("engine_unavailable", 0) >= before + 2 * GROUP
     outcomes = result.report.outcomes
     assert outcomes[Outcome.TIMED_OUT] > 0
     assert outcomes[Outcome.AGENT_ERROR] == outcomes[Outcome.COMPLETED] == 0, result.failures
     assert result.report.trainable == 0
     assert result.report.balanced
+
+
+@pytest.mark.slow
+async def test_verl_may_release_the_memory_as_soon_as_the_engines_are_paused(
+    server: SGLangServer, backend: Backend, work: Path
+) -> None:
+    """SGLang stays busy briefly after its last response, and runs a call for seconds after its client disconnects."""
+    async with httpx.AsyncClient(timeout=60) as http:
+        sampling = {"max_new_tokens": 250, "ignore_eos": True}
+        body = {"input_ids": [1, 40, 41], "sampling_params": sampling}
+        calls = [asyncio.create_task(http.post(f"{url_of(server)}/generate", json=body)) for _ in range(4)]
+        while not await running(http, server):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        calls.pop().cancel()  # its client has left
+        await backend.sleep()
+        endings = {call.json()["meta_info"]["finish_reason"]["type"] for call in await asyncio.gather(*calls)}
+    assert endings == {"abort"}
+    await backend.wake(work / "model", 9)
+    assert await version_of_a_token(server) == "9"
+
+
+async def running(http: httpx.AsyncClient, server: SGLangServer) -> int:
+    page = (await http.get(f"{url_of(server)}/v1/loads?include=core")).json()
+    return sum(load["num_running_reqs"] for load in page["loads"])

@@ -17,12 +17,12 @@ import torch
 import yaml
 
 from agent_wrapper.contract import Rollout
-from rollout_backend.report import StepReport
+from rollout_backend.core.report import StepReport
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 GROUP = 4
-SAME = 1e-4  # the engine's probabilities and the trainer's, both in float32
+SAME = 1e-4  # maximum difference between the engine's and the trainer's probabilities, both in float32
 
 Task = dict[str, Any]
 
@@ -32,13 +32,13 @@ def normal(name: str) -> Task:
 
 
 def grpo(rewards: list[float]) -> dict[float, float]:
-    """The advantage of each reward among these, which must differ from each other."""
+    """Return the advantage of each reward. The rewards must be distinct."""
     mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
     return {reward: (reward - mean) / (deviation + 1e-6) for reward in rewards}
 
 
 def advantages(rows: list[dict[str, Any]]) -> dict[float, float]:
-    """The same, of what was trained; the rows of one reward, a session's, must be at one."""
+    """Return the trained advantage of each reward. Rows with the same reward, a session's, must agree."""
     found: dict[float, set[float]] = defaultdict(set)
     for row in rows:
         assert row["trained"] > 0
@@ -53,7 +53,7 @@ def is_trained_well(metrics: dict[str, float]) -> None:
 
 
 def rollouts(metrics: dict[str, float], prefix: str = "rollouts/") -> dict[str, float]:
-    """Ours among verl's metrics, less what is 0."""
+    """Return our non-zero metrics among verl's."""
     ours = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     assert {"left_out/sum", "left_out/infra_error/sum", "groups_dropped/sum", "staleness/max"} <= ours.keys()
     return {key: value for key, value in ours.items() if value}
@@ -65,8 +65,8 @@ def is_settled(report: StepReport) -> None:
     assert report.planned == sum(report.outcomes.values())
 
 
-async def test_what_is_lost_does_not_reach_the_gradient(tmp_path: Path, training: Any) -> None:
-    """Nor does a server that says a version which it does not serve go unnoticed: the third step's."""
+async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training: Any) -> None:
+    """In the third step a server reports a version that it does not serve, which the metrics must show."""
     everyone = dict.fromkeys("0123", "die")
     first = [
         normal("normal"),
@@ -76,13 +76,13 @@ async def test_what_is_lost_does_not_reach_the_gradient(tmp_path: Path, training
         {"name": "straggler", "rewards": [0.0, 0.5, 1.0, 9.0], "do": {"3": "never return"}},
     ]
     second = [normal(f"second-{i}") for i in range(len(first))]
-    second[0]["columns"] = {"__rollout_n__": 2}  # fewer than the others, which have none of it
-    # They call the model for the first time once the engine serves the file of version 0 as version 2.
+    second[0]["columns"] = {"__rollout_n__": 2}  # fewer than the others, which have no such column
+    # Their first model call comes after the engine serves the weights of version 0 as version 2.
     stale = {**normal("stale"), "segments": 0, "do": dict.fromkeys("0123", "wait for go")}
     third = [stale, *({**normal(f"third-{i}"), "columns": {"__rollout_n__": 2}} for i in range(4))]
     async with training(tmp_path, first + second + third, len(first)) as run:
         await run.start()
-        await run.until(lambda: [*run.begun().values()].count("stale") == GROUP, "at work in step 3", within_s=400)
+        await run.until(lambda: [*run.begun().values()].count("stale") == GROUP, "at work in step 3", within_s=900)
         await push(run, run.work / "model", version=2)
         run.say("go")
         assert await run.ends() == 0, run.verl.tail()
@@ -109,7 +109,7 @@ async def test_what_is_lost_does_not_reach_the_gradient(tmp_path: Path, training
         }
         for metrics in (lost, whole):
             is_trained_well(metrics)
-        assert old["training/rollout_probs_diff_max"] > SAME, "old weights under a new version are not noticed"
+        assert old["training/rollout_probs_diff_max"] > SAME, "old weights with a new version are not visible"
         assert [run.versions(step) for step in (1, 2, 3)] == [{"0"}, {"1"}, {"2"}]
 
         lossy, clean, _ = run.reports()
@@ -117,16 +117,24 @@ async def test_what_is_lost_does_not_reach_the_gradient(tmp_path: Path, training
             is_settled(report)
             assert report.staleness is not None
             assert report.staleness.max == 0
-        assert lossy.reasons == {"timed_out: no_result": 5, "timed_out: agent_deadline": 1}
-        assert rollouts(lost) == {
-            "planned/sum": 20,
-            "trained/sum": 14,
-            "left_out/sum": 6,
-            "left_out/timed_out/sum": 6,
-            "left_out_by_reason/timed_out/no_result/sum": 5,
-            "left_out_by_reason/timed_out/agent_deadline/sum": 1,
-            "groups_dropped/sum": 1,
-        }
+        # Once three of a group have died, the fourth may be cancelled before its own deadline.
+        doomed = lossy.reasons.get("cancelled: group_doomed", 0)
+        assert doomed <= 1
+        assert lossy.reasons.get("timed_out: no_result") == 5 - doomed
+        assert lossy.reasons.get("timed_out: agent_deadline") == 1
+        counted = rollouts(lost)
+        assert counted["left_out_by_reason/timed_out/no_result/sum"] == 5 - doomed
+        assert (
+            counted.items()
+            >= {
+                "planned/sum": 20,
+                "trained/sum": 14,
+                "left_out/sum": 6,
+                "left_out/timed_out/sum": 6 - doomed,
+                "left_out_by_reason/timed_out/agent_deadline/sum": 1,
+                "groups_dropped/sum": 1,
+            }.items()
+        )
         assert rollouts(whole) == {"planned/sum": 18, "trained/sum": 18}
         names = run.groups()
         assert [names[group.task_id] for group in lossy.groups if not group.usable] == ["all-lost"]
@@ -135,8 +143,8 @@ async def test_what_is_lost_does_not_reach_the_gradient(tmp_path: Path, training
 
 
 async def push(run: Any, folder: Path, version: int) -> None:
-    """Has the engine load the weights of a folder under whatever version, behind the trainer's back."""
-    [command] = run.processes("sglang.launch_server").values()
+    """Let the engine load the weights of a folder with any version, without the trainer."""
+    [command] = run.processes("launch_server.py").values()
     words = command.split()
     url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/update_weights_from_disk"
     async with httpx.AsyncClient(timeout=60) as http:
@@ -144,38 +152,39 @@ async def push(run: Any, folder: Path, version: int) -> None:
     assert reply.json()["success"], reply.text
 
 
+@pytest.mark.slow
 async def test_messages_are_trained_without_logprobs_and_a_step_without_a_rollout_stops_the_run(
     tmp_path: Path, training: Any
 ) -> None:
-    """The first step has rows that have no logprobs, so that none of the batch has; the second has no rows at all."""
-    told = {**normal("told"), "segments": 0, "do": dict.fromkeys("0123", "tell")}
-    # One is lost, so that verl fills the batch up with rows of its own.
+    """The first step has rows without logprobs, so its batch has none. The second step has no rows."""
+    messages_only = {**normal("messages-only"), "segments": 0, "do": dict.fromkeys("0123", "return messages")}
+    # One is lost, so verl pads the batch.
     sampled = {**normal("sampled"), "do": {"3": "raise"}}
     everyone = dict.fromkeys("0123", "raise")
     broken = [{"name": f"broken-{i}", "rewards": [0.0] * GROUP, "do": everyone} for i in range(2)]
     no_logprobs = "actor_rollout_ref.rollout.calculate_log_probs=False"
-    async with training(tmp_path, [told, sampled, *broken], 2, no_logprobs) as run:
+    async with training(tmp_path, [messages_only, sampled, *broken], 2, no_logprobs) as run:
         tree = yaml.safe_load(run.own.read_text())
-        run.own.write_text(yaml.safe_dump({**tree, "collect": {"retokenise": True}}))
+        run.own.write_text(yaml.safe_dump({**tree, "collect": {"retokenize": True}}))
         await run.start()
         assert await run.ends() != 0
 
         told_of, lost = run.reports()
         for report in (told_of, lost):
             is_settled(report)
-        assert (told_of.trainable, told_of.retokenised) == (7, 4)
+        assert (told_of.trainable, told_of.retokenized) == (7, 4)
         assert told_of.reasons == {"agent_error: agent_exception": 1}
-        assert "7 trainable (4 re-tokenised)" in run.log
-        guesses = [rollout for rollout in run.rollouts(1) if rollout.retokenised]
+        assert "7 trainable (4 re-tokenized)" in run.log
+        guesses = [rollout for rollout in run.rollouts(1) if rollout.retokenized]
         assert len(guesses) == 4
-        trained = [row["trained"] for row in run.gradient(step=1)["told"]]
+        trained = [row["trained"] for row in run.gradient(step=1)["messages-only"]]
         assert sorted(trained) == sorted(min(8, rollout.sampled_tokens) for rollout in guesses)
         [metrics] = run.metrics()
         assert metrics["actor/grad_norm"] > 0
         assert not [name for name in metrics if "rollout_probs_diff" in name], "there is nothing to compare with"
 
         assert lost.trainable == 0
-        # Which of a group are not awaited, once it is lost, is by chance.
+        # Which rollouts of a lost group are cancelled depends on timing.
         assert lost.reasons.keys() <= {"agent_error: agent_exception", "cancelled: group_doomed"}
         for word in ("0 of 2 groups usable", "agent_error: agent_exception", "the tool is broken"):
             assert word in run.log
@@ -183,6 +192,7 @@ async def test_messages_are_trained_without_logprobs_and_a_step_without_a_rollou
         await run.leaves_nothing()
 
 
+@pytest.mark.slow
 async def test_the_legacy_trainer_leaves_a_lost_slot_empty(tmp_path: Path, training: Any) -> None:
     first = [normal("normal"), {"name": "one-lost", "rewards": [9.0, 0.0, 1.0, 0.25], "do": {"0": "raise"}}]
     second = [normal("second-0"), normal("second-1")]
@@ -221,7 +231,7 @@ async def test_the_legacy_trainer_leaves_a_lost_slot_empty(tmp_path: Path, train
 
 @pytest.mark.slow
 async def test_a_greedy_baseline_is_rolled_out_and_a_lost_one_trains_nothing(tmp_path: Path, training: Any) -> None:
-    """REMAX, which of verl's trainers only the legacy one has."""
+    """REMAX exists only in verl's legacy trainer."""
     tasks = [
         {"name": "compared", "rewards": [0.5, 1.0, 0.25, 0.0], "baseline": 0.75},
         {"name": "no-baseline", "rewards": [9.0] * GROUP, "baseline": 9.0, "do": {"greedy": "raise"}},
@@ -251,7 +261,7 @@ async def test_a_greedy_baseline_is_rolled_out_and_a_lost_one_trains_nothing(tmp
 
 
 def is_greedy(run: Any, rollout: Rollout) -> bool:
-    """Whether each token is the one that the model itself holds most likely."""
+    """Return whether each token is the model's most likely one."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(run.work / "model")
@@ -260,6 +270,6 @@ def is_greedy(run: Any, rollout: Rollout) -> bool:
         ids = torch.tensor(segment.token_ids.tolist())
         with torch.no_grad():
             likely = model(ids[None]).logits[0, :-1].argmax(-1)
-        sampled = torch.tensor(segment.mask.tolist(), dtype=torch.bool)[1:]
+        sampled = torch.tensor(segment.response_mask.tolist(), dtype=torch.bool)[1:]
         found.append(torch.equal(likely[sampled], ids[1:][sampled]))
     return all(found)

@@ -1,4 +1,4 @@
-"""verl's asynchronous trainers: rollouts go on while weights change, and what is too old is left out."""
+"""verl's asynchronous trainers: rollouts continue while weights change, and stale ones are left out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from agent_wrapper.contract import Rollout
-from rollout_backend.report import StepReport
+from rollout_backend.core.report import StepReport
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 GROUP = 4
 TIMEOUTS = {"model_call_s": 60, "agent_s": 240, "publish_grace_s": 10, "collection_s": 300, "token_s": 360}
@@ -21,7 +21,7 @@ def normal(name: str) -> dict[str, Any]:
 
 
 def waits(name: str, go: str) -> dict[str, Any]:
-    """Its sessions call the model, and call it again once `go` is said."""
+    """Return a task whose sessions call the model, wait for `go`, and call it again."""
     return {**normal(name), "do": dict.fromkeys("0123", f"wait for {go}")}
 
 
@@ -32,13 +32,13 @@ def rollouts_of(run: Any, name: str) -> list[Rollout]:
 
 
 def versions(rollout: Rollout) -> list[str]:
-    """Of the weights that sampled the tokens, turn after turn."""
+    """Return the weight version of each turn."""
     turns = [turn for segment in rollout.segments for turn in segment.turns]
     return [span.version for turn in turns for span in turn.weight_versions]
 
 
-async def test_rollouts_span_weights_and_what_is_too_old_is_dropped(tmp_path: Path, training: Any) -> None:
-    """verl hands out a batch ahead. Of the first, one group ends under the next weights, and one far later."""
+async def test_rollouts_span_weight_versions_and_stale_ones_are_dropped(tmp_path: Path, training: Any) -> None:
+    """verl prefetches a batch. One group of the first batch ends with the next weights, and one much later."""
     tasks = [
         waits("spans", "go"),
         waits("too-old", "go-late"),
@@ -56,7 +56,7 @@ async def test_rollouts_span_weights_and_what_is_too_old_is_dropped(tmp_path: Pa
         "trainer.v1.trainer_mode=separate_async",
         "trainer.v1.separate_async.parameter_sync_step=1",
         "trainer.total_training_steps=4",
-        "data.max_response_length=64",  # room for what is said between two turns
+        "data.max_response_length=64",  # includes the messages between two turns
         "+trainer.v1.sampler.sampler_kwargs.max_staleness=2",
     ]
     async with training(tmp_path, tasks, 2, *settings, rollout_devices=1, timeouts=TIMEOUTS) as run:
@@ -80,7 +80,7 @@ async def test_rollouts_span_weights_and_what_is_too_old_is_dropped(tmp_path: Pa
         assert set(run.gradient(step=2)) > {"spans"}
         assert second["rollouts/staleness/max"] == 1
         assert 0 < second["rollouts/staleness/mean"] < 1
-        assert second["training/off_policy/trajectory_spans/max"] == 2, "verl's own word for it"
+        assert second["training/off_policy/trajectory_spans/max"] == 2, "verl's own metric"
         assert fourth["rollouts/left_out/too_old/sum"] == GROUP
         assert fourth["rollouts/groups_dropped/sum"] == 1
         assert fourth["rollouts/trained/sum"] == 2 * GROUP, "the group is not replaced"

@@ -1,4 +1,4 @@
-"""verl's real trainer on rollouts with images: it computes what the engine computed, of the same pixels."""
+"""verl's real trainer on rollouts with images computes the same probabilities as the engine."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from transformers import PreTrainedTokenizerFast
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.serving.install import cache_dir
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SAME = 1e-4
-TORCHVISION = "torchvision==0.28.0"  # of torch 2.13
+TORCHVISION = "torchvision==0.28.0"  # for torch 2.13
 DECLARED = """\
 import torch
 for name in ("nms", "qnms"):
     torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
-WORDS = ["tool_call", "think", "tool_response"]  # that the renderer of its family asks for
+WORDS = ["tool_call", "think", "tool_response"]  # that the family's renderer requires
 SEEING = Path(__file__).parents[1] / "gateway" / "families" / "seeing_model.py"
 
 
 def make_seeing_model(folder: Path) -> Path:
-    """A tiny Qwen3-VL of random weights, with a token for each byte."""
+    """Make a tiny Qwen3-VL with random weights and a token for each byte."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(BYTE_MODEL)
     vision = ["vision_start", "vision_end", "image_pad", "video_pad"]
     tags = [tag for word in WORDS for tag in (f"<{word}>", f"</{word}>")]
@@ -58,7 +58,7 @@ def make_seeing_model(folder: Path) -> Path:
     seeing = runpy.run_path(str(SEEING))
     with torch.random.fork_rng(devices=[]):
         made = seeing["model_of"](text, of_images)
-    with torch.no_grad():  # the engine is told never to sample a place of an image; here the model would not either
+    with torch.no_grad():  # the model must never sample an image token; the engine forbids it, too
         made.get_input_embeddings().weight[:, 0] = 10.0
         head = made.lm_head.weight
         head[:, 0] = 0.0
@@ -104,8 +104,8 @@ def with_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_torchvision")
-async def test_a_model_that_sees_is_trained_on_what_it_saw(tmp_path: Path, training: Any) -> None:
-    """Images that fit the model's grid and images that are scaled to it, and none in one group."""
+async def test_a_vision_model_is_trained_on_the_images_that_it_saw(tmp_path: Path, training: Any) -> None:
+    """One group has images that fit the model's grid, one has images that are scaled, and one has none."""
     tasks = [shown("tall", "red", 90, 130), shown("wide", "blue", 160, 64, segments=2)]
     tasks += [shown("small", "green", 100, 70), {"name": "blind", "rewards": [0.0, 1.0, 0.25, 0.5]}]
     model = make_seeing_model(tmp_path / "seeing")
@@ -114,7 +114,7 @@ async def test_a_model_that_sees_is_trained_on_what_it_saw(tmp_path: Path, train
         await run.start()
         assert await run.ends() == 0, run.verl.tail()
         for metrics in run.metrics():
-            assert metrics["training/rollout_probs_diff_max"] < SAME, "it was trained on other pixels or positions"
+            assert metrics["training/rollout_probs_diff_max"] < SAME, "training used other pixels or positions"
             assert metrics["actor/grad_norm"] > 0
         assert [run.versions(step) for step in (1, 2)] == [{"0"}, {"1"}]
         seen = [[len(s.images) for r in run.rollouts(step) for s in r.segments] for step in (1, 2)]

@@ -1,4 +1,4 @@
-"""verl's trainer killed in mid-step and started again: over its own checkpoint, and without it."""
+"""verl's trainer is killed in the middle of a step and restarted, with and without its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 GROUP = 4
 SAME = 1e-4
@@ -21,7 +21,7 @@ EARLY, LATE = ("0", "1"), ("2", "3")
 
 
 def task(number: int) -> dict[str, Any]:
-    """Two of its sessions wait for "NAME-early", two for "NAME-late". No two tasks have a reward in common."""
+    """Make a task: two sessions wait for "NAME-early", two for "NAME-late". Rewards differ between tasks."""
     name = f"task-{number}"
     waits = {**dict.fromkeys(EARLY, f"wait for {name}-early"), **dict.fromkeys(LATE, f"wait for {name}-late")}
     return {"name": name, "rewards": [2 * number + reward for reward in (0.0, 0.25, 0.5, 1.0)], "do": waits}
@@ -33,8 +33,10 @@ def grpo(rewards: list[float]) -> dict[float, float]:
 
 
 async def half_of_step_2(run: Any) -> tuple[set[str], set[str]]:
-    """Brings the run to where four rollouts of its second step are done and four at work. The names of the groups of
-    its first step, and of its second."""
+    """Run until four rollouts of the second step are done and four are running.
+
+    Returns the names of the groups of the first and of the second step.
+    """
     await run.start()
     await run.until(lambda: len(run.begun()) == 2 * GROUP, "at work in step 1")
     first = set(run.begun().values())
@@ -48,7 +50,7 @@ async def half_of_step_2(run: Any) -> tuple[set[str], set[str]]:
 
 
 def trained_as_one_step(run: Any, tasks: list[dict[str, Any]]) -> None:
-    """All the rollouts of both lives were in the gradient of step 2, each once, and the weights were the same."""
+    """Check that the gradient of step 2 has all rollouts of both processes once, all sampled by the same weights."""
     rows = [row for row in json.loads(run.spy_file.read_text().splitlines()[-1]) if row["trained"]]
     expected = {reward: advantage for task in tasks for reward, advantage in grpo(task["rewards"]).items()}
     assert sorted(row["reward"] for row in rows) == sorted(expected)
@@ -56,16 +58,18 @@ def trained_as_one_step(run: Any, tasks: list[dict[str, Any]]) -> None:
         assert row["advantages"] == pytest.approx([expected[row["reward"]]], abs=1e-5)
     [metrics] = run.metrics()
     assert metrics["training/global_step"] == 2
-    assert metrics["training/rollout_probs_diff_max"] < SAME, "what was taken was sampled by other weights"
+    assert metrics["training/rollout_probs_diff_max"] < SAME, "reused rollouts were sampled by other weights"
     assert metrics["actor/grad_norm"] > 0
     assert run.versions(2) == {"1"}
 
 
-async def test_a_killed_trainer_goes_on_from_its_checkpoint_with_what_was_finished(
+async def test_a_killed_trainer_resumes_from_its_checkpoint_with_finished_rollouts(
     tmp_path: Path, training: Any
 ) -> None:
-    """The rows of the second step are of two lives, and all of them were sampled by the weights that it trains. With
-    resume_mode=disable other weights are served, so nothing is taken; that life ends with its engine."""
+    """Rows of the second step come from two processes, all sampled by the weights that it trains.
+
+    With resume_mode=disable other weights are served, so nothing is reused; that process ends with its engine.
+    """
     tasks = [task(number) for number in range(4)]
     resumes = ("trainer.resume_mode=auto", "trainer.save_freq=1", "data.shuffle=True")
     async with training(tmp_path, tasks, 2, *resumes, timeouts=TIMEOUTS) as run:
@@ -78,7 +82,7 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint_with_what_was_finish
         run.say(*(f"{name}-{when}" for name in second for when in ("early", "late")))
         await run.start_again()
         assert await run.ends() == 0, run.verl.tail()
-        assert run.begun().keys() == begun - finished.keys(), "what is run again"
+        assert run.begun().keys() == begun - finished.keys(), "other rollouts than the unfinished ones ran again"
         again = {rollout.rollout_id: rollout.encode() for rollout in run.rollouts(2)}
         assert again.keys() == begun
         assert again.items() >= finished.items()
@@ -91,25 +95,25 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint_with_what_was_finish
         trained_as_one_step(run, [tasks[int(name.removeprefix("task-"))] for name in second])
         await run.leaves_nothing()
 
-        updates, told = len(run.spy_file.read_text().splitlines()), len(run.log)
+        updates, logged = len(run.spy_file.read_text().splitlines()), len(run.log)
         assert updates == 2
         run.forget()
         patience = {"serving": {"startup_timeout_s": 5, "max_restarts": 1}}
         run.own.write_text(yaml.safe_dump(yaml.safe_load(run.own.read_text()) | patience))
         await run.start_again("trainer.resume_mode=disable")
-        await run.until(lambda: len(run.begun()) == 2 * GROUP, "at work in step 1, all of it anew")
+        await run.until(lambda: len(run.begun()) == 2 * GROUP, "running step 1 again from its beginning")
         assert set(run.begun().values()) == first
-        [engine] = run.processes("sglang.launch_server")
+        [engine] = run.processes("launch_server.py")
         os.kill(engine, signal.SIGKILL)
         run.say(*(f"{name}-{when}" for name in first for when in ("early", "late")))
-        assert await run.ends(within_s=100) != 0  # before the agents' own time is up
-        assert "a batch failed as a whole: engine-0 is gone" in run.log[told:]
-        assert len(run.spy_file.read_text().splitlines()) == updates, "a step that lost its engine was trained"
+        assert await run.ends(within_s=100) != 0  # before the agents' deadline
+        assert "a batch failed as a whole: engine-0 is gone" in run.log[logged:]
+        assert len(run.spy_file.read_text().splitlines()) == updates, "a step whose engine died was trained"
         await run.leaves_nothing()
 
 
-async def test_a_killed_trainer_goes_on_with_the_agents_at_work(tmp_path: Path, training: Any) -> None:
-    """Its machine is back before its janitor closes their sessions: nothing that was sampled is sampled again."""
+async def test_a_restarted_trainer_keeps_running_agents(tmp_path: Path, training: Any) -> None:
+    """The trainer is back before the janitor closes the sessions, so no token is sampled again."""
     tasks = [task(number) for number in range(4)]
     resumes = ("trainer.resume_mode=auto", "trainer.save_freq=1", "data.shuffle=True")
     async with training(tmp_path, tasks, 2, *resumes, timeouts=TIMEOUTS) as run:
@@ -117,10 +121,10 @@ async def test_a_killed_trainer_goes_on_with_the_agents_at_work(tmp_path: Path, 
         _, second = await half_of_step_2(run)
         begun = run.begun()
         await run.kill()
-        run.say(*(f"{name}-late" for name in second))  # they ask a gateway that is not there
+        run.say(*(f"{name}-late" for name in second))  # they call a gateway that is down
         await run.start_again()
         assert await run.ends() == 0, run.verl.tail()
-        assert run.begun() == begun, "agents were begun anew"
+        assert run.begun() == begun, "agents were started again"
         report = run.report(2)
         assert (report.resumed, report.reattached, report.attempts) == (4, 4, 0)
         assert report.trainable == report.planned == 2 * GROUP

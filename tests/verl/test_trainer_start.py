@@ -1,4 +1,4 @@
-"""A run that cannot start says what to change, before verl has started an engine."""
+"""A run that cannot start says what to change before verl starts an engine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from anyio.from_thread import start_blocking_portal
 
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.local.cloud import ARN
-from rollout_backend.process import ServerProcess
+from rollout_backend.serving.server_process import ServerProcess
 from rollout_backend.verl.dataset import PayloadDataset
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 HERE = Path(__file__).parent
 LOCAL_ARN = ARN.format(region="us-east-1")
 CLASS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 OWN_KEY = "actor_rollout_ref.rollout.custom.rollout_backend"
 WRONG: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
-    # Overrides of verl's settings, settings of ours, and what the message says.
+    # verl's overrides, the backend's settings, and the expected message.
     "no such class": ([f"{CLASS_KEY}=rollout_backend.verl.Manager"], {}, ["no such class", "CloudAgentLoopManager"]),
     "no such module": ([f"{CLASS_KEY}=nowhere.Manager"], {}, ["cannot be imported", "CloudAgentLoopManager"]),
     "no class": ([f"{CLASS_KEY}=null"], {}, [f"add +{CLASS_KEY}="]),
@@ -33,13 +33,18 @@ WRONG: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
     "unknown setting": ([], {"group": {"sice": 3}}, [OWN_KEY, "group.sice: no such setting"]),
     "no runtime": ([], {"runtime": None}, [OWN_KEY, "runtime"]),
     "unknown runtime": ([], {"runtime": {"arn": LOCAL_ARN.replace("local-", "other-")}}, ["runtime", "other-"]),
+    "a reward of verl's": (
+        ["reward.custom_reward_function.path=reward.py"],
+        {},
+        ["reward.custom_reward_function.path=reward.py", "compute the reward in the agent"],
+    ),
     "no such bucket": ([], {"storage": {"bucket": "not-there"}}, ["not-there"]),
 }
 
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory, training: Any) -> Iterator[Any]:
-    """A run that would start."""
+    """A run whose settings are valid."""
     task = {"name": "task", "rewards": [0.0, 1.0, 0.25, 0.5]}
     would_start = training(tmp_path_factory.mktemp("ready"), [task], 1)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(would_start) as run:
@@ -57,7 +62,7 @@ def overrides_of(case: str, ready: Any, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_told_by_the_dataset(
+def test_the_dataset_reports_wrong_settings(
     case: str, ready: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in ready.cloud.environ.items():
@@ -68,8 +73,9 @@ def test_what_is_wrong_is_told_by_the_dataset(
         assert part in str(caught.value)
 
 
-async def test_verl_itself_ends_before_an_engine_and_says_why(ready: Any, tmp_path: Path) -> None:
-    """verl makes the dataset first. Each case differs from a run that would start by one thing."""
+@pytest.mark.slow
+async def test_verl_ends_before_it_starts_an_engine_and_says_why(ready: Any, tmp_path: Path) -> None:
+    """verl makes the dataset first. Each case differs from a valid run in one setting."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(ready.rows.read_text() + '{"question": "What is 3 + 4?"}\n')
     cases: dict[str, list[str]] = {"no payload": [f"data.train_files={rows}"]}

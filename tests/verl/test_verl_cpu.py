@@ -1,8 +1,9 @@
-"""verl on the CPU: its registries find the platform and the rollout, and what is served is what is trained."""
+"""verl on the CPU: its registries find the platform and the rollout, and servers serve the trained weights."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -22,13 +23,14 @@ import torch
 from rollout_backend.errors import ConfigError, EngineUnavailable
 from rollout_backend.local.verl_cpu.environment import ROLLOUT_NAME, overrides
 from rollout_backend.local.verl_cpu.model_folder import ModelFolder, WeightsMismatch
-from rollout_backend.local.verl_cpu.server import SGLangServer
-from rollout_backend.local.verl_cpu.settings import ServerSettings, model_of
+from rollout_backend.local.verl_cpu.replica_server import SGLangServer
+from rollout_backend.local.verl_cpu.replica_settings import ServerSettings, model_of
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.serving.generation_control import pause_generation, resume_generation
 
 pytestmark = [
     pytest.mark.engine,
-    # Of Ray's and of verl's own making.
+    # Raised in Ray and in verl.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -36,8 +38,8 @@ pytestmark = [
 
 FAKE_ENGINE = Path(__file__).parents[1] / "serving" / "fake_engine.py"
 PROMPT = [1, 40, 41, 42]
-OLD, NEW, OTHER = 0, 1, 2  # seeds of models
-SAME = 1e-4  # a logprob that the trainer's own forward pass gives, up to float32's rounding
+OLD, NEW, OTHER = 0, 1, 2  # seeds of the models
+SAME = 1e-4  # maximum difference from the trainer's own forward pass, by float32's rounding
 FAR = 0.05
 
 
@@ -49,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def weights(models: list[Path]) -> Callable[[int], dict[str, torch.Tensor]]:
-    """What a trainer hands over: every tensor of the model, the tied output layer among them."""
+    """Return the tensors that a trainer sends: all of the model's, including the tied output layer."""
     from transformers import AutoModelForCausalLM
 
     def of(seed: int) -> dict[str, torch.Tensor]:
@@ -60,7 +62,7 @@ def weights(models: list[Path]) -> Callable[[int], dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def config(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`actor_rollout_ref` of verl's own settings, with our overrides."""
+    """`actor_rollout_ref` of verl's settings, with our overrides."""
     from hydra import compose, initialize_config_module
 
     rollout = "actor_rollout_ref.rollout"
@@ -121,7 +123,7 @@ def version(reply: dict[str, Any]) -> str:
 
 
 def distance(reply: dict[str, Any], model: Path) -> float:
-    """Of the served logprobs from those of the model's own forward pass, at worst."""
+    """Return the largest difference between served logprobs and those of the model's own forward pass."""
     from transformers import AutoModelForCausalLM
 
     ids, served = reply["output_ids"], [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
@@ -131,16 +133,17 @@ def distance(reply: dict[str, Any], model: Path) -> float:
     return float((own - torch.tensor(served)).abs().max())
 
 
-def test_verl_knows_the_cpu() -> None:
+def test_verl_finds_the_cpu_platform() -> None:
     from verl.utils.device import get_device_name, get_resource_name, get_torch_device
 
     assert get_device_name() == "cpu"
-    assert get_resource_name() == "GPU"  # logical ones
+    assert get_resource_name() == "GPU"  # logical GPUs
     used, total = get_torch_device().mem_get_info()
     assert 0 < used < total
 
 
-def test_new_weights_are_served_under_their_version(
+@pytest.mark.slow
+def test_new_weights_are_served_with_their_version(
     replica: Any, adapter: Any, models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]]
 ) -> None:
     assert distance(generate(replica), models[OLD]) < SAME
@@ -148,22 +151,24 @@ def test_new_weights_are_served_under_their_version(
     reply = generate(replica)
     assert version(reply) == "1"
     assert distance(reply, models[NEW]) < SAME
-    assert not list(ServerSettings.of(adapter.config).weights_dir.glob("rollout-weights-*")), "left in memory"
+    assert not list(ServerSettings.of(adapter.config).weights_dir.glob("rollout-weights-*")), "weights are left"
 
 
-def test_old_weights_under_a_new_version_show_in_the_logprobs_alone(
+@pytest.mark.slow
+def test_old_weights_with_a_new_version_show_only_in_the_logprobs(
     replica: Any, adapter: Any, models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]]
 ) -> None:
     import ray
 
     asyncio.run(adapter.update_weights(iter(weights(NEW).items()), global_steps=2))
-    ray.get(replica.server_handle.update_weights.remote(models[NEW], 3))  # where OTHER's were due
+    ray.get(replica.server_handle.update_weights.remote(models[NEW], 3))  # instead of OTHER's
     reply = generate(replica)
     assert version(reply) == "3"
     assert distance(reply, models[OTHER]) > FAR
     assert distance(reply, models[NEW]) < SAME
 
 
+@pytest.mark.slow
 def test_weights_of_another_shape_are_not_sent(
     replica: Any, adapter: Any, models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]]
 ) -> None:
@@ -177,28 +182,58 @@ def test_weights_of_another_shape_are_not_sent(
     assert distance(reply, models[NEW]) < SAME
 
 
-def test_a_sleeping_server_cuts_what_runs_and_holds_what_comes(replica: Any, adapter: Any) -> None:
+@pytest.mark.slow
+def test_a_paused_server_ends_running_requests_and_holds_new_ones(replica: Any, adapter: Any) -> None:
     async def scenario() -> None:
         async with httpx.AsyncClient(timeout=60) as http, streamed(http, replica, 250) as running:
             lines = running.aiter_lines()
-            assert (await anext(lines)).startswith("data: "), "it does not generate"
+            assert (await anext(lines)).startswith("data: "), "the server does not generate"
+            await pause_generation(f"http://{replica.server_address}")
             await replica.sleep()
             *_, last = [json.loads(line[6:]) async for line in lines if line.startswith("data: {")]
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
         assert last["meta_info"]["completion_tokens"] < 250
         held = asyncio.create_task(asyncio.to_thread(generate, replica, 4))
-        done, _ = await asyncio.wait({held}, timeout=1.0)
-        assert not done, "a sleeping server generated"
         await adapter.resume(["weights"])
-        done, _ = await asyncio.wait({held}, timeout=0.5)
-        assert not done, "it woke before its new weights"
         await adapter.resume(["kv_cache"])
+        done, _ = await asyncio.wait({held}, timeout=0.5)
+        assert not done, "a paused server generated"
+        await resume_generation(f"http://{replica.server_address}")
         assert len((await held)["output_ids"]) == 4
 
     asyncio.run(scenario())
 
 
-def test_a_held_request_is_answered_with_the_new_weights(
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["GET /health", "released in the middle of a call"])
+async def test_a_sleeping_server_crashes_as_on_a_gpu(how: str, models: list[Path], tmp_path: Path) -> None:
+    """SGLang's own code releases the memory and asserts that no request is running."""
+    model = model_of(SimpleNamespace(max_model_len=512), SimpleNamespace(path=models[OLD]))
+    server = SGLangServer("server", model, ServerSettings(threads=1).serving("float32"), tmp_path / "log")
+    url = f"http://{await server.launch()}"
+    try:
+        async with httpx.AsyncClient(timeout=60) as http:
+            if how.startswith("released"):
+                async with http.stream("POST", f"{url}/generate", json={**request(400), "stream": True}) as running:
+                    assert (await anext(running.aiter_lines())).startswith("data: ")
+                    with pytest.raises(EngineUnavailable, match="release_memory_occupation"):
+                        await server.sleep()
+                cause = "release_memory_occupation should be called only when server is idle"
+            else:
+                await pause_generation(url)
+                await server.sleep()
+                await server.resume_generation()  # verl does not pause its servers
+                with contextlib.suppress(httpx.HTTPError):
+                    await http.get(f"{url}/health")
+                cause = "an illegal memory access was encountered"
+        assert "ended with code" in await asyncio.wait_for(server._engine.wait(), 60)
+        assert cause in (tmp_path / "log").read_text(errors="replace")
+    finally:
+        await server.close()
+
+
+@pytest.mark.slow
+def test_a_held_request_is_answered_by_the_new_weights(
     replica: Any, adapter: Any, models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]]
 ) -> None:
     async def scenario() -> dict[str, Any]:
@@ -215,6 +250,7 @@ def test_a_held_request_is_answered_with_the_new_weights(
     assert distance(reply, models[OTHER]) < SAME
 
 
+@pytest.mark.slow
 def test_verls_own_client_path(replica: Any) -> None:
     import ray
 
@@ -227,8 +263,9 @@ def test_verls_own_client_path(replica: Any) -> None:
     assert output.extra_fields["global_steps"] == 7
 
 
-def test_a_second_training_has_a_cluster_of_its_own(replica: Any) -> None:
-    """`replica`'s is the one that Ray would join, by the machine's records and by RAY_ADDRESS."""
+@pytest.mark.slow
+def test_a_second_training_has_its_own_cluster(replica: Any) -> None:
+    """By default Ray would join the cluster of `replica`, which RAY_ADDRESS and Ray's files name."""
     import ray
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
@@ -245,18 +282,20 @@ def test_a_second_training_has_a_cluster_of_its_own(replica: Any) -> None:
     assert second != first
 
 
+@pytest.mark.slow
 def test_a_server_ends_with_its_actor(replica: Any) -> None:
     import ray
 
     pid = ray.get(replica.server_handle.pid.remote())
     family = [pid, *children(pid)]
-    assert len(family) > 1, "SGLang's scheduler is a process of its own"
+    assert len(family) > 1, "SGLang's scheduler is a separate process"
     ray.kill(replica.server_handle)
     assert all(gone(member) for member in family)
 
 
-async def test_a_server_that_dies_says_so(models: list[Path], tmp_path: Path) -> None:
-    """As SGLang does of weights of a wrong shape, without an answer."""
+@pytest.mark.slow
+async def test_a_dead_server_is_reported(models: list[Path], tmp_path: Path) -> None:
+    """SGLang crashes without a response if weights have a wrong shape."""
 
     def command(
         model: object, serving: object, host: str, port: int, first_gpu: int
@@ -297,7 +336,7 @@ def gone(pid: int, within_s: float = 20) -> bool:
         (lambda w: w.update({n: w[n][:1] for n in list(w) if "layers" in n}), "more"),
     ],
 )
-def test_weights_must_be_the_models_own(
+def test_weights_must_match_the_model(
     models: list[Path],
     weights: Callable[[int], dict[str, torch.Tensor]],
     tmp_path: Path,
@@ -316,7 +355,7 @@ def test_a_written_folder_is_the_model_in_another_dtype(
 ) -> None:
     ModelFolder.at(models[OLD]).write(weights(NEW), tmp_path, torch.bfloat16)
     written, old = ModelFolder.at(tmp_path), ModelFolder.at(models[OLD])
-    assert written.shapes == old.shapes  # so without the tied output layer
+    assert written.shapes == old.shapes  # without the tied output layer
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in models[OLD].iterdir()}
 
 

@@ -1,4 +1,4 @@
-"""Rows with images: the pixels and positions that verl's own agent loop would give them, or a refusal."""
+"""Rows with images get the same pixels and positions as in verl's own agent loop, or are refused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from agent_wrapper.contract import ImageSpan, Outcome, Rollout, Segment, Turn, VersionSpan
+from rollout_backend.core.images import Image
 from rollout_backend.errors import ConfigError
-from rollout_backend.gateway import vision as of_gateway
-from rollout_backend.gateway.images import Image
-from rollout_backend.verl import vision as of_verl
-from rollout_backend.verl.rows import legacy_batch, rows_of, v1_fields
-from rollout_backend.verl.vision import SeenImage, Vision, load_vision
+from rollout_backend.rendering import image_positions as of_gateway
+from rollout_backend.verl import row_images as of_verl
+from rollout_backend.verl.row_formats import legacy_batch, v1_fields
+from rollout_backend.verl.row_images import SeenImage, Vision, load_vision
+from rollout_backend.verl.rows import rows_of
 
 PAD, VIDEO_PAD, START, END = 60, 61, 62, 63
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -61,7 +62,7 @@ CONFIG = Qwen3VLConfig(
 
 
 class Qwen3VLProcessor(types.SimpleNamespace):
-    """What verl's `hf_processor` makes of a Qwen3-VL, as far as rows need it: that one wants torchvision."""
+    """The parts of a Qwen3-VL processor that rows need. verl's `hf_processor` would require torchvision."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ TALL, WIDE = picture("red", 64, 96), picture("blue", 160, 64)  # 2 x 3 and 5 x 2
 
 
 def seen(*pieces, reward: float = 0.5) -> Rollout:
-    """One segment. Pieces are ("given" | "sampled", ids), or the bytes of an image with its number of tokens."""
+    """Make a rollout of one segment from ("given" | "sampled", ids) and (image bytes, number of tokens) pieces."""
     ids, mask, turns, spans, images = [], [], [], [], {}
     for what, content in pieces:
         start = len(ids)
@@ -113,7 +114,7 @@ def seen(*pieces, reward: float = 0.5) -> Rollout:
             turns.append(Turn(start=start, end=len(ids), finish_reason="stop", weight_versions=(version,)))
     segment = Segment(
         token_ids=ids,
-        mask=mask,
+        response_mask=mask,
         logprobs=[-1.0 if sampled else None for sampled in mask],
         turns=turns,
         images=spans,
@@ -141,7 +142,7 @@ def row_of(rollout: Rollout, lengths=(64, 64)):
     return row
 
 
-def test_the_gateway_counts_with_this_environments_processor_too(processor):
+def test_the_gateway_and_this_environments_processor_count_the_same_tokens(processor):
     gateway = of_gateway.Vision(PAD, (PAD, VIDEO_PAD), processor.image_processor)
     sizes = {TALL: (64, 96), WIDE: (160, 64)}
     images = [Image(data, "", "image/png", width, height) for data, (width, height) in sizes.items()]
@@ -166,7 +167,7 @@ def test_pixels_and_positions_are_those_of_verls_own_agent_loop(vision, processo
     assert fields["position_ids"].shape == (4, len(ids))
 
 
-def test_the_model_sees_with_them_what_it_sees_by_itself(vision):
+def test_the_model_computes_the_same_with_these_inputs_as_by_itself(vision):
     torch.manual_seed(0)
     model = Qwen3VLForConditionalGeneration(CONFIG).float().eval()
     fields = v1_fields(row_of(TWO), {}, vision=vision)
@@ -190,7 +191,7 @@ def test_text_and_images_make_one_batch(vision):
     assert batch["position_ids"].is_nested
 
 
-def test_the_legacy_batch_has_them_too(vision):
+def test_the_legacy_batch_has_pixels_and_positions_too(vision):
     slots = [rows_of(TWO, 32, 32, PAD), None, rows_of(TEXT, 32, 32, PAD)]
     batch = legacy_batch(slots, 32, 32, pad_token_id=0, vision=vision)
     positions, attention = batch.tensors["position_ids"], batch.tensors["attention_mask"]
@@ -204,7 +205,7 @@ def test_the_legacy_batch_has_them_too(vision):
 
 
 def test_a_row_has_the_images_before_its_end(vision):
-    row = row_of(TWO, lengths=(64, 4))  # the second image and what follows it find no place
+    row = row_of(TWO, lengths=(64, 4))  # the second image and the tokens after it do not fit
     assert [image.data for image in row.images] == [TALL]
     assert row.truncated_tokens == 3
     fields = v1_fields(row, {}, vision=vision)
@@ -220,24 +221,24 @@ def test_a_long_prompt_is_split_within_an_image(vision):
     )
 
 
-def test_an_image_token_that_the_model_sampled_ends_what_is_trained(vision):
+def test_an_image_token_that_the_model_sampled_ends_the_trained_tokens(vision):
     astray = seen((TALL, 6), ("given", [1]), ("sampled", [4, PAD, 5]), ("given", [1]), ("sampled", [6]))
     row = row_of(astray)
     assert (row.response.tolist(), row.truncated_tokens) == ([4], 3)
     assert v1_fields(row, {}, vision=vision)["multi_modal_inputs"]["image_grid_thw"].shape == (1, 3)
-    assert len(rows_of(astray, 64, 64)[0].response) == 5  # to a model that does not see it is a token like others
+    assert len(rows_of(astray, 64, 64)[0].response) == 5  # for a text model it is an ordinary token
 
 
 def test_an_image_of_another_length_is_refused(vision):
     wrong = seen((TALL, 5), ("given", [1]), ("sampled", [4]))
-    with pytest.raises(ValueError, match="takes 6 tokens, and the row has 5"):
+    with pytest.raises(ValueError, match="needs 6 tokens, but the row has 5"):
         v1_fields(row_of(wrong), {}, vision=vision)
 
 
 def test_images_without_a_processor_are_refused():
-    with pytest.raises(ConfigError, match=r"2 images in a row.*gateway\.max_images=0"):
+    with pytest.raises(ConfigError, match=r"a row has 2 images.*gateway\.max_images=0"):
         v1_fields(row_of(TWO), {})
-    with pytest.raises(ConfigError, match="2 images in a row"):
+    with pytest.raises(ConfigError, match="a row has 2 images"):
         legacy_batch([rows_of(TWO, 64, 64)], 64, 64, pad_token_id=0)
     assert v1_fields(row_of(TEXT), {})["position_ids"].tolist() == list(range(5))
 
@@ -248,19 +249,19 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_model_of_text_needs_no_processor(tmp_path):
+def test_a_text_model_needs_no_processor(tmp_path):
     assert load_vision(tmp_path, wanted=True) is None
 
 
-def test_a_processor_that_cannot_be_loaded_is_told_at_the_start(folder):
+def test_a_processor_that_cannot_be_loaded_is_reported_at_start(folder):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # verl's own
-        with pytest.raises(ConfigError, match=r"cannot load its processor.*gateway\.max_images=0"):
+        warnings.simplefilter("ignore")  # verl's warnings
+        with pytest.raises(ConfigError, match=r"cannot load the processor.*gateway\.max_images=0"):
             load_vision(folder, wanted=True)
         assert load_vision(folder, wanted=False) is None
 
 
-def test_verls_processor_is_taken(folder, processor, monkeypatch):
+def test_verls_processor_is_used(folder, processor, monkeypatch):
     monkeypatch.setattr("verl.utils.tokenizer.hf_processor", lambda path, **_: processor)
     found = load_vision(folder, wanted=True)
     assert found is not None

@@ -1,4 +1,4 @@
-"""The agent of the trainers' tests. Its payload says what becomes of each session, by the number in its group."""
+"""The agent of the trainer tests. Its payload says how each session of the group ends."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ app = RolloutApp()
 
 @app.entrypoint
 async def agent(context: RolloutContext) -> dict[str, object]:
-    """`name` of the group, `rewards` of its sessions; `do`: {number: what befalls it}; `segments` of each session.
+    """Run one session.
 
-    `image` is shown with every question.
+    The payload's fields:
 
-    `baseline` is the reward of the greedy one, whose number is "greedy"; `max_tokens` is of each call.
-
-    A session that is to "wait for X" goes on with its last conversation once there is a file X beside its own.
+    - `name` of the group, `rewards` of its sessions, `segments` per session, `max_tokens` per call.
+    - `do`: {number: what the session does}. With "wait for X" it continues when a file X exists in its folder; with
+      "ask until X" it asks further questions until then and one after that, each in a new segment.
+    - `image`: sent with every question.
+    - `baseline`: the reward of the greedy session, whose number is "greedy".
     """
     payload, seen = context.payload, Path(os.environ["SEEN"])
-    task, _, number = str(context.rollout_id).rpartition(".")
+    first = str(context.rollout_id).partition(".s")[0]  # a step that is planned again appends its generation
+    task, _, number = first.rpartition(".")
     rewards = {str(i): reward for i, reward in enumerate(payload["rewards"])}
-    if task.endswith("-greedy"):  # the baseline of REMAX
+    if task.endswith("-greedy"):  # REMAX's baseline
         number, rewards = "greedy", {"greedy": payload["baseline"]}
 
     async with AsyncOpenAI(**context.openai_kwargs()) as client:
@@ -54,16 +57,21 @@ async def agent(context: RolloutContext) -> dict[str, object]:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "raise":
                 raise ValueError("the tool is broken")
-            case "tell":  # of a model called elsewhere; with `segments` 0 none is called here
+            case "return messages":  # as if another model was called; with `segments` 0 this one is not
                 said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"reply {number}"}]
                 return {"reward": payload["rewards"][int(number)], "messages": said}
             case "never return":
                 await asyncio.Event().wait()
             case str(wait) if wait.startswith("wait for "):
                 while not (seen / wait.removeprefix("wait for ")).exists():
-                    assert context.remaining_s, f"nobody came: {wait}"
+                    assert context.remaining_s, f"timed out: {wait}"
                     await asyncio.sleep(0.05)
                 await ask("go", *history)
+            case str(until) if until.startswith("ask until "):
+                while not (seen / until.removeprefix("ask until ")).exists():
+                    assert context.remaining_s, f"timed out: {until}"
+                    await ask("again")
+                await ask("last")
     return {"reward": rewards[number]}
 
 

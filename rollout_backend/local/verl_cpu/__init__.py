@@ -1,11 +1,11 @@
-"""verl's real trainer on a machine without a GPU, with a real SGLang server beside it: for laptops and for CI.
+"""verl's trainer on a machine without a GPU, with a real SGLang server: for laptops and CI.
 
-What must always hold: nothing installed is edited or patched. verl has registries for platforms, rollouts and
-checkpoint engines, and what is missing for the CPU is entered there (`register`). `environment` says which variables
-and which of verl's settings that takes.
+Invariants:
 
-verl imports this package in every process that it starts (VERL_USE_EXTERNAL_MODULES). So it stays light, and does
-nothing unless the process is one of a run on the CPU.
+- Nothing installed is edited or patched. verl has registries for platforms, rollouts and checkpoint engines, and
+  `register` adds the CPU's entries. `environment` sets the variables and verl settings that this requires.
+- The package stays light, because verl imports it in every process that it starts (VERL_USE_EXTERNAL_MODULES). It
+  does nothing unless the process belongs to a run on the CPU.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""In the process that has the weights: hands them to the server, as a model folder in memory.
+"""Send the weights from the process that has them to the server, as a model folder in memory.
 
-The process is a training worker (synchronous training: each worker has a server of its own) or verl's
-`CheckpointEngineWorker` beside a standalone server, which got them through a checkpoint engine.
+The process is a training worker (synchronous training: each worker has one server) or verl's `CheckpointEngineWorker`
+next to a standalone server, which received them through a checkpoint engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.verl_cpu.model_folder import ModelFolder
 from rollout_backend.local.verl_cpu.replica import actor_name
-from rollout_backend.local.verl_cpu.settings import ServerSettings
+from rollout_backend.local.verl_cpu.replica_settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class DiskAdapter(BaseRollout):  # type: ignore[misc]
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any) -> None:
         super().__init__(config, model_config, device_mesh)
-        # A training worker is told no rank: with servers of one device its server is the one of its own rank.
+        # A training worker gets no replica rank. Servers have one device, so its server has the worker's rank.
         self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
         self.is_leader_rank = True
         self._settings = ServerSettings.of(self.config)
@@ -39,9 +39,8 @@ class DiskAdapter(BaseRollout):  # type: ignore[misc]
         self._server: Any = None
 
     async def resume(self, tags: list[str]) -> None:
-        """Wakes the server, once verl says that it may have its cache; that comes after the new weights."""
-        if "kv_cache" in tags:
-            await self._actor().wake_up.remote()
+        """Return the memory of weights or cache to the server; verl resumes the cache after the new weights."""
+        await self._actor().wake_up.remote(tags)
 
     async def release(self) -> None:
         await self._actor().sleep.remote()
@@ -54,20 +53,22 @@ class DiskAdapter(BaseRollout):  # type: ignore[misc]
         peft_config: Any = None,
         **_: Any,
     ) -> None:
-        """Takes `(name, tensor)` pairs; returns once the server serves them under version `global_steps`.
+        """Load `(name, tensor)` pairs; return once the server serves them as version `global_steps`.
 
         Raises:
-            WeightsMismatch: they are not the model's; nothing was sent.
-            ServingError: the server refuses them, or died.
+            WeightsMismatch: names or shapes are not the model's; nothing was sent.
+            ServingError: the server refused them, or died.
             ConfigError: for a LoRA adapter, or weights in deltas.
         """
         if peft_config is not None:
-            raise ConfigError("no adapters here: set actor_rollout_ref.model.lora.merge=True, or train whole weights")
+            raise ConfigError(
+                "the CPU takes no adapters: set actor_rollout_ref.model.lora.merge=True, or train all weights"
+            )
         if wire_format != "named_tensors":
-            raise ConfigError(f"no weights in {wire_format} here: choose another checkpoint_engine.backend")
+            raise ConfigError(f"the CPU takes no weights as {wire_format}: choose another checkpoint_engine.backend")
         began = time.monotonic()
         tensors = {name: tensor async for name, tensor in ensure_async_iterator(weights)}
-        # Gone as soon as the server has read it: a run must leave nothing in the machine's memory.
+        # Deleted once the server has read it: a run must leave nothing in the machine's memory.
         with TemporaryDirectory(prefix="rollout-weights-", dir=self._settings.weights_dir) as folder:
             await asyncio.to_thread(self._model.write, tensors, Path(folder), self._dtype)
             saved = time.monotonic()

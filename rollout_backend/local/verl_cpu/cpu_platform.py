@@ -1,4 +1,4 @@
-"""The CPU as a platform of verl: what a GPU's driver would answer, answered for a machine that has none."""
+"""The CPU as a platform of verl: the answers of a GPU driver for a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 class _CpuDevice:
-    """`torch.cpu`, with the calls on memory and on random numbers that verl makes on `torch.cuda`."""
+    """`torch.cpu`, with the functions for memory and random numbers that verl calls on `torch.cuda`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -59,7 +59,7 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
         return True
 
     def current_device(self) -> torch.device:
-        return torch.device("cpu")  # an index would mean a GPU wherever verl hands it to torch
+        return torch.device("cpu")  # torch takes an index for a GPU
 
     def device_count(self) -> int:
         return 1
@@ -86,8 +86,8 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
         return None, None
 
     def communication_backend_name(self) -> str:
-        # verl asks for this to build the string "cpu:gloo,cpu:gloo", which torch refuses for naming a device twice.
-        # It does so before it looks whether a process group is there; so the group is made here, and stays.
+        # verl builds the string "cpu:gloo,cpu:gloo" from this, which torch refuses because it names a device twice.
+        # verl calls this before it checks for a process group, so the group is created here first.
         distributed = torch.distributed
         if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() and not distributed.is_initialized():
             distributed.init_process_group(
@@ -109,7 +109,7 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
         pass
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # logical ones: `ray.init(num_gpus=...)` declares as many as the run wants
+        return "GPU"  # logical ones: `ray.init(num_gpus=...)` declares as many as the run needs
 
     def ray_noset_envvars(self) -> list[str]:
         return []

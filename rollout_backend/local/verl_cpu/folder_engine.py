@@ -1,8 +1,8 @@
 """A checkpoint engine over a folder that trainer and servers share: for `separate_async` on one machine.
 
-verl imports it by `checkpoint_engine.custom_backend_module`; its `backend` is "shared_folder". The first trainer
-writes one file for each update, under a name that all agreed on; each server's worker waits for it and reads it; it
-is deleted when all are done.
+verl imports it through `checkpoint_engine.custom_backend_module`; its `backend` is "shared_folder". The first trainer
+writes one file per update, under a name that all processes know. Each server's worker waits for the file and reads
+it. The file is deleted when all are done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from rollout_backend.errors import ServingError
-from rollout_backend.local.verl_cpu.settings import memory_folder
+from rollout_backend.local.verl_cpu.replica_settings import memory_folder
 
 BACKEND = "shared_folder"
 _POLL_S = 0.05
@@ -46,7 +46,7 @@ class SharedFolderEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """The same name for everybody, another one for each update."""
+        """Return one file name for all processes, a new one for each update."""
         name = f"rollout-weights-{uuid.uuid4().hex}.safetensors"
         return {"name": [name] * actor_wg_world_size}, {"name": [name] * rollout_world_size}
 
@@ -60,14 +60,14 @@ class SharedFolderEngine(CheckpointEngine):  # type: ignore[misc]
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        # All trainers go through the tensors, for making one whole takes all of them; one keeps them.
+        # All trainers iterate over the tensors, because gathering one needs all trainers; only one keeps them.
         tensors = {name: tensor.detach().cpu() for name, tensor in weights}
         if self._is_master:
             await asyncio.to_thread(self._write, tensors)
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Raises ServingError where nothing was sent in time."""
+        """Yield the tensors. Raise ServingError if no weights arrive in time."""
         deadline = time.monotonic() + self._timeout_s
         while not self._file.exists():
             if time.monotonic() > deadline:
@@ -82,7 +82,7 @@ class SharedFolderEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        half_written = self._file.with_suffix(".part")
+        partial = self._file.with_suffix(".part")
         # Clones: safetensors refuses tensors that share memory, as tied ones do.
-        save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, half_written)
-        os.replace(half_written, self._file)
+        save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, partial)
+        os.replace(partial, self._file)

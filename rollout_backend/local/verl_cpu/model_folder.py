@@ -1,7 +1,9 @@
-"""The folder that the model was loaded from, as the pattern for the folders that bring its new weights.
+"""The folder that the model was loaded from, as the template of the folders with its new weights.
 
-What must always hold: only weights that have exactly the names and shapes of the model reach a server. SGLang does
-not answer to a wrong shape, it dies; and a tensor that is not there it leaves as it was, without a word.
+Invariants:
+
+- Only weights with exactly the names and shapes of the model reach a server. SGLang dies of a wrong shape, and
+  silently keeps the old value of a missing tensor.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ Shape = tuple[int, ...]
 
 
 class WeightsMismatch(RolloutBackendError):
-    """The trainer's weights are not those of the model that is served. The message names tensors."""
+    """The trainer's weights do not fit the served model. The message names tensors."""
 
 
 class ModelFolder:
-    """Reads the names and shapes of `path`'s tensors; the tensors themselves are not read.
+    """The names and shapes of the tensors in `path`; the tensors themselves are not read.
 
     Raises:
-        ConfigError: it is no model folder, or has no safetensors.
+        ConfigError: `path` is not a model folder, or has no safetensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,8 +42,8 @@ class ModelFolder:
         try:
             config = json.loads((path / "config.json").read_text())
         except OSError as error:
-            raise ConfigError(f"{path} is no model folder: {error.strerror} for config.json") from None
-        # A tied output layer is the embedding by another name: a trainer has both, a folder one.
+            raise ConfigError(f"{path} is not a model folder: {error.strerror} for config.json") from None
+        # A tied output layer is the embedding under another name: a trainer has both, a folder only one.
         self._tied = bool(config.get("tie_word_embeddings"))
         self.shapes: dict[str, Shape] = {}
         for file in sorted(path.glob("*.safetensors")):
@@ -55,7 +57,7 @@ class ModelFolder:
         return cls(Path(path).absolute())
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises WeightsMismatch unless `tensors` are the model's, every one and in its shape."""
+        """Raise WeightsMismatch unless `tensors` have exactly the names and shapes of the model."""
         got: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in tensors.items() if self._known(name)}
         faults = [
             f"{name} is {got.get(name, 'missing')} and should be {self.shapes.get(name, 'absent')}"
@@ -70,7 +72,7 @@ class ModelFolder:
             )
 
     def write(self, tensors: Mapping[str, torch.Tensor], into: Path, dtype: torch.dtype) -> None:
-        """A model folder like this one with other weights, in `dtype`; `into` is there and empty.
+        """Write a model folder like this one with other weights, in `dtype`, to the empty folder `into`.
 
         Raises:
             WeightsMismatch: as `check`; nothing is written.
@@ -79,7 +81,7 @@ class ModelFolder:
         for file in self.path.iterdir():
             if file.is_file() and not file.name.endswith(_WEIGHTS):
                 (into / file.name).symlink_to(file)
-        # A copy of each: safetensors refuses tensors that share memory, and the trainer goes on to change its own.
+        # Copies: safetensors refuses tensors that share memory, and the trainer keeps changing its tensors.
         copies = {
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
             for name, tensor in tensors.items()

@@ -1,7 +1,7 @@
-"""Enters the CPU platform and the CPU rollout into verl's registries. Imported by verl itself, in every process.
+"""Add the CPU platform and the CPU rollout to verl's registries. verl imports this module in every process.
 
-verl imports what VERL_USE_EXTERNAL_MODULES names at the end of its own `__init__`, before anything asks for a
-platform or a rollout. The replica and the adapter are imported when they are wanted: most processes need neither.
+verl imports the modules in VERL_USE_EXTERNAL_MODULES at the end of its `__init__`, before any code looks up a
+platform or a rollout. Replica and adapter are imported on first use, because most processes need neither.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from rollout_backend.local.verl_cpu import cpu_platform  # noqa: F401  # enters itself, as verl's own do
+from rollout_backend.local.verl_cpu import cpu_platform  # noqa: F401  # registers itself, like verl's platforms
 from rollout_backend.local.verl_cpu.environment import ROLLOUT_NAME
 
 
@@ -22,5 +22,5 @@ def _replica() -> Any:
 
 
 RolloutReplicaRegistry.register(ROLLOUT_NAME, _replica)
-# A private name, and the only one: verl registers its own adapters by editing this dict.
+# The only private name: verl registers its own adapters by editing this dict.
 _ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = "rollout_backend.local.verl_cpu.adapter.DiskAdapter"

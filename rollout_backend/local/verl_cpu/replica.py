@@ -1,4 +1,4 @@
-"""One server, as verl sees it: a `RolloutReplica` that starts a `SGLangServer` and knows its address."""
+"""One server for verl: a `RolloutReplica` that starts a `SGLangServer` and knows its address."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import ray
 from verl.workers.rollout.replica import RolloutReplica
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.local.verl_cpu.server import SGLangServer
-from rollout_backend.local.verl_cpu.settings import ServerSettings, model_of
+from rollout_backend.local.verl_cpu.replica_server import SGLangServer
+from rollout_backend.local.verl_cpu.replica_settings import ServerSettings, model_of
 
 
 def actor_name(replica_rank: int, suffix: str = "") -> str:
-    """What a server's actor is called, so that the worker that has the weights finds it."""
+    """Return the name of a server's actor, by which the worker with the weights finds it."""
     return f"sglang_cpu_{replica_rank}{suffix}"
 
 
 class SGLangCpuReplica(RolloutReplica):  # type: ignore[misc]
-    """On this machine, and on its loopback address: agents reach it through the gateway."""
+    """A server on this machine's loopback address. Agents reach it through the gateway."""
 
     async def launch_servers(self) -> None:
         if self.world_size != 1:
             raise ConfigError(
-                f"a replica of {self.world_size} devices makes no sense on the CPU: set "
+                f"a replica of {self.world_size} devices is not supported on the CPU: set "
                 "actor_rollout_ref.rollout.tensor_model_parallel_size, data_parallel_size and "
                 "pipeline_model_parallel_size to 1"
             )
@@ -33,7 +33,7 @@ class SGLangCpuReplica(RolloutReplica):  # type: ignore[misc]
         server = actor.remote(
             name,
             model_of(self.config, self.model_config),
-            settings.serving(self.config.dtype),
+            settings.serving(self.config.dtype, self.config.skip_tokenizer_init),
             settings.log_dir.absolute() / f"{name}.log",
             can_sleep=self.config.free_cache_engine,
         )

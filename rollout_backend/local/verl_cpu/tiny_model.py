@@ -1,6 +1,6 @@
-"""A random model of a few thousand weights, with the ChatML template and a token for each byte: for smoke runs.
+"""A random model of a few thousand weights, with the ChatML template and one token per byte: for smoke runs.
 
-It says nothing of sense, and everything about whether what is trained is what is served.
+Its text is random, but a smoke run shows whether the trained model is the served model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ CONTEXT_LENGTH = 1024
 
 
 def make_tiny_model(folder: Path, seed: int = 0) -> Path:
-    """Makes it in `folder`, in float32. The same seed gives the same weights. Takes transformers and torch."""
+    """Create the model in `folder`, in float32; equal seeds give equal weights. Needs transformers and torch."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -32,7 +32,7 @@ def make_tiny_model(folder: Path, seed: int = 0) -> Path:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=True,  # as small real models do, which is where the weights' names get interesting
+        tie_word_embeddings=True,  # as in small real models: the output layer's name is then missing in the folder
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):

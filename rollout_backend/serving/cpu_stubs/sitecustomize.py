@@ -1,15 +1,13 @@
-"""Stands in for two packages that SGLang imports and, on the CPU, never calls.
+"""Replace two packages that SGLang imports and, on the CPU, never calls.
 
-`torchvision` and `sgl_kernel` are named in import statements all over SGLang, yet on the path that serves a model
-with torch's own attention nothing of them runs: the one is for images, which transformers can prepare without it, the
-other is built for GPUs (its CPU build comes with a compiler and a container of its own). The operations that such a
-build would register with torch (`torch.ops.sgl_kernel.*_cpu`) are named at import too, by the models that read
-images. Python imports this file by itself, in the engine and in
-the processes that the engine starts, because only their PYTHONPATH names this folder.
+SGLang imports `torchvision` and `sgl_kernel` in many modules. The path that serves a model with torch's attention
+calls neither: `torchvision` is for images, which transformers can prepare without it; `sgl_kernel` is built for GPUs
+(its CPU build needs a compiler and a container). Models that read images also name, at import, the operations that
+such a build registers with torch (`torch.ops.sgl_kernel.*_cpu`). Python imports this file automatically in the engine
+and its child processes, because their PYTHONPATH names this folder.
 
-Any attribute of a stand-in is a class: it can be subclassed, annotated with and looked into, but making one or
-calling it raises `NotImplementedError`, so nothing can be computed with it unnoticed. An installed package of the
-name is left alone.
+Any attribute of a stub is a class. It can be subclassed, annotated with and inspected, but instantiating or calling
+it raises `NotImplementedError`, so no result can come from a stub unnoticed. An installed package takes precedence.
 """
 
 import contextlib
@@ -29,7 +27,7 @@ class _Absent(type):
         return _absent(f"{cls.__module__}.{cls.__qualname__}.{name}")
 
     def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
-        raise NotImplementedError(f"{cls.__module__}.{cls.__qualname__} is not there on the CPU")
+        raise NotImplementedError(f"{cls.__module__}.{cls.__qualname__} is not available on the CPU")
 
 
 def _absent(path: str) -> type:
@@ -37,12 +35,12 @@ def _absent(path: str) -> type:
     return _Absent(name, (), {"__module__": module})
 
 
-class _StandIn(types.ModuleType):
-    __version__ = "99.0"  # SGLang compares it with the least that it accepts
+class _Stub(types.ModuleType):
+    __version__ = "99.0"  # SGLang requires a minimum version
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__path__ = []  # a package, so that its submodules are asked for too
+        self.__path__ = []  # marks it as a package, so that its submodules are looked up too
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -53,7 +51,7 @@ class _StandIn(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Asked last, so a real package comes first."""
+    """The last finder, so an installed package comes first."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] in NAMES:
@@ -61,17 +59,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return _StandIn(spec.name)
+        return _Stub(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         if module.__name__ == "sgl_kernel":
             with contextlib.suppress(ImportError):
                 import torch
 
-                _stand_in_for_operations(torch._ops._OpNamespace)
+                _stub_operations(torch._ops._OpNamespace)
 
 
-def _stand_in_for_operations(namespace: Any) -> None:
+def _stub_operations(namespace: Any) -> None:
     found = namespace.__getattr__
 
     def find(self: Any, name: str) -> Any:

@@ -23,8 +23,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from agent_wrapper.contract import Trajectory
-from rollout_backend.gateway.renderer import RendererBundle, load_renderer
-from rollout_backend.process import free_port
+from rollout_backend.rendering.renderer import RendererBundle, load_renderer
+from rollout_backend.serving.server_process import free_port
 
 
 @dataclass
@@ -117,7 +117,9 @@ def recorded(gateway, witness) -> Callable[[], Trajectory]:
         trajectory = gateway.trajectory(session)
         turns = {}
         for segment in trajectory.segments:
-            ids, logprobs, mask = (getattr(segment, name).tolist() for name in ("token_ids", "logprobs", "mask"))
+            ids, logprobs, mask = (
+                getattr(segment, name).tolist() for name in ("token_ids", "logprobs", "response_mask")
+            )
             at = 0
             for turn in segment.turns:
                 assert mask[at : turn.end] == [0] * (turn.start - at) + [1] * (turn.end - turn.start)
@@ -134,7 +136,7 @@ def recorded(gateway, witness) -> Callable[[], Trajectory]:
                 assert all(map(math.isnan, logprobs))
             else:
                 assert logprobs == pytest.approx(call.logprobs, abs=1e-6)
-        assert sum(sum(segment.mask) for segment in trajectory.segments) == sum(
+        assert sum(sum(segment.response_mask) for segment in trajectory.segments) == sum(
             len(call.ids) for call in witness.sampled
         )
         return trajectory

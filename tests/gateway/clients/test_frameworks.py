@@ -161,9 +161,14 @@ async def test_the_context_that_is_full_is_told_in_each_frameworks_own_way(serve
 
 # --- on the real engine -----------------------------------------------------------------------------------
 
+QUICK = ("strands-chat", "pydantic-anthropic-streamed")
+
 
 @pytest.mark.engine
-@pytest.mark.parametrize("run", AGENTS.values(), ids=AGENTS)
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, run in AGENTS.items()],
+)
 async def test_what_the_real_engine_sampled_is_recorded(gateway, recorded, witness, run):
     calls = await run(gateway, SHOTS, max_tokens=24, seed=1)
     assert calls == len(witness.sampled) >= 1

@@ -29,7 +29,9 @@ def repository(tmp_path) -> Path:
     return folder
 
 
-@pytest.fixture(params=[OPENAI, ANTHROPIC], ids=lambda api: api[0])
+@pytest.fixture(
+    params=[pytest.param(OPENAI, id="openai"), pytest.param(ANTHROPIC, id="anthropic", marks=pytest.mark.slow)]
+)
 def mini(request, repository, tmp_path):
     """Runs the agent in the repository against a gateway; what it wrote down of its run."""
     provider, base_variable, key_variable = request.param
@@ -92,4 +94,4 @@ def test_a_weak_model_ends_in_good_order(gateway, recorded, mini, repository):
     segments = recorded().segments
     assert sum(len(segment.turns) for segment in segments) == notes["info"]["model_stats"]["api_calls"] == len(kept)
     assert len(segments) == 1 + kept[:-1].count(False)
-    assert "first_call" not in {segment.opened_by for segment in segments[1:]}
+    assert "first_call" not in {segment.split_reason for segment in segments[1:]}

@@ -173,7 +173,7 @@ def test_agents_of_one_session_at_once_are_a_row_each(gateway, recorded):
 
 
 def test_what_fails_is_of_a_class_that_the_client_knows(gateway, recorded, real_model):
-    long = "word " * real_model.context_length
+    long = "word " * real_model.context_tokens
     with ExitStack() as stack:
         chat, responses, messages = (
             agent(gateway, stream, stack)

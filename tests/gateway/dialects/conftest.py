@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rollout_backend.gateway.call import Answer, Choice, Delta, Dialect, ModelCall
-from rollout_backend.gateway.errors import ApiError
-from rollout_backend.process import free_port
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
+from rollout_backend.dialects.base import Dialect
+from rollout_backend.serving.server_process import free_port
 
 PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS = 11, 4, 7
 ID, CREATED = "0a" * 12, 1_700_000_000
@@ -57,7 +58,7 @@ class Scripted:
         self.script = Script()
         self._dialect = dialect
         routes = [Route(path, self._answer, methods=["POST"])]
-        if hasattr(dialect, "parse_count"):
+        if dialect.count_path is not None:
             routes.append(Route(f"{path}/count_tokens", self._count, methods=["POST"]))
         app = Starlette(routes=routes, exception_handlers={ApiError: self._refuse})
         port = free_port()

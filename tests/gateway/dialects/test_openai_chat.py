@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from rollout_backend.gateway.call import Answer, Choice, Delta, ModelCall
-from rollout_backend.gateway.dialects.openai_chat import OpenAIChat
-from rollout_backend.gateway.errors import ApiError
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
+from rollout_backend.dialects.openai_chat import OpenAIChat
 
 CHAT = OpenAIChat()
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -25,7 +25,7 @@ import pytest
 from filelock import FileLock
 
 from rollout_backend.config import ModelConfig
-from rollout_backend.gateway.renderer import RendererBundle, load_renderer
+from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 from rollout_backend.serving.install import cache_dir
 
 Call = tuple[str, str]
@@ -221,13 +221,16 @@ def bundle_of() -> Callable[[Family], RendererBundle]:
     return of
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """An engine for each family takes a minute; `make test` is content with one."""
-    if item.path.name == "test_real_engine.py" and item.callspec.params["family"] is not FAMILIES[0]:  # type: ignore[attr-defined]
-        item.add_marker(pytest.mark.slow)
+QUICK_FAMILIES = ("qwen3", "gpt-oss")
 
 
-@pytest.fixture(scope="session", params=FAMILIES, ids=str)
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(family, id=family.name, marks=() if family.name in QUICK_FAMILIES else pytest.mark.slow)
+        for family in FAMILIES
+    ],
+)
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 

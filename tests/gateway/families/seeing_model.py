@@ -1,6 +1,7 @@
 """A tiny model that sees, of random weights. Run by the engine's Python:
 
 seeing_model.py make FOLDER       makes it in a folder that has the tokenizer
+seeing_model.py retrain FOLDER    changes the weights of its image encoder
 seeing_model.py logprobs FOLDER   of the tokens of {"ids", "images": [[start, end, base64], ...]} on stdin
 """
 
@@ -80,6 +81,15 @@ def make(folder: Path) -> None:
     save(model_of(QWEN3, QWEN3_IMAGES), folder)
 
 
+def retrain(folder: Path) -> None:
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weights in model.model.visual.parameters():
+            weights.add_(0.05 * torch.randn_like(weights))
+    model.save_pretrained(folder)
+
+
 def logprobs(folder: Path) -> None:
     asked = json.load(sys.stdin)
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
@@ -101,4 +111,4 @@ def logprobs(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"make": make, "logprobs": logprobs}[sys.argv[1]](Path(sys.argv[2]))
+    {"make": make, "retrain": retrain, "logprobs": logprobs}[sys.argv[1]](Path(sys.argv[2]))

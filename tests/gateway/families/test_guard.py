@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_backend.config import ModelConfig
-from rollout_backend.gateway.renderer import load_renderer
-from rollout_backend.gateway.reply import read_reply
+from rollout_backend.rendering.renderer import load_renderer
+from rollout_backend.rendering.reply import read_reply
 
 FRAMES = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<arg_key>")
 
@@ -148,7 +148,22 @@ def words(text: str) -> str:
     return re.sub(r"\W", "", text)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("before", ["", "Ok. "])
+@pytest.mark.parametrize("inside", ["", "no call", '{"name": "add"'])
+def test_what_follows_a_malformed_call_is_not_lost(family, bundle, tools, before, inside):
+    if family.name != "qwen3":
+        pytest.skip("to the others this is a call, or text")
+    text = f"{before}<tool_call>{inside}</tool_call>So it is five."
+    ids = bundle.tokenizer.encode(text, add_special_tokens=False)
+    prompt = bundle.render([{"role": "user", "content": "u"}], tools)
+    for end in ([], bundle.stop_token_ids[:1]):
+        reply = read(bundle, tools, prompt, [*ids, *end])
+        assert is_well_formed(reply)
+        for part in (before, inside, "So it is five."):
+            assert reply.message["content"].count(part.strip()) == 1 or not part
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_sampled_is_a_well_formed_reply_that_goes_on(family, bundle, tools, data):
     """Control tokens, pieces of the family's own format and any other token, in any order."""
@@ -161,6 +176,23 @@ def test_whatever_is_sampled_is_a_well_formed_reply_that_goes_on(family, bundle,
     token = st.sampled_from(control) | st.sampled_from(own) | st.integers(0, len(bundle.tokenizer) - 1)
     ids = data.draw(st.lists(token.filter(lambda token: token not in stops), max_size=60))
     ids += data.draw(st.sampled_from([[], *([stop] for stop in bundle.stop_token_ids)]))
+    makes_a_reply_that_goes_on(family, bundle, tools, ids)
+
+
+FOUND = [  # by the test above, at random: such a draw cannot be written as an `@example`
+    ("qwen3", [151657, 151658, 26865]),  # <tool_call></tool_call>think
+    ("qwen3", [151657, 151658, 26865, 151645]),
+]
+
+
+@pytest.mark.parametrize(("name", "ids"), FOUND)
+def test_what_was_found_once_holds(family, bundle, tools, name, ids):
+    if family.name != name:
+        pytest.skip("tokens of another family")
+    makes_a_reply_that_goes_on(family, bundle, tools, ids)
+
+
+def makes_a_reply_that_goes_on(family, bundle, tools, ids) -> None:
     user = [{"role": "user", "content": "u"}]
     prompt = bundle.render(user, tools)
     reply = read(bundle, tools, prompt, ids)

@@ -17,12 +17,12 @@ from PIL import Image
 
 from agent_wrapper.contract import ContractError, Outcome, Rollout, Trajectory
 from rollout_backend.config import ModelConfig
+from rollout_backend.core.images import read_image
+from rollout_backend.core.seal import Sealer
 from rollout_backend.gateway import journal as journals
-from rollout_backend.gateway.images import read_image
-from rollout_backend.gateway.renderer import load_renderer
-from rollout_backend.gateway.seal import Sealer
-from rollout_backend.gateway.session import Session
+from rollout_backend.gateway.conversations import Conversations
 from rollout_backend.local.scripted import Fail, ScriptedEngine, ToolCall
+from rollout_backend.rendering.renderer import load_renderer
 
 PAD = 151655
 SIDE = 32  # pixels of a token
@@ -284,7 +284,7 @@ def test_text_is_rendered_as_by_the_renderer_itself(sees):
         {"role": "assistant", "content": "Hello."},
         {"role": "user", "content": "Bye."},
     ]
-    prompt = Session(sees).prepare(conversation, None)
+    prompt = Conversations(sees).prepare(conversation, None)
     assert prompt.ids == sees.renderer.inner.render_ids(conversation, add_generation_prompt=True)
     assert prompt.images == ()
 
@@ -314,17 +314,17 @@ def test_a_call_sent_again_gets_the_first_answer(gateway, engine):
 
 def test_what_was_seen_outlives_the_gateway(serve, engine, seeing, sees, tmp_path):
     folder = tmp_path / "gateway" / "0-of-1"
-    epoch = journals.prepare(folder)
+    journal_id = journals.prepare(folder)
     more = {"model": seeing, "journal": folder, "seal_secret": SEAL_SECRET}
     history: list[dict] = [ask(RED)]
     for data in (BLUE, RED, None):
         gateway = serve(engine.url, **more)
-        client = gateway.client(epoch=epoch)
+        client = gateway.client(journal_id=journal_id)
         message = client.chat.completions.create(model="m", messages=history).choices[0].message
         history += [message.model_dump(exclude_none=True), ask(data) if data else {"role": "user", "content": "So?"}]
         if data is not None:
             gateway.stop()
-    headers = {"Authorization": f"Bearer {gateway.key(epoch=epoch)}"}
+    headers = {"Authorization": f"Bearer {gateway.key(journal_id=journal_id)}"}
     sealed = httpx.post(f"{gateway.url}/v1/rollout/trajectory", headers=headers).raise_for_status().content
     trajectory = Trajectory.decode(sealed)
     [segment] = trajectory.segments
@@ -423,7 +423,7 @@ HOSTILE = {
     "svg": (as_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"), "no PNG, JPEG, WebP or GIF"),
     "empty": (as_url(b""), "no PNG, JPEG, WebP or GIF"),
     "cut": (as_url(picture("red", 640, 640, "JPEG")[:-600]), "cannot be read to its end"),
-    "not base64": ("data:image/png;base64,***", "no base64"),
+    "not base64": ("data:image/png;base64,***", "not base64"),
 }
 NOT_INLINE = ["{engine}/x.png", "file://{path}", "{path}", "data:image/png,x", "sha256:" + "0" * 64, ""]
 
@@ -511,7 +511,7 @@ def test_a_prompt_that_the_engine_made_otherwise_is_no_one_s_row(serve, seeing, 
     with ScriptedEngine(["Well."], seeing.path, image_tokens=lambda data: tokens_of(data) + 1) as engine:
         gateway = serve(engine.url, model=seeing)
         create = gateway.client().chat.completions.create
-        with pytest.raises(openai.APIError, match="made a prompt of"):
+        with pytest.raises(openai.APIError, match="built a prompt of"):
             list(create(model="m", messages=[ask(RED)], stream=stream))
         assert gateway.stats().errors == {"prompt_differs": 1}
         trajectory = gateway.trajectory()
@@ -525,7 +525,7 @@ def test_behind_a_router_the_length_of_the_prompt_counts(serve, seeing, sees, mo
     with ScriptedEngine(["Well."], seeing.path, image_tokens=lambda data: tokens_of(data) + more) as engine:
         create = serve(engine.url, model=seeing).client().chat.completions.create
         if more:
-            with pytest.raises(openai.InternalServerError, match="made a prompt of"):
+            with pytest.raises(openai.InternalServerError, match="built a prompt of"):
                 create(model="m", messages=[ask(RED)])
         else:
             assert create(model="m", messages=[ask(RED)]).choices[0].message.content == "Well."

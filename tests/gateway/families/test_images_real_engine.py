@@ -10,11 +10,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 from PIL import Image
 
 from rollout_backend.config import ModelConfig
-from rollout_backend.gateway.renderer import load_renderer
+from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.serving.install import find_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -112,7 +113,7 @@ def test_what_is_kept_is_what_the_model_saw(serve, engine_url, model):
     reference = json.loads(in_engine("logprobs", model.path, {"ids": ids, "images": images}))
     images[0][2] = base64.b64encode(OTHER).decode()
     misled = json.loads(in_engine("logprobs", model.path, {"ids": ids, "images": images}))
-    sampled = [i for i, mask in enumerate(segment.mask) if mask]
+    sampled = [i for i, mask in enumerate(segment.response_mask) if mask]
     assert max(abs(reference[i] - segment.logprobs[i]) for i in sampled) < TOLERANCE
     assert max(abs(misled[i] - segment.logprobs[i]) for i in sampled) > 10 * TOLERANCE  # or it would show nothing
 
@@ -128,3 +129,26 @@ def test_an_image_that_the_engine_caches_is_not_taken_for_another(serve, engine,
     assert said[0] == said[2] != said[1]
     trajectory = gateway.trajectory()
     assert [trajectory.images[segment.images[0].sha256] for segment in trajectory.segments] == [FIRST, OTHER, FIRST]
+
+
+def test_an_image_that_comes_again_is_seen_by_the_new_weights(serve, engine, model, tmp_path):
+    """The engine empties its cache of prefixes with new weights, but not what it keeps of images."""
+    retrained = tmp_path / "retrained"
+    shutil.copytree(model.path, retrained)
+    in_engine("retrain", retrained)
+    gateway = serve(engine, model=model, model_call_s=300)
+    ask = {"model": "m", "messages": [shown(FIRST, "And now?")], "max_completion_tokens": 12}
+    client = gateway.client("before", temperature=1.0, seed=1)
+    client.chat.completions.create(**ask)
+    for folder in (retrained, model.path):
+        update = {"model_path": str(folder)}
+        assert httpx.post(f"{engine}/update_weights_from_disk", json=update, timeout=300).json()["success"]
+        name = f"by-{folder.name}"
+        gateway.client(name, temperature=1.0, seed=1).chat.completions.create(**ask)
+        [segment] = gateway.trajectory(name).segments
+        [span] = segment.images
+        ids = segment.token_ids.tolist()
+        images = [[span.start, span.end, base64.b64encode(FIRST).decode()]]
+        reference = json.loads(in_engine("logprobs", folder, {"ids": ids, "images": images}))
+        sampled = [i for i, mask in enumerate(segment.response_mask) if mask]
+        assert max(abs(reference[i] - segment.logprobs[i]) for i in sampled) < TOLERANCE, folder

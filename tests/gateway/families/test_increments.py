@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from rollout_backend.gateway.increments import Increments
-from rollout_backend.gateway.reply import read_reply
+from rollout_backend.rendering.reply import read_reply
+from rollout_backend.rendering.stop_strings import StopStrings
+from rollout_backend.rendering.streaming_parser import StreamingParser
 
 USER = {"role": "user", "content": "Add one and two."}
 THOUGHT = "One < two. Let me\nsee 🙂."
@@ -15,6 +16,21 @@ ANSWERS = {
     "text and call": ("I add.", [("add", '{"a": 1, "b": 2}')]),
     "two calls": ("Both.", [("add", '{"a": 1, "b": 2}'), ("write", '{"text": "x"}')]),
 }
+
+
+def test_the_bytes_of_the_tokens_are_those_of_the_text(family, bundle):
+    said = family.say(THOUGHT if family.reasons else None, " a\u00e9\U0001f600\u2028\n\n  b", [])
+    ids = bundle.tokenizer.encode(said, add_special_tokens=False)
+    assert b"".join(bundle.token_bytes[token] for token in ids) == said.encode()
+    assert len(bundle.token_bytes) >= len(bundle.tokenizer)
+
+
+def test_no_stop_string_matches_in_a_token_that_the_reply_does_not_show(family, bundle):
+    ids = bundle.tokenizer.encode(family.say("7" if family.reasons else None, "42", []), add_special_tokens=False)
+    end = bundle.token_bytes[ids[-1]].decode()
+    strings = [end, end[2:6], *(["<|channel|>", "hanne", "mess"] if family.name == "gpt-oss" else [])]
+    assert StopStrings(strings, bundle.token_bytes, bundle.silent_token_ids).find(ids) is None
+    assert StopStrings(["42"], bundle.token_bytes, bundle.silent_token_ids).find(ids) is not None
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])
@@ -29,7 +45,7 @@ def test_what_is_told_is_the_whole_message(family, bundle, tools, answer, reason
     thought = THOUGHT if reasons and family.reasons else None
     prompt = bundle.render([USER], tools)
     ids = bundle.tokenizer.encode(family.say(thought, content, calls), add_special_tokens=False)
-    increments = Increments(bundle, prompt, tools=tools, tools_offered=True)
+    increments = StreamingParser(bundle, prompt, tools=tools, tools_offered=True)
     early = [
         delta
         for at in range(0, len(ids) - 1, size)

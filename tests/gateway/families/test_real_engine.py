@@ -27,10 +27,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from rollout_backend.config import ModelConfig
-from rollout_backend.process import free_port
 from rollout_backend.serving.install import find_engine
+from rollout_backend.serving.server_process import free_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CONTEXT_LENGTH = 2048
 SESSIONS, CALLS = 6, 6
@@ -180,7 +180,9 @@ def test_conversations_with_tools(family, bundle, engine, model, serve, tools):
                 for turn in segment.turns
             ]
             assert sorted(turns, key=lambda turn: turn[:2]) == sorted(witness.sampled, key=lambda call: call[:2])
-            assert sum(sum(segment.mask) for segment in segments) == sum(len(ids) for _, ids, _ in witness.sampled)
+            assert sum(sum(segment.response_mask) for segment in segments) == sum(
+                len(ids) for _, ids, _ in witness.sampled
+            )
         malformed = gateway.stats().malformed_tool_calls
     assert set(seen) <= {"stop", "length", "tool_calls", "context_length_exceeded", "unrenderable"}
     answered = seen["stop"] + seen["length"] + seen["tool_calls"]

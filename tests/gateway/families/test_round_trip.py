@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from rollout_backend.config import ModelConfig
-from rollout_backend.gateway.renderer import load_renderer
 from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.rendering.renderer import load_renderer
 
 USER = {"role": "user", "content": "What is 1 + 2?"}
 NESTED = {"text": 'Grüße "日本" 🙂\n\ttab \\ back', "options": {"a": [1, {"b": None}], "c": {"d": True}}}
@@ -142,7 +142,7 @@ def test_a_new_question(family, agent):
         assert turns == [2]
     else:
         assert turns == [1, 1]
-        assert agent.segments()[1].opened_by == "rerendered"
+        assert agent.segments()[1].split_reason == "rerendered"
 
 
 @pytest.mark.parametrize("thought", [None, "", "Hm."])

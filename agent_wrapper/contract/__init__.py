@@ -1,0 +1,115 @@
+"""The contract between the training side and an agent's container: the objects that both sides exchange.
+
+Invariants:
+
+- A `Rollout` is self-contained: what was sampled, by which weights, its reward, and, if it failed, the outcome and
+  the reason. Nothing is filled in: a logprob that the engine did not return is NaN (JSON: null).
+- Only a completed rollout, or an agent error that the agent itself scored, carries a reward.
+- If no tokens are known, a rollout holds only messages (`Conversation`): it is complete, and not trainable.
+- A result's key follows from its rollout id (`result_key`), so the first write wins. An attempt that was lost to the
+  infrastructure has no result: it writes a failure marker under its own key (`failure_marker_key`), which does not
+  block the next attempt.
+- The gateway's seal travels with what was sampled, from the trajectory into the rollout. The container does not read
+  it.
+- An image is stored once in a rollout, under the SHA-256 of its bytes; segments refer to it by that name.
+- Malformed input raises `ContractError`, which names the field.
+
+Two encodings of the same fields are read (`codec`): the compact one that `Rollout.encode` writes (msgpack in one zstd
+frame, arrays as little-endian raw bytes), and plain JSON, so that agents in any language can take part.
+"""
+
+from agent_wrapper.contract.announcement import Announcement
+from agent_wrapper.contract.codec import ContractError
+from agent_wrapper.contract.keys import (
+    MAX_STEP,
+    ResultName,
+    blocklist_prefix,
+    failure_marker_key,
+    lease_key,
+    manifest_key,
+    parse_result_key,
+    probe_key,
+    quarantine_prefix,
+    result_key,
+    step_prefix,
+)
+from agent_wrapper.contract.objects import (
+    MAX_CONVERSATIONS,
+    MAX_MESSAGES,
+    SCHEMA_VERSION,
+    ContractObject,
+    Conversation,
+    Failure,
+    Identifier,
+    Images,
+    ImageSpan,
+    Logprobs,
+    Mask,
+    Outcome,
+    Readable,
+    Rollout,
+    Seal,
+    Segment,
+    Sha256,
+    TokenIds,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    from_fields,
+    readable,
+)
+from agent_wrapper.contract.request import (
+    PUT_HEADERS,
+    REQUEST_FIELD,
+    ModelEndpoint,
+    ResultTarget,
+    ResultUrls,
+    RolloutRequest,
+    Sampling,
+)
+
+__all__ = [
+    "MAX_CONVERSATIONS",
+    "MAX_MESSAGES",
+    "MAX_STEP",
+    "PUT_HEADERS",
+    "REQUEST_FIELD",
+    "SCHEMA_VERSION",
+    "Announcement",
+    "ContractError",
+    "ContractObject",
+    "Conversation",
+    "Failure",
+    "Identifier",
+    "ImageSpan",
+    "Images",
+    "Logprobs",
+    "Mask",
+    "ModelEndpoint",
+    "Outcome",
+    "Readable",
+    "ResultName",
+    "ResultTarget",
+    "ResultUrls",
+    "Rollout",
+    "RolloutRequest",
+    "Sampling",
+    "Seal",
+    "Segment",
+    "Sha256",
+    "TokenIds",
+    "Trajectory",
+    "Turn",
+    "VersionSpan",
+    "blocklist_prefix",
+    "failure_marker_key",
+    "from_fields",
+    "lease_key",
+    "manifest_key",
+    "parse_result_key",
+    "probe_key",
+    "quarantine_prefix",
+    "readable",
+    "result_key",
+    "step_prefix",
+]

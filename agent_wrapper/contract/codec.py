@@ -1,0 +1,205 @@
+"""Decodes the two encodings of an object into plain values, and refuses a hostile one before it is built.
+
+Invariants:
+
+- The decoder never allocates memory based only on a length in the input: it first checks sizes, maps, lists, values
+  and depth against their caps. Otherwise a few hundred bytes could claim gigabytes.
+- Refused input raises `ContractError`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+import msgpack
+import zstandard
+from pydantic_core import from_json
+
+MAX_OBJECT_BYTES = 256 * 1024 * 1024  # of one object once unpacked; readers may set a lower cap
+MAX_DEPTH = 200  # levels of maps and lists; JSON parsers stop there as well
+MAX_CONTAINERS = 250_000  # maps and lists in one object
+MAX_VALUES = 4_000_000  # everything in one object, keys included
+
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+class ContractError(ValueError):
+    """An object that does not keep to the contract. `field` names the place, `reason` says what is wrong."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+def pack(fields: object) -> bytes:
+    """Encode plain values in the compact form: msgpack in one zstd frame."""
+    return zstandard.ZstdCompressor(level=3).compress(cast(bytes, msgpack.packb(fields)))
+
+
+def unpacked_size(data: bytes) -> int:
+    """Return how many bytes there are to parse, as far as the input says it. Nothing is unpacked."""
+    if not data.startswith(_ZSTD_MAGIC):
+        return len(data)
+    try:
+        return max(0, zstandard.frame_content_size(data))
+    except zstandard.ZstdError:
+        return 0
+
+
+def unpack(data: bytes, max_bytes: int = MAX_OBJECT_BYTES) -> dict[str, Any]:
+    """Decode the fields of one object from either form.
+
+    Raises:
+        ContractError: it is empty, damaged, no map of fields, or beyond one of the caps.
+    """
+    if not data:
+        raise ContractError("object", "has 0 bytes")
+    if data.startswith(_ZSTD_MAGIC):
+        fields = _read_packed(data, max_bytes)
+    elif data.lstrip()[:1] == b"{":
+        if len(data) > max_bytes:
+            raise ContractError("object", f"has {len(data)} bytes, more than the cap of {max_bytes}")
+        fields = read_json(data)
+    else:
+        raise ContractError("object", "is neither a zstd frame nor a JSON object")
+    if not isinstance(fields, dict):
+        raise ContractError("object", "is not a map of fields")
+    return fields
+
+
+def read_json(data: bytes) -> Any:
+    """Decode JSON into plain values that the compact form can hold as well.
+
+    Raises:
+        ContractError: it is no JSON, is nested too deep, holds a whole number beyond 64 bits, or is beyond a cap.
+    """
+    _count_json(data)
+    try:
+        fields = from_json(data)
+    except ValueError as error:
+        raise ContractError("object", f"is no JSON, or is cut short: {error}") from None
+    try:
+        msgpack.packb(fields)
+    except (ValueError, OverflowError) as error:
+        raise ContractError("object", f"holds what cannot be stored: {error}") from None
+    return fields
+
+
+def _count_json(data: bytes) -> None:
+    """Refuse JSON that is beyond a cap, by its punctuation: nothing is built yet."""
+    try:
+        _check_counts(*_punctuation(data, 0, len(data)))
+    except ContractError:
+        pass  # the punctuation may be inside strings: count again without them
+    else:
+        return
+    containers = values = at = 0
+    for string in _STRING.finditer(data):
+        more = _punctuation(data, at, string.start())
+        containers, values, at = containers + more[0], values + more[1], string.end()
+        _check_counts(containers, values)
+    more = _punctuation(data, at, len(data))
+    _check_counts(containers + more[0], values + more[1])
+
+
+def _punctuation(data: bytes, start: int, end: int) -> tuple[int, int]:
+    containers = data.count(b"[", start, end) + data.count(b"{", start, end)
+    return containers, containers + data.count(b",", start, end) + data.count(b":", start, end)
+
+
+def _check_counts(containers: int, values: int, share: int = 1) -> None:
+    if containers > MAX_CONTAINERS // share:
+        raise ContractError("object", f"holds more than {MAX_CONTAINERS // share} maps and lists")
+    if values > MAX_VALUES // share:
+        raise ContractError("object", f"holds more than {MAX_VALUES // share} values; arrays as bytes are one each")
+
+
+def _read_packed(data: bytes, max_bytes: int) -> object:
+    # The frame header states the unpacked size, so check it before decompressing.
+    try:
+        size = zstandard.frame_content_size(data)
+        if size < 0:
+            raise ContractError("object", "is a zstd frame without a content size")
+        if size > max_bytes:
+            raise ContractError("object", f"unpacks to {size} bytes, more than the cap of {max_bytes}")
+        raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=max_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ContractError("object", f"is damaged or cut short: {error}") from None
+    if len(raw) != size:
+        raise ContractError("object", "is damaged or cut short")
+    check_packed(raw)
+    try:
+        return msgpack.unpackb(raw, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ContractError("object", f"is no msgpack: {error}") from None
+
+
+def _first_bytes() -> list[tuple[int, int, int]]:
+    """What each first byte of a msgpack value announces: bytes after it, bytes of a length, children per unit of it.
+
+    A length without children counts bytes; no entry is the extension types, which no object of ours has.
+    """
+    table = [(0, 0, 0)] * 256  # small integers
+    table[0x80:0x90] = [(n, -1, 2) for n in range(16)]  # small maps and lists: n units at once
+    table[0x90:0xA0] = [(n, -1, 1) for n in range(16)]
+    table[0xA0:0xC0] = [(n, 0, 0) for n in range(32)]  # small strings
+    for first, size in {
+        0xCA: 4,
+        0xCB: 8,
+        0xCC: 1,
+        0xCD: 2,
+        0xCE: 4,
+        0xCF: 8,
+        0xD0: 1,
+        0xD1: 2,
+        0xD2: 4,
+        0xD3: 8,
+    }.items():
+        table[first] = (size, 0, 0)
+    for first, width in {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}.items():
+        table[first] = (0, width, 0)
+    for first, width, children in ((0xDC, 2, 1), (0xDD, 4, 1), (0xDE, 2, 2), (0xDF, 4, 2)):
+        table[first] = (0, width, children)
+    return table
+
+
+_FIRST_BYTES = _first_bytes()
+_REFUSED_BYTES = frozenset([0xC1, *range(0xC7, 0xCA), *range(0xD4, 0xD9)])
+
+
+def check_packed(raw: bytes, share: int = 1) -> None:
+    """Walk msgpack without building anything, and refuse what is beyond the caps divided by `share`.
+
+    Raises:
+        ContractError: it is, or it is cut short, or holds what JSON does not have.
+    """
+    at, containers, values = 0, 0, 1
+    to_come = [1]  # values, by level
+    try:
+        while to_come:
+            if not to_come[-1]:
+                to_come.pop()
+                continue
+            to_come[-1] -= 1
+            first = raw[at]
+            after, width, children = _FIRST_BYTES[first]
+            at += 1
+            if width > 0:
+                after = int.from_bytes(raw[at : at + width], "big")
+                at += width
+            elif first in _REFUSED_BYTES:
+                raise ContractError("object", "holds a value of a type that JSON does not have")
+            if not children:
+                at += after
+                continue
+            containers += 1
+            values += after * children
+            _check_counts(containers, values, share)
+            if len(to_come) > MAX_DEPTH:
+                raise ContractError("object", f"is nested deeper than {MAX_DEPTH} levels")
+            to_come.append(after * children)
+    except IndexError:
+        raise ContractError("object", "is no msgpack: it is cut short") from None

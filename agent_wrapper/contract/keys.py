@@ -1,0 +1,87 @@
+"""Every key in the result bucket.
+
+    PREFIXruns/RUN/steps/STEP/ROLLOUT            a result
+    PREFIXruns/RUN/steps/STEP/ROLLOUT~ATTEMPT    a failure marker
+    PREFIXruns/RUN/manifests/STEP.json           a step's manifest
+    PREFIXruns/RUN/quarantine/DIGEST.json        a refused object
+    PREFIXruns/RUN/task-blocklist/DIGEST.json    the consecutive losses of a task
+    PREFIXruns/RUN/lease                         the manager that holds the run
+
+`prefix` is empty or ends in a slash. The policies in `infra/template.yaml` are written for these keys.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from agent_wrapper.contract.codec import ContractError
+
+ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_STEP_DIGITS = 8
+MAX_STEP = 10**_STEP_DIGITS - 1
+
+
+def step_prefix(prefix: str, run_id: str, step: int) -> str:
+    """Return the prefix of a step's results and failure markers."""
+    return f"{_run_prefix(prefix, run_id)}steps/{step:0{_STEP_DIGITS}d}/"
+
+
+def result_key(prefix: str, run_id: str, step: int, rollout_id: str) -> str:
+    """Return the key of a rollout's result, which is the same for all its attempts."""
+    return step_prefix(prefix, run_id, step) + rollout_id
+
+
+def failure_marker_key(prefix: str, run_id: str, step: int, rollout_id: str, attempt: int) -> str:
+    """Return the key under which an attempt records that it was lost to the infrastructure."""
+    return f"{result_key(prefix, run_id, step, rollout_id)}~{attempt}"
+
+
+class ResultName(NamedTuple):
+    """The parts of a result's or failure marker's key. `attempt` is None for a result."""
+
+    step: int
+    rollout_id: str
+    attempt: int | None
+
+
+def parse_result_key(prefix: str, run_id: str, key: str) -> ResultName:
+    """Parse a key of this run.
+
+    Raises:
+        ContractError: the key does not belong to this run, or is neither a result's nor a failure marker's.
+    """
+    folder = re.escape(f"{_run_prefix(prefix, run_id)}steps/")
+    match = re.fullmatch(rf"{folder}([0-9]{{{_STEP_DIGITS}}})/({ID_PATTERN})(?:~([1-9][0-9]{{0,8}}))?", key)
+    if match is None:
+        raise ContractError("object.key", f"{key!r} is not a result of run {run_id!r} under {prefix!r}")
+    return ResultName(int(match[1]), match[2], int(match[3]) if match[3] else None)
+
+
+def manifest_key(prefix: str, run_id: str, step: int) -> str:
+    """Return the key of a step's manifest."""
+    return f"{_run_prefix(prefix, run_id)}manifests/{step:0{_STEP_DIGITS}d}.json"
+
+
+def quarantine_prefix(prefix: str, run_id: str) -> str:
+    """Return the prefix of the records of refused objects."""
+    return f"{_run_prefix(prefix, run_id)}quarantine/"
+
+
+def blocklist_prefix(prefix: str, run_id: str) -> str:
+    """Return the prefix of the records of tasks that are lost repeatedly."""
+    return f"{_run_prefix(prefix, run_id)}task-blocklist/"
+
+
+def lease_key(prefix: str, run_id: str) -> str:
+    """Return the key of the record of the manager that holds the run."""
+    return f"{_run_prefix(prefix, run_id)}lease"
+
+
+def probe_key(prefix: str, *, agents: bool = False) -> str:
+    """Return a key that the trainer, or an agent, may write to in a preflight check."""
+    return f"{_run_prefix(prefix, 'preflight')}{'steps/probe' if agents else 'manifests/probe.json'}"
+
+
+def _run_prefix(prefix: str, run_id: str) -> str:
+    return f"{prefix}runs/{run_id}/"

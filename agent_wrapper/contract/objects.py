@@ -1,0 +1,435 @@
+"""The objects that both sides exchange, as validated values."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import math
+import re
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from agent_wrapper.contract.codec import MAX_OBJECT_BYTES, ContractError, pack, unpack
+from agent_wrapper.contract.keys import ID_PATTERN, MAX_STEP
+
+if TYPE_CHECKING:
+    IntArray = array[int]
+    FloatArray = array[float]
+else:  # arrays take no parameter at run time before Python 3.12
+    IntArray = FloatArray = array
+
+SCHEMA_VERSION = 1
+MAX_CONVERSATIONS = 1024  # of one rollout
+MAX_MESSAGES = 10_000  # of one conversation
+
+
+class Outcome(StrEnum):
+    """How a rollout ended. Each planned rollout has exactly one outcome."""
+
+    COMPLETED = "completed"
+    AGENT_ERROR = "agent_error"  # the agent's code raised, or never called the model
+    INFRA_ERROR = "infra_error"  # not caused by the agent: never a reward
+    TIMED_OUT = "timed_out"  # a deadline passed
+    CANCELLED = "cancelled"  # the backend no longer needed it
+
+
+def _array_type(typecode: str, what: str) -> BeforeValidator:
+    def parse(value: object) -> array[Any]:
+        if isinstance(value, array):
+            if value.typecode != typecode:
+                raise ValueError(f"expected {what}, got an array of type {value.typecode!r}")
+            return value
+        out: array[Any] = array(typecode)
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            if len(value) % out.itemsize:
+                raise ValueError(f"{len(value)} bytes are not a multiple of the size of {what}")
+            out.frombytes(value)
+            if sys.byteorder == "big":
+                out.byteswap()
+            return out
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError(f"expected {what}, as raw little-endian bytes or as a list")  # noqa: TRY004
+        if typecode == "f":
+            value = [math.nan if item is None else item for item in value]
+        if any(isinstance(item, (bool, str, bytes)) for item in value):
+            raise ValueError(f"expected {what}, got something that is not a number")
+        try:
+            out.extend(value)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"expected {what}: {error}") from None
+        return out
+
+    return BeforeValidator(parse)
+
+
+def _to_list(value: array[Any]) -> list[int] | list[float | None]:
+    if value.typecode == "f":
+        return [None if math.isnan(item) else item for item in value]
+    return value.tolist()
+
+
+def _to_bytes(value: array[Any]) -> bytes:
+    if sys.byteorder == "big":
+        value = array(value.typecode, value)
+        value.byteswap()
+    return value.tobytes()
+
+
+def _dump_array(value: array[Any], info: Any) -> object:
+    return _to_list(value) if info.mode == "json" else _to_bytes(value)
+
+
+_dump = PlainSerializer(_dump_array)
+TokenIds = Annotated[IntArray, _array_type("i", "int32 token ids"), _dump]
+Mask = Annotated[IntArray, _array_type("B", "mask bytes of 0 or 1"), _dump]
+Logprobs = Annotated[FloatArray, _array_type("f", "float32 logprobs"), _dump]
+
+
+def _image_bytes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return base64.b64decode(value, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"is not base64: {error}") from None
+
+
+def _dump_bytes(value: bytes, info: Any) -> object:
+    return base64.b64encode(value).decode("ascii") if info.mode == "json" else value
+
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Images = dict[Sha256, Annotated[bytes, BeforeValidator(_image_bytes), PlainSerializer(_dump_bytes)]]
+"""Unmodified bytes of images (JSON: base64), by their SHA-256."""
+
+Identifier = Annotated[str, StringConstraints(pattern=rf"^{ID_PATTERN}$")]
+"""An id that is valid in a key, a URL and a file name: no slash, no leading dot, at most 128 characters."""
+
+_UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def readable(text: str) -> str:
+    """Replace control characters other than tab and newline, which a terminal or a log would interpret."""
+    return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+Readable = Annotated[str, AfterValidator(readable)]
+Seal = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+"""The gateway's signature of a trajectory. Only the training side creates and reads it."""
+
+
+_Object = TypeVar("_Object", bound="ContractObject")
+
+
+class ContractObject(BaseModel):
+    """Base of all exchanged objects: frozen, strict, unknown fields refused."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        allow_inf_nan=False,
+        ser_json_bytes="base64",
+    )
+
+    @classmethod
+    def parse(cls, data: object, where: str = "") -> Self:
+        """Validate plain values (dicts, lists).
+
+        Raises:
+            ContractError: names the first invalid field, prefixed by `where`.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            field = ".".join(str(part) for part in first["loc"]) or cls.__name__.lower()
+            raise ContractError(f"{where}{field}", first["msg"].removeprefix("Value error, ")) from None
+
+
+class _WithImages(ContractObject):
+    """An object with an optional `images` field, which is left out of the encoding if there are no images."""
+
+    @model_serializer(mode="wrap")
+    def _omit_empty_images(self, encode: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = encode(self)
+        if not fields.get("images"):
+            fields.pop("images", None)
+        return fields
+
+
+class VersionSpan(ContractObject):
+    """The tokens `[start, end)` of a segment that one version of the weights sampled."""
+
+    version: str
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+
+class Turn(ContractObject):
+    """One model call: the sampled tokens `[start, end)` of its segment."""
+
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+    finish_reason: str
+    weight_versions: tuple[VersionSpan, ...]  # covers [start, end) without a gap; empty if the engine reported none
+    cached_tokens: int = Field(default=0, ge=0)  # prompt tokens found in the engine's prefix cache
+    seconds: float = Field(default=0.0, ge=0)  # from the gateway's request to the engine's last token
+
+
+class ImageSpan(ContractObject):
+    """The tokens `[start, end)` of a segment that represent one image."""
+
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+    sha256: Sha256  # of the image's bytes
+    media_type: str = Field(pattern=r"^image/[a-z]+$")
+
+
+class Segment(_WithImages):
+    """One token sequence that the model processed from its first token, and which of its tokens were sampled.
+
+    `token_ids`, `response_mask` and `logprobs` have the same length. `response_mask` is 1 for a token that the model
+    sampled and 0 for a token of its prompt. `logprobs` is NaN where the engine returned none.
+    """
+
+    token_ids: TokenIds
+    response_mask: Mask
+    logprobs: Logprobs
+    turns: tuple[Turn, ...]
+    messages: tuple[dict[str, JsonValue], ...] = ()  # the conversation in the OpenAI format, for people to read
+    split_reason: str = "first_call"  # why this does not extend an earlier segment
+    retokenized: bool = False  # rendered from messages by the training side: `response_mask` is a guess
+    images: tuple[ImageSpan, ...] = ()  # in the order of their tokens
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        n = len(self.token_ids)
+        for name in ("response_mask", "logprobs"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {n} token_ids")
+        mask = self.response_mask.tobytes()
+        if mask.count(0) + mask.count(1) != n:
+            raise ValueError("mask has a value other than 0 and 1")
+        if n and min(self.token_ids) < 0:
+            raise ValueError("token_ids has a negative id")
+        sampled = bytearray(n)
+        last = 0
+        for i, turn in enumerate(self.turns):
+            if not last <= turn.start <= turn.end <= n:
+                raise ValueError(f"turns.{i} spans [{turn.start}, {turn.end}) of {n} tokens, after {last}")
+            sampled[turn.start : turn.end] = b"\x01" * (turn.end - turn.start)
+            last = turn.end
+            at = turn.start
+            for span in turn.weight_versions:
+                if span.start != at or span.end < at or span.end > turn.end:
+                    raise ValueError(f"turns.{i}.weight_versions do not cover its tokens in order")
+                at = span.end
+            if turn.weight_versions and at != turn.end:
+                raise ValueError(f"turns.{i}.weight_versions do not cover its tokens")
+        if bytes(sampled) != mask:
+            raise ValueError("mask is not 1 exactly where the turns sampled")
+        last = 0
+        for i, image in enumerate(self.images):
+            if not last <= image.start < image.end <= n:
+                raise ValueError(f"images.{i} spans [{image.start}, {image.end}) of {n} tokens, after {last}")
+            if any(mask[image.start : image.end]):
+                raise ValueError(f"images.{i} covers tokens that the model sampled")
+            last = image.end
+        if self.retokenized and not all(map(math.isnan, self.logprobs)):
+            raise ValueError("logprobs has a value, but a segment rendered from messages cannot know it")
+        if self.retokenized and any(turn.weight_versions for turn in self.turns):
+            raise ValueError("turns name weight_versions, but a segment rendered from messages cannot know them")
+        return self
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(turn.end - turn.start for turn in self.turns)
+
+
+class Conversation(ContractObject):
+    """The messages of a rollout without known tokens: the model was called elsewhere. They have the OpenAI format."""
+
+    messages: tuple[dict[str, JsonValue], ...] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=MAX_MESSAGES)
+    replies: tuple[int, ...] | None = None  # indices of the model's messages; None: all assistant messages
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for i, message in enumerate(self.messages):
+            if not isinstance(message.get("role"), str):
+                raise ValueError(f"messages.{i} has no role")  # noqa: TRY004
+        before = -1
+        for at in self.replies or ():
+            if not before < at < len(self.messages):
+                raise ValueError(f"replies name {at} of {len(self.messages)} messages, after {before}")
+            if self.messages[at]["role"] != "assistant":
+                raise ValueError(f"replies name messages.{at}, which is of the role {self.messages[at]['role']!r}")
+            before = at
+        return self
+
+    @property
+    def model_messages(self) -> tuple[int, ...]:
+        """Return the indices of the model's messages."""
+        if self.replies is not None:
+            return self.replies
+        return tuple(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
+
+
+class Failure(ContractObject):
+    """Why a rollout did not complete: a reason to count by, a message to read, a traceback to debug with."""
+
+    reason: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+    message: Readable
+    traceback: Readable | None = None
+
+
+def _check_images(images: Images, segments: Iterable[Segment]) -> None:
+    """Raise ValueError unless these are the images that the segments name, with matching digests."""
+    named = {span.sha256 for segment in segments for span in segment.images}
+    if named != images.keys():
+        raise ValueError(f"images hold {len(images)} images, which are not the {len(named)} that the segments name")
+    for name, data in images.items():
+        if hashlib.sha256(data).hexdigest() != name:
+            raise ValueError(f"images.{name} does not match its SHA-256")
+
+
+class Trajectory(_WithImages):
+    """Everything sampled in a session. The gateway returns it to the wrapper when it seals the session."""
+
+    schema_version: Literal[1] = 1
+    model: str
+    segments: tuple[Segment, ...]
+    unanswered_calls: int = Field(default=0, ge=0)  # model calls that failed on the training side
+    seal: Seal | None = None  # the gateway's signature, copied into the rollout
+    images: Images = {}  # those that the segments name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_images(self.images, self.segments)
+        return self
+
+    def encode(self) -> bytes:
+        return _pack(self)
+
+    @classmethod
+    def decode(cls, data: bytes, max_bytes: int = MAX_OBJECT_BYTES) -> Self:
+        return _unpack(cls, data, max_bytes)
+
+
+class Rollout(_WithImages):
+    """One finished rollout, as stored under `result_key`."""
+
+    schema_version: Literal[1] = 1
+    run_id: Identifier
+    step: int = Field(ge=0, le=MAX_STEP)
+    task_id: Identifier
+    rollout_id: Identifier
+    attempt: int = Field(ge=1)
+    session_id: str
+    outcome: Outcome
+    reward: float | None = None
+    extras: dict[str, JsonValue] = {}  # what else the agent returned besides its reward
+    failure: Failure | None = None
+    model: str = ""
+    segments: tuple[Segment, ...] = ()
+    seal: Seal | None = None  # the trajectory's seal of these segments
+    conversations: tuple[Conversation, ...] = Field(default=(), max_length=MAX_CONVERSATIONS)  # instead of segments
+    started_at: float = Field(default=0.0, ge=0)  # unix seconds by the container's clock; 0: unknown
+    finished_at: float = Field(default=0.0, ge=0)
+    images: Images = {}  # those that the segments name, from the trajectory
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.outcome is Outcome.COMPLETED:
+            if self.reward is None:
+                raise ValueError("reward is missing from a completed rollout")
+            if self.failure is not None:
+                raise ValueError("failure is set on a completed rollout")
+            if not self.sampled_tokens and not self.conversations:
+                raise ValueError("segments hold no sampled token, but the rollout is completed")
+            if self.conversations and not any(conversation.model_messages for conversation in self.conversations):
+                raise ValueError("conversations hold no message of the model, but the rollout is completed")
+        else:
+            if self.failure is None:
+                raise ValueError(f"failure is missing from a rollout that ended as {self.outcome}")
+            if self.reward is not None and self.outcome is not Outcome.AGENT_ERROR:
+                raise ValueError(f"reward is set on a rollout that ended as {self.outcome}")
+        if self.conversations and any(s.sampled_tokens and not s.retokenized for s in self.segments):
+            raise ValueError(
+                "conversations and sampled segments exclude each other: a segment already holds its messages"
+            )
+        _check_images(self.images, self.segments)
+        return self
+
+    @property
+    def messages_only(self) -> bool:
+        """Return True if the rollout holds messages but no tokens: usable for evaluation only."""
+        return bool(self.conversations) and not self.sampled_tokens
+
+    @property
+    def retokenized(self) -> bool:
+        """Return True if the training side rendered its tokens from messages."""
+        return any(segment.retokenized for segment in self.segments)
+
+    @property
+    def trainable(self) -> bool:
+        """Return True if the rollout has a reward and sampled tokens."""
+        return self.reward is not None and self.sampled_tokens > 0
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(segment.sampled_tokens for segment in self.segments)
+
+    def encode(self) -> bytes:
+        """Encode in the compact form: msgpack in one zstd frame."""
+        return _pack(self)
+
+    def to_json(self) -> bytes:
+        """Encode the same fields as JSON."""
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def decode(cls, data: bytes, max_bytes: int = MAX_OBJECT_BYTES) -> Self:
+        """Decode either form.
+
+        Raises:
+            ContractError: empty, larger than `max_bytes` once unpacked, truncated, of another schema
+                version, or with an invalid field.
+        """
+        return _unpack(cls, data, max_bytes)
+
+
+def _pack(value: ContractObject) -> bytes:
+    return pack(value.model_dump(mode="python"))
+
+
+def _unpack(cls: type[_Object], data: bytes, max_bytes: int) -> _Object:
+    return from_fields(cls, unpack(data, max_bytes))
+
+
+def from_fields(cls: type[_Object], fields: Mapping[str, Any]) -> _Object:
+    """Validate the decoded fields of an object that has a schema version. Raises ContractError."""
+    version = fields.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ContractError("schema_version", f"is {version!r}, and this version reads {SCHEMA_VERSION}")
+    return cls.parse(fields)

@@ -1,0 +1,95 @@
+"""The request in an invoke's payload."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from agent_wrapper.contract.keys import MAX_STEP, failure_marker_key, result_key
+from agent_wrapper.contract.objects import ContractObject, Identifier, Outcome
+
+REQUEST_FIELD = "_rollout"  # the field of an invoke's payload that holds the request
+
+PUT_HEADERS = {"Content-Type": "application/octet-stream", "If-None-Match": "*"}
+"""Headers of a presigned PUT. Both are part of its signature; the second one refuses a second write."""
+
+
+class Sampling(ContractObject):
+    """The trainer's sampling settings. None selects the engine's default."""
+
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)  # -1 is off
+    max_tokens: int | None = Field(default=None, ge=1)  # of one model call
+    seed: int | None = None
+
+
+class ModelEndpoint(ContractObject):
+    """A session's access to the model being trained."""
+
+    base_url: str  # OpenAI-compatible, ends in /v1
+    api_key: str = Field(repr=False)  # opens this session only, until its deadline
+    name: str
+    trajectory_url: str  # POST seals the session and returns its Trajectory
+    heartbeat_url: str | None = None  # POST every `RolloutRequest.heartbeat_s`; None: no heartbeats
+
+
+class ResultUrls(ContractObject):
+    """Presigned URLs. Each accepts one object under one key, once, until it expires, and permits nothing else."""
+
+    result: str = Field(pattern=r"^https?://", repr=False)
+    failure_marker: str = Field(pattern=r"^https?://", repr=False)  # see `failure_marker_key`
+
+
+class ResultTarget(ContractObject):
+    """The bucket and queue for the result. Its key follows from the rollout's ids: see `result_key`.
+
+    With `urls` the container needs no credentials: a result is one PUT to one of them, with `PUT_HEADERS`.
+    """
+
+    bucket: str
+    prefix: str = ""
+    queue_url: str | None = None  # None: nothing is announced, and the backend finds results by listing
+    region: str | None = None
+    urls: ResultUrls | None = Field(default=None, repr=False)
+
+
+class RolloutRequest(ContractObject):
+    """The `_rollout` field of an invoke's payload. All other fields belong to the agent."""
+
+    schema_version: Literal[1] = 1
+    run_id: Identifier
+    step: int = Field(ge=0, le=MAX_STEP)
+    task_id: Identifier
+    rollout_id: Identifier
+    attempt: int = Field(ge=1)
+    session_id: str
+    endpoint: ModelEndpoint
+    sampling: Sampling
+    deadline: float  # unix seconds by the backend's clock by which the agent must have returned
+    remaining_s: float | None = Field(default=None, ge=0)
+    """Seconds from the arrival of this request until the agent must have returned. Takes precedence over `deadline`,
+    because the container's clock may be wrong. None: the sender is older than this field."""
+    publish_grace_s: float | None = Field(default=None, gt=0)
+    """Seconds from then until the result must be in S3. None: as `remaining_s`."""
+    heartbeat_s: float | None = Field(default=None, gt=0)  # None: no heartbeats
+    result: ResultTarget
+
+    @property
+    def key(self) -> str:
+        """Return the result's key."""
+        return result_key(self.result.prefix, self.run_id, self.step, self.rollout_id)
+
+    def key_for(self, outcome: Outcome) -> str:
+        """Return the key for a rollout with this outcome: the result's, or the failure marker's of this attempt."""
+        if outcome is Outcome.INFRA_ERROR:
+            return failure_marker_key(self.result.prefix, self.run_id, self.step, self.rollout_id, self.attempt)
+        return self.key
+
+    def url_for(self, outcome: Outcome) -> str | None:
+        """Return the presigned URL of `key_for`, if the request has them."""
+        urls = self.result.urls
+        if urls is None:
+            return None
+        return urls.failure_marker if outcome is Outcome.INFRA_ERROR else urls.result

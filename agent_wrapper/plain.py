@@ -1,0 +1,62 @@
+"""Check that a value survives as JSON, on the way to an agent and back. Pure.
+
+Python's json module writes and reads more than JSON: NaN, half of a surrogate pair, a thousand levels. Parsers on the
+other side refuse those, and a value that was accepted here would be lost there.
+"""
+
+from __future__ import annotations
+
+import math
+
+_MAX_INTEGER_BITS = 10_000  # parsers stop at 4,300 digits
+
+
+def check_plain(value: object, where: str, max_depth: int) -> None:
+    """Check a value of dicts, lists, tuples, texts, finite numbers, booleans and None.
+
+    Raises:
+        ValueError: it holds something else, or more than `max_depth` levels; names the place, beginning with `where`.
+    """
+    todo = [(value, where, 1)]
+    while todo:
+        item, place, depth = todo.pop()
+        if isinstance(item, (dict, list, tuple)) and depth > max_depth:
+            raise ValueError(
+                f"{where} is nested deeper than {max_depth} levels: flatten it, or put the inner part in as JSON text"
+            )
+        match item:
+            case dict():
+                for key, each in item.items():
+                    if not isinstance(key, str):
+                        raise ValueError(f"{place} has the key {_short(key)}, which is not a text")  # noqa: TRY004
+                    _check_text(key, f"a key of {place}")
+                    todo.append((each, f"{place}.{key}", depth + 1))
+            case list() | tuple():
+                todo += [(each, f"{place}.{i}", depth + 1) for i, each in enumerate(item)]
+            case str():
+                _check_text(item, place)
+            case float() if not math.isfinite(item):
+                raise ValueError(f"{place} is {item}, which JSON does not know: leave it out, or write it as a text")
+            case int() if item.bit_length() > _MAX_INTEGER_BITS:
+                raise ValueError(f"{place} is a whole number of {item.bit_length()} bits: write it as a text")
+            case None | bool() | int() | float():
+                pass
+            case _:
+                raise ValueError(
+                    f"{place} is {_short(item)}, a {type(item).__name__}, which JSON does not know: write it as a "
+                    "text or a number"
+                )
+
+
+def _check_text(text: str, place: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place} holds {text[error.start]!r}, half of a surrogate pair, which is no character: remove it"
+        ) from None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

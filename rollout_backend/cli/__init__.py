@@ -1,0 +1,40 @@
+"""The `rollout` command line, one module per command.
+
+Exit codes: 0, every step's ledger reconciles and every session is closed; 1, the run failed; 2, the input is invalid
+and nothing was started; 130, interrupted, and everything that was started is stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import typer
+from rich.logging import RichHandler
+
+from rollout_backend.cli.chaos import chaos
+from rollout_backend.cli.check import check
+from rollout_backend.cli.common import console
+from rollout_backend.cli.demo import demo
+from rollout_backend.cli.engine import engine_install
+from rollout_backend.cli.run import run
+from rollout_backend.cli.show import show
+from rollout_backend.relay.cli import serve as relay
+
+__all__ = ["app", "console", "main"]
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+for command in (demo, run, check, show, relay, chaos):
+    app.command(command.__name__ if command is not relay else "relay")(command)
+engine_app = typer.Typer(no_args_is_help=True, help="The engine for machines without a GPU.")
+engine_app.command("install")(engine_install)
+app.add_typer(engine_app, name="engine")
+
+
+def main() -> None:
+    logging.basicConfig(
+        level=os.environ.get("ROLLOUT_LOG_LEVEL", "WARNING").upper(),
+        format="%(message)s",
+        handlers=[RichHandler(console=console, show_path=False)],
+    )
+    app()

@@ -1,0 +1,79 @@
+"""Stores the manifests of a run's steps in S3.
+
+Invariant: each write is conditional on the version that this manager last read or wrote, and carries the generation
+of its lease on the run (see `run_lease`). So neither a delayed write of this manager nor a manager that has lost the
+run can replace a newer state.
+"""
+
+from __future__ import annotations
+
+from pydantic_core import from_json
+
+from agent_wrapper.contract import ContractError, manifest_key
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.errors import ManifestError, ResultMissing, RunHeld, StoreError, WriteConflict
+
+
+class ManifestStore:
+    """The manifests of one run."""
+
+    def __init__(self, store: ResultStore, run_id: str, generation: int = 0, owner: str = "") -> None:
+        """`generation` and `owner` identify this manager's lease on the run."""
+        self._store = store
+        self._run_id = run_id
+        self._generation = generation
+        self._owner = owner
+        self._etags: dict[int, str | None] = {}  # by step, as last read or written
+
+    async def read(self, step: int) -> Manifest | None:
+        """Return the step's manifest; None if the step was never begun.
+
+        Raises:
+            ManifestError: the manifest is malformed or of another version.
+            RunHeld: another manager has taken over the run and wrote it.
+            StoreError: S3 did not answer.
+        """
+        key = self._key(step)
+        try:
+            stored = await self._store.fetch(key)
+            manifest = Manifest.parse(from_json(stored.body))
+        except ResultMissing:
+            self._etags[step] = None
+            return None
+        except ValueError as error:  # a ContractError is one
+            field = error if isinstance(error, ContractError) else f"not JSON: {error}"
+            raise ManifestError(
+                f"s3://{self._store.config.bucket}/{key} is not a manifest of this version ({field}): finish the run "
+                "with the version that began it, or set another run_id"
+            ) from None
+        if (manifest.run_id, manifest.step) != (self._run_id, step):
+            raise ManifestError(f"{key} is the manifest of step {manifest.step} of run {manifest.run_id!r}")
+        if manifest.generation > self._generation:
+            raise RunHeld(
+                f"run {self._run_id!r} was taken over by another manager ({manifest.owner or 'unknown'}), which has "
+                f"begun step {step}: this one stops. Run only one of them, or set another run_id for one"
+            )
+        self._etags[step] = stored.etag
+        return manifest
+
+    async def write(self, manifest: Manifest) -> None:
+        """Replace the manifest that was last read or written.
+
+        Raises:
+            WriteConflict: a former owner of the run has written since; read the manifest and plan again.
+            RunHeld: another manager has taken over the run and written.
+            StoreError: S3 did not store it.
+        """
+        fenced = manifest.model_copy(update={"generation": self._generation, "owner": self._owner})
+        key, body = self._key(manifest.step), fenced.model_dump_json(indent=1).encode()
+        try:
+            self._etags[manifest.step] = await self._store.put_if(key, body, self._etags.get(manifest.step))
+        except WriteConflict as conflict:
+            found = await self.read(manifest.step)
+            if found is not None and found.generation < self._generation:
+                raise
+            raise StoreError(f"{conflict}: an earlier write by this manager arrived late") from conflict
+
+    def _key(self, step: int) -> str:
+        return manifest_key(self._store.config.prefix, self._run_id, step)

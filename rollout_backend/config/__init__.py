@@ -1,0 +1,48 @@
+"""The configuration: an immutable tree, one module per section, validated before anything starts.
+
+Later sources override earlier ones: the YAML file, environment variables (`ROLLOUT__STORAGE__BUCKET=...`), overrides
+(`storage.bucket=...`). Unknown keys are refused by name. Times are in seconds and end in `_s`; rates are per second
+and end in `_per_s`; sizes are in bytes and end in `_bytes`.
+"""
+
+from rollout_backend.config.aws import AwsConfig
+from rollout_backend.config.circuit_breaker import CircuitBreakerConfig
+from rollout_backend.config.collect import CollectConfig
+from rollout_backend.config.gateway import GatewayConfig
+from rollout_backend.config.group import GroupConfig
+from rollout_backend.config.janitor import JanitorConfig
+from rollout_backend.config.load import ENV_PREFIX, load_config
+from rollout_backend.config.model import ModelConfig
+from rollout_backend.config.queue import QueueConfig
+from rollout_backend.config.relay import RelayConfig
+from rollout_backend.config.rollout import RolloutConfig
+from rollout_backend.config.router import RouterConfig
+from rollout_backend.config.runtimes import RUNTIME_KINDS, AgentCoreConfig, HttpConfig, RuntimeConfig
+from rollout_backend.config.section import Seconds
+from rollout_backend.config.serving import ServingConfig
+from rollout_backend.config.storage import StorageConfig
+from rollout_backend.config.timeouts import TimeoutConfig
+
+__all__ = [
+    "ENV_PREFIX",
+    "RUNTIME_KINDS",
+    "AgentCoreConfig",
+    "AwsConfig",
+    "CircuitBreakerConfig",
+    "CollectConfig",
+    "GatewayConfig",
+    "GroupConfig",
+    "HttpConfig",
+    "JanitorConfig",
+    "ModelConfig",
+    "QueueConfig",
+    "RelayConfig",
+    "RolloutConfig",
+    "RouterConfig",
+    "RuntimeConfig",
+    "Seconds",
+    "ServingConfig",
+    "StorageConfig",
+    "TimeoutConfig",
+    "load_config",
+]

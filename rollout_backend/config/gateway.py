@@ -1,0 +1,76 @@
+"""The `gateway` section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, SecretStr, model_validator
+
+from rollout_backend.config.section import Seconds, Section
+
+
+class GatewayConfig(Section):
+    kind: Literal["process", "ray"] = "process"
+    """`process`: on this machine. `ray`: one actor per gateway process, spread over the cluster's machines."""
+    processes: int = Field(default=1, ge=1, le=1024)
+    """Number of gateway processes. Each session belongs to one of them, which holds what the session sampled."""
+    host: str = "127.0.0.1"
+    """Address to listen on. With `ray`, a loopback address means the address of the machine that runs the gateway."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the first process; the others use the ports that follow. 0: any free ports."""
+    public_url: str | None = None
+    """URL under which agents reach the gateway, if it is not the gateway's own address (a load balancer, a tunnel).
+    With several processes it contains `{shard}`, the number of a process from 0, or `{port}`."""
+    tls_certificate: Path | None = None
+    """PEM file of the certificate chain, to serve HTTPS. Default: plain HTTP."""
+    tls_key: Path | None = None
+    """PEM file of the certificate's key, without a passphrase."""
+    agent_sampling_overrides: frozenset[Literal["temperature", "top_p", "top_k", "seed"]] = frozenset()
+    """Sampling settings that an agent may override. All others come from the trainer."""
+    session_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens that one session may sample, over all its calls. The reply that reaches it is cut, and the next
+    call is answered 400. Concurrent calls each get the budget that was left when they began. Default: no limit."""
+    constrained_decoding: Literal["allow", "refuse"] = "allow"
+    """What happens to `tool_choice` and `response_format` that force a form. `allow`: the engine constrains the
+    reply; its tokens are not a sample of the model's own distribution and are not trained. `refuse`: answered 400."""
+    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    """Maximum size of a model call's request body."""
+    max_images: int = Field(default=16, ge=0)
+    """Maximum images in a model call's request, including its history, if the model accepts images. 0: none."""
+    max_image_pixels: int = Field(default=16 * 1024 * 1024, ge=1)
+    """Maximum width times height of an image. A larger one is refused before it is decompressed."""
+    session_image_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
+    """Maximum bytes of all images in one session's calls, each counted once. They are part of the session's result,
+    so `storage.max_result_bytes` must have room for them."""
+    max_concurrent_calls: int = Field(default=1024, ge=1)
+    """Maximum model calls in flight in one process; further ones are answered 429 with Retry-After."""
+    max_queued_per_engine: int = Field(default=512, ge=1)
+    """Maximum average number of requests waiting in an engine's queue; above it, calls are answered 429 with
+    Retry-After. Applies if engines report their load."""
+    startup_timeout_s: Seconds = 60.0
+    """Timeout from its start until it answers."""
+    secret: SecretStr | None = Field(default=None, min_length=32)
+    """Seals what was sampled, so that a container cannot alter it, and signs the run's session keys. Set it in the
+    environment, as ROLLOUT__GATEWAY__SECRET. Default: generated for the run and stored in OUTPUT_DIR/RUN_ID. A run
+    that resumes on another machine needs the same secret; otherwise its unfinished step starts again."""
+    require_seal: bool = True
+    """Require the gateway's seal on every trainable result. False: the agents' containers are trusted."""
+
+    @model_validator(mode="after")
+    def _shards(self) -> Self:
+        url = self.public_url or ""
+        if self.public_url and self.processes > 1 and "{shard}" not in url and "{port}" not in url:
+            raise ValueError(
+                f"public_url must distinguish {self.processes} processes: put {{shard}} or {{port}} into it, such as "
+                "https://gateway-{shard}.example.com, or set processes=1"
+            )
+        if "{port}" in url and not self.port:
+            raise ValueError(
+                "public_url contains {port}, so port must be set: a port that changes has no public address"
+            )
+        if self.port and self.port + self.processes - 1 > 65535:
+            raise ValueError(f"port={self.port} leaves no room for {self.processes} processes: lower it")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together: set both, or neither")
+        return self

@@ -1,0 +1,124 @@
+"""The root of the configuration tree."""
+
+from __future__ import annotations
+
+import secrets
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from agent_wrapper.contract import Identifier, Sampling
+from rollout_backend.config.aws import AwsConfig
+from rollout_backend.config.circuit_breaker import CircuitBreakerConfig
+from rollout_backend.config.collect import CollectConfig
+from rollout_backend.config.gateway import GatewayConfig
+from rollout_backend.config.group import GroupConfig
+from rollout_backend.config.janitor import JanitorConfig
+from rollout_backend.config.model import ModelConfig
+from rollout_backend.config.queue import QueueConfig
+from rollout_backend.config.relay import RelayConfig
+from rollout_backend.config.router import RouterConfig
+from rollout_backend.config.runtimes import AnyRuntimeConfig
+from rollout_backend.config.section import Section
+from rollout_backend.config.serving import ServingConfig
+from rollout_backend.config.storage import MAX_URL_S, StorageConfig
+from rollout_backend.config.timeouts import TimeoutConfig
+from rollout_backend.errors import ConfigError
+
+
+def _new_run_id() -> str:
+    return f"run-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+class RolloutConfig(Section):
+    """All settings of a run. Only `model.path`, `storage.bucket` and `runtime` have no default."""
+
+    run_id: Identifier = Field(default_factory=_new_run_id)
+    """Name of the run in S3, in its queue and in its directory. Default: the time, and four letters."""
+    model: ModelConfig
+    storage: StorageConfig
+    runtime: AnyRuntimeConfig
+    aws: AwsConfig = AwsConfig()
+    queue: QueueConfig = QueueConfig()
+    serving: ServingConfig = ServingConfig()
+    router: RouterConfig = RouterConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    relay: RelayConfig | None = None
+    sampling: Sampling = Sampling()
+    group: GroupConfig = GroupConfig()
+    circuit_breaker: CircuitBreakerConfig = CircuitBreakerConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    collect: CollectConfig = CollectConfig()
+    janitor: JanitorConfig = JanitorConfig()
+    output_dir: Path = Path("runs")
+    """Logs and step reports are written to OUTPUT_DIR/RUN_ID."""
+
+    @model_validator(mode="after")
+    def _router_is_reachable(self) -> Self:
+        if self.gateway.kind == "ray" and self.router.host in ("127.0.0.1", "localhost", "::1"):
+            raise ValueError(
+                "gateway.kind=ray puts gateways on other machines, which must reach the router: "
+                "set router.host to 0.0.0.0, or to an address that this machine has among them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _urls_live_long_enough(self) -> Self:
+        if self.storage.presigned and self.timeouts.token_s > MAX_URL_S:
+            raise ValueError(
+                f"storage.presigned: S3 signs no URL for longer than {MAX_URL_S} s, and timeouts.token_s is "
+                f"{self.timeouts.token_s:g}: lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _relay_or_public_url(self) -> Self:
+        if self.relay is not None and (self.gateway.public_url or self.gateway.tls_certificate):
+            raise ValueError(
+                "with relay, agents reach the relay and not the gateway: leave out gateway.public_url and "
+                "gateway.tls_certificate, and set relay.public_url where it differs from relay.url"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sessions_live_long_enough(self) -> Self:
+        self.runtime.check_session_lifetime(self.timeouts.session_s)
+        return self
+
+    @classmethod
+    def parse(cls, data: object) -> Self:
+        """Validate plain values.
+
+        Raises:
+            ConfigError: names every invalid key.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @property
+    def uses_queue(self) -> bool:
+        """Return True if the run receives from a queue. Agents without credentials cannot send to a queue that the
+        run creates, so such a run has none."""
+        return self.queue.enabled and not (self.storage.presigned and self.queue.url is None)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output_dir / self.run_id
+
+
+def _explain(error: ValidationError) -> str:
+    lines = ["the settings are invalid:"]
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"]) or "settings"
+        match item["type"]:
+            case "extra_forbidden":
+                lines.append(f"  {key}: no such setting; remove it, or correct its spelling")
+            case "missing":
+                lines.append(f"  {key}: is missing")
+            case _:
+                lines.append(f"  {key}: {item['msg'].removeprefix('Value error, ')}")
+    return "\n".join(lines)

@@ -1,0 +1,253 @@
+"""The `runtime` section: one class per runtime kind.
+
+To add a kind, define a subclass of `RuntimeConfig` here, add it to `RUNTIME_KINDS`, and write the class that
+`implementation` names in `rollout_backend/runtimes/`. A kind that is not in `RUNTIME_KINDS` is the import path of a
+`RuntimeConfig` subclass in any package, such as `my_package.my_runtime.MyConfig`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ImportString,
+    SerializeAsAny,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from rollout_backend.config.section import Rate, Seconds, Section
+
+_IMAGE = (
+    r"\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(?:\.cn)?/(?:[a-z0-9]+(?:[._-]+[a-z0-9]+)*/)*"
+    r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?(?:@sha256:[a-f0-9]{64})?"
+)
+_IMAGE_ONLY = frozenset(
+    {
+        "role",
+        "name",
+        "subnets",
+        "security_groups",
+        "environment",
+        "idle_timeout_s",
+        "max_lifetime_s",
+        "ready_timeout_s",
+    }
+)
+
+
+class RuntimeConfig(Section):
+    """Settings that every runtime has. A subclass adds its own and names its implementation."""
+
+    implementation: ClassVar[str]
+    """Import path of the `AgentRuntime` class that these settings open."""
+
+    kind: str
+    """Kind of the runtime."""
+    invoke_per_s: Rate = 100.0
+    """Maximum sessions started per second. If the runtime refuses invokes (429, 402, 5xx), the rate adapts to what it
+    grants, and the report shows that rate. Refused invokes are retried until the step's deadline."""
+    stop_per_s: Rate = 100.0
+    """Maximum sessions stopped per second. The rate adapts likewise."""
+    calls_per_s: Rate | None = None
+    """Maximum invokes and stops together per second, for accounts that count both in one quota (older AgentCore
+    accounts: 25). Stops of finished rollouts take priority. Null: each kind of call has its own quota."""
+    max_sessions: int = Field(default=256, ge=1)
+    """Maximum open sessions."""
+    max_attempts: int = Field(default=5, ge=1)
+    """Maximum attempts of one rollout, each in a new session, before it ends as infra_error. Only a call that may
+    have opened a session counts. The pause between attempts starts at 5 s and triples, so five attempts span three
+    minutes."""
+    connect_timeout_s: Seconds = 10.0
+    """Timeout of connecting to the runtime."""
+    read_timeout_s: Seconds = 60.0
+    """Timeout of an invoke. The wrapper answers at once, so a longer wait is a failed cold start."""
+
+    def check_session_lifetime(self, needed_s: float) -> None:
+        """Raise ValueError if these settings end a session within the seconds that an agent and its result may
+        take."""
+
+
+class AgentCoreConfig(RuntimeConfig):
+    """AWS Bedrock AgentCore Runtime: an existing runtime, by its `arn`, or one created from an `image`. Quotas differ
+    between accounts: set the rates below yours."""
+
+    implementation: ClassVar[str] = "rollout_backend.runtimes.agentcore.runtime.AgentCoreRuntime"
+
+    kind: Literal["agentcore"] = "agentcore"
+    arn: str | None = None
+    """ARN of an existing runtime, which is used unchanged. Set either this or `image`."""
+    image: str | None = None
+    """The agent's container image in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG. The backend creates a
+    runtime from it before the run, or updates the existing one if these settings differ. The runtime stays after the
+    run and costs nothing while it has no session. Use a new tag for a new image; otherwise it is not noticed."""
+    role: str | None = None
+    """ARN of the agents' execution role. Required with `image`."""
+    name: str | None = None
+    """Name of the runtime created from `image`. Default: `rollout_` and the name of the image's repository.
+    Concurrent runs that differ in image, role, network, environment or lifetimes need different names."""
+    subnets: tuple[str, ...] = ()
+    """Private subnets of the agents, with `image`. Default: the public network."""
+    security_groups: tuple[str, ...] = ()
+    """Security groups of the agents. Required with `subnets`, and only with them."""
+    environment: dict[str, str] = Field(default={})
+    """Environment variables of the container, with `image`. Never put secrets here: they can be read back."""
+    idle_timeout_s: int = Field(default=120, ge=60, le=28800)
+    """Idle timeout of a session, with `image`. A session whose agent is working is not idle."""
+    max_lifetime_s: int = Field(default=28800, ge=60, le=28800)
+    """Maximum lifetime of a session, with `image`."""
+    ready_timeout_s: Seconds = 600.0
+    """Timeout until a runtime created from `image` is ready and its endpoint serves it."""
+    qualifier: str = "DEFAULT"
+    """Endpoint of the runtime. DEFAULT serves the newest version; a runtime created from `image` has no other."""
+    invoke_per_s: Rate = 6.5
+    """Maximum sessions started per second. Default: below the quota of 400 per minute for containers, or 24 if the
+    runtime is deployed as code, whose quota is 25 per second. If the runtime refuses invokes (429, 402, 5xx), the
+    rate adapts to what it grants, and the report shows that rate. Refused invokes are retried until the step's
+    deadline."""
+    max_sessions: int = Field(default=5000, ge=1)
+    """Maximum open sessions. Default: the quota of us-east-1 and us-west-2; 2,500 in other regions."""
+    endpoint_url: str | None = None
+    """Endpoint of data plane and control plane if not AWS, such as the local emulator."""
+
+    @field_validator("arn")
+    @classmethod
+    def _is_runtime_arn(cls, value: str | None) -> str | None:
+        name = "[a-zA-Z][a-zA-Z0-9_]{0,47}-[a-zA-Z0-9]{10}"
+        shape = rf"arn:aws[a-z-]*:bedrock-agentcore:[a-z0-9-]+:\d{{12}}:runtime/{name}"
+        return _matching(
+            value,
+            shape,
+            "the ARN of an AgentCore runtime: arn:aws:bedrock-agentcore:REGION:ACCOUNT:runtime/NAME-0123456789",
+        )
+
+    @field_validator("image")
+    @classmethod
+    def _is_ecr_image(cls, value: str | None) -> str | None:
+        right = "an image in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG"
+        return _matching(value, _IMAGE, f"{right}. AgentCore pulls images from ECR only")
+
+    @field_validator("role")
+    @classmethod
+    def _is_role_arn(cls, value: str | None) -> str | None:
+        return _matching(
+            value, r"arn:aws[a-z-]*:iam::\d{12}:role/.+", "the ARN of a role: arn:aws:iam::ACCOUNT:role/NAME"
+        )
+
+    @field_validator("name")
+    @classmethod
+    def _is_runtime_name(cls, value: str | None) -> str | None:
+        shape = "[a-zA-Z][a-zA-Z0-9_]{0,47}"
+        return _matching(value, shape, "a runtime's name: a letter, then at most 47 letters, digits and underscores")
+
+    @field_validator("subnets", "security_groups")
+    @classmethod
+    def _are_ids(cls, values: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        kind = "subnet" if info.field_name == "subnets" else "sg"
+        if len(values) > 16:
+            raise ValueError(f"has {len(values)} entries; AgentCore accepts at most 16")
+        for value in values:
+            _matching(value, rf"{kind}-[0-9a-zA-Z]{{8,17}}", f"an id like {kind}-0123456789abcdef0")
+        return values
+
+    @field_validator("environment")
+    @classmethod
+    def _fits(cls, values: dict[str, str]) -> dict[str, str]:
+        if len(values) > 50 or any(not 1 <= len(k) <= 100 or len(v) > 5000 for k, v in values.items()):
+            raise ValueError("AgentCore accepts at most 50 variables, names of 100 and values of 5,000 characters")
+        return values
+
+    @model_validator(mode="after")
+    def _arn_or_image(self) -> Self:
+        if (self.arn is None) == (self.image is None):
+            raise ValueError(
+                "set arn to use an existing runtime, or image to create one; exactly one of the two is needed"
+            )
+        if self.image is None:
+            stray = sorted(_IMAGE_ONLY & self.model_fields_set)
+            if stray:
+                raise ValueError(f"{', '.join(stray)} belong to image; a runtime given by its arn is used unchanged")
+            return self
+        if self.role is None:
+            raise ValueError("image needs role, the ARN of the agents' execution role")
+        if bool(self.subnets) != bool(self.security_groups):
+            raise ValueError("subnets and security_groups belong together: set both, or neither")
+        if self.qualifier != "DEFAULT":
+            raise ValueError("a runtime created from image has the endpoint DEFAULT only: leave qualifier out")
+        if self.idle_timeout_s > self.max_lifetime_s:
+            raise ValueError("idle_timeout_s must not be above max_lifetime_s")
+        return self
+
+    @property
+    def region(self) -> str:
+        """Return the region in the ARN or in the image name."""
+        return (self.arn.split(":") if self.arn else str(self.image).split("."))[3]
+
+    @property
+    def runtime_name(self) -> str:
+        """Return the name of the runtime created from `image`."""
+        if self.name is not None:
+            return self.name
+        repository = re.split("[:@]", str(self.image).rpartition("/")[2])[0]
+        return re.sub("[^a-zA-Z0-9]+", "_", f"rollout_{repository}")[:48]
+
+    def check_session_lifetime(self, needed_s: float) -> None:
+        if self.image is not None and self.max_lifetime_s < needed_s:
+            raise ValueError(
+                f"runtime.max_lifetime_s ({self.max_lifetime_s}) ends sessions before timeouts.agent_s + "
+                f"timeouts.publish_grace_s ({needed_s:g}): raise it, or lower them"
+            )
+
+
+class HttpConfig(RuntimeConfig):
+    """Any server with the same container contract: a Kubernetes service, a container, a process."""
+
+    implementation: ClassVar[str] = "rollout_backend.runtimes.http.HttpRuntime"
+
+    kind: Literal["http"] = "http"
+    url: str = Field(pattern=r"^https?://")
+    """Root URL of the server; `/invocations` and `/stop` are appended. With several replicas, route requests with the
+    same session header to the same replica. Otherwise a stop may miss its agent, whose next model call then fails."""
+
+
+RUNTIME_KINDS: Mapping[str, type[RuntimeConfig]] = {"agentcore": AgentCoreConfig, "http": HttpConfig}
+
+
+def _config_class(kind: object) -> type[RuntimeConfig]:
+    """Return the class of a kind. Raises ValueError."""
+    known = RUNTIME_KINDS.get(str(kind))
+    if known is not None:
+        return known
+    choices = f"{', '.join(RUNTIME_KINDS)}, or the import path of a RuntimeConfig subclass"
+    if kind is None:
+        raise ValueError(f"kind is missing: it is one of {choices}")
+    try:
+        found = TypeAdapter(ImportString[Any]).validate_python(kind)
+    except ValidationError as error:
+        raise ValueError(f"kind {kind!r} is none of {choices}: {error.errors()[0]['msg']}") from None
+    if not (isinstance(found, type) and issubclass(found, RuntimeConfig)):
+        raise ValueError(f"kind {kind!r} is not a subclass of RuntimeConfig")  # noqa: TRY004  # pydantic reports it
+    return found
+
+
+def _parse_runtime(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    return _config_class(value.get("kind")).model_validate(value)
+
+
+AnyRuntimeConfig = Annotated[SerializeAsAny[RuntimeConfig], BeforeValidator(_parse_runtime)]
+"""The type of the `runtime` section: an instance of the class that its `kind` names."""
+
+
+def _matching(value: str | None, shape: str, what: str) -> str | None:
+    if value is not None and not re.fullmatch(shape, value):
+        raise ValueError(f"{value!r} is not {what}")
+    return value

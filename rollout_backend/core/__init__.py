@@ -1,0 +1,1 @@
+"""Pure types and rules of a run, without I/O or a clock: tasks, ledger, policies, manifests, reports, keys."""

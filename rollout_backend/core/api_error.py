@@ -1,0 +1,69 @@
+"""Errors that an agent's call may receive. Each dialect formats them for its API."""
+
+from __future__ import annotations
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    410: "session_closed",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+_ADOPTION_S = 10  # engines take minutes to be ready, and clients have a number of tries
+
+
+class ApiError(Exception):
+    """A response other than 200. Errors are counted by `code`.
+
+    `retry_after_s` asks the client to retry. `permanent`, on a 5xx, asks it not to.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        permanent: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code or ("invalid_request" if status == 400 else self.type)
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.permanent = permanent
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        # OpenAI's and Anthropic's clients go by it.
+        return {**headers, "x-should-retry": "false"} if self.permanent else headers
+
+
+def not_adopted() -> ApiError:
+    return ApiError(
+        503,
+        "the trainer restarted and has not resumed this session yet; retry later",
+        code="not_adopted",
+        retry_after_s=_ADOPTION_S,
+    )
+
+
+def journal_unwritable() -> ApiError:
+    return ApiError(
+        503,
+        "the gateway cannot write the journal of this session, so the session is closed; see the gateway's log",
+        code="journal_unwritable",
+    )
+
+
+def session_closed(why: str) -> ApiError:
+    return ApiError(410, f"this session is closed ({why}); it cannot call the model any more", code="session_closed")

@@ -1,0 +1,326 @@
+"""The accounts of one step: the state of each rollout and of each session. Pure: no I/O, no clock.
+
+Invariants, checked by `reconcile`:
+
+- planned = completed + agent_error + infra_error + timed_out + cancelled, each rollout in exactly one class;
+- only the first settlement of a rollout counts: later results are counted as duplicate or late, and change nothing;
+- each opened session is closed, or listed as one that could not be closed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from agent_wrapper.contract import Outcome
+from rollout_backend.core.policy import GroupState
+from rollout_backend.errors import LedgerError
+
+MESSAGES_ONLY = "messages_only"  # why a completed rollout is not trained
+
+CONTAINER_LOST = "container_lost"  # why an agent whose heartbeats stopped is lost
+NO_RESULT = "no_result"  # why an agent that was never heard of again is timed out
+STORE_UNAVAILABLE = "store_unavailable"  # out of time, and S3 could not be asked whether the result is there
+RUN_FAILED = "run_failed"  # the step was aborted
+TASK_BLOCKED = "task_blocked"  # see `step.task_blocklist`
+_NOT_ITS_OWN = frozenset({RUN_FAILED, TASK_BLOCKED})
+
+
+class Phase(StrEnum):
+    PLANNED = "planned"  # waits for a free session
+    DISPATCHING = "dispatching"  # an invoke is under way
+    RUNNING = "running"  # the agent has accepted it
+    SETTLED = "settled"
+
+
+class Arrival(StrEnum):
+    """What a result is when it comes in."""
+
+    FIRST = "first"
+    DUPLICATE = "duplicate"  # the rollout was settled by a result already
+    LATE = "late"  # the rollout was settled without one: timed out, cancelled, given up
+    UNKNOWN = "unknown"  # this step never planned it
+
+
+@dataclass(frozen=True)
+class PlannedRollout:
+    rollout_id: str
+    task_id: str
+    replaces: bool = False  # a replacement for a rollout that the infrastructure lost
+
+
+@dataclass
+class Entry:
+    """The state of one rollout."""
+
+    planned: PlannedRollout
+    phase: Phase = Phase.PLANNED
+    attempts: int = 0
+    session_id: str | None = None  # of the current attempt
+    deadline: float | None = None  # loop seconds after which no result can arrive
+    outcome: Outcome | None = None
+    reason: str = ""
+    message: str = ""
+    by_result: bool = False  # settled by a result that arrived, not by us
+    trainable: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """True if the infrastructure, not the agent, caused the loss.
+
+        False if the step was aborted or the task is blocked.
+        """
+        if self.outcome is Outcome.INFRA_ERROR:
+            return self.reason not in _NOT_ITS_OWN
+        return self.outcome is Outcome.TIMED_OUT and self.reason == NO_RESULT
+
+    @property
+    def delivered(self) -> bool:
+        """True if a result arrived, even one with an agent error."""
+        return self.by_result and not self.lost
+
+    def describe(self) -> str:
+        end = f"{self.outcome} {self.reason}".rstrip() if self.outcome else "open"
+        return (
+            f"{self.planned.rollout_id}: {self.phase}, {end}, "
+            f"attempts {self.attempts}, session {self.session_id or 'none'}"
+        )
+
+
+@dataclass
+class CallTally:
+    """The runtime's responses to a step's calls of one kind. Times are in seconds of any monotonic clock."""
+
+    refusals: int = 0  # calls refused for lack of capacity: 429, 402, 5xx
+    _first_at: float = 0.0
+    _last_at: float = 0.0
+    _granted: int = 0  # since the first refusal
+    _granted_between: int = 0  # between the first and the last refusal
+
+    def refused(self, now: float) -> None:
+        if not self.refusals:
+            self._first_at = now
+        self.refusals += 1
+        self._last_at, self._granted_between = now, self._granted
+
+    def granted(self, now: float) -> None:
+        if self.refusals:
+            self._granted += 1
+
+    @property
+    def seconds(self) -> float:
+        """Return the time from the first refusal to the last."""
+        return self._last_at - self._first_at
+
+    @property
+    def granted_per_s(self) -> float | None:
+        """Return the rate granted between the first and the last refusal; None if they are less than 1 s apart."""
+        return self._granted_between / self.seconds if self.seconds >= 1 else None
+
+
+@dataclass
+class Ledger:
+    step: int
+    entries: dict[str, Entry] = field(default_factory=dict)
+    duplicates: int = 0
+    late: int = 0
+    unknown: int = 0
+    superseded: int = 0  # failure markers of attempts that were given up before: another attempt decides
+    sessions_opened: int = 0
+    open_sessions: set[str] = field(default_factory=set)
+    unclosed_sessions: dict[str, str] = field(default_factory=dict)  # session id -> why it would not close
+    settled: list[Entry] = field(default_factory=list)  # in the order in which they ended
+    groups: dict[str, GroupState] = field(default_factory=dict)  # by task, with counts that are current
+    invokes: CallTally = field(default_factory=CallTally)
+    stops: CallTally = field(default_factory=CallTally)
+    _phases: Counter[Phase] = field(default_factory=Counter)
+    _outcomes: Counter[Outcome] = field(default_factory=Counter)
+    _changed: dict[str, None] = field(default_factory=dict)  # groups since `take_changed_groups`
+
+    # --- rollouts -----------------------------------------------------------------------------------------
+
+    def plan(self, rollouts: Iterable[PlannedRollout]) -> None:
+        for rollout in rollouts:
+            if rollout.rollout_id in self.entries:
+                raise LedgerError(f"rollout {rollout.rollout_id!r} is planned twice in step {self.step}")
+            self.entries[rollout.rollout_id] = Entry(rollout)
+            self._phases[Phase.PLANNED] += 1
+            group = self._group(rollout.task_id)
+            group.open[rollout.rollout_id] = None
+            group.replacements += rollout.replaces
+
+    def attempt(self, rollout_id: str, session_id: str, deadline: float) -> int:
+        """Record an attempt in a new session, and return its number, from 1."""
+        entry = self.entries[rollout_id]
+        self._enter(entry, Phase.DISPATCHING)
+        entry.attempts += 1
+        entry.session_id = session_id
+        entry.deadline = deadline
+        self._open(session_id)
+        return entry.attempts
+
+    def withdraw(self, rollout_id: str) -> None:
+        """Undo an attempt whose invoke was throttled. The next attempt reuses its number and session."""
+        entry = self.entries[rollout_id]
+        entry.attempts -= 1
+        self.give_up(rollout_id)
+
+    def accept(self, rollout_id: str) -> None:
+        """Record that the agent runs. Do nothing if its result has arrived already."""
+        entry = self.entries[rollout_id]
+        if entry.phase is Phase.DISPATCHING:
+            self._enter(entry, Phase.RUNNING)
+
+    def adopt(self, rollout_id: str, session_id: str, deadline: float) -> bool:
+        """Record an attempt of an earlier trainer whose agent may still run.
+
+        Return False if its rollout is settled: its result may have been announced while the step started.
+        """
+        entry = self.entries[rollout_id]
+        if entry.outcome is not None:
+            return False
+        self._enter(entry, Phase.RUNNING)
+        entry.session_id = session_id
+        entry.deadline = deadline
+        self._open(session_id)
+        return True
+
+    def lose(self, rollout_id: str) -> None:
+        """A running attempt came to nothing: the rollout waits for its next one."""
+        self.give_up(rollout_id)
+
+    def give_up(self, rollout_id: str) -> None:
+        """The current attempt came to nothing. What its session may still say does not count, and its deadline
+        settles nothing: the next attempt has its own."""
+        entry = self.entries[rollout_id]
+        entry.session_id, entry.deadline = None, None
+        if entry.outcome is None:
+            self._enter(entry, Phase.PLANNED)
+
+    def wants(self, rollout_id: str) -> bool:
+        entry = self.entries.get(rollout_id)
+        return entry is not None and entry.outcome is None
+
+    def arrive(
+        self, rollout_id: str, outcome: Outcome, reason: str = "", message: str = "", *, trainable: bool = False
+    ) -> Arrival:
+        """Record a result. Only the first result of an open rollout settles it."""
+        entry = self.entries.get(rollout_id)
+        if entry is None:
+            self.unknown += 1
+            return Arrival.UNKNOWN
+        if entry.outcome is not None:
+            if entry.by_result:
+                self.duplicates += 1
+                return Arrival.DUPLICATE
+            self.late += 1
+            return Arrival.LATE
+        self._settle(entry, outcome, reason, message, by_result=True, trainable=trainable)
+        return Arrival.FIRST
+
+    def again(self, rollout_id: str) -> None:
+        """Record an announcement whose rollout is settled or was never planned, or whose attempt was abandoned."""
+        if self.wants(rollout_id):
+            self.superseded += 1
+        else:
+            self.arrive(rollout_id, Outcome.COMPLETED)
+
+    def settle(self, rollout_id: str, outcome: Outcome, reason: str, message: str = "") -> bool:
+        """Settle a rollout without a result. Return False if it is settled already."""
+        entry = self.entries[rollout_id]
+        if entry.outcome is not None:
+            return False
+        self._settle(entry, outcome, reason, message)
+        return True
+
+    def _settle(
+        self,
+        entry: Entry,
+        outcome: Outcome,
+        reason: str,
+        message: str,
+        *,
+        by_result: bool = False,
+        trainable: bool = False,
+    ) -> None:
+        self._enter(entry, Phase.SETTLED)
+        entry.outcome, entry.reason, entry.message = outcome, reason, message
+        entry.by_result, entry.trainable = by_result, trainable
+        self._outcomes[outcome] += 1
+        self.settled.append(entry)
+        group = self._group(entry.planned.task_id)
+        group.open.pop(entry.planned.rollout_id, None)
+        group.trainable += trainable
+        group.lost += entry.lost
+        group.messages_only += reason == MESSAGES_ONLY
+
+    def _enter(self, entry: Entry, phase: Phase) -> None:
+        self._phases[entry.phase] -= 1
+        self._phases[phase] += 1
+        entry.phase = phase
+
+    def _group(self, task_id: str) -> GroupState:
+        """Return the group of a task, to be changed."""
+        self._changed[task_id] = None
+        return self.groups.setdefault(task_id, GroupState(task_id, needed=1))
+
+    def take_changed_groups(self) -> list[GroupState]:
+        """Return the groups whose counts have changed since the last call."""
+        changed, self._changed = self._changed, {}
+        return [self.groups[task_id] for task_id in changed]
+
+    @property
+    def open(self) -> int:
+        """Return how many rollouts are not settled."""
+        return len(self.entries) - self._phases[Phase.SETTLED]
+
+    def open_entries(self) -> Iterator[Entry]:
+        return (entry for entry in self.entries.values() if entry.outcome is None)
+
+    # --- sessions -----------------------------------------------------------------------------------------
+
+    def _open(self, session_id: str) -> None:
+        if session_id not in self.open_sessions:
+            self.sessions_opened += 1
+            self.open_sessions.add(session_id)
+
+    def session_never_opened(self, session_id: str) -> None:
+        """Record that the invoke was refused before a session started."""
+        self.sessions_opened -= 1
+        self.open_sessions.discard(session_id)
+
+    def session_closed(self, session_id: str) -> None:
+        self.open_sessions.discard(session_id)
+
+    def session_unclosed(self, session_id: str, why: str) -> None:
+        """Record that a session could not be closed. The runtime's idle timeout ends it, and the report names it."""
+        self.open_sessions.discard(session_id)
+        self.unclosed_sessions[session_id] = why
+
+    # --- the balance --------------------------------------------------------------------------------------
+
+    def counts(self) -> dict[Outcome, int]:
+        return {outcome: self._outcomes[outcome] for outcome in Outcome}
+
+    def phases(self) -> dict[Phase, int]:
+        return {phase: self._phases[phase] for phase in Phase}
+
+    def reconcile(self) -> None:
+        """Raise LedgerError, which lists every rollout, if an invariant is broken."""
+        faults = []
+        settled = sum(entry.outcome is not None for entry in self.entries.values())
+        if settled != len(self.entries):
+            faults.append(f"planned {len(self.entries)}, settled {settled}")
+        revived = sum(
+            entry.outcome is not None and entry.phase is not Phase.SETTLED for entry in self.entries.values()
+        )
+        if revived:
+            faults.append(f"{revived} settled rollouts are at work again")
+        if self.open_sessions:
+            faults.append(f"{len(self.open_sessions)} sessions open: {', '.join(sorted(self.open_sessions))}")
+        if faults:
+            lines = [f"step {self.step} does not reconcile: {'; '.join(faults)}"]
+            lines += [f"  {entry.describe()}" for entry in self.entries.values()]
+            raise LedgerError("\n".join(lines))

@@ -1,0 +1,189 @@
+"""The plan of a step. It is written to S3 before the first dispatch, so that a restarted trainer can resume the step.
+
+Invariants:
+
+- a step is the same step if run, number, weights and tasks are the same: payloads, sampling and sizes of groups, in
+  any order. Task ids do not count: trainers draw new ones each time;
+- session ids follow from the manifest, so it determines every session that may be open;
+- no attempt number, and so no session id, is used twice, however often the step is resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections import defaultdict
+from collections.abc import Container, Iterable, Sequence
+from typing import Literal, Self
+
+from pydantic import Field
+
+from agent_wrapper.contract import MAX_STEP, ContractObject, Identifier, Sampling
+from rollout_backend.core.tasks import Task, rollout_id, sibling_id
+
+
+class PlannedTask(ContractObject):
+    """One group. `digest` covers the agents' input. `rollouts` are the ids of the group, in order."""
+
+    task_id: Identifier
+    digest: str
+    rollouts: tuple[Identifier, ...]
+
+
+class Manifest(ContractObject):
+    schema_version: Literal[1] = 1
+    run_id: Identifier
+    step: int = Field(ge=0, le=MAX_STEP)
+    series: int = Field(default=0, ge=0)
+    """Counts the different steps that have had this number in this run."""
+    takes: int = Field(default=1, ge=1)
+    """How often this step was begun."""
+    nonce: str = Field(default_factory=lambda: secrets.token_hex(16))
+    attempts_before: int = Field(default=0, ge=0)
+    """Attempts that earlier takes may have made of each rollout."""
+    attempts_closed: int = Field(default=0, ge=0)
+    """The sessions of this many first attempts of each rollout are certainly closed."""
+    attempts: int = Field(default=1, ge=1)
+    """Attempts that this take makes of each rollout at most. Raised before a rollout needs one more: so a trainer on
+    another machine, which has no notes, stops few sessions that were never invoked."""
+    written_at: float
+    deadline: float
+    """Unix seconds when the step ends at the latest."""
+    weights: str = ""
+    """The model that was served when the step began, and its version if that is known."""
+    sealed_by: str = ""
+    """Fingerprint of the secret that seals what is sampled; empty where nothing is sealed."""
+    generation: int = Field(default=0, ge=0)
+    """The run's generation, of the manager that wrote this. A manager with a smaller one has lost the run."""
+    owner: str = ""
+    """That manager, for the message to one that has lost the run."""
+    gateway: str = ""
+    """Identifies the addresses and the journals of the gateways. Empty if no session can outlive the trainer."""
+    tasks: tuple[PlannedTask, ...]
+
+    @classmethod
+    def plan(
+        cls,
+        run_id: str,
+        step: int,
+        tasks: Sequence[tuple[Task, int, Sampling]],
+        *,
+        now: float,
+        deadline: float,
+        weights: str = "",
+        sealed_by: str = "",
+        gateway: str = "",
+        before: Manifest | None = None,
+        same_weights: bool = True,
+    ) -> Self:
+        """Return the manifest of a step. `tasks` come with their group sizes and sampling.
+
+        `before` is the manifest in S3 under this step's number. If it describes the same step, the step is resumed
+        with the rollouts that it planned. Otherwise the rollouts get unused ids. If other `weights` were served then,
+        or `same_weights` is False, the earlier results are not reused.
+        """
+        groups = [
+            PlannedTask(
+                task_id=task.task_id,
+                digest=digest_of(task, size, sampling),
+                rollouts=tuple(rollout_id(task.task_id, i) for i in range(size)),
+            )
+            for task, size, sampling in tasks
+        ]
+        fields = {
+            "run_id": run_id,
+            "step": step,
+            "written_at": now,
+            "deadline": deadline,
+            "weights": weights,
+            "sealed_by": sealed_by,
+            "gateway": gateway,
+        }
+        if before is None:
+            return cls.model_validate({**fields, "tasks": groups})
+        taken = before.matched(groups) if same_weights and before.weights == weights else None
+        if taken is not None:
+            return cls.model_validate(
+                {
+                    **fields,
+                    "series": before.series,
+                    "takes": before.takes + 1,
+                    "nonce": before.nonce,
+                    "attempts_before": before.attempts_before + before.attempts,
+                    "attempts_closed": before.attempts_closed,
+                    "tasks": taken,
+                }
+            )
+        series = before.series + 1
+        renamed = [
+            group.model_copy(
+                update={"rollouts": tuple(rollout_id(group.task_id, i, series) for i in range(len(group.rollouts)))}
+            )
+            for group in groups
+        ]
+        return cls.model_validate({**fields, "series": series, "tasks": renamed})
+
+    def matched(self, groups: Iterable[PlannedTask]) -> list[PlannedTask] | None:
+        """Return each group with this manifest's rollouts of the same content; None if it is not the same step."""
+        known: dict[str, list[PlannedTask]] = defaultdict(list)
+        for task in self.tasks:
+            known[task.digest].append(task)
+        found = []
+        for group in groups:
+            if not known[group.digest]:
+                return None
+            found.append(group.model_copy(update={"rollouts": known[group.digest].pop(0).rollouts}))
+        return None if any(known.values()) else found
+
+    @property
+    def resumed(self) -> bool:
+        return self.takes > 1
+
+    def with_rollout(self, task_id: str, rollout_id: str) -> Self:
+        """Return a copy with a replacement rollout of a task."""
+        tasks = tuple(
+            task.model_copy(update={"rollouts": (*task.rollouts, rollout_id)}) if task.task_id == task_id else task
+            for task in self.tasks
+        )
+        return self.model_copy(update={"tasks": tasks})
+
+    def next_rollout(self, task_id: str) -> str:
+        """Return the id of the task's next replacement rollout."""
+        [task] = (task for task in self.tasks if task.task_id == task_id)
+        return sibling_id(task.rollouts[0], len(task.rollouts))
+
+    def session_id(self, rollout_id: str, attempt: int) -> str:
+        """The session of an attempt; `attempt` counts from 1 over all takes. 40 characters: runtimes want 33.
+
+        The nonce makes it a secret of the attempt's own container: agents cannot read manifests, and a result is
+        believed only if it names the session of its attempt.
+        """
+        text = f"{self.nonce}/{self.series}/{rollout_id}/{attempt}"
+        return f"rollout-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+
+    def earlier_sessions(self, rollout_id: str, besides: Container[int] = ()) -> list[str]:
+        """Return the sessions that an earlier take may have left open, the last first, `besides` these attempts."""
+        attempts = range(self.attempts_before, self.attempts_closed, -1)
+        return [self.session_id(rollout_id, attempt) for attempt in attempts if attempt not in besides]
+
+    def with_attempts(self, attempts: int) -> Self:
+        """Return a copy for a rollout that needs this many attempts in this take."""
+        return self.model_copy(update={"attempts": attempts})
+
+    def with_closed(self, attempts: int) -> Self:
+        """Return a copy in which every session of the first `attempts` attempts is closed."""
+        return self.model_copy(update={"attempts_closed": attempts})
+
+
+def digest_of(task: Task, size: int, sampling: Sampling) -> str:
+    """Return a digest of payload, sampling and group size."""
+    content = {"payload": task.payload, "sampling": sampling.model_dump(mode="json"), "rollouts": size}
+    text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def payload_digest(task: Task) -> str:
+    """Return a digest of the payload, which identifies the task across the steps of a run."""
+    text = json.dumps(task.payload, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

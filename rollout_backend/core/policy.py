@@ -1,0 +1,167 @@
+"""Which groups are worth having, and so when a step may end. Pure: group states in, a decision out.
+
+Only trainable rollouts make a group usable. A rollout lost to the infrastructure is never a low reward; it is
+missing, and these rules say what a missing rollout means for its group:
+
+- `strict`: a group needs every rollout it planned;
+- `min_viable`: a group needs at least `group.min_viable` of them;
+- `replace`: as min_viable, and for each rollout lost to the infrastructure a new one is planned.
+
+A group may be planned with some rollouts to spare, and then needs no more once `size` of it are trainable. A group
+that can no longer become usable is doomed. Rollouts of either that still run are cancelled, to save their cost.
+Rollouts that carry only messages doom no group: their rewards are what an evaluation is after.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from rollout_backend.config import GroupConfig
+
+
+@dataclass
+class GroupState:
+    """The rollouts of one task, counted. The ledger keeps the counts as rollouts are planned and settled."""
+
+    task_id: str
+    needed: int  # trainable rollouts that make it usable
+    open: dict[str, None] = field(default_factory=dict)  # ids of rollouts not yet settled
+    trainable: int = 0
+    lost: int = 0  # to the infrastructure, or without a result
+    replacements: int = 0  # planned so far
+    messages_only: int = 0  # completed, and not trainable: they carry no tokens
+    enough: int | None = None  # trainable rollouts with which it needs no more; None: all that are planned
+    spare: int = 0  # planned beyond that
+
+    @property
+    def usable(self) -> bool:
+        return self.trainable >= self.needed
+
+    @property
+    def complete(self) -> bool:
+        """True if the group is usable and waits for no open rollout."""
+        return self.usable and (not self.open or self.satisfied)
+
+    @property
+    def satisfied(self) -> bool:
+        return self.enough is not None and self.trainable >= self.enough
+
+
+@dataclass(frozen=True)
+class Cancellation:
+    rollout_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    replace: tuple[tuple[str, int], ...]  # task id, how many new rollouts
+    cancel: tuple[Cancellation, ...]
+    done: bool  # no rollout of these groups will be open once the above is carried out
+
+
+@dataclass(frozen=True)
+class GroupPolicy:
+    max_replacements: int = 0  # of one group; 0 unless the policy is `replace`
+    target_groups: int | None = None
+
+    @classmethod
+    def from_config(cls, group: GroupConfig) -> GroupPolicy:
+        return cls(
+            max_replacements=group.max_replacements if group.policy == "replace" else 0,
+            target_groups=group.target_groups,
+        )
+
+    def target_reached(self, complete: int) -> bool:
+        """True if this many complete groups end the step."""
+        return self.target_groups is not None and complete >= self.target_groups
+
+    def decide(self, groups: Collection[GroupState]) -> Decision:
+        """Decide what to replace and to cancel in these groups: all of the step, or those that have changed.
+
+        Idempotent: once a decision is carried out, the next one asks for nothing."""
+        if self.target_reached(sum(group.complete for group in groups)):
+            rest = tuple(Cancellation(rid, "target_reached") for group in groups for rid in group.open)
+            return Decision(replace=(), cancel=rest, done=True)
+        replace: list[tuple[str, int]] = []
+        cancel: list[Cancellation] = []
+        still_open = False
+        for group in groups:
+            if group.satisfied:
+                cancel += [Cancellation(rid, "target_reached") for rid in group.open]
+                continue
+            fresh = max(0, min(group.lost - group.spare, self.max_replacements) - group.replacements)
+            if group.trainable + group.messages_only + len(group.open) + fresh < group.needed:
+                cancel += [Cancellation(rid, "group_doomed") for rid in group.open]
+                continue
+            if fresh:
+                replace.append((group.task_id, fresh))
+            still_open = still_open or bool(group.open) or fresh > 0
+        return Decision(replace=tuple(replace), cancel=tuple(cancel), done=not still_open)
+
+
+@dataclass(frozen=True)
+class StragglerRule:
+    """How long a rollout may run, by what the others of its step took."""
+
+    after: float  # this part of them is finished
+    factor: float
+
+    @classmethod
+    def from_config(cls, group: GroupConfig) -> StragglerRule | None:
+        return None if group.straggler_after is None else cls(group.straggler_after, group.straggler_factor)
+
+    def allowed_s(self, took: Sequence[float], still_open: int) -> float | None:
+        """Return the seconds from a rollout's own start; None while too few are finished.
+
+        `took`: the seconds of each finished rollout, sorted.
+        """
+        if not took or len(took) < self.after * (len(took) + still_open):
+            return None
+        return self.factor * percentile_95(took)
+
+
+class Stragglers:
+    """The running rollouts of a step that may become stragglers. Without a rule there are none."""
+
+    def __init__(self, rule: StragglerRule | None, is_running: Callable[[str, float], bool]) -> None:
+        """`is_running`: whether the rollout still runs in the attempt that began then."""
+        self._rule = rule
+        self._is_running = is_running
+        self._took: list[float] = []  # sorted
+        self._running: list[tuple[float, str]] = []  # a heap, of when each attempt began
+
+    def started(self, rollout_id: str, began: float) -> None:
+        if self._rule is not None:
+            heappush(self._running, (began, rollout_id))
+
+    def delivered(self, took: float) -> None:
+        if self._rule is not None:
+            insort(self._took, took)
+
+    def due(self, now: float, still_open: int) -> tuple[list[str], float]:
+        """Remove and return the stragglers, and return when the next rollout becomes one.
+
+        A rollout that is to be tested again must be started again.
+        """
+        due: list[str] = []
+        allowed = self._rule.allowed_s(self._took, still_open) if self._rule is not None else None
+        while allowed is not None and self._running:
+            began, rollout_id = self._running[0]
+            running = self._is_running(rollout_id, began)
+            if running and began + allowed > now:
+                return due, began + allowed
+            heappop(self._running)
+            due += [rollout_id] if running else []
+        return due, math.inf
+
+
+def percentile_95(seconds: Sequence[float]) -> float:
+    """Return the 95th percentile of sorted values, interpolated linearly."""
+    at, part = divmod(19 * (len(seconds) - 1), 20)
+    after = seconds[min(at + 1, len(seconds) - 1)]
+    return (seconds[at] * (20 - part) + after * part) / 20

@@ -1,0 +1,133 @@
+"""Sign and verify trajectories. A seal is the gateway's signature over what one session sampled.
+
+Invariants:
+
+- A trainable rollout carries the seal of its session's complete and unaltered trajectory: no token, mask,
+  logprob, weight version, turn or message may be changed, dropped or added. Only its reward comes from the agent.
+- A seal records how many model calls of the session were lost on the training side. If any were, no reward is
+  allowed.
+- A rollout has the same digest in both of the contract's encodings: numbers are compared as numbers, and every NaN is
+  the same.
+
+A seal is a JWT (HS256). Its key is derived from the run's seal secret. Its claims are readable but cannot be altered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import jwt
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agent_wrapper.contract import ContractError, Rollout, Segment, Trajectory
+from rollout_backend.core.session_key import SessionClaims
+
+_ALGORITHM = "HS256"
+_OF_THE_ROLLOUT = ("run_id", "step", "rollout_id", "attempt", "session_id", "model")
+
+
+class _Seal(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    step: int
+    rollout_id: str
+    attempt: int
+    session_id: str
+    model: str
+    segments: str
+    unanswered_calls: int
+
+
+class Sealer:
+    """Creates and verifies seals. Both need the secret."""
+
+    def __init__(self, secret: str) -> None:
+        self._key = hmac.digest(secret.encode(), b"the seal of a trajectory", "sha256")
+
+    @property
+    def fingerprint(self) -> str:
+        """Return an identifier of the secret that does not reveal it."""
+        return hmac.digest(self._key, b"fingerprint", "sha256").hex()[:16]
+
+    def seal(self, trajectory: Trajectory, claims: SessionClaims) -> Trajectory:
+        """Return the trajectory of the session of `claims` with its seal."""
+        seal = _Seal(
+            run_id=claims.run_id,
+            step=claims.step,
+            rollout_id=claims.rollout_id,
+            attempt=claims.attempt,
+            session_id=claims.session_id,
+            model=trajectory.model,
+            segments=digest_of(trajectory.segments),
+            unanswered_calls=trajectory.unanswered_calls,
+        )
+        signed = jwt.encode(seal.model_dump(), self._key, algorithm=_ALGORITHM)
+        return trajectory.model_copy(update={"seal": signed})
+
+    def check(self, rollout: Rollout) -> None:
+        """Verify the seal of a trainable rollout. Other rollouts need none.
+
+        Raises:
+            ContractError: for the field `seal`; says how the rollout differs from what the gateway returned.
+        """
+        if not rollout.trainable:
+            return
+        if rollout.seal is None:
+            raise ContractError(
+                "seal",
+                "is missing: publish the trajectory's own with its segments. An image made before there were seals "
+                "needs the wrapper of this version, or the settings gateway.require_seal=false",
+            )
+        try:
+            seal = _Seal.model_validate(jwt.decode(rollout.seal, self._key, algorithms=[_ALGORITHM]))
+        except (jwt.PyJWTError, ValidationError):
+            raise ContractError("seal", "is not one that this run's gateway made") from None
+        for field in _OF_THE_ROLLOUT:
+            sealed, found = getattr(seal, field), getattr(rollout, field)
+            if sealed != found:
+                raise ContractError("seal", f"is of {field} {sealed!r}, and the rollout of {found!r}")
+        if seal.segments != digest_of(rollout.segments):
+            raise ContractError("seal", "is of other segments: these are not what was sampled in the session")
+        if seal.unanswered_calls:
+            raise ContractError(
+                "seal",
+                f"counts {seal.unanswered_calls} model calls lost on the training side, so no reward is allowed",
+            )
+
+
+def digest_of(segments: Iterable[Segment]) -> str:
+    """Return the SHA-256 of each segment's arrays and of its other fields as JSON, each preceded by its length."""
+    state = hashlib.sha256(b"rollout-backend segments 1")
+    for segment in segments:
+        rest = segment.model_dump(mode="json", exclude={"token_ids", "response_mask", "logprobs"})
+        parts = (
+            np.asarray(segment.token_ids, dtype="<i4").tobytes(),
+            segment.response_mask.tobytes(),
+            _logprobs(segment),
+            json.dumps(_plain(rest), sort_keys=True, separators=(",", ":")).encode(),
+        )
+        for part in parts:
+            state.update(len(part).to_bytes(8, "little"))
+            state.update(part)
+    return state.hexdigest()
+
+
+def _logprobs(segment: Segment) -> bytes:
+    values = np.asarray(segment.logprobs, dtype="<f4") + np.float32(0)  # which makes -0 0
+    values[np.isnan(values)] = np.nan
+    return values.astype("<f4").tobytes()
+
+
+def _plain(value: Any) -> Any:
+    """Convert whole floats to integers: JSON of some languages does not distinguish 1.0 from 1."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,0 +1,67 @@
+"""Session keys: what one session may do and until when, signed.
+
+A key is a JWT (HS256) that carries its claims, so nothing is registered before a dispatch and every process that
+knows the secret can check a key by itself. Anybody who holds a key can read its claims but not alter them.
+Keys and the secret never go into a log or a message.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jwt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agent_wrapper.contract import Identifier, Sampling
+from rollout_backend.errors import RolloutBackendError
+
+MIN_SECRET_CHARS = 32
+_ALGORITHM = "HS256"
+
+
+class SessionClaims(BaseModel):
+    """Whose key it is. `expires_at` is in unix seconds; `journal_id` names the journal that holds the session,
+    and `life` the trainer's life in which it was begun."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    run_id: Identifier
+    step: int = Field(ge=0)
+    rollout_id: Identifier
+    attempt: int = Field(ge=1)
+    session_id: str = Field(min_length=1, max_length=256)
+    sampling: Sampling
+    expires_at: float
+    journal_id: str = ""
+    trainer_incarnation: str = ""
+
+
+class KeyRefused(RolloutBackendError):
+    """A key that opens nothing: `malformed`, `bad_signature` or `expired`."""
+
+    def __init__(self, reason: Literal["malformed", "bad_signature", "expired"]) -> None:
+        super().__init__(f"the session key is refused: {reason}")
+        self.reason = reason
+
+
+def issue(secret: str, claims: SessionClaims) -> str:
+    """The key for these claims."""
+    return jwt.encode(claims.model_dump(mode="json"), secret, algorithm=_ALGORITHM)
+
+
+def verify(secret: str, key: str, now: float) -> SessionClaims:
+    """The claims of a key that this secret signed and that is valid at `now` (unix seconds).
+
+    Raises:
+        KeyRefused: says in which way it is not.
+    """
+    try:
+        payload = jwt.decode(key, secret, algorithms=[_ALGORITHM])
+        claims = SessionClaims.model_validate(payload)
+    except jwt.InvalidSignatureError:
+        raise KeyRefused("bad_signature") from None
+    except (jwt.PyJWTError, ValidationError):
+        raise KeyRefused("malformed") from None
+    if claims.expires_at <= now:
+        raise KeyRefused("expired")
+    return claims

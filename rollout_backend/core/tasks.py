@@ -1,0 +1,181 @@
+"""Tasks and task files. One task is one prompt. A step runs a group of rollouts of each task.
+
+A task file is JSONL or Parquet. Each line or row has `payload`, an object that the agent receives unchanged, and
+optionally `task_id`. A file with an invalid line is refused before anything starts, and the error names the line. A
+payload that cannot reach an agent is refused in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_wrapper.contract import REQUEST_FIELD, Sampling
+from agent_wrapper.contract.codec import MAX_DEPTH
+from agent_wrapper.plain import check_plain
+from rollout_backend.config import GroupConfig
+from rollout_backend.errors import TaskFileError
+
+MAX_TASK_ID = 100  # leaves room for the rollout's number in a 128-character id
+_ROLLOUT_ID = re.compile(r"(.+)\.([0-9]+)(\.s[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt. `payload` goes to the agent verbatim."""
+
+    task_id: str
+    payload: Mapping[str, Any]
+    rollouts: int | None = None  # default: group.size
+    sampling: Sampling | None = None  # default: the settings' sampling
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_TASK_ID - 1}}}", self.task_id):
+            raise TaskFileError(
+                f"task_id {self.task_id!r} must be 1 to {MAX_TASK_ID} letters, digits, '.', '_' or '-', "
+                "and begin with a letter or a digit"
+            )
+        if REQUEST_FIELD in self.payload:
+            raise TaskFileError(f"the payload of task {self.task_id!r} must not have a field {REQUEST_FIELD!r}")
+        try:
+            check_plain(dict(self.payload), "payload", MAX_DEPTH)
+        except ValueError as error:
+            raise TaskFileError(f"task {self.task_id!r} cannot reach an agent: {error}") from None
+
+
+def planned_rollouts(tasks: Iterable[Task], group: GroupConfig) -> int:
+    """Return how many rollouts a step plans."""
+    return sum((task.rollouts or group.size) + group.oversample for task in tasks)
+
+
+def rollout_id(task_id: str, number: int, series: int = 0) -> str:
+    """Return the id of a task's rollout. `series` counts the different steps that have had one number.
+
+    The id ends in a number, or in the series. So the rollouts of two tasks never share an id.
+    """
+    return f"{task_id}.{number}" + (f".s{series}" if series else "")
+
+
+def sibling_id(rollout_id: str, number: int) -> str:
+    """Return the id of another rollout of the same group."""
+    match = _ROLLOUT_ID.fullmatch(rollout_id)
+    assert match is not None, f"{rollout_id!r} is not the id of a rollout"
+    return f"{match[1]}.{number}{match[3] or ''}"
+
+
+def task_of(rollout_id: str) -> str:
+    """Return the id of the task that the rollout was named after."""
+    match = _ROLLOUT_ID.fullmatch(rollout_id)
+    return match[1] if match is not None else rollout_id
+
+
+def unique(tasks: Iterable[Task]) -> tuple[Task, ...]:
+    """The tasks of one step.
+
+    Raises:
+        TaskFileError: none at all, or two with one id: their rollouts would be indistinguishable.
+    """
+    found: dict[str, Task] = {}
+    for task in tasks:
+        if task.task_id in found:
+            raise TaskFileError(f"task_id {task.task_id!r} occurs twice in one step; ids must differ")
+        found[task.task_id] = task
+    if not found:
+        raise TaskFileError("there is no task to roll out")
+    return tuple(found.values())
+
+
+def read_tasks(path: str | Path) -> tuple[Task, ...]:
+    """Reads a whole task file.
+
+    Raises:
+        TaskFileError: the file, the line or the row that is at fault, and what is wrong with it.
+    """
+    tasks = []
+    for i, (where, row) in enumerate(read_rows(path)):
+        try:
+            tasks.append(_task(row, default_id=f"task-{i:05d}"))
+        except TaskFileError as error:
+            raise TaskFileError(f"{path}, {where}: {error}") from None
+    return unique(tasks)
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[str, object]]:
+    """Yield the rows of a .jsonl or .parquet file, each with its location for error messages.
+
+    Raises:
+        TaskFileError: there is no such file, or the line at fault.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TaskFileError(f"there is no task file {path}")
+    match path.suffix:
+        case ".jsonl":
+            return _jsonl(path)
+        case ".parquet":
+            return _parquet(path)
+        case other:
+            raise TaskFileError(
+                f"{path} must be a .jsonl or a .parquet file, not {other or 'a file without a suffix'}"
+            )
+
+
+def _task(row: object, default_id: str) -> Task:
+    if not isinstance(row, dict):
+        raise TaskFileError("must be an object with a payload")
+    unknown = set(row) - {"task_id", "payload"}
+    if unknown:
+        raise TaskFileError(f"unknown field {sorted(unknown)[0]!r}; what the agent needs goes inside payload")
+    payload = row.get("payload")
+    if not isinstance(payload, dict):
+        raise TaskFileError("payload is missing, or is not an object")
+    task_id = row.get("task_id")
+    if not isinstance(task_id, str | None):
+        raise TaskFileError(f"task_id is {task_id!r}, which is not a text")
+    return Task(task_id if task_id is not None else default_id, payload)
+
+
+def read_json(text: str) -> Any:
+    """Raises ValueError also for what is nested so deep that Python cannot read it."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested too deep; agents are given {MAX_DEPTH} levels at most") from None
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, object]]:
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise TaskFileError(f"{path} is not UTF-8: {error}") from None
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a text may hold U+2028, U+2029 and U+0085
+        if not line.strip():
+            continue
+        try:
+            yield f"line {number}", read_json(line)
+        except ValueError as error:
+            raise TaskFileError(f"{path}, line {number}: not JSON: {error}") from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, object]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise TaskFileError(f"{path} is not a parquet file: {error}") from None
+    for number, row in enumerate(table.to_pylist()):
+        # A struct column is the union of all rows' fields; a field that a row lacks reads as null. A column of
+        # JSON text keeps each payload as it was written.
+        payload = row.get("payload")
+        if isinstance(payload, str):
+            try:
+                row["payload"] = read_json(payload)
+            except ValueError as error:
+                raise TaskFileError(f"{path}, row {number}: payload is not JSON: {error}") from None
+        yield f"row {number}", row

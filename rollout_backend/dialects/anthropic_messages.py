@@ -1,0 +1,490 @@
+"""Speak Anthropic's Messages API: `POST /v1/messages` and its `count_tokens`. Pure.
+
+Invariants:
+
+- A conversation becomes the same messages as in OpenAI's Chat Completions API. The assistant's blocks are one
+  message: consecutive texts are joined, `thinking` is `reasoning_content`, and each `tool_use` is a tool call with
+  its input as JSON text. Each `tool_result` in a user's turn is a separate message, in order, before the turn's text.
+- An answer sent back as history is the message that was sampled. Arguments that are not a JSON object do not fit into
+  `tool_use.input`. They are returned as {"INVALID_JSON": "the sampled text"}, the form that Anthropic documents for
+  clients, and such an input is read as that text again.
+- Input that the model cannot process is refused: documents, images if it takes none, tools built into Anthropic's
+  models, a prefilled reply. Ignored: `cache_control`, signatures, `redacted_thinking`. The trainer sets thinking.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.images import Image, content_of
+from rollout_backend.core.model_call import Answer, Choice, Delta, Message, ModelCall
+from rollout_backend.dialects import wire
+from rollout_backend.dialects.base import Dialect, EventStream
+from rollout_backend.dialects.fields import refuse, refused
+from rollout_backend.dialects.image_reader import ImageReader
+from rollout_backend.dialects.wire import Body, JsonObject
+
+_TEXT_ONLY = "image blocks cannot be read: this model takes text only, so send what it says as text"
+_INVALID = "INVALID_JSON"
+_SIGNATURE = "unsigned"  # clients require one with thinking; it is ignored when they send it back
+# Claude Code's accounting: a line of the system prompt whose hash changes with every call. If it were kept, each turn
+# would start a new conversation.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+_HARMLESS = frozenset(
+    {
+        *("metadata", "service_tier", "inference_geo", "user_profile_id", "fallback_credit_token"),
+        *("cache_control", "diagnostics", "speed"),
+        "betas",  # their fields are checked one by one
+    }
+)
+_ERROR_TYPES = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+# --- the request ------------------------------------------------------------------------------------------
+
+
+def _is_readable(block: object) -> object:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "document":
+        raise ValueError("document blocks are not supported: send the content as text")
+    return block
+
+
+def _is_text(block: object) -> object:
+    if isinstance(block, dict) and block.get("type") == "image":
+        raise ValueError("image blocks cannot be read: this field takes text only")
+    return _is_readable(block)
+
+
+def _as_blocks(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+_NoToolset = Annotated[Any, refuse("there are no toolsets here; leave it out")]
+
+
+class _Text(Body):
+    type: Literal["text"]
+    text: str
+
+
+class _Thinking(Body):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class _RedactedThinking(Body):
+    type: Literal["redacted_thinking"]
+
+
+class _ToolUse(Body):
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: JsonObject
+    caller: Annotated[Any, refuse("only the model itself calls tools here; leave it out", {"type": "direct"})] = None
+    toolset_name: _NoToolset = None
+
+
+class _Source(Body):
+    type: str | None = None
+    data: str | None = None
+
+
+class _Image(Body):
+    type: Literal["image"]
+    source: _Source
+    transformations: Annotated[Any, refuse("images are never transformed; omit this field")] = None
+
+
+_Texts = Annotated[list[Annotated[_Text, BeforeValidator(_is_text)]], BeforeValidator(_as_blocks)]
+_Shown = Annotated[
+    list[Annotated[Annotated[_Text | _Image, Field(discriminator="type")], BeforeValidator(_is_readable)]],
+    BeforeValidator(_as_blocks),
+]
+
+
+class _ToolResult(Body):
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1)
+    content: _Shown | None = None
+    is_error: bool | None = None
+    toolset_name: _NoToolset = None
+
+
+_Block = Annotated[
+    Annotated[_Text | _Image | _Thinking | _RedactedThinking | _ToolUse | _ToolResult, Field(discriminator="type")],
+    BeforeValidator(_is_readable),
+]
+
+
+class _Message(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[_Block], BeforeValidator(_as_blocks)]
+
+
+def _is_custom(tool: object) -> object:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind not in (None, "custom"):
+        raise ValueError(f"{kind!r} is built into Anthropic's own models; define a tool with an input_schema instead")
+    return tool
+
+
+class _Tool(Body):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: JsonObject
+    strict: bool | None = None
+    allowed_callers: Annotated[Any, refuse("only the model itself calls tools here; leave it out", ["direct"])] = None
+    defer_loading: Annotated[Any, refuse("there is no tool search here; send the tools that may be used", False)] = (
+        None
+    )
+    input_examples: Annotated[Any, refuse("are not shown to the model; put them into the description", [])] = None
+
+
+class _ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Format(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonObject = Field(alias="schema")
+
+
+class _OutputConfig(Body):
+    format: _Format | None = None
+    effort: Any = None
+    task_budget: Annotated[Any, refuse("the model is not shown a task budget; write it into the prompt")] = None
+
+
+def _is_whole(management: Any) -> Any:
+    """Accept Claude Code's request to keep all thinking. The template decides what it does with old thinking."""
+    edits = management.get("edits") if isinstance(management, dict) else management
+    if any(edit != {"type": "clear_thinking_20251015", "keep": "all"} for edit in edits or ()):
+        raise ValueError("the whole conversation is shown to the model; shorten it yourself")
+    return management
+
+
+class _Conversation(Body):
+    """The fields of both requests."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    messages: list[_Message]
+    system: _Texts | None = None
+    tools: list[Annotated[_Tool, BeforeValidator(_is_custom)]] | None = None
+    tool_choice: _ToolChoice | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _Format | None = None  # replaced by output_config.format
+    thinking: Any = None
+    mcp_servers: Annotated[
+        Any, refuse("are not called from here; let the agent call them, and offer them as tools", [])
+    ] = None
+    container: Annotated[Any, refuse("there are no containers here; leave it out")] = None
+    context_management: Annotated[Any, AfterValidator(_is_whole)] = None
+    fallbacks: Annotated[Any, refuse("there is no other model here; leave it out", [])] = None
+
+
+class _Request(_Conversation):
+    max_tokens: int = Field(ge=1)
+    stop_sequences: wire.StopStrings = None
+    temperature: float | None = Field(default=None, ge=0, le=10)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    stream: bool | None = None
+
+
+class AnthropicMessages(Dialect):
+    """The dialect of `POST /v1/messages`."""
+
+    name = "anthropic_messages"
+    path = "/messages"
+    count_path = "/messages/count_tokens"
+    client_header = "anthropic-version"
+
+    def parse(self, body: bytes) -> ModelCall:
+        request = wire.read(_Request, body, _HARMLESS)
+        if request.messages and request.messages[-1].role == "assistant":
+            raise refused(
+                f"messages.{len(request.messages) - 1}",
+                "the conversation must end with a user message; this model cannot continue a prefilled reply",
+            )
+        wishes = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
+        wishes |= {
+            "thinking": bool(request.thinking) or None,
+            "reasoning_effort": bool(request.output_config and request.output_config.effort) or None,
+        }
+        return _call(
+            request,
+            ImageReader(self._images, _TEXT_ONLY),
+            max_new_tokens=request.max_tokens,
+            stop=request.stop_sequences or (),
+            stream=bool(request.stream),
+            wishes={name: value for name, value in wishes.items() if value is not None},
+        )
+
+    def parse_count(self, body: bytes) -> ModelCall:
+        request = wire.read(_Conversation, body, _HARMLESS | _Request.model_fields.keys())
+        return _call(request, ImageReader(self._images, _TEXT_ONLY))
+
+    def count_body(self, prompt_tokens: int) -> dict[str, Any]:
+        return {"input_tokens": prompt_tokens}
+
+    def body(self, call: ModelCall, answer: Answer) -> dict[str, Any]:
+        choice = answer.choices[0]
+        return {
+            **_head(answer.id, answer.model),
+            "content": _blocks(choice.message),
+            **_stop(choice),
+            "usage": _usage(answer),
+        }
+
+    def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
+        return _Events(answer_id, model)
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        return _error(error)
+
+
+def _call(request: _Conversation, images: ImageReader, **more: Any) -> ModelCall:
+    choice = request.tool_choice or _ToolChoice(type="auto")
+    forced = choice.type in ("any", "tool")
+    if choice.type == "tool" and choice.name is None:
+        raise refused("tool_choice.name", "is missing; name the tool that must be called")
+    output_format = (request.output_config and request.output_config.format) or request.output_format
+    call = ModelCall(
+        model=request.model,
+        messages=_messages(request, images),
+        images=images.found,
+        tools=[wire.chat_tool(t.name, t.description, t.input_schema, t.strict) for t in request.tools or ()] or None,
+        tool_choice="required" if forced else "none" if choice.type == "none" else "auto",
+        tool_name=choice.name if choice.type == "tool" else None,
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        json_schema=output_format.json_schema if output_format else None,
+        **more,
+    )
+    if forced:
+        wire.check_forced(call.tool_name, call.tools)
+    if not request.messages:
+        raise refused("messages", "is empty; there is nothing to reply to")
+    return call
+
+
+def _messages(request: _Conversation, images: ImageReader) -> list[Message]:
+    plain: list[Message] = []
+    if system := "".join(_BILLING.sub("", block.text) for block in request.system or ()):
+        plain.append({"role": "system", "content": system})
+    for role, turn in groupby(enumerate(request.messages), key=lambda numbered: numbered[1].role):
+        if role == "assistant":  # the API joins consecutive assistant messages
+            plain.append(_assistant(turn))
+        else:
+            for i, message in turn:
+                plain += _given(message, f"messages.{i}", images)
+    return plain
+
+
+def _given(message: _Message, where: str, images: ImageReader) -> Iterator[Message]:
+    """Return the messages of a user's or a system's turn."""
+    said: list[str | Image] = []
+    results = 0
+    for i, block in enumerate(message.content):
+        at = f"{where}.content.{i}"
+        if isinstance(block, _Text):
+            said.append(block.text)
+        elif isinstance(block, _Image) and message.role == "user":
+            said.append(_image(block, at, images))
+        elif isinstance(block, _ToolResult) and message.role == "user":
+            results += 1
+            content = content_of(
+                part.text if isinstance(part, _Text) else _image(part, f"{at}.content.{j}", images)
+                for j, part in enumerate(block.content or ())
+            )
+            if block.is_error and not content:
+                content = "Error"  # the result has no other content
+            yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+        else:
+            raise refused(at, f"a {message.role} message cannot hold a {block.type} block")
+    if said or not results:
+        yield {"role": message.role, "content": content_of(said)}
+
+
+def _image(block: _Image, where: str, images: ImageReader) -> Image:
+    source = block.source
+    if images.taken and (source.type != "base64" or source.data is None):
+        raise refused(where, "images are not fetched: send the image itself, as a source of type base64")
+    return images.base64(source.data or "", where)
+
+
+def _assistant(messages: Iterable[tuple[int, _Message]]) -> Message:
+    texts, thoughts, calls = [], [], []
+    for i, message in messages:
+        for j, block in enumerate(message.content):
+            if isinstance(block, _Text):
+                texts.append(block.text)
+            elif isinstance(block, _Thinking):
+                thoughts.append(block.thinking)
+            elif isinstance(block, _ToolUse):
+                function = {"name": block.name, "arguments": _arguments(block.input)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            elif isinstance(block, (_Image, _ToolResult)):
+                raise refused(f"messages.{i}.content.{j}", f"an assistant message cannot hold a {block.type} block")
+    plain: Message = {"role": "assistant", "content": "".join(texts)}
+    if calls:
+        plain["tool_calls"] = calls
+    if thoughts:
+        plain["reasoning_content"] = "".join(thoughts)
+    return plain
+
+
+def _arguments(tool_input: Mapping[str, Any]) -> str:
+    return tool_input[_INVALID] if _is_wrapped(tool_input) else json.dumps(tool_input, ensure_ascii=False)
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    value = wire.read_object(arguments)
+    # Also wrap an input that already looks wrapped: reading removes one layer.
+    return {_INVALID: arguments} if value is None or _is_wrapped(value) else value
+
+
+def _is_wrapped(tool_input: Mapping[str, Any]) -> bool:
+    return len(tool_input) == 1 and isinstance(tool_input.get(_INVALID), str)
+
+
+# --- the answer -------------------------------------------------------------------------------------------
+
+
+def _head(answer_id: str, model: str) -> dict[str, Any]:
+    return {"id": f"msg_{answer_id}", "type": "message", "role": "assistant", "model": model}
+
+
+def _blocks(message: Message) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": _SIGNATURE})
+    if message.get("content"):
+        blocks.append({"type": "text", "text": message["content"], "citations": None})
+    return blocks + [
+        {**_tool_use(call), "input": _input(call["function"]["arguments"])}
+        for call in message.get("tool_calls") or ()
+    ]
+
+
+def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+
+
+def _stop(choice: Choice) -> dict[str, str | None]:
+    reason, matched = "end_turn", None
+    if choice.finish_reason == "length":
+        reason = "max_tokens"
+    elif choice.finish_reason == "tool_calls":
+        reason = "tool_use"
+    elif choice.matched_stop is not None:
+        reason, matched = "stop_sequence", choice.matched_stop
+    return {"stop_reason": reason, "stop_sequence": matched, "stop_details": None}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    """Return the usage. In this API, the input excludes cached tokens."""
+    return {
+        "input_tokens": answer.prompt_tokens - answer.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": answer.cached_tokens,
+        "output_tokens": answer.sampled_tokens,
+    }
+
+
+def _error(error: ApiError) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    message = error.message
+    if error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # agents recognise an overflow by these words
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+
+
+class _Events:
+    """Writes blocks in order. Each is closed before the next is opened."""
+
+    def __init__(self, answer_id: str, model: str) -> None:
+        self._head = _head(answer_id, model)
+        self._index = 0
+        self._open: str | None = None  # the kind of delta that the open block takes
+
+    def start(self, prompt_tokens: int) -> Iterator[bytes]:
+        usage = {
+            "input_tokens": prompt_tokens,  # includes cached tokens, which are known at the end
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 0,
+        }
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _event("message_start", message=message)
+
+    def delta(self, delta: Delta) -> Iterator[bytes]:
+        if delta.kind == "tool_call":
+            assert delta.tool_call is not None
+            yield from self._switch("tool_call", _tool_use(delta.tool_call))
+            tool_input = json.dumps(_input(delta.tool_call["function"]["arguments"]), ensure_ascii=False)
+            yield self._piece("input_json_delta", partial_json=tool_input)
+            yield from self._close()
+        elif not delta.text:
+            return
+        elif delta.kind == "reasoning":
+            yield from self._switch("reasoning", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._piece("thinking_delta", thinking=delta.text)
+        else:
+            yield from self._switch("text", {"type": "text", "text": "", "citations": None})
+            yield self._piece("text_delta", text=delta.text)
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        yield from self._close()
+        yield _event("message_delta", delta=_stop(answer.choices[0]), usage=_usage(answer))
+        yield _event("message_stop")
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        yield wire.event("error", _error(error))
+
+    def keepalive(self) -> bytes:
+        return _event("ping")
+
+    def _switch(self, kind: str, block: Mapping[str, Any]) -> Iterator[bytes]:
+        if self._open != kind:
+            yield from self._close()
+            yield _event("content_block_start", index=self._index, content_block=block)
+            self._open = kind
+
+    def _piece(self, kind: str, **more: str) -> bytes:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **more})
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is None:
+            return
+        if self._open == "reasoning":
+            yield self._piece("signature_delta", signature=_SIGNATURE)
+        yield _event("content_block_stop", index=self._index)
+        self._index += 1
+        self._open = None
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return wire.event(name, {"type": name, **fields})

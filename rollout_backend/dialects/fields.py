@@ -1,0 +1,65 @@
+"""Refuse request fields that this backend does not support, or ignore them if they are harmless.
+
+Invariants:
+
+- A field that changes the meaning of a call is supported or refused, never dropped. So an unknown top-level field is
+  refused, unless it is null.
+- A field is harmless if it changes neither the prompt nor the sampling: storage, billing, caching, latency.
+- The trainer sets sampling and reasoning. The agent's settings are counted as overridden and ignored (see
+  `sampling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import AfterValidator
+
+from rollout_backend.core.api_error import ApiError
+
+# Clients send these in addition to the documented fields.
+_HARMLESS = frozenset({"cache_salt", "client_metadata", "priority", "request_id", "rid"})
+_TEMPLATE = "the chat template and its options are the trainer's (model.renderer_options); leave it out"
+_FORM = "ask for a form by a JSON schema in this API's own field for it, or in the prompt"
+_END = "a reply ends at the model's own end token, at a stop string or at its limit; leave it out"
+_EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the values that change nothing
+    "add_generation_prompt": ("a reply always starts a new turn; leave it out", (True,)),
+    "continue_final_message": ("this model cannot continue a prefilled reply; leave it out", (False,)),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "enable_thinking"), (_TEMPLATE, ({},))),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_FORM, ())),
+    **dict.fromkeys(("structured_outputs", "json_schema", "regex", "ebnf", "structural_tag"), (_FORM, ())),
+    **dict.fromkeys(("stop_token_ids", "stop_regex"), ("send stop strings instead", ([],))),
+    "ignore_eos": (_END, (False,)),
+    "min_tokens": (_END, (0,)),
+    "stop": ("this API has no stop strings", ([],)),
+}
+
+
+def refuse(advice: str, *fine: Any) -> AfterValidator:
+    """Mark a field that is refused with `advice`, unless it is null or one of the `fine` values."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in fine:
+            raise ValueError(advice)
+        return value
+
+    return AfterValidator(check)
+
+
+def refused(where: str, message: str) -> ApiError:
+    return ApiError(400, f"{where}: {message}", param=where)
+
+
+def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Collection[str]) -> None:
+    """Refuse fields of a request that its dialect does not read.
+
+    Raises:
+        ApiError: status 400; names the first field that is neither null nor harmless.
+    """
+    for name, value in (fields or {}).items():
+        if value is None or name in harmless or name in _HARMLESS:
+            continue
+        advice, fine = _EXTENSIONS.get(name, ("is not known here and might change the call; leave it out", ()))
+        if value not in fine:
+            raise refused(name, advice)

@@ -1,0 +1,354 @@
+"""Speak OpenAI's Chat Completions API: `POST /v1/chat/completions`. Pure.
+
+Invariant: unsupported input that would change the agent's meaning is refused with a message that names it: images for
+a model that takes none, logprobs of other tokens, the deprecated functions, unknown fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.images import Image, content_of
+from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
+from rollout_backend.dialects import wire
+from rollout_backend.dialects.base import Dialect, EventStream
+from rollout_backend.dialects.fields import refuse, refuse_unknown, refused
+from rollout_backend.dialects.image_reader import ImageReader
+
+MAX_CHOICES = 16
+_TEXT_ONLY = "parts of type 'image_url' are not supported, only text is"
+_WISHES = (
+    *("temperature", "top_p", "top_k", "seed"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"),
+    *("reasoning_effort", "verbosity"),
+)
+_HARMLESS = frozenset(
+    {
+        *("metadata", "store", "user", "safety_identifier", "service_tier", "prediction"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    }
+)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class _ImageUrl(_Body):
+    url: str
+    detail: Annotated[JsonValue, refuse("images are shown in full; leave it out", "auto", "high", "original")] = None
+
+
+class _Part(_Body):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: _ImageUrl | None = None
+
+
+class _Function(_Body):
+    name: str = Field(min_length=1)
+    arguments: str = "{}"
+
+
+class _ToolCall(_Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+def _as_parts(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class _Message(_Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[_Part] | None, BeforeValidator(_as_parts)] = None
+    refusal: str | None = None
+    audio: Annotated[JsonValue, refuse("this model has no audio; send what was said as content")] = None
+    function_call: Annotated[JsonValue, refuse("functions are tools here; send the call as tool_calls")] = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+def _is_tool(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise ValueError("only tools of type function are supported")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("function.name must be a string")
+    return tool
+
+
+_Tool = Annotated[dict[str, JsonValue], AfterValidator(_is_tool)]  # unchanged, because templates print it
+
+
+class _ToolChoiceFunction(_Body):
+    name: str = Field(min_length=1)
+
+
+def _as_choice(choice: object) -> object:
+    if isinstance(choice, str):
+        return {"type": choice}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        raise ValueError("allowed_tools are not supported; send only those tools")
+    return choice
+
+
+class _ToolChoice(_Body):
+    type: Literal["auto", "none", "required", "function"]
+    function: _ToolChoiceFunction | None = None
+
+
+class _JsonSchema(_Body):
+    json_schema: dict[str, JsonValue] | None = Field(default=None, alias="schema")
+
+
+class _ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
+class _StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class _Request(_Body):
+    """The fields of OpenAI's reference, and `top_k` as an extension."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: list[_Tool] | None = None
+    tool_choice: Annotated[_ToolChoice | None, BeforeValidator(_as_choice)] = None
+    parallel_tool_calls: bool | None = None
+    response_format: _ResponseFormat | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=10, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - MAX_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stop: wire.StopStrings = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    frequency_penalty: JsonValue = None
+    presence_penalty: JsonValue = None
+    repetition_penalty: JsonValue = None
+    min_p: JsonValue = None
+    logit_bias: JsonValue = None
+    reasoning_effort: JsonValue = None
+    verbosity: JsonValue = None
+    functions: Annotated[JsonValue, refuse("use tools instead of functions", [])] = None
+    function_call: Annotated[JsonValue, refuse("use tool_choice instead of function_call", "none")] = None
+    audio: Annotated[JsonValue, refuse("this model has no audio")] = None
+    modalities: Annotated[JsonValue, refuse("this model speaks text only", [], ["text"])] = None
+    moderation: Annotated[JsonValue, refuse("nothing is moderated here; leave it out")] = None
+    web_search_options: Annotated[JsonValue, refuse("there is no web search here; offer one as a tool")] = None
+
+
+class OpenAIChat(Dialect):
+    """The dialect of `POST /v1/chat/completions`."""
+
+    name = "openai_chat"
+    path = "/chat/completions"
+
+    def parse(self, body: bytes) -> ModelCall:
+        request = _read(body)
+        if request.top_logprobs:
+            raise refused("top_logprobs", "only the logprobs of sampled tokens are available")
+        wishes = {name: getattr(request, name) for name in _WISHES}
+        choice = request.tool_choice or _ToolChoice(type="auto")
+        if choice.type == "function" and choice.function is None:
+            raise refused("tool_choice.function", "is missing; name the function that must be called")
+        images = ImageReader(self._images, _TEXT_ONLY)
+        call = ModelCall(
+            model=request.model,
+            messages=[_plain(message, f"messages.{i}", images) for i, message in enumerate(request.messages)],
+            images=images.found,
+            tools=request.tools or None,
+            tool_choice="required" if choice.type == "function" else choice.type,
+            tool_name=choice.function.name if choice.type == "function" and choice.function else None,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            json_schema=_schema(request.response_format),
+            max_new_tokens=request.max_completion_tokens or request.max_tokens,
+            stop=request.stop or (),
+            n=request.n or 1,
+            logprobs=bool(request.logprobs),
+            stream=bool(request.stream),
+            # Of some, only their presence counts: they are always overridden.
+            wishes={
+                name: value if isinstance(value, (int, float)) else bool(value)
+                for name, value in wishes.items()
+                if value is not None
+            },
+            own=bool(request.stream_options and request.stream_options.include_usage),
+        )
+        if call.tool_choice == "required":
+            wire.check_forced(call.tool_name, call.tools)
+        return call
+
+    def body(self, call: ModelCall, answer: Answer) -> dict[str, Any]:
+        choices = [
+            {
+                "index": i,
+                "message": {"refusal": None, **choice.message},
+                "logprobs": None if choice.logprobs is None else _logprobs(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for i, choice in enumerate(answer.choices)
+        ]
+        head = _head("chat.completion", answer.id, answer.created, answer.model)
+        return {**head, "choices": choices, "usage": _usage(answer)}
+
+    def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
+        return _Events(call, _head("chat.completion.chunk", answer_id, created, model))
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        return wire.openai_error(error)
+
+
+# --- the request ------------------------------------------------------------------------------------------
+
+
+def _read(body: bytes) -> _Request:
+    try:
+        request = _Request.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise refused(where, first["msg"].removeprefix("Value error, ")) from None
+    refuse_unknown(request.model_extra, _HARMLESS)
+    return request
+
+
+def _schema(wanted: _ResponseFormat | None) -> Mapping[str, Any] | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"type": "object"}
+    if wanted.json_schema is None or wanted.json_schema.json_schema is None:
+        raise refused("response_format.json_schema.schema", "is missing")
+    return wanted.json_schema.json_schema
+
+
+def _plain(message: _Message, where: str, images: ImageReader) -> Message:
+    plain: Message = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _content(message, where, images),
+    }
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.role == "tool":
+        if message.tool_call_id is None:
+            raise refused(f"{where}.tool_call_id", "is missing")
+        plain["tool_call_id"] = message.tool_call_id
+    if message.role == "assistant":
+        if message.tool_calls:
+            plain["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+        if message.reasoning_content is not None:
+            plain["reasoning_content"] = message.reasoning_content
+    elif message.content is None:
+        raise refused(f"{where}.content", "is missing")
+    return plain
+
+
+def _content(message: _Message, where: str, images: ImageReader) -> str | list[dict[str, Any]]:
+    pieces: list[str | Image] = []
+    for i, part in enumerate(message.content or ()):
+        at = f"{where}.content.{i}"
+        text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
+        if part.type == "image_url" and part.image_url is not None:
+            image = images.url(part.image_url.url, at)
+            if message.role not in ("user", "tool"):
+                raise refused(at, f"a {message.role} message cannot hold an image")
+            pieces.append(image)
+        elif text is not None:
+            pieces.append(text)
+        else:
+            raise refused(at, f"parts of type {part.type!r} are not supported, only text is")
+    if message.refusal:
+        if any(pieces):
+            raise refused(f"{where}.refusal", "a reply is content or a refusal; send one of the two")
+        pieces = [message.refusal]
+    return content_of(pieces)
+
+
+# --- the answer -------------------------------------------------------------------------------------------
+
+
+def _head(kind: str, answer_id: str, created: int, model: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer_id}", "object": kind, "created": created, "model": model}
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.sampled_tokens,
+        "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }
+
+
+def _logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    return {"content": list(entries), "refusal": None} if entries else None
+
+
+class _Events:
+    def __init__(self, call: ModelCall, head: Mapping[str, Any]) -> None:
+        self._include_usage: bool = call.own
+        self._n = call.n
+        self._head = head
+        self._calls = [0] * call.n  # tool calls written so far, by choice
+        self._logprobs = [0] * call.n
+
+    def start(self, prompt_tokens: int) -> Iterator[bytes]:
+        for i in range(self._n):
+            yield self._chunk(i, {"role": "assistant", "content": ""})
+
+    def delta(self, delta: Delta) -> Iterator[bytes]:
+        if delta.kind == "tool_call":
+            assert delta.tool_call is not None
+            index = self._calls[delta.choice]
+            self._calls[delta.choice] += 1
+            yield self._piece(delta, {"tool_calls": [{"index": index, **delta.tool_call}]})
+        elif delta.text:
+            field = "reasoning_content" if delta.kind == "reasoning" else "content"
+            yield self._piece(delta, {field: delta.text})
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        for i, choice in enumerate(answer.choices):
+            rest = _logprobs((choice.logprobs or ())[self._logprobs[i] :])
+            yield self._chunk(i, {}, finish_reason=choice.finish_reason, logprobs=rest)
+        if self._include_usage:
+            yield _event({**self._head, "choices": [], "usage": _usage(answer)})
+        yield b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        yield _event(wire.openai_error(error))
+
+    def keepalive(self) -> bytes:
+        return b": sampling\n\n"
+
+    def _piece(self, delta: Delta, said: Mapping[str, Any]) -> bytes:
+        self._logprobs[delta.choice] += len(delta.logprobs)
+        return self._chunk(delta.choice, said, logprobs=_logprobs(delta.logprobs))
+
+    def _chunk(self, index: int, delta: Mapping[str, Any], **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        return _event({**self._head, "choices": [choice]})
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"

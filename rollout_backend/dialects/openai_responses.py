@@ -1,0 +1,363 @@
+"""Speak OpenAI's Responses API: `POST /v1/responses`. Pure.
+
+Invariants:
+
+- A conversation becomes the same messages as in the Chat Completions API. Consecutive items of the assistant
+  (reasoning, message, function calls) are one message, as one reply has them; only a message directly after another
+  message starts a new one. The text of reasoning is kept; a summary is not what the model sampled.
+- An answer's items sent back as input are the message that was sampled.
+- Nothing is stored, so each request carries the whole conversation. References to stored objects are refused, and so
+  are tools that OpenAI runs, files, and images for a model that takes none.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.images import Image, content_of
+from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
+from rollout_backend.dialects import wire
+from rollout_backend.dialects.base import Dialect, EventStream
+from rollout_backend.dialects.fields import refuse, refused
+from rollout_backend.dialects.image_reader import ImageReader
+from rollout_backend.dialects.openai_responses_stream import ResponseEvents, ResponseWriter
+from rollout_backend.dialects.wire import Body, JsonObject
+
+_TEXT_ONLY = "input_image cannot be read: this model takes text only, so send what it says as input_text"
+_STATELESS = {
+    "previous_response_id": "responses are not stored here; send the whole conversation as input",
+    "conversation": "conversations are not stored here; send the whole conversation as input",
+    "background": "nothing is stored here to fetch later; wait for the answer, or stream it",
+    "prompt": "there are no prompt templates here; send their text as instructions and input",
+}
+_HARMLESS = frozenset(
+    {
+        *("store", "user", "safety_identifier", "service_tier", "stream_options"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        "max_tool_calls",  # limits tools that OpenAI runs
+    }
+)
+_Direct = Annotated[Any, refuse("there are no programs here that call tools; leave it out", {"type": "direct"})]
+_NoNamespace = Annotated[Any, refuse("tools have no namespaces here; leave it out")]
+
+
+# --- the request ------------------------------------------------------------------------------------------
+
+
+def _as_parts(content: object) -> object:
+    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+
+
+def _is_readable(part: object) -> object:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("input_file", "input_audio"):
+        raise ValueError(f"{kind} is not supported: send the content of a file as input_text")
+    return part
+
+
+class _TextPart(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class _RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class _ImagePart(Body):
+    type: Literal["input_image"]
+    image_url: str | None = None
+    detail: Annotated[Any, refuse("images are shown in full; leave it out", "auto", "high", "original")] = None
+
+
+_Part = Annotated[
+    Annotated[_TextPart | _RefusalPart | _ImagePart, Field(discriminator="type")],
+    BeforeValidator(_is_readable),
+]
+_Parts = Annotated[list[_Part], BeforeValidator(_as_parts)]
+
+
+class _Message(Body):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: _Parts
+
+
+class _ReasoningText(Body):
+    text: str
+
+
+class _Reasoning(Body):
+    content: list[_ReasoningText] | None = None
+
+
+class _FunctionCall(Body):
+    call_id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    arguments: str
+    caller: _Direct = None
+    namespace: _NoNamespace = None
+
+
+class _FunctionCallOutput(Body):
+    call_id: str = Field(min_length=1)
+    output: _Parts
+    caller: _Direct = None
+    namespace: _NoNamespace = None
+
+
+def _kind(item: object) -> str | None:
+    if not isinstance(item, dict):
+        return None
+    if item.get("type") is not None:
+        return str(item["type"])
+    return "message" if "role" in item else "item_reference" if "id" in item else None
+
+
+def _is_whole(item: object) -> object:
+    if _kind(item) == "item_reference":
+        raise ValueError("items are not stored here; send the item itself")
+    return item
+
+
+_Item = Annotated[
+    Annotated[
+        Annotated[_Message, Tag("message")]
+        | Annotated[_Reasoning, Tag("reasoning")]
+        | Annotated[_FunctionCall, Tag("function_call")]
+        | Annotated[_FunctionCallOutput, Tag("function_call_output")],
+        Discriminator(_kind),
+    ],
+    BeforeValidator(_is_whole),
+]
+
+
+def _as_items(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _is_function(tool: object) -> object:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind is not None and kind != "function":
+        raise ValueError(f"there is no {kind} here; let the agent run it, and offer it as a tool of type function")
+    return tool
+
+
+class _Tool(Body):
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+    allowed_callers: Annotated[Any, refuse("only the model itself calls tools here; leave it out", ["direct"])] = None
+    defer_loading: Annotated[Any, refuse("there is no tool search here; send the tools that may be used", False)] = (
+        None
+    )
+    output_schema: Annotated[Any, refuse("is not shown to the model; say it in the description")] = None
+
+
+def _as_choice(choice: object) -> object:
+    if isinstance(choice, str):
+        return {"type": choice}
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "allowed_tools":
+        raise ValueError("allowed_tools are not supported; send only those tools")
+    return choice
+
+
+class _ToolChoice(Body):
+    type: Literal["auto", "none", "required", "function"]
+    name: str | None = None
+
+
+class _Format(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    json_schema: JsonObject | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class _TextConfig(Body):
+    format: _Format | None = None
+    verbosity: Any = None
+
+
+class _Request(Body):
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    input: Annotated[list[_Item], BeforeValidator(_as_items)] | None = None
+    instructions: str | None = None
+    tools: list[Annotated[_Tool, BeforeValidator(_is_function)]] | None = None
+    tool_choice: Annotated[_ToolChoice, BeforeValidator(_as_choice)] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=10)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_logprobs: int | None = None
+    text: _TextConfig | None = None
+    include: list[str] | None = None
+    metadata: JsonObject | None = None
+    reasoning: JsonObject | None = None
+    stream: bool | None = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    prompt: Any = None
+    context_management: Annotated[Any, refuse("the whole input is shown to the model; shorten it yourself", [])] = (
+        None
+    )
+    moderation: Annotated[Any, refuse("nothing is moderated here; leave it out")] = None
+    truncation: Annotated[Any, refuse("the input is never shortened here; shorten it yourself", "disabled")] = None
+
+
+class OpenAIResponses(Dialect):
+    """The dialect of `POST /v1/responses`."""
+
+    name = "openai_responses"
+    path = "/responses"
+
+    def parse(self, body: bytes) -> ModelCall:
+        request = wire.read(_Request, body, _HARMLESS)
+        for name, advice in _STATELESS.items():
+            if getattr(request, name) not in (None, False):
+                raise refused(name, advice)
+        for name, asked in (
+            ("top_logprobs", request.top_logprobs),
+            ("include", "message.output_text.logprobs" in (request.include or ())),
+        ):
+            if asked:
+                raise refused(name, "logprobs are not given in this API; ask /v1/chat/completions for them")
+        choice = request.tool_choice or _ToolChoice(type="auto")
+        if choice.type == "function" and choice.name is None:
+            raise refused("tool_choice.name", "is missing; name the function that must be called")
+        wishes = {name: getattr(request, name) for name in ("temperature", "top_p")}
+        wishes |= {
+            "reasoning_effort": bool(request.reasoning) or None,
+            "verbosity": bool(request.text and request.text.verbosity) or None,
+        }
+        tools = [wire.chat_tool(t.name, t.description, t.parameters, t.strict) for t in request.tools or ()]
+        images = ImageReader(self._images, _TEXT_ONLY)
+        call = ModelCall(
+            model=request.model,
+            messages=_messages(request, images),
+            images=images.found,
+            tools=tools or None,
+            tool_choice="required" if choice.type == "function" else choice.type,
+            tool_name=choice.name if choice.type == "function" else None,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            json_schema=_json_schema(request),
+            max_new_tokens=request.max_output_tokens,
+            stream=bool(request.stream),
+            wishes={name: value for name, value in wishes.items() if value is not None},
+            own=_echo(request),
+        )
+        if call.tool_choice == "required":
+            wire.check_forced(call.tool_name, call.tools)
+        if not request.input:
+            raise refused("input", "is empty; there is nothing to reply to")
+        return call
+
+    def body(self, call: ModelCall, answer: Answer) -> dict[str, Any]:
+        message = answer.choices[0].message
+        writer = ResponseWriter(call, answer.id, answer.created, answer.model)
+        deltas = [
+            Delta("reasoning", message.get("reasoning_content") or ""),
+            Delta("text", message.get("content") or ""),
+            *(Delta("tool_call", tool_call=tool_call) for tool_call in message.get("tool_calls") or ()),
+        ]
+        for delta in deltas:
+            for _ in writer.delta(delta):
+                pass
+        *_, last = writer.end(answer)
+        response: dict[str, Any] = last["response"]
+        return response
+
+    def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
+        return ResponseEvents(ResponseWriter(call, answer_id, created, model))
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        return wire.openai_error(error)
+
+
+def _messages(request: _Request, images: ImageReader) -> list[Message]:
+    plain: list[Message] = []
+    if request.instructions:
+        plain.append({"role": "system", "content": request.instructions})
+    reply: Message = {}  # the assistant's message that the next item may extend
+    before = None
+    for i, item in enumerate(request.input or ()):
+        if isinstance(item, _FunctionCallOutput):
+            content = _content(item.output, f"input.{i}.function_call_output.output", images)
+            plain.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
+            reply = {}
+        elif isinstance(item, _Message) and item.role != "assistant":
+            role = "system" if item.role == "developer" else item.role
+            where = f"input.{i}.message.content"
+            content = _content(item.content, where, images, None if role == "user" else item.role)
+            plain.append({"role": role, "content": content})
+            reply = {}
+        else:
+            if not reply or (isinstance(item, _Message) and isinstance(before, _Message)):
+                reply = {"role": "assistant", "content": ""}
+                plain.append(reply)
+            _add(reply, item, f"input.{i}.message.content", images)
+        before = item
+    return plain
+
+
+def _add(reply: Message, item: _Message | _Reasoning | _FunctionCall, where: str, images: ImageReader) -> None:
+    if isinstance(item, _Message):
+        reply["content"] += _content(item.content, where, images, item.role)
+    elif isinstance(item, _FunctionCall):
+        function = {"name": item.name, "arguments": item.arguments}
+        reply.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif item.content:
+        reply["reasoning_content"] = reply.get("reasoning_content", "") + "".join(part.text for part in item.content)
+
+
+def _content(
+    parts: list[_TextPart | _RefusalPart | _ImagePart], where: str, images: ImageReader, text_of: str | None = None
+) -> str | list[dict[str, Any]]:
+    """Return the content of a message. `text_of` is its role if that role's messages cannot hold images."""
+    pieces: list[str | Image] = []
+    for i, part in enumerate(parts):
+        if not isinstance(part, _ImagePart):
+            pieces.append(part.text)
+            continue
+        if part.image_url is None and images.taken:
+            raise refused(f"{where}.{i}", "no files are stored here: send the image itself as image_url")
+        pieces.append(images.url(part.image_url or "", f"{where}.{i}"))
+        if text_of is not None:
+            raise refused(f"{where}.{i}", f"a message of the {text_of} cannot hold an image")
+    return content_of(pieces)
+
+
+def _json_schema(request: _Request) -> dict[str, Any] | None:
+    wanted = request.text and request.text.format
+    if not wanted or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"type": "object"}
+    if wanted.json_schema is None:
+        raise refused("text.format.schema", "is missing")
+    return wanted.json_schema
+
+
+def _echo(request: _Request) -> dict[str, Any]:
+    """Return the request fields that the answer repeats and that `ModelCall` does not have."""
+    choice, wanted = request.tool_choice, request.text and request.text.format
+    return {
+        "instructions": request.instructions,
+        "metadata": request.metadata or {},
+        "reasoning": request.reasoning or {"effort": None, "summary": None},
+        "text": {"format": wanted.model_dump(by_alias=True, exclude_none=True) if wanted else {"type": "text"}},
+        "tool_choice": "auto" if choice is None else choice.type if choice.name is None else choice.model_dump(),
+    }

@@ -1,0 +1,180 @@
+"""Write an answer in OpenAI's Responses API: its items, and the events that stream them. Pure.
+
+Invariants:
+
+- Events are numbered without gaps. Each item is opened, written and closed before the next one is opened.
+- The last event repeats the items exactly as they were streamed. A body is that last response.
+- `store` is false. Sampling settings are null, because the trainer's may have replaced the agent's. Reasoning tokens
+  are not counted separately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any, Literal
+
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import Answer, Delta, ModelCall
+from rollout_backend.dialects import wire
+
+Event = dict[str, Any]
+_TOOL = {"type": "function", "description": None, "parameters": None, "strict": None}
+
+
+class ResponseWriter:
+    """Builds an answer's items and the events that stream them, as plain values."""
+
+    def __init__(self, call: ModelCall, answer_id: str, created: int, model: str) -> None:
+        self._id = answer_id
+        self._numbers = count()
+        self._items: list[dict[str, Any]] = []
+        self._open: Literal["reasoning", "text"] | None = None  # the kind of the last item while it is open
+        self._pieces: list[str] = []
+        self._started = False
+        self._response = {
+            "id": f"resp_{answer_id}",
+            "object": "response",
+            "created_at": created,
+            "model": model,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            "parallel_tool_calls": call.parallel_tool_calls,
+            "max_output_tokens": call.max_new_tokens,
+            "tools": [{**_TOOL, **tool["function"]} for tool in call.tools or ()],
+            "temperature": None,
+            "top_p": None,
+            "truncation": "disabled",
+            "store": False,
+            "background": False,
+            "previous_response_id": None,
+            **(call.own or {}),
+        }
+
+    def start(self) -> Iterator[Event]:
+        self._started = True
+        yield self._event("response.created", response=self._now("in_progress"))
+        yield self._event("response.in_progress", response=self._now("in_progress"))
+
+    def delta(self, delta: Delta) -> Iterator[Event]:
+        if delta.kind == "tool_call":
+            assert delta.tool_call is not None
+            yield from self._function_call(delta.tool_call)
+        elif delta.text:
+            if self._open != delta.kind:
+                yield from self._close()
+                yield from self._begin(delta.kind)
+            self._pieces.append(delta.text)
+            yield self._in_part("delta", delta=delta.text)
+
+    def end(self, answer: Answer) -> Iterator[Event]:
+        cut = answer.choices[0].finish_reason == "length"
+        status = "incomplete" if cut else "completed"
+        if all(item["type"] == "reasoning" for item in self._items) and self._open != "text":
+            yield from self._close(status)
+            yield from self._begin("text")  # an empty reply needs an item too, or the history would lack the turn
+        yield from self._close(status)
+        more = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
+        yield self._event(f"response.{status}", response=self._now(status, usage=_usage(answer), **more))
+
+    def failed(self, error: ApiError) -> Iterator[Event]:
+        if not self._started:
+            yield from self.start()
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        if error.status < 500 and error.status != 429:
+            code = error.code
+        yield self._event(
+            "response.failed", response=self._now("failed", error={"code": code, "message": error.message})
+        )
+
+    def _now(self, status: str, **more: Any) -> dict[str, Any]:
+        items = self._items[:-1] if self._open else self._items
+        return {**self._response, "status": status, "output": list(items), **more}
+
+    def _begin(self, kind: Literal["reasoning", "text"]) -> Iterator[Event]:
+        if kind == "text":
+            yield self._add("msg", type="message", role="assistant", content=[])
+        else:
+            yield self._add("rs", type="reasoning", summary=[], content=[])
+        self._open, self._pieces = kind, []
+        yield self._in_item("response.content_part.added", content_index=0, part=self._part())
+
+    def _close(self, status: str = "completed") -> Iterator[Event]:
+        if self._open is None:
+            return
+        part = self._part()
+        yield self._in_part("done", text=part["text"])
+        yield self._in_item("response.content_part.done", content_index=0, part=part)
+        self._open = None
+        yield self._done(status, content=[part])
+
+    def _function_call(self, call: Mapping[str, Any]) -> Iterator[Event]:
+        yield from self._close()
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        yield self._add("fc", type="function_call", call_id=call["id"], name=name, arguments="")
+        yield self._in_item("response.function_call_arguments.delta", delta=arguments)
+        yield self._in_item("response.function_call_arguments.done", name=name, arguments=arguments)
+        yield self._done("completed", arguments=arguments)
+
+    def _part(self) -> dict[str, Any]:
+        text = "".join(self._pieces)
+        if self._open == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _add(self, prefix: str, **fields: Any) -> Event:
+        self._items.append({"id": f"{prefix}_{self._id}{len(self._items):02x}", "status": "in_progress", **fields})
+        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
+
+    def _done(self, status: str, **fields: Any) -> Event:
+        self._items[-1] = {**self._items[-1], "status": status, **fields}
+        return self._event("response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1])
+
+    def _in_part(self, what: Literal["delta", "done"], **fields: Any) -> Event:
+        if self._open == "reasoning":
+            return self._in_item(f"response.reasoning_text.{what}", content_index=0, **fields)
+        return self._in_item(f"response.output_text.{what}", content_index=0, logprobs=[], **fields)
+
+    def _in_item(self, kind: str, **fields: Any) -> Event:
+        place = {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
+        return self._event(kind, **place, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "sequence_number": next(self._numbers), **fields}
+
+
+class ResponseEvents:
+    """Encodes the events of a `ResponseWriter`."""
+
+    def __init__(self, writer: ResponseWriter) -> None:
+        self._writer = writer
+
+    def start(self, prompt_tokens: int) -> Iterator[bytes]:
+        return map(_encoded, self._writer.start())
+
+    def delta(self, delta: Delta) -> Iterator[bytes]:
+        return map(_encoded, self._writer.delta(delta))
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        return map(_encoded, self._writer.end(answer))
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        return map(_encoded, self._writer.failed(error))
+
+    def keepalive(self) -> bytes:
+        return b": sampling\n\n"
+
+
+def _encoded(event: Event) -> bytes:
+    return wire.event(event["type"], event)
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": answer.sampled_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
+    }

@@ -1,0 +1,116 @@
+"""Parse request bodies and write server-sent events, for all dialects.
+
+Invariants:
+
+- Any bytes are either parsed or refused with an ApiError of status 400 that names the invalid field.
+- A parsed body can be written as JSON again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import from_json
+
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.dialects.fields import refuse_unknown, refused
+
+MAX_STOP_STRINGS = 16
+_B = TypeVar("_B", bound="Body")
+
+
+class Body(BaseModel):
+    """Base class of a request's parts. Values are not converted, and unknown fields are ignored.
+
+    A whole request sets `extra="allow"`, so that `read` can refuse its unknown fields.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+
+def _is_finite(value: dict[str, Any]) -> dict[str, Any]:
+    json.dumps(value, allow_nan=False)  # 1e999 parses as infinity, which JSON cannot express
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_is_finite)]
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object. Return None if `text` is anything else."""
+    try:
+        value = from_json(text, allow_inf_nan=False)
+        return _is_finite(value) if isinstance(value, dict) else None
+    except ValueError:
+        return None
+
+
+def _stop_strings(value: object) -> tuple[str, ...] | None:
+    strings = [value] if isinstance(value, str) else value
+    if strings is None:
+        return None
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise ValueError("must be a string or a list of strings")
+    if "" in strings:
+        raise ValueError("a stop string is empty; leave it out")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise ValueError(f"{len(strings)} stop strings, and at most {MAX_STOP_STRINGS} are searched for; send fewer")
+    return tuple(strings)
+
+
+StopStrings = Annotated[tuple[str, ...] | None, BeforeValidator(_stop_strings)]
+
+
+def read(model: type[_B], body: bytes, harmless: Collection[str] = ()) -> _B:
+    """Parse a request's body. Of the fields unknown to `model`, only the `harmless` are ignored.
+
+    Raises:
+        ApiError: status 400; names the invalid field.
+    """
+    try:
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise refused("body", f"is not JSON: {error}") from None
+    try:
+        request = model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "union_tag_invalid":
+            message = f"type {first['ctx']['tag']!r} is not supported here, only {first['ctx']['expected_tags']}"
+        if first["type"] == "union_tag_not_found":
+            message = "type is missing, or this is not an object"
+        raise refused(where, message) from None
+    refuse_unknown(request.model_extra, harmless)
+    return request
+
+
+def chat_tool(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None
+) -> dict[str, Any]:
+    """Return a tool in the form of `ModelCall`. Missing fields are omitted, because templates print every field."""
+    function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def check_forced(tool_name: str | None, tools: Sequence[Mapping[str, Any]] | None) -> None:
+    """Refuse a `tool_choice` that requires a tool that the request does not have."""
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if not names:
+        raise refused("tool_choice", "demands a tool call, yet there are no tools; send some or leave it out")
+    if tool_name is not None and tool_name not in names:
+        raise refused("tool_choice.name", f"there is no tool {tool_name!r}; name one of {', '.join(names)}")
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in the shape of OpenAI's APIs."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def event(name: str, data: Mapping[str, Any]) -> bytes:
+    """Return one server-sent event, in ASCII: some clients also end a line at U+2028."""
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()

@@ -1,0 +1,124 @@
+"""Admit calls to the runtime by priority and at the granted rates. A run has one queue, for invokes and stops.
+
+Invariants:
+
+- a call is sent only after it was admitted, and its response is reported to the rate that admitted it;
+- a cancelled waiter leaves the queue and gives its place to the next one;
+- a rate change also applies to calls that already wait: no waiter sleeps for a time computed before the change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Self
+
+from rollout_backend.config import RuntimeConfig
+from rollout_backend.core.ledger import CallTally
+from rollout_backend.dispatch.rate_limiter import AdaptiveRate
+from rollout_backend.errors import OutcomeUnknown, RuntimeCallError
+
+log = logging.getLogger(__name__)
+
+
+class Call(IntEnum):
+    """The kinds of calls; where they compete, the lower value goes first."""
+
+    STOP = 0  # of a session whose rollout is settled: it frees a slot
+    INVOKE = 1
+    STOP_EARLIER = 2  # of a session that an earlier take may have left open
+
+
+class CallQueue:
+    def __init__(self, invoke_per_s: float, stop_per_s: float, calls_per_s: float | None = None) -> None:
+        """`calls_per_s`: of both kinds together, where the runtime counts them in one quota."""
+        self._invokes = AdaptiveRate(invoke_per_s)
+        self._stops = AdaptiveRate(stop_per_s)
+        self._shared = AdaptiveRate(calls_per_s) if calls_per_s is not None else None
+        self._waiting: dict[Call, deque[asyncio.Future[None]]] = {call: deque() for call in Call}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def from_config(cls, rates: RuntimeConfig) -> Self:
+        return cls(rates.invoke_per_s, rates.stop_per_s, rates.calls_per_s)
+
+    async def admit(self, call: Call) -> None:
+        """Wait until a call of this kind may be sent."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[call].append(turn)
+        self._serve()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # admitted and cancelled at once
+                for rate in self._rates(call):
+                    rate.give_back()
+            self._serve()
+            raise
+
+    @contextmanager
+    def observed(self, call: Call, tally: CallTally) -> Iterator[None]:
+        """Report what comes of the call in this block to its rate and to the step's tally."""
+        sent_at = asyncio.get_running_loop().time()
+        try:
+            yield
+        except OutcomeUnknown:
+            raise  # neither granted nor refused
+        except RuntimeCallError as error:
+            if error.slow_down:
+                self._refused(call, error, sent_at, tally)
+            else:
+                self._granted(call, sent_at, tally)
+            raise
+        else:
+            self._granted(call, sent_at, tally)
+
+    def _refused(self, call: Call, error: RuntimeCallError, sent_at: float, tally: CallTally) -> None:
+        rate, now = self._adaptive(call), asyncio.get_running_loop().time()
+        if rate.rate == rate.ceiling:  # once for each time that it leaves its ceiling, not for each refusal
+            what = "invokes" if call is Call.INVOKE else "stops"
+            log.warning("the runtime refuses %s (%s): they slow down, and are repeated", what, error)
+        rate.refused(sent_at, now)
+        tally.refused(now)
+        self._serve()
+
+    def _granted(self, call: Call, sent_at: float, tally: CallTally) -> None:
+        self._adaptive(call).granted(sent_at)
+        tally.granted(asyncio.get_running_loop().time())
+        self._serve()
+
+    def _rates(self, call: Call) -> tuple[AdaptiveRate, ...]:
+        own = self._invokes if call is Call.INVOKE else self._stops
+        return (own,) if self._shared is None else (own, self._shared)
+
+    def _adaptive(self, call: Call) -> AdaptiveRate:
+        """Return the rate that answers change. A refused invoke may have met a quota of new sessions or of active
+        ones, which bound no stop; a refused stop can only have met the quota of calls."""
+        return self._invokes if call is Call.INVOKE else self._shared or self._stops
+
+    def _serve(self) -> None:
+        """Admit every call that may go now, and come back when the next one may."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        loop = asyncio.get_running_loop()
+        now, soonest = loop.time(), float("inf")
+        for call, waiting in self._waiting.items():
+            rates = self._rates(call)
+            while waiting:
+                if waiting[0].done():  # cancelled
+                    waiting.popleft()
+                    continue
+                due = max(rate.due(now) for rate in rates)
+                if due > 0:
+                    soonest = min(soonest, due)
+                    break
+                for rate in rates:
+                    rate.take(now)
+                waiting.popleft().set_result(None)
+        if soonest < float("inf"):
+            self._timer = loop.call_later(soonest, self._serve)

@@ -1,0 +1,44 @@
+"""The rate of calls to the runtime, which adapts to what the runtime grants. Pure: it has no clock and no task.
+
+Invariants:
+
+- Over any window, at most `ceiling * window + burst` calls are admitted. The burst is one second's worth.
+- The rate stays between `floor` and `ceiling`.
+- Only calls sent after the last decrease change the rate: the refusals of one burst are one signal.
+
+The algorithm is AIMD, as in TCP congestion avoidance: a refusal halves the rate, and granted calls raise it by a
+fixed amount per second. Two such limiters that share a quota therefore converge to a fair share of it.
+"""
+
+from __future__ import annotations
+
+from rollout_backend.dispatch.token_bucket import TokenBucket
+
+_RECOVERY_S = 30.0  # from the floor back to the ceiling
+_FLOOR_PER_S = 1.0  # detects the end of an outage within a second, at 60 refused calls per minute
+_DECREASE = 0.5
+
+
+class AdaptiveRate(TokenBucket):
+    """A token bucket whose rate follows the outcomes of earlier calls. Times are in seconds."""
+
+    def __init__(self, ceiling: float) -> None:
+        """`ceiling` is the configured rate per second, and the initial rate."""
+        super().__init__(ceiling)
+        self.ceiling = ceiling
+        self.floor = min(_FLOOR_PER_S, ceiling / 4)
+        self._lowered_at = float("-inf")
+
+    def granted(self, sent_at: float) -> None:
+        """Raise the rate a little: the runtime accepted a call that was sent at `sent_at`."""
+        if sent_at >= self._lowered_at:
+            per_s = (self.ceiling - self.floor) / _RECOVERY_S
+            self.rate = min(self.ceiling, self.rate + per_s / self.rate)
+
+    def refused(self, sent_at: float, now: float) -> None:
+        """Halve the rate and drop the burst, unless the call was sent before the last decrease."""
+        if sent_at >= self._lowered_at:
+            self._refill(now)
+            self.rate = max(self.floor, self.rate * _DECREASE)
+            self._tokens = min(self._tokens, 0.0)
+            self._lowered_at = now

@@ -1,0 +1,73 @@
+"""Close the sessions of settled rollouts at the runtime's rate.
+
+Invariants:
+
+- `close` records each session in its ledger, as closed or as unclosed, before it returns;
+- a failed stop that can be retried is retried for at least `give_up_s`, so throttling and outages cost no session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
+from tenacity.wait import WaitBaseT
+
+from rollout_backend.core.ledger import Ledger
+from rollout_backend.dispatch.call_queue import Call, CallQueue
+from rollout_backend.errors import (
+    OutcomeUnknown,
+    QuotaExceeded,
+    RuntimeCallError,
+    RuntimeConflict,
+    RuntimeUnavailable,
+    Throttled,
+    Unsigned,
+)
+from rollout_backend.runtimes.base import SessionCalls
+
+log = logging.getLogger(__name__)
+
+_PAUSE = wait_exponential_jitter(multiplier=0.2, max=10, jitter=0.5)
+# A stop may be repeated without harm.
+_AGAIN = (Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, Unsigned, OutcomeUnknown)
+_LEAST_TRIES = 8  # so that a long queue of stops is not mistaken for a long outage
+
+
+class SessionCloser:
+    def __init__(
+        self, runtime: SessionCalls, calls: CallQueue, *, give_up_s: float = 180.0, wait: WaitBaseT = _PAUSE
+    ) -> None:
+        """`give_up_s` counts from a session's first stop that failed; `wait` is the pause between two tries."""
+        self._runtime = runtime
+        self._calls = calls
+        self._give_up_s = give_up_s
+        self._wait = wait
+
+    async def close(self, session_id: str, ledger: Ledger, call: Call = Call.STOP) -> bool:
+        """Return whether the session is closed; if not, the ledger names it as unclosed."""
+        now = asyncio.get_running_loop().time
+        failed_at: float | None = None
+
+        def enough(state: RetryCallState) -> bool:
+            nonlocal failed_at
+            failed_at = now() if failed_at is None else failed_at
+            return state.attempt_number >= _LEAST_TRIES and now() - failed_at >= self._give_up_s
+
+        retrying = AsyncRetrying(retry=retry_if_exception_type(_AGAIN), stop=enough, wait=self._wait, reraise=True)
+        try:
+            async for attempt in retrying:
+                with attempt:
+                    await self._stop(session_id, ledger, call)
+        except RuntimeCallError as error:
+            log.warning("session %s would not close: %s", session_id, error)
+            ledger.session_unclosed(session_id, str(error))
+            return False
+        ledger.session_closed(session_id)
+        return True
+
+    async def _stop(self, session_id: str, ledger: Ledger, call: Call) -> None:
+        await self._calls.admit(call)
+        with self._calls.observed(call, ledger.stops):
+            await self._runtime.stop(session_id)

@@ -1,0 +1,49 @@
+"""Check the keys that requests carry.
+
+A key comes as `Authorization: Bearer` or as `x-api-key`. No key and no secret is logged.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+
+from starlette.requests import Request
+
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.session_key import KeyRefused, SessionClaims, verify
+from rollout_backend.gateway.gateway_settings import GatewaySettings
+from rollout_backend.gateway.http_requests import bearer
+from rollout_backend.gateway.journal import refuse_lost
+from rollout_backend.gateway.sharding import refuse_foreign
+
+
+class Authenticator:
+    """Checks session keys and the control key of one gateway."""
+
+    def __init__(self, settings: GatewaySettings, journal_id: str) -> None:
+        self._settings = settings
+        self._journal_id = journal_id
+
+    def session(self, request: Request) -> SessionClaims:
+        """Return the claims of the request's session key.
+
+        Raises:
+            ApiError: status 401 if the key is not valid, 421 if its session belongs to another gateway, 410 if the
+                journal of its session is lost.
+        """
+        key = bearer(request) or request.headers.get("x-api-key", "")
+        try:
+            claims = verify(self._settings.secret, key, time.time())
+        except KeyRefused as error:
+            raise ApiError(
+                401, f"{error}; use the api_key of this rollout's request", code="invalid_api_key"
+            ) from None
+        refuse_foreign(claims.session_id, self._settings.shard, self._settings.gateway.processes)
+        refuse_lost(claims, self._journal_id)
+        return claims
+
+    def require_control_key(self, request: Request) -> None:
+        """Raise ApiError (401) if the request does not carry the control key."""
+        if not hmac.compare_digest(bearer(request).encode(), self._settings.control_key.encode()):
+            raise ApiError(401, "this needs the control key", code="invalid_control_key")

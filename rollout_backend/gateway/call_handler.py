@@ -1,0 +1,203 @@
+"""Handle model calls over HTTP: admit a call, start it or join an earlier one, and write its answer.
+
+Invariants:
+
+- A session that an earlier trainer started makes no model call before this trainer adopts it: until then it is not
+  known whether the engines serve the weights that it may continue with.
+- A call whose client hangs up is aborted, unless another client waits for the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from rollout_backend.core.api_error import ApiError, not_adopted
+from rollout_backend.core.model_call import Answer, ModelCall
+from rollout_backend.dialects.base import Dialect
+from rollout_backend.gateway import journal_records
+from rollout_backend.gateway.admission import Admission
+from rollout_backend.gateway.authentication import Authenticator
+from rollout_backend.gateway.gateway_settings import GatewaySettings
+from rollout_backend.gateway.http_requests import read_body, unless_disconnected
+from rollout_backend.gateway.in_flight_call import InFlightCall
+from rollout_backend.gateway.model_call_executor import ModelCallExecutor, call_digest
+from rollout_backend.gateway.retries import RequestKey
+from rollout_backend.gateway.session_registry import OpenSession, SessionRegistry
+from rollout_backend.gateway.stats import Counters, GatewayStats
+
+_RETRIED = frozenset({408, 409, 429})  # statuses below 500 that OpenAI's and Anthropic's clients retry
+
+
+class _Stream(StreamingResponse):
+    """Calls `on_end` when the response ends, even if the client disconnects before it starts."""
+
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+class CallHandler:
+    """Serves the model calls of one gateway, in any dialect."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        authenticator: Authenticator,
+        registry: SessionRegistry,
+        executor: ModelCallExecutor,
+        admission: Admission,
+        counters: Counters,
+    ) -> None:
+        self._settings = settings
+        self._authenticator = authenticator
+        self._registry = registry
+        self._executor = executor
+        self._admission = admission
+        self._counters = counters
+        self._adopted = set(settings.adopted)
+
+    def adopt(self, session_ids: Iterable[str]) -> None:
+        """Let sessions that an earlier trainer started make model calls."""
+        self._adopted.update(session_ids)
+
+    def stats(self) -> GatewayStats:
+        registry = self._registry
+        return self._counters.snapshot(registry.open_count, registry.closed_count, self._admission.in_flight)
+
+    def check_model(self, name: str) -> None:
+        """Raise ApiError (404) unless `name` is the model that this gateway serves."""
+        served = self._settings.model.served_name
+        if name != served:
+            raise ApiError(404, f"there is no model {name!r} here, only {served!r}", code="model_not_found")
+
+    async def count(self, request: Request, dialect: Dialect) -> Response:
+        """Answer with the length of a prompt."""
+        request.state.dialect = dialect
+        session = self._registry.open(self._authenticator.session(request))
+        call = dialect.parse_count(await self._body(request))
+        self.check_model(call.model)
+        return JSONResponse(dialect.count_body(await self._executor.count(session.conversations, call)))
+
+    async def call(self, request: Request, dialect: Dialect) -> Response:
+        """Answer a model call, with a body or with a stream of events."""
+        request.state.dialect = dialect
+        claims = self._authenticator.session(request)
+        current = claims.trainer_incarnation == self._settings.trainer_incarnation
+        if not current and claims.session_id not in self._adopted:
+            raise not_adopted()
+        self._registry.open(claims)  # refuse a closed session before its body is read
+        body = await self._body(request)
+        session = self._registry.open(claims)
+        key = RequestKey(dialect.name, body, request.headers)
+        running = session.state.retries.find(key)
+        if running is None:
+            call = dialect.parse(body)
+            self.check_model(call.model)
+            self._admit(session, key, call)
+            running = self._start(session, InFlightCall(call, key.digest))
+            session.state.retries.add(key, running)
+        else:
+            self._counters.replayed += 1
+            if isinstance(running, Answer):
+                running = InFlightCall.answered_before(dialect.parse(body), running)
+        try:
+            return await self._respond(request, dialect, running)
+        except ApiError as error:
+            if error.status in _RETRIED or error.status >= 500:
+                session.state.retries.failed(key)
+            raise
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request, self._settings.gateway.max_body_bytes)
+
+    def _admit(self, session: OpenSession, key: RequestKey, call: ModelCall) -> None:
+        refusal = self._admission.check()
+        if refusal is not None:
+            session.state.unanswered.add(call_digest(call))
+            session.state.write(journal_records.asked(call_digest(call)))
+            session.state.retries.failed(key)
+            raise refusal
+
+    def _start(self, session: OpenSession, running: InFlightCall) -> InFlightCall:
+        choices = running.call.n
+        for _ in range(choices):
+            self._admission.began()
+        began = time.monotonic()
+
+        def ended(task: asyncio.Task[Answer]) -> None:
+            session.state.calls.discard(task)
+            for _ in range(choices):
+                self._admission.ended(time.monotonic() - began if running.answered else None)
+
+        task = running.start(self._executor.answer(session, running))
+        session.state.calls.add(task)
+        task.add_done_callback(ended)
+        return running
+
+    async def _respond(self, request: Request, dialect: Dialect, running: InFlightCall) -> Response:
+        """Return the answer, or the start of its stream.
+
+        An error before the stream starts sets the response's status; a later one is sent as an event.
+        """
+        call = running.call
+        running.join()
+        delivered = streams = False
+        try:
+            if call.stream:
+                await unless_disconnected(request, running.wait_for_more(0, self._settings.keepalive_s))
+            else:
+                await unless_disconnected(request, asyncio.wait({running.task}))
+            if not call.stream or running.done:
+                answer = running.outcome()
+            if not call.stream:
+                delivered = True
+                return JSONResponse(dialect.body(call, answer))
+            streams = True
+            return _Stream(self._events(dialect, running), lambda: self._leave(running))
+        finally:
+            if not streams:
+                running.leave(delivered)
+
+    async def _events(self, dialect: Dialect, running: InFlightCall) -> AsyncIterator[bytes]:
+        stream = dialect.stream(running.call, running.id, running.created, self._settings.model.served_name)
+        sent, started = 0, False
+        while True:
+            if not started and running.prompt_tokens is not None:
+                started = True
+                for event in stream.start(running.prompt_tokens):
+                    yield event
+            for delta in running.deltas[sent:]:
+                sent += 1
+                for event in stream.delta(delta):
+                    yield event
+            if running.done and sent == len(running.deltas):
+                break
+            if not await running.wait_for_more(sent, self._settings.keepalive_s):
+                yield stream.keepalive()
+        try:
+            answer = running.outcome()
+        except ApiError as error:
+            self._counters.errors[error.code] += 1
+            for event in stream.failed(error):
+                yield event
+        else:
+            for event in stream.end(answer):
+                yield event
+        running.delivered = True
+
+    def _leave(self, running: InFlightCall) -> None:
+        if running.leave():  # the client hung up
+            self._counters.hung_up += 1

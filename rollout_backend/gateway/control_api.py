@@ -1,0 +1,84 @@
+"""Serve the routes under /control, with which the trainer controls a gateway. All need the control key."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.gateway.authentication import Authenticator
+from rollout_backend.gateway.call_handler import CallHandler
+from rollout_backend.gateway.generation_gate import GenerationGate
+from rollout_backend.gateway.http_requests import read_body
+from rollout_backend.gateway.session_registry import SessionRegistry
+
+
+class _SessionIds(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    session_ids: list[str] = Field(max_length=100_000)
+
+
+class ControlApi:
+    """The control routes of one gateway."""
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        registry: SessionRegistry,
+        calls: CallHandler,
+        gate: GenerationGate,
+        max_body_bytes: int,
+    ) -> None:
+        self._authenticator = authenticator
+        self._registry = registry
+        self._calls = calls
+        self._gate = gate
+        self._max_body_bytes = max_body_bytes
+        self.routes = [
+            Route("/control/heard", self.heard, methods=["POST"]),
+            Route("/control/revoke", self.revoke, methods=["POST"]),
+            Route("/control/adopt", self.adopt, methods=["POST"]),
+            Route("/control/pause", self.pause, methods=["POST"]),
+            Route("/control/resume", self.resume, methods=["POST"]),
+            Route("/control/stats", self.stats, methods=["GET"]),
+        ]
+
+    async def heard(self, request: Request) -> Response:
+        self._authenticator.require_control_key(request)
+        heard = self._registry.heard()
+        return JSONResponse({"beats": sorted(heard.beats), "calls": sorted(heard.calls)})
+
+    async def revoke(self, request: Request) -> Response:
+        session_ids = await self._session_ids(request)
+        await self._registry.revoke(session_ids)
+        return JSONResponse({"revoked": len(session_ids)})
+
+    async def adopt(self, request: Request) -> Response:
+        session_ids = await self._session_ids(request)
+        self._calls.adopt(session_ids)
+        return JSONResponse({"adopted": len(session_ids)})
+
+    async def pause(self, request: Request) -> Response:
+        self._authenticator.require_control_key(request)
+        await self._gate.close()
+        return JSONResponse({"paused": True})
+
+    async def resume(self, request: Request) -> Response:
+        self._authenticator.require_control_key(request)
+        self._gate.open()
+        return JSONResponse({"paused": False})
+
+    async def stats(self, request: Request) -> Response:
+        self._authenticator.require_control_key(request)
+        return JSONResponse(self._calls.stats().model_dump())
+
+    async def _session_ids(self, request: Request) -> list[str]:
+        self._authenticator.require_control_key(request)
+        body = await read_body(request, self._max_body_bytes)
+        try:
+            return _SessionIds.model_validate_json(body).session_ids
+        except ValidationError as error:
+            raise ApiError(400, f"the body must be {{'session_ids': [...]}}: {error.errors()[0]['msg']}") from None

@@ -1,0 +1,290 @@
+"""Keep the conversations of one session: build the prompt of each call, and record what was sampled.
+
+Invariants:
+
+- A request that continues a conversation gets a prompt that starts with the exact tokens of that conversation,
+  including the sampled ones, if the renderer can extend them. Otherwise the history is rendered again.
+- Replaying the return values of `record` in order into a new session reproduces the session: the same prompts and the
+  same trajectory.
+- A message refers to an image by the hash of its bytes. The session stores the bytes once, from the first answered
+  call that showed them.
+- Messages are compared by what is rendered. These differences are ignored: text parts or a string, None or "", the
+  spacing of a tool call's arguments, defaults of the tool's schema filled in, tool call ids that the template does
+  not render, and fields that no template renders. Reasoning is not compared, because most agents do not send it back:
+  the tokens keep it, and the renderer decides whether it stays in the history.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agent_wrapper.contract import ImageSpan
+from rollout_backend.core.images import Image, Placed, image_names
+from rollout_backend.gateway.engine_client import Completion
+from rollout_backend.rendering.image_positions import collapsed
+from rollout_backend.rendering.segments import Place, SegmentRecorder
+from rollout_backend.rendering.tool_names import with_tool_names
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's process needs no renderer
+    from rollout_backend.rendering.renderer import RendererBundle
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
+_Digest = bytes
+_Defaults = Mapping[str, Mapping[str, Any]]  # of each tool's arguments
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt of one call. `split_reason` says why a new segment opens if `ids` extend none."""
+
+    ids: list[int]
+    messages: Sequence[Message]
+    tools_digest: _Digest
+    chain: list[_Digest]
+    split_reason: str
+    known: int = 0  # how many of the ids belong to the conversation that this call continues
+    defaults: _Defaults = field(default_factory=dict)
+    images: Sequence[Placed] = ()  # in the order of their tokens
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """What a call adds to a session. A delta: its size does not grow with the history."""
+
+    extends: int | None  # the segment that the prompt starts with
+    given: Sequence[int]  # the tokens of the prompt after that segment
+    completion: Completion
+    kept: int  # how many of the segment's messages this conversation starts with
+    messages: Sequence[Message]  # the messages after those; the reply is the last
+    split_reason: str
+    tools_digest: _Digest
+    end: _Digest  # of the conversation, reply included
+    seen: Sequence[_Digest]  # prefixes of the request that are new in the session
+    spans: Sequence[ImageSpan] = ()  # of the images within `given`
+    images: Sequence[Image] = ()  # new in the session
+
+    @property
+    def opened(self) -> str | None:
+        """Why the call opened a new segment; None if it extended one."""
+        return self.split_reason if self.extends is None else None
+
+
+class Conversations:
+    """The conversations of one session.
+
+    `prepare` changes nothing and may run in another thread than `record` and `add`.
+    """
+
+    def __init__(self, bundle: RendererBundle) -> None:
+        self.recorder = SegmentRecorder()
+        self._bundle = bundle
+        self._turns: dict[tuple[_Digest, _Digest], Place] = {}  # by tools and by conversation, reply included
+        self._replies: set[_Digest] = set()  # recorded conversations, with any tools
+        self._seen: set[_Digest] = set()  # every prefix of an answered request
+        self._said: dict[int, Sequence[Message]] = {}  # the conversation of each segment
+        self._images: dict[str, Image] = {}
+
+    def unseen(self, images: Mapping[str, Image]) -> list[Image]:
+        """Return the images that no answered call has shown."""
+        return [image for name, image in images.items() if name not in self._images]
+
+    @property
+    def image_bytes(self) -> int:
+        return sum(len(image.data) for image in list(self._images.values()))
+
+    def images(self) -> dict[str, bytes]:
+        """Return the bytes of all images, by SHA-256."""
+        return {name: image.data for name, image in self._images.items()}
+
+    def prepare(self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image] | None = None) -> Prompt:
+        """Return the prompt for `messages`, which refer only to `images`. Propagates the renderer's exceptions."""
+        tools_digest = _digest(b"tools", tools or [])
+        defaults = _defaults(tools)
+        by_name = with_tool_names(messages)
+        messages_named = by_name if self._bundle.needs_tool_names else messages
+        with_ids = self._bundle.renders_call_ids
+        # Without ids, the name of the called tool identifies a result.
+        chain = _chain(messages if with_ids else by_name, defaults, with_ids)
+        for n in range(len(chain) - 1, 0, -1):  # a recorded reply with new messages after it
+            place = self._turns.get((tools_digest, chain[n - 1]))
+            if place is None:
+                continue
+            extended = self._bridged(place, messages_named[n:], tools, images or {})
+            if extended is not None:
+                ids, placed = extended
+                return Prompt(ids, messages, tools_digest, chain, "branched", place.end, defaults, placed)
+            break
+        ids, placed = self._rendered(messages_named, tools, images or {})
+        why = self._split_reason(messages, chain, tools_digest)
+        return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults, images=placed)
+
+    def record(self, prompt: Prompt, completion: Completion, reply: Message) -> RecordedTurn:
+        """Add an answered call. `reply` is the message that the agent gets."""
+        (end,) = _chain([reply], prompt.defaults, self._bundle.renders_call_ids, prompt.chain[-1])
+        messages = [*prompt.messages, reply]
+        spans = [placed.span for placed in prompt.images]
+        place = self._add(prompt.ids, completion, messages, prompt.split_reason, spans)
+        said = self._said.get(place.segment, ())
+        same = itertools.takewhile(lambda both: both[0] == both[1], zip(said, messages, strict=False))
+        kept = sum(1 for _ in same)
+        recorded = RecordedTurn(
+            extends=None if place.opened else place.segment,
+            given=prompt.ids[place.before :],
+            completion=completion,
+            kept=kept,
+            messages=messages[kept:],
+            split_reason=prompt.split_reason,
+            tools_digest=prompt.tools_digest,
+            end=end,
+            seen=[digest for digest in prompt.chain if digest not in self._seen],
+            spans=[span for span in spans if span.start >= place.before],
+            images=self.unseen({placed.image.sha256: placed.image for placed in prompt.images}),
+        )
+        self._index(place, messages, recorded)
+        return recorded
+
+    def add(self, turn: RecordedTurn) -> None:
+        """Add a turn that an equal session has recorded after the same turns."""
+        before = [] if turn.extends is None else self.recorder.ids(turn.extends)
+        spans = [] if turn.extends is None else self.recorder.images(turn.extends)
+        said = () if turn.extends is None else self._said[turn.extends][: turn.kept]
+        messages = [*said, *turn.messages]
+        place = self._add([*before, *turn.given], turn.completion, messages, turn.split_reason, [*spans, *turn.spans])
+        self._index(place, messages, turn)
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
+    ) -> tuple[list[int], tuple[Placed, ...]]:
+        names = image_names(messages)
+        if not names:
+            return self._bundle.render(messages, tools), ()
+        assert self._bundle.vision is not None, "images were accepted for a model that takes none"
+        ids = self._bundle.renderer.render_places(messages, tools=tools)
+        return self._bundle.vision.expanded(ids, [images[name] for name in names])
+
+    def _bridged(
+        self, place: Place, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
+    ) -> tuple[list[int], tuple[Placed, ...]] | None:
+        """Return the conversation at `place` extended by these messages; None if the renderer cannot extend it."""
+        prompt, completion = self.recorder.prompt_ids(place), self.recorder.completion_ids(place)
+        earlier = [
+            Placed(span.start, span.end, self._images[span.sha256])
+            for span in self.recorder.images(place.segment, place.start)
+        ]
+        names = image_names(messages)
+        extended = self._bundle.renderer.bridge_to_next_turn(
+            collapsed(prompt, earlier), completion, list(messages), tools=tools, places=bool(earlier or names)
+        )
+        if extended is None:
+            return None
+        before = [*prompt, *completion]
+        added = extended.token_ids[len(collapsed(before, earlier)) :]
+        if not names:
+            return [*before, *added], tuple(earlier)
+        assert self._bundle.vision is not None, "images were accepted for a model that takes none"
+        ids, placed = self._bundle.vision.expanded(added, [images[name] for name in names], len(before))
+        return [*before, *ids], (*earlier, *placed)
+
+    def _add(
+        self,
+        ids: Sequence[int],
+        completion: Completion,
+        messages: Sequence[Message],
+        split_reason: str,
+        spans: Sequence[ImageSpan],
+    ) -> Place:
+        return self.recorder.add(
+            ids,
+            completion.token_ids,
+            completion.logprobs,
+            finish_reason=completion.finish_reason,
+            weight_versions=completion.weight_versions,
+            cached_tokens=completion.cached_tokens,
+            seconds=completion.seconds,
+            messages=messages,
+            split_reason=split_reason,
+            images=spans,
+        )
+
+    def _index(self, place: Place, messages: Sequence[Message], turn: RecordedTurn) -> None:
+        self._said[place.segment] = messages
+        self._images.update((image.sha256, image) for image in turn.images)
+        self._turns[turn.tools_digest, turn.end] = place
+        self._replies.add(turn.end)
+        self._seen.update(turn.seen)
+
+    def _split_reason(self, messages: Sequence[Message], chain: list[_Digest], tools_digest: _Digest) -> str:
+        if not self._seen:
+            return "first_call"
+        ends = [i for i, digest in enumerate(chain[:-1]) if digest in self._replies]
+        if ends:
+            if any(message["role"] == "assistant" for message in messages[ends[-1] + 1 :]):
+                return "history_rewritten"  # the agent changed a later reply
+            return "rerendered" if (tools_digest, chain[ends[-1]]) in self._turns else "tools_changed"
+        if chain[-1] in self._seen:
+            return "branched"  # the same request again
+        # More than a system message is shared: the agent edited or dropped later messages.
+        spoken = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
+        return "history_rewritten" if chain[spoken] in self._seen else "new_conversation"
+
+
+def _chain(messages: Sequence[Message], defaults: _Defaults, with_ids: bool, digest: _Digest = b"") -> list[_Digest]:
+    """Return, for each message, the digest of the conversation up to it."""
+    chain = []
+    for message in messages:
+        digest = _digest(digest, _compared(message, defaults, with_ids))
+        chain.append(digest)
+    return chain
+
+
+def _digest(before: _Digest, value: object) -> _Digest:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+
+
+def _compared(message: Message, defaults: _Defaults, with_ids: bool) -> list[object]:
+    calls = [
+        [
+            call.get("id") if with_ids else None,
+            function["name"],
+            _arguments(function["arguments"], defaults.get(function["name"], {})),
+        ]
+        for call in message.get("tool_calls") or ()
+        if (function := call["function"])
+    ]
+    answers = message.get("tool_call_id") if with_ids else None
+    return [message["role"], message.get("content") or "", message.get("name"), answers, calls]
+
+
+def _arguments(text: str, defaults: Mapping[str, Any]) -> object:
+    """Return the parsed arguments without defaults: agents that validate a call send it back with them filled in."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if isinstance(value, dict):
+        return [{name: item for name, item in value.items() if not _is_default(item, name, defaults)}]
+    return [value]
+
+
+def _is_default(item: object, name: str, defaults: Mapping[str, Any]) -> bool:
+    return name in defaults and type(item) is type(defaults[name]) and item == defaults[name]
+
+
+def _defaults(tools: Tools) -> _Defaults:
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools or ():
+        parameters = tool["function"].get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        found[tool["function"]["name"]] = {
+            name: schema["default"]
+            for name, schema in (properties.items() if isinstance(properties, Mapping) else ())
+            if isinstance(schema, Mapping) and "default" in schema
+        }
+    return found

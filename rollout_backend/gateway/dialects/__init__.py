@@ -1,1 +1,0 @@
-"""The APIs that agents speak: each translates to and from `gateway.call`."""

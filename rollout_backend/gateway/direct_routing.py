@@ -1,0 +1,38 @@
+"""Send calls that the router would truncate directly to an engine.
+
+sglang-router re-encodes the body of `/generate` with the fields it knows: 0.3.2 drops `structural_tag`, `logit_bias`
+and `return_prompt_token_ids`. A call that needs one of them bypasses the router.
+
+Invariants:
+
+- All direct calls of a session go to one engine as long as the router lists it, so its prefix cache is used.
+- If no engine is known, the call goes to the router.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from rollout_backend.gateway.generation_gate import GenerationGate
+
+_DROPPED = frozenset({"structural_tag", "logit_bias"})
+
+
+class DirectRouting:
+    """Selects an engine of one router. `EngineLoadPoller` updates `urls`; `gate` pauses calls to all engines."""
+
+    def __init__(self, gate: GenerationGate | None = None) -> None:
+        self.urls: Collection[str] = ()
+        self.gate = gate or GenerationGate()
+
+    def for_call(self, params: Mapping[str, Any], routing_key: str, failed: Collection[str] = ()) -> str | None:
+        """Return the engine for a call with these sampling parameters, or None to use the router.
+
+        Engines in `failed` are used only if all engines are in it.
+        """
+        if not _DROPPED & params.keys():
+            return None
+        ranked = sorted(self.urls, key=lambda url: hashlib.blake2b(f"{routing_key} {url}".encode()).digest())
+        return next((url for url in ranked if url not in failed), ranked[0] if ranked else None)

@@ -1,0 +1,49 @@
+"""Read requests: their keys, their bodies, and whether their clients are still connected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from rollout_backend.core.api_error import ApiError
+
+
+def bearer(request: Request) -> str:
+    """Return the bearer token of a request, or an empty string."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body. Raises ApiError (413) if it is larger than `max_bytes`."""
+    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+async def unless_disconnected(request: Request, waiting: Coroutine[Any, Any, Any]) -> None:
+    """Wait for `waiting`, but not after the client has hung up: then raise ClientDisconnect."""
+    task = asyncio.ensure_future(waiting)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise ClientDisconnect
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,127 @@
+"""Keep one model call in flight: its deltas so far, and its listeners.
+
+Invariants:
+
+- Every listener gets all deltas from the start.
+- A call without listeners is aborted.
+- An answered call keeps its answer but not its messages, because each call repeats all messages before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Self
+from uuid import uuid4
+
+from rollout_backend.core.api_error import session_closed
+from rollout_backend.core.model_call import Answer, Delta, ModelCall
+from rollout_backend.rendering.streaming_parser import at_once
+
+
+class InFlightCall:
+    """One model call. A listener calls `join`, then `leave` with whether it got the answer."""
+
+    def __init__(self, call: ModelCall, request: bytes = b"") -> None:
+        """`request` is the digest by which a retry of the request is recognised."""
+        self.call = call
+        self.request = request
+        self.id = uuid4().hex
+        self.created = int(time.time())
+        self.prompt_tokens: int | None = None  # None until the prompt is rendered
+        self.deltas: list[Delta] = []
+        self.delivered = False
+        self._listeners = 0
+        self._changed = asyncio.Event()
+        self._task: asyncio.Future[Answer] | None = None
+
+    @classmethod
+    def answered_before(cls, call: ModelCall, answer: Answer) -> Self:
+        """Return a call that an earlier process of this gateway has answered."""
+        running = cls(replace(call, messages=()))
+        running.id, running.created, running.prompt_tokens = answer.id, answer.created, answer.prompt_tokens
+        running.delivered = True  # as far as is known
+        running.say(_deltas_of(answer))
+        running._task = asyncio.get_running_loop().create_future()
+        running._task.set_result(answer)
+        return running
+
+    @property
+    def task(self) -> asyncio.Future[Answer]:
+        assert self._task is not None, "not started"
+        return self._task
+
+    @property
+    def done(self) -> bool:
+        return self.task.done()
+
+    @property
+    def answered(self) -> bool:
+        task = self.task
+        return task.done() and not task.cancelled() and task.exception() is None
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the call has an answer that was not delivered and has no listener."""
+        return self.answered and not self._listeners and not self.delivered
+
+    def start(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
+        task = self._task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
+
+    def rendered(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self._notify()
+
+    def say(self, deltas: Sequence[Delta]) -> None:
+        if deltas:
+            self.deltas += deltas
+            self._notify()
+
+    async def wait_for_more(self, known: int, timeout_s: float | None = None) -> bool:
+        """Wait for more than `known` deltas, or for the end. Return False if neither comes in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self.deltas) <= known and not self.done:
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def outcome(self) -> Answer:
+        """Return the answer of a call that is done, or raise its error."""
+        if self.task.cancelled():
+            raise session_closed("its calls were aborted")
+        return self.task.result()
+
+    def join(self) -> None:
+        self._listeners += 1
+
+    def leave(self, delivered: bool = False) -> bool:
+        """Remove a listener. Return whether this aborted the call, because it was the last."""
+        self._listeners -= 1
+        self.delivered |= delivered
+        if not self._listeners and self.answered:  # a later listener gets the answer in whole deltas
+            self.deltas = _deltas_of(self.task.result())
+        return not self._listeners and self.task.cancel()
+
+    def _ended(self, task: asyncio.Future[Answer]) -> None:
+        self.call = replace(self.call, messages=())
+        if not task.cancelled():
+            task.exception()  # mark it as retrieved, in case there is no listener
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _deltas_of(answer: Answer) -> list[Delta]:
+    return [
+        delta
+        for i, choice in enumerate(answer.choices)
+        for delta in at_once(choice.message, i, choice.logprobs or ())
+    ]

@@ -1,0 +1,148 @@
+"""Encode and decode the records of a session's journal. Pure.
+
+    {"kind": "asked", "call"}     a call has started, or was refused by admission; it has no answer yet
+    {"kind": "dropped", "call"}   the call was invalid and needs no answer
+    {"kind": "answered", ...}     an answered call: its turns, its answer, and the session's counts after it
+    {"kind": "sealed", ...}       the session was sealed: when (unix seconds), and which calls were unanswered
+
+Invariants:
+
+- A call is one record, with all its choices.
+- Numbers are restored exactly; logprobs as float32, the precision of a trajectory.
+- Text of agents and models is stored as JSON, because it may not be valid UTF-8.
+- The bytes of an image are stored once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_wrapper.contract import ImageSpan, VersionSpan
+from rollout_backend.core.images import Image
+from rollout_backend.core.model_call import Answer, Choice
+from rollout_backend.gateway.conversations import Conversations, RecordedTurn
+from rollout_backend.gateway.engine_client import Completion
+
+Record = dict[str, Any]
+
+
+@dataclass
+class RestoredSession:
+    """The state of a session after its records, applied in order."""
+
+    conversations: Conversations
+    started: int = 0
+    sampled_tokens: int = 0
+    unanswered: set[bytes] = field(default_factory=set)
+    answers: list[tuple[bytes, Answer]] = field(default_factory=list)  # by the request's digest, latest last
+    sealed_at: float | None = None
+
+    def apply(self, record: Record) -> None:
+        match record["kind"]:
+            case "asked":
+                self.unanswered.add(record["call"])
+            case "dropped":
+                self.unanswered.discard(record["call"])
+            case "answered":
+                for turn in record["turns"]:
+                    self.conversations.add(_turn_of(turn))
+                self.unanswered.discard(record["call"])
+                self.started, self.sampled_tokens = record["started"], record["sampled_tokens"]
+                self.answers.append((record["request"], _answer_of(json.loads(record["answer"]))))
+            case "sealed":
+                self.sealed_at, self.unanswered = record["at"], set(record["unanswered"])
+
+
+def asked(call: bytes) -> Record:
+    return {"kind": "asked", "call": call}
+
+
+def dropped(call: bytes) -> Record:
+    return {"kind": "dropped", "call": call}
+
+
+def sealed(at: float, unanswered: Iterable[bytes]) -> Record:
+    return {"kind": "sealed", "at": at, "unanswered": list(unanswered)}
+
+
+def answered(
+    call: bytes, request: bytes, turns: Sequence[RecordedTurn], answer: Answer, started: int, sampled_tokens: int
+) -> Record:
+    """`request` is the digest of the request; the two counts are those of the session after this call."""
+    return {
+        "kind": "answered",
+        "call": call,
+        "request": request,
+        "turns": [_turn(turn) for turn in turns],
+        "answer": _json(_answer(answer)),
+        "started": started,
+        "sampled_tokens": sampled_tokens,
+    }
+
+
+def _turn(turn: RecordedTurn) -> Record:
+    completion = turn.completion
+    logprobs = [math.nan if logprob is None else logprob for logprob in completion.logprobs]
+    seen: Record = {"spans": [vars(span) for span in turn.spans]} if turn.spans else {}
+    if turn.images:
+        seen["images"] = [vars(image) for image in turn.images]
+    return seen | {
+        "extends": turn.extends,
+        "given": array("i", turn.given).tobytes(),
+        "sampled": array("i", completion.token_ids).tobytes(),
+        "logprobs": array("f", logprobs).tobytes(),
+        "versions": [[span.version, span.start, span.end] for span in completion.weight_versions],
+        "finish_reason": completion.finish_reason,
+        "matched": completion.matched,
+        "cached_tokens": completion.cached_tokens,
+        "seconds": completion.seconds,
+        "kept": turn.kept,
+        "messages": _json(turn.messages),
+        "split_reason": turn.split_reason,
+        "tools": turn.tools_digest,
+        "end": turn.end,
+        "seen": list(turn.seen),
+    }
+
+
+def _turn_of(record: Record) -> RecordedTurn:
+    return RecordedTurn(
+        extends=record["extends"],
+        given=array("i", record["given"]).tolist(),
+        completion=Completion(
+            token_ids=tuple(array("i", record["sampled"])),
+            logprobs=tuple(array("f", record["logprobs"])),
+            weight_versions=tuple(
+                VersionSpan(version=version, start=start, end=end) for version, start, end in record["versions"]
+            ),
+            finish_reason=record["finish_reason"],
+            matched=record["matched"],
+            cached_tokens=record["cached_tokens"],
+            seconds=record["seconds"],
+        ),
+        kept=record["kept"],
+        messages=json.loads(record["messages"]),
+        split_reason=record["split_reason"],
+        tools_digest=record["tools"],
+        end=record["end"],
+        seen=record["seen"],
+        spans=[ImageSpan(**span) for span in record.get("spans", ())],
+        images=[Image(**image) for image in record.get("images", ())],
+    )
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    return {**vars(answer), "choices": [vars(choice) for choice in answer.choices]}
+
+
+def _answer_of(fields: dict[str, Any]) -> Answer:
+    return Answer(**{**fields, "choices": tuple(Choice(**choice) for choice in fields["choices"])})
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), default=dict).encode("ascii")

@@ -1,0 +1,332 @@
+"""Execute a model call: render its prompt, sample, read the reply, record both.
+
+Invariants:
+
+- A call is recorded if and only if all its choices were sampled. An aborted call leaves no trace.
+- Each of several choices is a turn: siblings that branch from one prompt.
+- The journal has a call before it is made, and its answer before the agent gets it.
+- Tokens of a constrained reply are recorded without logprobs, because the engine's belong to another distribution.
+- No part of an image reaches an engine before the whole image was read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import Answer, Choice, ModelCall
+from rollout_backend.errors import EngineUnavailable
+from rollout_backend.gateway import journal_records
+from rollout_backend.gateway.conversations import Conversations, Prompt, RecordedTurn
+from rollout_backend.gateway.direct_routing import DirectRouting
+from rollout_backend.gateway.engine_client import Completion, EngineClient, EngineRefused, Progress, PromptDiffers
+from rollout_backend.gateway.gateway_settings import GatewaySettings
+from rollout_backend.gateway.in_flight_call import InFlightCall
+from rollout_backend.gateway.prefix_cache import is_cache_break
+from rollout_backend.gateway.rendering_thread import RenderingThread
+from rollout_backend.gateway.sampling import Budget, context_exceeded, engine_params
+from rollout_backend.gateway.session_registry import OpenSession
+from rollout_backend.gateway.stats import Counters
+from rollout_backend.rendering.constrained_decoding import Constraints
+from rollout_backend.rendering.renderer import RendererBundle
+from rollout_backend.rendering.reply import Reply
+from rollout_backend.rendering.stop_strings import StopStrings
+from rollout_backend.rendering.streaming_parser import StreamingParser, at_once, with_logprobs
+
+logger = logging.getLogger(__name__)
+
+_ENGINE_RETRY_S = 5
+_NEVER = -100.0  # a logit bias that rules a token out
+_PACE_S = 0.03  # between two deltas of a stream
+
+
+@dataclass(frozen=True)
+class _ChoiceRequest:
+    """What the engine is asked for one choice of a call."""
+
+    running: InFlightCall
+    prompt: Prompt
+    params: Mapping[str, Any]
+    session_id: str
+    index: int
+    forced: bool  # whether a grammar constrains the reply
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    completion: Completion
+    reply: Reply
+    choice: Choice
+
+
+class ModelCallExecutor:
+    """Executes the model calls of one gateway. Only the event loop changes sessions."""
+
+    def __init__(
+        self, settings: GatewaySettings, bundle: RendererBundle, counters: Counters, engines: DirectRouting
+    ) -> None:
+        self._settings = settings
+        self._bundle = bundle
+        self._counters = counters
+        self._engine = EngineClient(settings.engine_url, settings.model_call_s, settings.engine_attempts, engines)
+        self._constraints = Constraints(bundle, settings.gateway.constrained_decoding == "allow")
+        self._thread = RenderingThread(bundle, settings.gateway.session_image_bytes)
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def close(self) -> None:
+        await self._engine.close()
+        self._thread.close()
+
+    async def count(self, conversations: Conversations, call: ModelCall) -> int:
+        """Return the length of the call's prompt in tokens. Raises ApiError (400) if it cannot be rendered."""
+        return len((await self._thread.run(self._thread.prepare, conversations, call)).ids)
+
+    async def answer(self, session: OpenSession, running: InFlightCall) -> Answer:
+        """Return the call's answer. A call that fails on our side counts as unanswered until it is repeated.
+
+        Raises:
+            ApiError: status 400 if the call is invalid, 503 if no engine answers.
+        """
+        digest, state = call_digest(running.call), session.state
+        state.write(journal_records.asked(digest))
+        try:
+            answer = await self._answer(session, running, digest)
+        except Exception as error:
+            if not isinstance(error, ApiError) or error.status >= 500:
+                state.unanswered.add(digest)
+            elif digest not in state.unanswered:
+                state.write(journal_records.dropped(digest))
+            raise
+        state.unanswered.discard(digest)
+        return answer
+
+    async def _answer(self, session: OpenSession, running: InFlightCall, digest: bytes) -> Answer:
+        call, state = running.call, session.state
+        prompt = await self._thread.run(self._thread.prepare, session.conversations, call)
+        forced = await self._thread.run(self._constraints.params, call, prompt.ids)
+        running.rendered(len(prompt.ids))
+        requests = [
+            _ChoiceRequest(
+                running, prompt, self._params(session, call, prompt, i) | forced, state.id, i, bool(forced)
+            )
+            for i in range(call.n)
+        ]
+        sampled = await _all(self._sample(request) for request in requests)
+        turns = [self._record(session, prompt, each, i) for i, each in enumerate(sampled)]
+        cached_tokens = sampled[0].completion.cached_tokens
+        counters = self._counters
+        counters.constrained += len(sampled) if forced else 0
+        counters.calls += 1
+        counters.prompt_tokens += len(prompt.ids)
+        counters.cached_tokens += cached_tokens
+        counters.cache_breaks += is_cache_break(prompt.known, cached_tokens)
+        answer = Answer(
+            id=running.id,
+            created=running.created,
+            model=self._settings.model.served_name,
+            choices=tuple(each.choice for each in sampled),
+            prompt_tokens=len(prompt.ids),
+            cached_tokens=cached_tokens,
+        )
+        state.write(
+            journal_records.answered(digest, running.request, turns, answer, state.started, state.sampled_tokens)
+        )
+        return answer
+
+    def _params(self, session: OpenSession, call: ModelCall, prompt: Prompt, choice: int) -> dict[str, Any]:
+        settings, state, claims = self._settings.gateway, session.state, session.claims
+        state.started += 1
+        cap = settings.session_tokens
+        asked = engine_params(
+            call,
+            claims.sampling,
+            settings.agent_sampling_overrides,
+            Budget(
+                len(prompt.ids),
+                self._settings.model.context_tokens,
+                None if cap is None else cap - state.sampled_tokens,
+            ),
+            self._bundle.stop_token_ids,
+            seed_salt=f"{claims.rollout_id}/{state.started}",
+            choice=choice,
+        )
+        if choice == 0:
+            self._counters.overridden.update(asked.overridden)
+        if prompt.images and self._bundle.vision is not None:
+            asked.params["logit_bias"] = {str(token): _NEVER for token in self._bundle.vision.unsayable}
+        return asked.params
+
+    def _record(self, session: OpenSession, prompt: Prompt, sampled: _Sampled, index: int) -> RecordedTurn:
+        branch = prompt if index == 0 else replace(prompt, split_reason="branched")
+        completion, reply = sampled.completion, sampled.reply
+        turn = session.conversations.record(branch, completion, reply.message)
+        session.state.sampled_tokens += len(completion.token_ids)
+        counters = self._counters
+        counters.sampled_tokens += len(completion.token_ids)
+        counters.malformed_tool_calls += reply.malformed_tool_calls
+        counters.extra_tool_calls += reply.extra_tool_calls
+        if turn.opened is not None:
+            counters.segments[turn.opened] += 1
+        return turn
+
+    # --- one choice ---------------------------------------------------------------------------------------
+
+    async def _sample(self, request: _ChoiceRequest) -> _Sampled:
+        running, call, thread = request.running, request.running.call, self._thread
+        stops = await thread.run(thread.stop_strings, call) if call.stop else None
+        # Generation under a grammar restarts after an abort, so none of it may be streamed before its end.
+        if not call.stream or request.forced:
+            completion = await self._generate(request, stops=stops)
+            reply = await thread.run(thread.read, call, request.prompt, completion)
+            if call.tool_choice == "required":
+                _check_called(reply, completion)
+            logprobs = await thread.run(thread.logprobs, call, completion.token_ids, completion.logprobs)
+            running.say(at_once(reply.message, request.index, logprobs or ()))
+        else:
+            parser = await thread.run(thread.stream_parser, call, request.prompt, request.index)
+            completion = await self._stream(request, parser, stops)
+            reply = await thread.run(thread.read, call, request.prompt, completion)
+            rest, reply = parser.end(reply)
+            logprobs = await thread.run(thread.logprobs, call, completion.token_ids, completion.logprobs)
+            sent = sum(len(delta.logprobs) for delta in running.deltas if delta.choice == request.index)
+            spoken = len(completion.token_ids) - thread.has_end(completion.token_ids)
+            running.say(with_logprobs(rest, (logprobs or ())[sent:spoken]))
+        choice = Choice(reply.message, reply.finish_reason, len(completion.token_ids), completion.matched, logprobs)
+        if request.forced:
+            completion = replace(completion, logprobs=(None,) * len(completion.token_ids))
+        return _Sampled(completion, reply, choice)
+
+    async def _stream(
+        self, request: _ChoiceRequest, parser: StreamingParser, stops: StopStrings | None
+    ) -> Completion:
+        """Sample, and emit deltas meanwhile."""
+        live = _LiveStream(request.running, parser, stops, self._thread)
+        emitting = asyncio.create_task(live.emit())
+        try:
+            completion = await self._generate(request, live.progress, stops)
+            live.end()
+            await emitting
+            return completion
+        finally:
+            emitting.cancel()
+
+    async def _generate(
+        self, request: _ChoiceRequest, progress: Progress | None = None, stops: StopStrings | None = None
+    ) -> Completion:
+        try:
+            return await self._engine.generate(
+                request.prompt.ids,
+                request.params,
+                request.session_id,
+                images=request.prompt.images,
+                progress=progress,
+                stops=stops,
+                resumable=not request.forced,
+            )
+        except EngineUnavailable as error:
+            logger.warning("a model call got no answer: %s", error)
+            raise ApiError(503, str(error), code="engine_unavailable", retry_after_s=_ENGINE_RETRY_S) from None
+        except PromptDiffers as error:
+            logger.warning("a model call with images cannot be recorded: %s", error)
+            raise ApiError(500, str(error), code="prompt_differs") from None
+        except EngineRefused as error:
+            logger.warning("an engine refused a model call: %s", error)
+            if "context length" in str(error) or "maximum allowed length" in str(error):
+                raise context_exceeded(str(error)) from None
+            if request.forced:
+                raise _not_constrained(
+                    f"the engine cannot hold a reply to this form: {error}. It needs a grammar backend (SGLang's "
+                    "--grammar-backend)"
+                ) from None
+            # The agent's part of the request was checked before, so the fault is in ours.
+            raise ApiError(
+                500, f"the engine refused the call: {error}", code="engine_refused", permanent=True
+            ) from None
+
+
+class _LiveStream:
+    """Turns the tokens of a choice into deltas while the engine samples."""
+
+    def __init__(
+        self, running: InFlightCall, parser: StreamingParser, stops: StopStrings | None, thread: RenderingThread
+    ) -> None:
+        self._running = running
+        self._parser = parser
+        self._stops = stops
+        self._thread = thread
+        self._more, self._ended = asyncio.Event(), asyncio.Event()
+        self._tokens: Sequence[int] = ()
+        self._logprobs: Sequence[float | None] = ()
+        self._clear = 0  # how many of the tokens cannot be part of a stop string
+
+    def progress(self, tokens: Sequence[int], logprobs: Sequence[float | None]) -> None:
+        self._tokens, self._logprobs = tokens, logprobs
+        self._clear = len(tokens) if self._stops is None else self._stops.clear(tokens)
+        self._more.set()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._more.set()
+
+    async def emit(self) -> None:
+        """Emit deltas until `end`, at most one batch each `_PACE_S`."""
+        fed, sent = 0, 0
+        while not self._ended.is_set():
+            await self._more.wait()
+            self._more.clear()
+            fresh, fed = self._tokens[fed : self._clear], self._clear
+            if fresh and not self._ended.is_set():
+                deltas = await self._thread.run(self._parser.feed, fresh)
+                if deltas and self._running.call.logprobs:
+                    begin = sent
+                    sent = await self._thread.run(self._parser.emitted, self._thread.bundle.token_bytes)
+                    entries = self._thread.logprobs(
+                        self._running.call, self._tokens[begin:sent], self._logprobs[begin:sent]
+                    )
+                    deltas = with_logprobs(deltas, entries or ())
+                self._running.say(deltas)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PACE_S):
+                    await self._ended.wait()
+
+
+def call_digest(call: ModelCall) -> bytes:
+    """Return a digest of what a call asks. It recognises a repeated question."""
+    return hashlib.sha256(json.dumps([call.messages, call.tools], sort_keys=True).encode()).digest()
+
+
+def _check_called(reply: Reply, completion: Completion) -> None:
+    """Check that the engine applied the grammar: then a complete reply contains the call."""
+    if reply.finish_reason == "stop" and completion.matched is None:
+        raise _not_constrained(
+            "the engine sampled no tool call, because it got no structural_tag: the router in front of it drops it, "
+            "and does not list its engines at /workers"
+        )
+
+
+def _not_constrained(why: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{why}; use tool_choice auto and ask for JSON in the prompt",
+        code="constrained_decoding_unavailable",
+    )
+
+
+async def _all(work: Any) -> list[Any]:
+    """Return all results. If one fails, cancel the others and raise its error."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,129 @@
+"""Render prompts and read replies in one thread, so that the event loop never waits for a tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from renderers import ParsedResponse
+
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.images import check_pixels
+from rollout_backend.core.model_call import ModelCall
+from rollout_backend.gateway.conversations import Conversations, Prompt
+from rollout_backend.gateway.engine_client import Completion
+from rollout_backend.rendering.renderer import RendererBundle
+from rollout_backend.rendering.reply import Reply, logprob_entry, read_reply
+from rollout_backend.rendering.stop_strings import StopStrings
+from rollout_backend.rendering.streaming_parser import StreamingParser
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class RenderingThread:
+    """Runs one renderer. `run` takes the thread; the other methods must run in it, except `has_end`."""
+
+    def __init__(self, bundle: RendererBundle, max_image_bytes: int) -> None:
+        """`max_image_bytes` bounds all images of a session together (gateway.session_image_bytes)."""
+        self.bundle = bundle
+        self._max_image_bytes = max_image_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Call the function in the thread and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def prepare(self, conversations: Conversations, call: ModelCall) -> Prompt:
+        """Return the call's prompt.
+
+        Raises:
+            ApiError: status 400 if the messages cannot be rendered, or an image cannot be read.
+        """
+        for i, message in enumerate(call.messages):
+            role = message["role"]
+            if message.get("name") is not None and role != "tool" and not self.bundle.renders_name(role):
+                where = f"messages.{i}.name"
+                why = f"this model's template shows no name of a {role} message; write it into the content"
+                raise ApiError(400, f"{where}: {why}", param=where)
+        self._check_images(conversations, call)
+        try:
+            return conversations.prepare(call.messages, call.tools, call.images)
+        except Exception as error:  # a template may raise anything to refuse a conversation
+            logger.warning("a conversation could not be rendered: %r", type(error).__name__)
+            raise ApiError(
+                400, f"these messages cannot be rendered for this model: {error}", code="unrenderable"
+            ) from None
+
+    def _check_images(self, conversations: Conversations, call: ModelCall) -> None:
+        fresh = conversations.unseen(call.images)
+        cap = self._max_image_bytes
+        if fresh and conversations.image_bytes + sum(len(image.data) for image in fresh) > cap:
+            raise ApiError(
+                400, f"the images of this session come to more than {cap} bytes; send fewer, or smaller ones"
+            )
+        for image in fresh:
+            try:
+                check_pixels(image)
+            except ValueError as error:
+                raise ApiError(400, f"an image ({image.media_type}, {len(image.data)} bytes) {error}") from None
+
+    def stream_parser(self, call: ModelCall, prompt: Prompt, choice: int) -> StreamingParser:
+        return StreamingParser(
+            self.bundle,
+            prompt.ids,
+            tools=call.tools,
+            tools_offered=_tools_offered(call),
+            parallel=call.parallel_tool_calls,
+            choice=choice,
+        )
+
+    def stop_strings(self, call: ModelCall) -> StopStrings:
+        return StopStrings(call.stop, self.bundle.token_bytes, self.bundle.stop_token_ids)
+
+    def read(self, call: ModelCall, prompt: Prompt, completion: Completion) -> Reply:
+        """Return the message that was sampled. A reply that the renderer cannot parse is returned as text."""
+        ids = completion.token_ids
+        text = self.bundle.decode(ids[:-1] if self.has_end(ids) else ids)
+        broken = False
+        try:
+            parsed = self.bundle.renderer.parse_response(list(ids), tools=call.tools, prompt_ids=prompt.ids)
+        except Exception:  # sampling again would hide from training what this parser cannot read
+            logger.exception("the renderer could not parse a reply; it is returned as text")
+            parsed, broken = ParsedResponse(content=text), True
+        reply = read_reply(
+            parsed,
+            text,
+            finish_reason=completion.finish_reason,
+            matched_stop=completion.matched,
+            tools_offered=_tools_offered(call),
+            parallel=call.parallel_tool_calls,
+        )
+        return replace(reply, malformed_tool_calls=1) if broken else reply
+
+    def has_end(self, ids: Sequence[int]) -> bool:
+        """Return whether the model ended its turn."""
+        return bool(ids) and ids[-1] in self.bundle.stop_token_ids
+
+    def logprobs(
+        self, call: ModelCall, tokens: Sequence[int], logprobs: Sequence[float | None]
+    ) -> list[Mapping[str, Any]] | None:
+        """Return one entry for each token, in OpenAI's form; None if the call does not ask for them."""
+        if not call.logprobs:
+            return None
+        spelled = self.bundle.token_bytes
+        return [
+            logprob_entry(spelled.get(token, b""), logprob) for token, logprob in zip(tokens, logprobs, strict=True)
+        ]
+
+
+def _tools_offered(call: ModelCall) -> bool:
+    return bool(call.tools) and call.tool_choice != "none"

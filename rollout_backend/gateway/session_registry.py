@@ -1,0 +1,277 @@
+"""Keep all sessions of one gateway: a first call opens a session, it closes once, and its key's expiry removes it.
+
+Invariants:
+
+- A session is open, then sealed or revoked, and never open again: its calls are then answered with 410.
+- The trajectory is what was recorded when the session was sealed, and the same bytes on every request.
+- A revoked session keeps only its name. So does a sealed one, once `_FETCHABLE_S` have passed since its seal.
+- With a journal, sessions survive the process: the first call restores a session. A session whose journal cannot be
+  written is revoked, because no later process could continue it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_wrapper.contract import Trajectory
+from rollout_backend.core.api_error import journal_unwritable, session_closed
+from rollout_backend.core.heartbeats import Heard
+from rollout_backend.core.seal import Sealer
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.gateway import journal_records
+from rollout_backend.gateway.conversations import Conversations
+from rollout_backend.gateway.journal import SessionJournal
+from rollout_backend.gateway.journal_records import Record
+from rollout_backend.gateway.retries import RetryCache
+from rollout_backend.rendering.renderer import RendererBundle
+
+_FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s after the gateway is back
+_MAX_HEARD = 100_000
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class SessionState:
+    """One session and its calls in flight. `conversations` is None after the session was sealed or revoked."""
+
+    id: str
+    expires_at: float
+    conversations: Conversations | None
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    started: int = 0  # choices ever started
+    sampled_tokens: int = 0  # of answered calls
+    retries: RetryCache = field(default_factory=RetryCache)
+    unanswered: set[bytes] = field(default_factory=set)  # calls that failed on our side and were not repeated yet
+    sealed: asyncio.Task[bytes] | None = None
+    sealed_at: float = 0.0
+    journal: Callable[[Record], None] | None = None  # appends to the session's part of the journal
+
+    @property
+    def is_open(self) -> bool:
+        return self.conversations is not None
+
+    def write(self, record: Record) -> None:
+        """Append to the journal, if there is one.
+
+        Raises:
+            ApiError: status 503 if it cannot be written; the session is closed then.
+        """
+        if self.journal is not None:
+            self.journal(record)
+
+
+@dataclass(frozen=True)
+class OpenSession:
+    """An open session as one model call uses it. A call that outlives the session still has its conversations."""
+
+    state: SessionState
+    conversations: Conversations
+    claims: SessionClaims
+
+
+async def _abort(sessions: Iterable[SessionState]) -> None:
+    calls = [call for session in sessions for call in session.calls]
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+class SessionRegistry:
+    """The sessions of one gateway, by id."""
+
+    def __init__(
+        self,
+        bundle: RendererBundle,
+        model_name: str,
+        token_s: float,
+        clock: Callable[[], float] = time.time,
+        sealer: Sealer | None = None,
+        journal: SessionJournal | None = None,
+    ) -> None:
+        """Without a `sealer` trajectories carry no seal; without a `journal` sessions end with this process."""
+        self._bundle = bundle
+        self._model_name = model_name
+        self._token_s = token_s
+        self._clock = clock
+        self._sealer = sealer
+        self._sessions: dict[str, SessionState] = {}
+        self._journal = journal
+        self._beats: set[str] = set()  # since the last call of `heard`
+        self._calls: set[str] = set()
+        self._closed = dict(journal.closed) if journal is not None else {}  # name -> remembered until
+
+    @property
+    def open_count(self) -> int:
+        return sum(session.is_open for session in self._sessions.values())
+
+    @property
+    def closed_count(self) -> int:
+        return len(self._sessions) - self.open_count + len(self._closed)
+
+    def beat(self, claims: SessionClaims) -> None:
+        """Record a heartbeat of the session's container.
+
+        Raises:
+            ApiError: status 410 if the session was revoked, so the container may stop.
+        """
+        if claims.session_id in self._closed:
+            raise session_closed("revoked, or sealed long ago")
+        self._beats.add(claims.session_id)
+
+    def heard(self) -> Heard:
+        """Return the sessions heard from since the last call."""
+        heard = Heard(frozenset(self._beats), frozenset(self._calls))
+        self._beats.clear()
+        self._calls.clear()
+        return heard
+
+    def open(self, claims: SessionClaims) -> OpenSession:
+        """Return the session of a key. The first call creates it, or restores it from the journal.
+
+        Raises:
+            ApiError: status 410 if it is closed.
+        """
+        state = self._find(claims)
+        if state.conversations is None:
+            raise session_closed("sealed")
+        return OpenSession(state, state.conversations, claims)
+
+    async def seal(self, claims: SessionClaims) -> bytes:
+        """Close the session, abort its calls in flight, and return its encoded `Trajectory`.
+
+        Raises:
+            ApiError: status 410 if it was revoked.
+        """
+        state = self._find(claims)
+        if state.conversations is not None:
+            now = self._clock()
+            state.write(journal_records.sealed(now, state.unanswered))
+            self._seal(state, state.conversations, claims, now)
+        if state.sealed is None:
+            raise session_closed("revoked")
+        try:
+            return await asyncio.shield(state.sealed)
+        except asyncio.CancelledError:
+            if state.sealed is None:  # revoked in the meantime
+                raise session_closed("revoked") from None
+            raise
+
+    async def revoke(self, session_ids: Iterable[str]) -> None:
+        """Close these sessions, even those without a call yet, abort their calls and free their memory."""
+        until = self._clock() + self._token_s
+        await _abort(self._close_all(dict.fromkeys(session_ids, until)))
+
+    async def sweep(self) -> None:
+        """Remove sessions whose keys have expired, and the contents of those sealed long ago."""
+        now = self._clock()
+        over = [
+            session
+            for session in self._sessions.values()
+            if session.expires_at <= now or (session.sealed is not None and session.sealed_at + _FETCHABLE_S <= now)
+        ]
+        self._close_all({session.id: session.expires_at for session in over})
+        self._closed = {name: until for name, until in self._closed.items() if until > now}
+        if len(self._calls) > _MAX_HEARD:  # the trainer does not poll
+            self.heard()
+        if self._journal is not None:
+            try:
+                self._journal.sweep(self._closed, now, self._token_s)
+            except OSError as error:
+                log.warning("the journal's expired sessions could not be removed: %s", error)
+        await _abort(over)
+
+    def _find(self, claims: SessionClaims) -> SessionState:
+        name = claims.session_id
+        if name in self._closed:
+            self._closed[name] = max(self._closed[name], claims.expires_at)
+            raise session_closed("revoked, or sealed long ago")
+        self._calls.add(name)
+        state = self._sessions.get(name)
+        if state is None:
+            conversations = Conversations(self._bundle)
+            state = self._sessions[name] = SessionState(name, claims.expires_at, conversations)
+            if self._journal is not None:
+                self._restore(OpenSession(state, conversations, claims), self._journal)
+        state.expires_at = max(state.expires_at, claims.expires_at)
+        return state
+
+    def _restore(self, session: OpenSession, journal: SessionJournal) -> None:
+        """Apply what an earlier process has written of the session."""
+        state = session.state
+        restored = journal_records.RestoredSession(session.conversations)
+        for record in journal.read(state.id):
+            restored.apply(record)
+        state.started, state.sampled_tokens = restored.started, restored.sampled_tokens
+        state.unanswered = restored.unanswered
+        state.journal = lambda record: self._write(state, record)
+        if restored.sealed_at is not None:
+            self._seal(state, restored.conversations, session.claims, restored.sealed_at)
+            return
+        for request, answer in restored.answers:
+            state.retries.remember(request, answer)
+
+    def _write(self, state: SessionState, record: Record) -> None:
+        assert self._journal is not None
+        if state.id in self._closed:
+            return  # revoked while this call was in flight
+        try:
+            self._journal.append(state.id, record)
+        except OSError as error:
+            log.exception("the journal of a session cannot be written: %s", error.strerror)
+            self._close_all({state.id: state.expires_at})
+            raise journal_unwritable() from None
+
+    def _seal(self, state: SessionState, conversations: Conversations, claims: SessionClaims, at: float) -> None:
+        state.conversations = None
+        state.retries = RetryCache()
+        state.sealed = asyncio.create_task(
+            self._encode(OpenSession(state, conversations, claims), len(state.unanswered))
+        )
+        state.sealed_at = at
+
+    def _close_all(self, sessions: Mapping[str, float]) -> list[SessionState]:
+        """Keep only the names of these sessions, each at least until its time.
+
+        Returns:
+            The sessions that existed. Their calls are still to be aborted.
+        """
+        states = [state for name, until in sessions.items() if (state := self._close(name, until)) is not None]
+        if self._journal is not None and sessions:
+            try:
+                self._journal.close({name: self._closed[name] for name in sessions})
+            except OSError as error:
+                log.warning("%d sessions are closed, but the journal does not record it: %s", len(sessions), error)
+        return states
+
+    def _close(self, session_id: str, until: float) -> SessionState | None:
+        state = self._sessions.pop(session_id, None)
+        if state is not None:
+            until = max(until, state.expires_at)
+            sealed, state.conversations, state.sealed = state.sealed, None, None
+            state.retries = RetryCache()
+            if sealed is not None:
+                sealed.cancel()
+        self._closed[session_id] = max(until, self._closed.get(session_id, until))
+        return state
+
+    async def _encode(self, session: OpenSession, unanswered: int) -> bytes:
+        await _abort([session.state])
+
+        def encode() -> bytes:
+            trajectory = Trajectory(
+                model=self._model_name,
+                segments=session.conversations.recorder.segments(),
+                unanswered_calls=unanswered,
+                images=session.conversations.images(),
+            )
+            if self._sealer is not None:
+                trajectory = self._sealer.seal(trajectory, session.claims)
+            return trajectory.encode()
+
+        return await asyncio.to_thread(encode)

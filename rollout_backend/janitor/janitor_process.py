@@ -1,0 +1,157 @@
+"""Start a run's janitor and report queues and sessions to it.
+
+Invariant: the run never waits for its janitor, and continues without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+from rollout_backend.collect.queue import AnnouncementQueue
+from rollout_backend.config import RolloutConfig
+from rollout_backend.errors import RuntimeCallError
+from rollout_backend.run_lease import RunLease
+from rollout_backend.runtimes.base import AgentRuntime, SessionCalls
+from rollout_backend.step.in_flight import SUFFIX
+
+log = logging.getLogger(__name__)
+
+_START_S = 30.0
+_END_S = 10.0
+
+
+class Janitor:
+    """A run's janitor, created with `start`. Without a process, reports are dropped and nothing is cleaned up."""
+
+    def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
+        self._process = process
+        self._reachable = process is not None
+        self._watches = False
+
+    @classmethod
+    async def start(cls, config: RolloutConfig, lease: RunLease, runtime: AgentRuntime, log_file: Path) -> Self:
+        """Start the janitor, if it is enabled and has queues or sessions to clean up."""
+        makes_queue = config.uses_queue and config.queue.url is None
+        if not config.janitor.enabled or not (makes_queue or runtime.cleanup_spec() is not None):
+            return cls(None)
+        janitor = cls(await asyncio.to_thread(_spawn, log_file))
+        janitor._report({"run": _run(config, lease, runtime)})
+        return janitor
+
+    def watch(self, runtime: AgentRuntime) -> SessionCalls:
+        """Return the runtime's calls, reported to the janitor if it can stop sessions."""
+        self._watches = runtime.cleanup_spec() is not None
+        return WatchedRuntime(runtime, self) if self._watches else runtime
+
+    def queue_made(self, queue: AnnouncementQueue) -> None:
+        if queue.dead_url is not None:
+            self._report({"queue": queue.url, "dead": queue.dead_url})
+
+    def session_opened(self, session_id: str) -> None:
+        self._report({"opened": session_id})
+
+    def session_adopted(self, session_id: str) -> None:
+        """Report a session of an earlier trainer that continues under this one."""
+        if self._watches:
+            self.session_opened(session_id)
+
+    def session_closed(self, session_id: str) -> None:
+        self._report({"closed": session_id})
+
+    async def aclose(self, *, done: bool = True) -> None:
+        """End the janitor, or, if `done` is False, let it clean up as after a death."""
+        if self._process is None:
+            return
+        if not done:
+            process, self._process = self._process, None
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+            return
+        self._report({"done": True})
+        process, self._process = self._process, None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        ended, _, _ = await asyncio.to_thread(select.select, [process.stdout], [], [], _END_S)  # its end
+        if not ended:
+            log.warning("the run's janitor has not ended yet")
+        process.stdout.close()
+
+    def _report(self, line: dict[str, Any]) -> None:
+        if self._process is None or not self._reachable:
+            return
+        assert self._process.stdin is not None
+        try:  # atomic: a line is shorter than PIPE_BUF
+            os.write(self._process.stdin.fileno(), json.dumps(line).encode() + b"\n")
+        except OSError as error:  # it was killed, or is suspended
+            self._reachable = False
+            log.warning("the run's janitor cannot be reached (%s): queues and sessions stay if it is killed", error)
+
+
+class WatchedRuntime:
+    """A runtime that reports its open sessions to the janitor."""
+
+    def __init__(self, runtime: SessionCalls, janitor: Janitor) -> None:
+        self._runtime = runtime
+        self._janitor = janitor
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        self._janitor.session_opened(session_id)
+        try:
+            return await self._runtime.invoke(session_id, payload)
+        except RuntimeCallError as error:
+            if error.never_opened:
+                self._janitor.session_closed(session_id)
+            raise
+
+    async def stop(self, session_id: str) -> None:
+        await self._runtime.stop(session_id)
+        self._janitor.session_closed(session_id)
+
+
+def _spawn(log_file: Path) -> subprocess.Popen[bytes] | None:
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "rollout_backend.janitor", str(os.getpid())]
+    with log_file.open("ab") as output:
+        try:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True
+            )
+        except OSError as error:
+            log.warning("the run's janitor cannot be started (%s): queues and sessions stay if it is killed", error)
+            return None
+    try:
+        if process.wait(_START_S) != 0:  # the janitor itself is a child of this process, and continues
+            log.warning("the run's janitor did not start; see %s", log_file)
+    except subprocess.TimeoutExpired:
+        log.warning("the run's janitor is slow to start; see %s", log_file)
+    assert process.stdin is not None
+    os.set_blocking(process.stdin.fileno(), False)
+    return process
+
+
+def _run(config: RolloutConfig, lease: RunLease, runtime: AgentRuntime) -> dict[str, Any]:
+    """Return the first report: what the janitor needs to know about the run."""
+    cleanup = runtime.cleanup_spec()
+    return {
+        "run_id": config.run_id,
+        "manager_id": lease.me.id,
+        "before": lease.before,
+        "bucket": config.storage.bucket,
+        "key": lease.key,
+        "aws": {"region": config.aws.region, "endpoint_url": config.aws.endpoint_url},
+        "grace_s": config.janitor.grace_s,
+        "stop_per_s": config.runtime.stop_per_s,
+        "cleanup": None if cleanup is None else dataclasses.asdict(cleanup),
+        "in_flight_logs": [str(config.run_dir.absolute() / "steps"), f"*{SUFFIX}"],
+    }

@@ -1,0 +1,302 @@
+"""A stand-in for AWS Bedrock AgentCore Runtime, for agents on this machine.
+
+It implements the service's REST protocol: `bedrock-agentcore` and `bedrock-agentcore-control` clients need only a
+different `endpoint_url`. Each session is a fresh process of the user's app, which gets what AWS gives a container:
+PORT, the session's header, pings, SIGTERM. `sessions` runs the sessions and `control_plane` creates the runtimes. One
+runtime exists from the start; others are created from `images`.
+
+It does not verify signatures (it only requires one), isolate sessions from the machine, or support qualifiers.
+
+    python -m rollout_backend.local.stand_in < settings.json
+
+`GET /_local/sessions` lists the sessions. After `PUT /_local/outage` with {"code": "ThrottlingException"} every call
+of the data plane fails with that error until {"code": null}; with "after": true an invoke is executed first. AWS has
+no such calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvicorn
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rollout_backend.dispatch.token_bucket import TokenBucket
+from rollout_backend.local.control_plane import ControlPlane, RuntimeRecord, check_signed
+from rollout_backend.local.sessions import (
+    COUNTERS,
+    SESSION_HEADER,
+    Limits,
+    RuntimeSession,
+    ServiceError,
+    SessionPool,
+)
+from rollout_backend.local.spawner import CommandSpawner, PreforkSpawner, Spawner
+
+ROLE = "arn:aws:iam::000000000000:role/local"
+_MAX_PAYLOAD_BYTES = 100_000_000
+_CUSTOM_HEADER = "x-amzn-bedrock-agentcore-runtime-custom-"
+_PASSED_HEADERS = ("content-type", "accept", "x-amzn-trace-id", "traceparent", "tracestate", "baggage")
+
+
+class StandInSettings(BaseModel):
+    """The stand-in's settings, read as JSON from stdin because `env` may hold secrets."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    arn: str
+    command: tuple[str, ...] = Field(min_length=1)
+    """The command of the user's app, which listens on HOST:PORT of its environment."""
+    images: dict[str, tuple[str, ...]] = {}
+    """The images that a runtime can be created from: name in ECR's form to the command that replaces the image."""
+    role: str = ROLE
+    """The only execution role."""
+    transition_s: float = Field(default=0.2, ge=0)
+    """How long a runtime is CREATING, UPDATING or DELETING. Its endpoint changes half that time later."""
+    new_runtimes_require_mmdsv2: bool = False
+    """False: a runtime must be updated once before it can be invoked, as on some AWS accounts."""
+    failing_deletions: int = Field(default=0, ge=0)
+    """How many of the first deletions end as DELETE_FAILED."""
+    cwd: Path
+    env: dict[str, str]
+    """The complete environment of a session's process, except PORT and HOST."""
+    log_dir: Path
+    host: str = "127.0.0.1"
+    port: int = Field(ge=1, le=65535)
+    preload: tuple[str, ...] | None = None
+    """With a command of the form [PYTHON, SCRIPT]: fork sessions from an interpreter that has imported the script's
+    libraries and these modules. None: run the command each time."""
+    limits: Limits = Limits()
+
+
+class Outage(BaseModel):
+    """How every call of the data plane is refused. Without a code none is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    code: str | None = None
+    after: bool = False
+    """Whether an invoke is executed before it is refused."""
+    stops: bool = True
+    """Whether stops are refused too. A quota of active sessions refuses none."""
+
+    def refuse(self, *, carried_out: bool, stop: bool = False) -> None:
+        """Raise ServiceError if the outage applies to the call."""
+        if self.code is not None and (self.stops if stop else carried_out == self.after):
+            raise ServiceError(self.code, "An outage, as requested")
+
+
+class StandIn:
+    """The two calls of the data plane, for every runtime of the control plane.
+
+    The checks run in AWS's order: signature, name, form, rate, quota. The quota is per runtime.
+    """
+
+    def __init__(self, settings: StandInSettings) -> None:
+        self._settings = settings
+        self._invokes = TokenBucket(settings.limits.invoke_per_s)
+        self._stops = TokenBucket(settings.limits.stop_per_s)
+        self._calls = TokenBucket(settings.limits.calls_per_s) if settings.limits.calls_per_s else None
+        self._outage = Outage()
+        self._pools: dict[str, SessionPool] = {}  # by the runtime's ARN
+        self._control = ControlPlane(
+            region=settings.arn.split(":")[3],
+            images=settings.images,
+            role=settings.role,
+            transition_s=settings.transition_s,
+            new_ones_require_mmdsv2=settings.new_runtimes_require_mmdsv2,
+            failing_deletions=settings.failing_deletions,
+            on_live=self._serve,
+            on_gone=self._drop,
+        )
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/runtimes/{arn:path}/invocations", self._invoke, methods=["POST"]),
+                Route("/runtimes/{arn:path}/stopruntimesession", self._stop, methods=["POST"]),
+                *self._control.routes(),
+                Route("/_local/sessions", self._sessions),
+                Route("/_local/outage", self._set_outage, methods=["PUT"]),
+            ],
+            exception_handlers={ServiceError: _service_error},
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        settings = self._settings
+        spawner = _spawner(settings, settings.command, {})
+        self._pools[settings.arn] = SessionPool(spawner, settings.limits, settings.log_dir)
+        self._control.add(settings.arn, _first_definition(settings))
+        if isinstance(spawner, PreforkSpawner):
+            spawner.warm()
+        yield
+        await self._control.close()
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+
+    def _serve(self, runtime: RuntimeRecord) -> None:
+        """Run new sessions with the version that went live."""
+        definition, limits = runtime.live_definition, self._settings.limits
+        command = self._settings.images[runtime.image]
+        spawner = _spawner(self._settings, command, definition.get("environmentVariables", {}))
+        lifetimes = definition["lifecycleConfiguration"]
+        limits = limits.model_copy(
+            update={
+                "idle_timeout_s": min(limits.idle_timeout_s, lifetimes["idleRuntimeSessionTimeout"]),
+                "max_life_s": min(limits.max_life_s, lifetimes["maxLifetime"]),
+            }
+        )
+        if runtime.arn in self._pools:
+            self._pools[runtime.arn].use(spawner, limits)
+        else:
+            self._pools[runtime.arn] = SessionPool(spawner, limits, self._settings.log_dir)
+
+    async def _drop(self, runtime: RuntimeRecord) -> None:
+        if pool := self._pools.pop(runtime.arn, None):
+            await pool.close()
+
+    @property
+    def pool(self) -> SessionPool:
+        """The session pool of the runtime that exists from the start."""
+        assert self._settings.arn in self._pools, "before the app's lifespan"
+        return self._pools[self._settings.arn]
+
+    async def _invoke(self, request: Request) -> Response:
+        pool, session_id = self._check(request, self._invokes)
+        body = await request.body()
+        if len(body) > _MAX_PAYLOAD_BYTES:
+            raise ServiceError(
+                "ValidationException", f"payload has {len(body)} bytes, more than {_MAX_PAYLOAD_BYTES}"
+            )
+        session = await pool.open(session_id)
+        passed = {name: request.headers[name] for name in _PASSED_HEADERS if name in request.headers}
+        passed |= {name: value for name, value in request.headers.items() if name.startswith(_CUSTOM_HEADER)}
+        answer = await pool.request(session, body, passed | {SESSION_HEADER: session_id})
+        kind = answer.headers.get("content-type", "application/octet-stream")
+        headers = {SESSION_HEADER: session_id, "content-type": kind}
+        if answer.content_type == "text/event-stream":
+            return StreamingResponse(_stream(pool, session, answer), headers=headers)
+        try:
+            content = await answer.read()
+        except aiohttp.ClientError as error:
+            message = f"The runtime's answer broke off ({error}). {session.tail()}"
+            raise ServiceError("RuntimeClientError", message) from None
+        finally:
+            pool.release(session)
+        self._outage.refuse(carried_out=True)
+        return Response(content, headers=headers)
+
+    async def _set_outage(self, request: Request) -> Response:
+        self._outage = Outage.model_validate_json(await request.body())
+        return JSONResponse({})
+
+    async def _stop(self, request: Request) -> Response:
+        pool, session_id = self._check(request, self._stops)
+        pool.stop(session_id)
+        return JSONResponse({}, headers={SESSION_HEADER: session_id})
+
+    async def _sessions(self, request: Request) -> Response:
+        snapshots = [pool.snapshot() for pool in self._pools.values()]
+        return JSONResponse(
+            {
+                "sessions": [session for snapshot in snapshots for session in snapshot["sessions"]],
+                "ending": sum(snapshot["ending"] for snapshot in snapshots),
+                "counters": {name: sum(snapshot["counters"][name] for snapshot in snapshots) for name in COUNTERS},
+            }
+        )
+
+    def _check(self, request: Request, rate: TokenBucket) -> tuple[SessionPool, str]:
+        """Check a request; return the session pool of its runtime, and its session id."""
+        check_signed(request)
+        arn = request.path_params["arn"]
+        runtime, pool = self._control.runtimes.get(arn), self._pools.get(arn)
+        if runtime is None or pool is None:
+            raise ServiceError("ResourceNotFoundException", f"No runtime {arn} serves")
+        if not runtime.live_definition.get("metadataConfiguration", {}).get("requireMMDSV2"):
+            raise ServiceError("ValidationException", "This runtime is not MMDSv2-enabled")
+        session_id = request.headers.get(SESSION_HEADER) or str(uuid.uuid4())
+        if not 33 <= len(session_id) <= 256:
+            raise ServiceError(
+                "ValidationException", f"runtimeSessionId has {len(session_id)} characters; it must have 33 to 256"
+            )
+        self._outage.refuse(carried_out=False, stop=rate is self._stops)
+        now = time.monotonic()
+        if not (rate.try_take(now) and (self._calls is None or self._calls.try_take(now))):
+            pool.counters["throttled"] += 1
+            raise ServiceError("ThrottlingException", "Rate exceeded")
+        return pool, session_id
+
+
+async def _stream(pool: SessionPool, session: RuntimeSession, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in answer.content.iter_any():
+            yield chunk
+    finally:
+        answer.close()
+        pool.release(session)
+
+
+async def _service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    body = {"message": str(error)}
+    if error.code == "ValidationException":
+        body["reason"] = "FieldValidationFailed"
+    return JSONResponse(body, error.status, headers={"x-amzn-errortype": error.code})
+
+
+def _first_definition(settings: StandInSettings) -> dict[str, Any]:
+    """Return the definition of the runtime that exists from the start, as if created from the first image."""
+    limits, image = settings.limits, next(iter(settings.images), "none")
+    return {
+        "agentRuntimeArtifact": {"containerConfiguration": {"containerUri": image}},
+        "roleArn": settings.role,
+        "networkConfiguration": {"networkMode": "PUBLIC"},
+        "lifecycleConfiguration": {
+            "idleRuntimeSessionTimeout": int(limits.idle_timeout_s),
+            "maxLifetime": int(limits.max_life_s),
+        },
+        "metadataConfiguration": {"requireMMDSV2": True},
+    }
+
+
+def _spawner(settings: StandInSettings, command: Sequence[str], env: Mapping[str, str]) -> Spawner:
+    env = {**settings.env, **env}
+    if settings.preload is None or len(command) != 2:
+        return CommandSpawner(command, env)
+    python, script = command
+    log = settings.log_dir / "prefork.log"
+    return PreforkSpawner(python, Path(script), settings.preload, env, log)
+
+
+def main(read: Callable[[], str] = sys.stdin.read) -> None:
+    try:
+        settings = StandInSettings.model_validate_json(read())
+    except ValidationError as error:
+        sys.exit(f"the stand-in's settings are invalid: {error}")
+    settings.log_dir.mkdir(parents=True, exist_ok=True)
+    os.chdir(settings.cwd)  # sessions inherit it
+    uvicorn.run(
+        StandIn(settings).app(),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        timeout_graceful_shutdown=1,  # then invokes that wait for a container are cut, and the sessions end
+    )
+
+
+if __name__ == "__main__":
+    main()

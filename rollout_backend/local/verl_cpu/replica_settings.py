@@ -1,0 +1,82 @@
+"""How the CPU's SGLang servers run: verl's rollout settings where verl has them, these settings for the rest.
+
+They are read from `actor_rollout_ref.rollout.engine_kwargs.sglang_cpu`; verl keeps engine-specific settings there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollout_backend.config import ModelConfig, ServingConfig
+from rollout_backend.errors import ConfigError
+from rollout_backend.local.verl_cpu.environment import ROLLOUT_NAME
+
+_WHERE = f"actor_rollout_ref.rollout.engine_kwargs.{ROLLOUT_NAME}"
+
+
+def memory_folder() -> Path:
+    """Return the folder for files that are read once and deleted."""
+    shared_memory = Path("/dev/shm")  # noqa: S108
+    return shared_memory if os.access(shared_memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class ServerSettings(BaseModel):
+    """`engine_kwargs.sglang_cpu`; every setting has a default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    threads: int = Field(default=1, ge=1)
+    """Threads of a server. One is fastest for a small model, whose attention consists of many tiny operations: waking
+    a second thread for each costs more than it saves."""
+    max_running_requests: int = Field(default=64, ge=1)
+    """Concurrent requests of a server; further requests wait in it."""
+    python: Path | None = None
+    """Interpreter of SGLang's environment. Default: the one that `rollout engine install` created."""
+    log_dir: Path = Path("runs/sglang_cpu")
+    """Folder of the servers' logs."""
+    weights_dir: Path = Field(default_factory=memory_folder)
+    """Folder of the weights between trainer and server: in memory, if the machine allows it."""
+    startup_timeout_s: float = Field(default=300.0, gt=0)
+    """From a server's start until it answers."""
+
+    @classmethod
+    def of(cls, rollout: Any) -> Self:
+        """Read the settings from verl's `RolloutConfig`.
+
+        Raises:
+            ConfigError: a setting is invalid; the message names its key.
+        """
+        given: Mapping[str, Any] = (rollout.engine_kwargs or {}).get(ROLLOUT_NAME) or {}
+        try:
+            return cls.model_validate({str(key): value for key, value in given.items()})
+        except ValidationError as error:
+            raise ConfigError(
+                "\n".join(f"{_WHERE}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            ) from None
+
+    def serving(self, dtype: str, skip_tokenizer_init: bool = True) -> ServingConfig:
+        """Return the serving settings. By default the server has no tokenizer, like verl's own servers."""
+        return ServingConfig.model_validate(
+            {
+                "device": "cpu",
+                "dtype": dtype,
+                "threads": self.threads,
+                "max_running_requests": self.max_running_requests,
+                "python": self.python,
+                "startup_timeout_s": self.startup_timeout_s,
+                "extra_args": ("--skip-tokenizer-init",) if skip_tokenizer_init else (),
+            }
+        )
+
+
+def model_of(rollout: Any, model: Any) -> ModelConfig:
+    """Return the model of verl's `RolloutConfig` and `HFModelConfig`."""
+    length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    # SGLang needs room for one token beyond prompt and response.
+    return ModelConfig(path=Path(model.path).absolute(), context_length=max(length + 1, 16))

@@ -1,0 +1,308 @@
+"""The relay's server: agents call it like the gateway, and it forwards their calls to the dialer.
+
+    /v1/..., /s/SHARD/v1/...   agents; the answer is the gateway's
+    /relay                     the dialer's WebSocket
+    /health                    whether the process is alive, and which dialer is connected
+
+Session keys are forwarded unchecked: the relay has no secret that could verify them.
+
+At most one dialer is connected. Another one with the right key replaces it, because it belongs to a restarted
+trainer. The replaced dialer is refused from then on; otherwise the two would replace each other endlessly.
+
+The relay's own error answers have a body that the OpenAI and Anthropic SDKs parse:
+
+    404  the path is not allowed                  429  too many calls in flight
+    413  the body is too large                    503  no dialer connected in time, or another one took over
+    431  headers too large or unprintable         504  the dialer did not reconnect, or the call took too long
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator
+from functools import partial
+
+from aiohttp import WSCloseCode, web
+from multidict import CIMultiDict
+
+from rollout_backend.relay import handshake
+from rollout_backend.relay.channel import Channel, chunks
+from rollout_backend.relay.errors import error_body, error_headers
+from rollout_backend.relay.exchange import CLOSE_TIMEOUT_S, CallLost, Close, Exchange, Link, LinkClosed
+from rollout_backend.relay.frames import (
+    MAX_FRAME,
+    VERSION,
+    Cancel,
+    Challenge,
+    Chunk,
+    End,
+    FrameError,
+    Head,
+    Headers,
+    Hello,
+    Open,
+    Welcome,
+    encode,
+)
+from rollout_backend.relay.relay_settings import RelaySettings
+from rollout_backend.relay.routes import METHODS, passed, route
+
+log = logging.getLogger(__name__)
+
+_HANDSHAKES = 32  # limit of concurrent handshakes
+_REMEMBERED = 64  # limit of replaced dialers
+_BACKLOG = 64 * 2**20  # bytes queued for the dialer; above it new calls get 429
+_KEEPALIVE_S = 4200.0  # longer than any load balancer's, so that none uses a closing connection
+_SHUTDOWN_S = 5.0
+
+
+class _DialerRefused(Exception):
+    """The dialer is not admitted."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class Relay(Exchange):
+    """The server's state: the calls in flight, and the dialer."""
+
+    def __init__(self, settings: RelaySettings) -> None:
+        super().__init__(settings.reconnect_s)
+        self._settings = settings
+        self._id = handshake.new_id()
+        self._numbers = itertools.count(1)
+        self._in_flight = 0
+        self._handshakes = 0
+        self._dialer = ""  # the id of the dialer whose calls are in flight, connected or not
+        self._current: Link | None = None
+        self._replaced: deque[str] = deque(maxlen=_REMEMBERED)
+        self.app = web.Application(handler_args={"auto_decompress": False})  # bodies are forwarded unchanged
+        self.app.router.add_get("/health", self.health)
+        self.app.router.add_get("/relay", self.dialer)
+        self.app.router.add_route("*", "/{path:.*}", self.call)
+        self.app.on_shutdown.append(self._shut_down)
+
+    async def health(self, _: web.Request) -> web.StreamResponse:
+        dialer = self._dialer if self.linked.is_set() else None
+        return web.json_response({"status": "ok", "dialer": dialer, "calls": self._in_flight})
+
+    # --- the dialer ---------------------------------------------------------------------------------------
+
+    async def dialer(self, request: web.Request) -> web.StreamResponse:
+        if self._handshakes >= _HANDSHAKES:
+            return _error(503, "too many concurrent handshakes")
+        socket = web.WebSocketResponse(
+            heartbeat=self._settings.heartbeat_s, max_msg_size=MAX_FRAME, compress=False, timeout=CLOSE_TIMEOUT_S
+        )
+        link = Link(socket)
+        self._handshakes += 1
+        try:
+            await socket.prepare(request)
+            dialer_id = await self._admit(link)
+        except _DialerRefused as why:
+            log.warning("a dialer was refused: %s", why)
+            await link.close(why.code, str(why))
+            return socket
+        finally:
+            self._handshakes -= 1
+        await self._serve(link, dialer_id)
+        return socket
+
+    async def _admit(self, link: Link) -> str:
+        """Perform the handshake and return the dialer's id. Raise _DialerRefused."""
+        challenge = Challenge(VERSION, self._id, handshake.new_nonce())
+        key = self._settings.key.get_secret_value()
+        try:
+            async with asyncio.timeout(handshake.TIMEOUT_S):
+                await link.send_now(challenge)
+                hello = await link.receive()
+                if not isinstance(hello, Hello):
+                    raise FrameError(f"a {type(hello).__name__} instead of a Hello")
+                if hello.version != VERSION:
+                    raise _DialerRefused(Close.WRONG_VERSION, f"this relay speaks version {VERSION}")
+                if not handshake.is_dialer(key, challenge, hello):
+                    raise _DialerRefused(Close.WRONG_KEY, "wrong key")
+                if hello.dialer_id in self._replaced:
+                    raise _DialerRefused(Close.REPLACED, "another dialer has taken over")
+                await link.send_now(Welcome(handshake.relay_proof(key, challenge, hello)))
+        except FrameError as error:
+            raise _DialerRefused(Close.BROKEN_FRAME, str(error)) from None
+        except (LinkClosed, TimeoutError):
+            raise _DialerRefused(WSCloseCode.POLICY_VIOLATION, "no handshake") from None
+        return hello.dialer_id
+
+    async def _serve(self, link: Link, dialer_id: str) -> None:
+        if dialer_id != self._dialer:
+            if self._dialer:
+                log.warning("another dialer has taken over; the calls of the first one end")
+                self._replaced.append(self._dialer)
+            self.lose(CallLost(503, "another training side has taken over this relay"))
+            self._dialer = dialer_id
+            why: int = Close.REPLACED
+        else:
+            why = WSCloseCode.GOING_AWAY
+        old, self._current = self._current, link
+        closing = asyncio.create_task(old.close(why, "a newer connection")) if old is not None else None
+        log.info("a dialer is connected")
+        try:
+            await self.serve(link)
+        except LinkClosed as closed:
+            log.info("the dialer's connection ended (code %s)", closed.code)
+        except FrameError as error:
+            log.error("the dialer does not speak the protocol: %s", error)  # noqa: TRY400  # the message suffices
+            await link.close(Close.BROKEN_FRAME, str(error))
+        finally:
+            if self._current is link:
+                self._current = None
+            if closing is not None:
+                await asyncio.gather(closing, return_exceptions=True)
+
+    def unknown_there(self, channel: Channel) -> None:
+        if channel.untouched:  # the other side has not received it yet
+            channel.resume(0)
+        else:
+            self.channels.pop(channel.call, None)
+            channel.fail(CallLost(502, "the training side no longer knows this call"))
+
+    # --- the agents ---------------------------------------------------------------------------------------
+
+    async def call(self, request: web.Request) -> web.StreamResponse:
+        settings = self._settings
+        if route(request.raw_path) is None or request.method not in METHODS:
+            return _error(404, "the relay forwards only calls of /v1/")
+        try:
+            headers = passed(request.headers.items())
+        except ValueError as error:
+            return _error(431, str(error))
+        if (request.content_length or 0) > settings.max_body_bytes:
+            return _error(413, f"the body is larger than {settings.max_body_bytes} bytes")
+        if self._in_flight >= settings.max_calls:
+            return _error(429, f"{settings.max_calls} calls are in flight")
+        if self._link is not None and self._link.backlog > _BACKLOG:
+            return _error(429, "the connection to the training side is congested")
+        self._in_flight += 1
+        answer: list[web.StreamResponse] = []
+        try:
+            async with asyncio.timeout(settings.call_s), self._dialed(request) as channel:
+                await channel.send(partial(_open, request, headers))
+                async with _pumping(request, channel, settings.max_body_bytes):
+                    return await _answer(request, channel, answer)
+        except CallLost as lost:
+            failed = lost
+        except TimeoutError:
+            failed = CallLost(504, f"the call took longer than {settings.call_s:g} s")
+        except ConnectionError:  # the agent disconnected during the answer
+            return answer[0]
+        finally:
+            self._in_flight -= 1
+        if not answer:
+            return _error(failed.status, str(failed))
+        log.warning("an answer was cut off: %s", failed)
+        if request.transport is not None:  # without the end of a complete answer
+            request.transport.abort() if failed.status == 504 else request.transport.close()
+        return answer[0]
+
+    @contextlib.asynccontextmanager
+    async def _dialed(self, request: web.Request) -> AsyncIterator[Channel]:
+        """Open a call once a dialer is connected, and cancel it on exit if it is not complete."""
+        try:
+            async with asyncio.timeout(self._settings.wait_s):
+                await self.linked.wait()
+        except TimeoutError:
+            raise CallLost(503, "no training side is connected to this relay") from None
+        channel = Channel(next(self._numbers), self.send)
+        self.channels[channel.call] = channel
+        complete = False
+        try:
+            yield channel
+            complete = True
+        finally:
+            if self.channels.pop(channel.call, None) is not None and not complete:
+                self.send(encode(Cancel(channel.call)))
+
+    async def _shut_down(self, _: web.Application) -> None:
+        self.lose(CallLost(503, "the relay is stopping"))
+        if self._current is not None:
+            await self._current.close(WSCloseCode.GOING_AWAY, "the relay is stopping")
+
+
+def _open(request: web.Request, headers: Headers, call: int, seq: int) -> Open:
+    return Open(call, seq, request.method, request.raw_path, headers, request.body_exists)
+
+
+async def _answer(request: web.Request, channel: Channel, started: list[web.StreamResponse]) -> web.StreamResponse:
+    """Stream the answer to the agent. `started` gets the answer once its first byte was sent.
+
+    Raises:
+        CallLost: the answer is missing or incomplete.
+        ConnectionError: the agent disconnected.
+    """
+    head = await channel.receive()
+    if not isinstance(head, Head):
+        raise CallLost(502, "the training side gave up the call")
+    answer = web.StreamResponse(status=head.status, headers=CIMultiDict(head.headers))
+    started.append(answer)
+    await answer.prepare(request)
+    channel.consumed()
+    while isinstance(frame := await channel.receive(), Chunk):
+        await answer.write(frame.data)  # waits for a slow agent
+        channel.consumed()
+    if not isinstance(frame, End):
+        raise CallLost(502, "the gateway's answer is incomplete")
+    await answer.write_eof()
+    channel.consumed(now=True)
+    return answer
+
+
+@contextlib.asynccontextmanager
+async def _pumping(request: web.Request, channel: Channel, cap: int) -> AsyncIterator[None]:
+    """Send the request's body in the background."""
+    task = asyncio.create_task(_pump(request, channel, cap)) if request.body_exists else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _pump(request: web.Request, channel: Channel, cap: int) -> None:
+    size = 0
+    try:
+        async for read in request.content.iter_any():
+            size += len(read)
+            if size > cap:
+                raise CallLost(413, f"the body is larger than {cap} bytes")
+            for data in chunks(read):
+                await channel.send(lambda call, seq, data=data: Chunk(call, seq, data))  # type: ignore[misc]
+        await channel.send(End)
+    except CallLost as lost:
+        channel.fail(lost)
+    except (web.RequestPayloadError, ConnectionError) as error:
+        channel.fail(CallLost(400, f"the body cannot be read: {error}"))
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.Response(status=status, body=error_body(status, message), headers=error_headers(status))
+
+
+def run(settings: RelaySettings, tls: ssl.SSLContext | None = None) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    web.run_app(
+        Relay(settings).app,
+        host=settings.host,
+        port=settings.port,
+        ssl_context=tls,
+        access_log=None,
+        backlog=4096,
+        handler_cancellation=True,  # an agent that disconnects ends its call
+        keepalive_timeout=_KEEPALIVE_S,
+        shutdown_timeout=_SHUTDOWN_S,
+        print=None,
+    )

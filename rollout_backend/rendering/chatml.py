@@ -1,0 +1,222 @@
+"""Render ChatML with Hermes-style tools: SmolLM2, Qwen2 and its derivatives, and the byte model of the tests.
+
+Invariants:
+
+- Without tools, the rendering equals the model's own chat template token for token, with its default system message.
+- `bridge_to_next_turn` keeps every sampled token and only appends.
+- Names of special tokens in a message's content are text: no content can end or forge a turn.
+- A tool call that cannot be parsed stays in the reply's content, so the agent sees what the model wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from renderers import (
+    BaseRendererConfig,
+    ParsedResponse,
+    ParsedToolCall,
+    RenderedTokens,
+    ToolCallParseStatus,
+    extract_message_tool_names,
+    reject_assistant_in_extension,
+    trim_to_turn_close,
+)
+
+Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
+
+_START, _END = "<|im_start|>", "<|im_end|>"
+_TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\n"
+    "For each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
+)
+# A block that never closes runs to the end of the reply.
+_CALL = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|(?P<unclosed>\Z))", re.DOTALL)
+
+
+class ChatMLConfig(BaseRendererConfig):  # type: ignore[misc]  # the package carries no types
+    name: Literal["chatml"] = "chatml"
+
+
+class ChatMLRenderer:
+    """Implements the `renderers.Renderer` protocol for ChatML."""
+
+    config_class = ChatMLConfig
+    is_prefix_stable = True
+
+    def __init__(self, tokenizer: Any, config: ChatMLConfig | None = None) -> None:
+        self.config = config or ChatMLConfig()
+        self._tokenizer = tokenizer
+        self._start = self._special(_START)
+        self._end = self._special(_END)
+        self._default_system = _default_system(tokenizer)
+
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, add_generation_prompt: bool = False
+    ) -> RenderedTokens:
+        if not messages:
+            raise ValueError("no messages to render")
+        ids: list[int] = []
+        indices: list[int] = []
+        first = messages[0] if messages[0]["role"] == "system" else None
+        system = _text(first) if first is not None else self._default_system
+        if tools:
+            listed = _TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+            system = f"{system}\n\n{listed}" if system is not None else listed
+        if system is not None:
+            ids += self._turn("system", system)
+            indices += [-1 if first is None else 0] * len(ids)
+        skip = 0 if first is None else 1
+        for index, turn in self._turns(messages[skip:]):
+            ids += turn
+            indices += [index + skip] * len(turn)
+        if add_generation_prompt:
+            prompt = self._generation_prompt()
+            ids += prompt
+            indices += [-1] * len(prompt)
+        return _rendered(ids, indices, messages)
+
+    def render_ids(
+        self, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        ids: list[int] = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt).token_ids
+        return ids
+
+    def parse_response(
+        self, token_ids: Sequence[int], *, tools: Sequence[Tool] | None = None, prompt_ids: list[int] | None = None
+    ) -> ParsedResponse:
+        """Parse a reply. Tool calls are read from its text: some vocabularies have no token for `<tool_call>`."""
+        ids = list(token_ids)
+        if self._end in ids:
+            ids = ids[: ids.index(self._end)]
+        text = self._decode(ids)
+        calls: list[ParsedToolCall] = []
+
+        def read(match: re.Match[str]) -> str:
+            calls.append(_parse_call(match["body"], match["unclosed"] is not None))
+            return "" if calls[-1].status == ToolCallParseStatus.OK else match[0]
+
+        content = _CALL.sub(read, text)
+        if calls:  # strip what surrounded them, but not text before the first call: a stream has sent it already
+            content = content.rstrip() if text.partition("<tool_call>")[0].strip() else content.strip()
+        return ParsedResponse(content=content, tool_calls=calls)
+
+    def get_stop_token_ids(self) -> list[int]:
+        return [self._end]
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+    ) -> RenderedTokens | None:
+        if not previous_prompt_ids or not new_messages or reject_assistant_in_extension(list(new_messages)):
+            return None
+        # A turn cut at its token limit has no end token: add one, which the model did not sample.
+        ids = trim_to_turn_close(
+            previous_prompt_ids, previous_completion_ids, {self._end}, synthesize_close=self._end
+        ) + self._encode("\n")
+        indices = [-1] * len(ids)
+        for index, turn in self._turns(new_messages):
+            ids += turn
+            indices += [index] * len(turn)
+        prompt = self._generation_prompt()
+        return _rendered(ids + prompt, indices + [-1] * len(prompt), new_messages)
+
+    def _turns(self, messages: Sequence[Message]) -> Iterator[tuple[int, list[int]]]:
+        """Yield each turn with the index of its last message. Consecutive tool results are one user turn."""
+        results: list[str] = []
+        for index, message in enumerate(messages):
+            if message["role"] == "tool":
+                results.append(f"<tool_response>\n{_text(message)}\n</tool_response>")
+                if index + 1 < len(messages) and messages[index + 1]["role"] == "tool":
+                    continue
+                yield index, self._turn("user", "\n".join(results))
+                results = []
+            elif message["role"] == "assistant":
+                yield index, self._turn("assistant", _assistant_text(message))
+            else:
+                yield index, self._turn(message["role"], _text(message))
+
+    def _turn(self, role: str, text: str) -> list[int]:
+        return [self._start, *self._encode(f"{role}\n{text}"), self._end, *self._encode("\n")]
+
+    def _generation_prompt(self) -> list[int]:
+        return [self._start, *self._encode("assistant\n")]
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def _special(self, token: str) -> int:
+        found = self._tokenizer.convert_tokens_to_ids(token)
+        if found is None or self._tokenizer.convert_ids_to_tokens(found) != token:
+            raise ValueError(f"the tokenizer has no token {token}: this is not a ChatML model")
+        return int(found)
+
+
+def _default_system(tokenizer: Any) -> str | None:
+    """Return the system message that the model's template adds to a conversation without one."""
+    if not tokenizer.chat_template:
+        return None
+    probe = tokenizer.apply_chat_template([{"role": "user", "content": "."}], tokenize=False)
+    match = re.match(rf"{re.escape(_START)}system\n(.*?){re.escape(_END)}", probe, re.DOTALL)
+    return match[1] if match else None
+
+
+def _text(message: Message) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _assistant_text(message: Message) -> str:
+    pieces = [_text(message)] if message.get("content") else []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        name = json.dumps(function["name"], ensure_ascii=False)
+        pieces.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
+    return "\n".join(pieces)
+
+
+def _parse_call(body: str, unclosed: bool) -> ParsedToolCall:
+    raw = body.strip()
+    try:
+        call = json.loads(raw)
+    except (ValueError, RecursionError):
+        status = ToolCallParseStatus.UNCLOSED_BLOCK if unclosed else ToolCallParseStatus.INVALID_JSON
+        return ParsedToolCall(raw=raw, status=status)
+    if not isinstance(call, dict):
+        return ParsedToolCall(raw=raw, status=ToolCallParseStatus.MALFORMED_STRUCTURE)
+    name = call.get("name")
+    arguments = call.get("arguments", {})
+    if not isinstance(name, str) or not name:
+        return ParsedToolCall(raw=raw, arguments=arguments, status=ToolCallParseStatus.MISSING_NAME)
+    if not isinstance(arguments, dict):
+        return ParsedToolCall(raw=raw, name=name, status=ToolCallParseStatus.MALFORMED_STRUCTURE)
+    return ParsedToolCall(raw=raw, name=name, arguments=arguments)
+
+
+def _rendered(ids: list[int], indices: list[int], messages: Sequence[Message]) -> RenderedTokens:
+    # No masks: the trajectory knows which tokens were sampled.
+    return RenderedTokens(
+        token_ids=ids,
+        message_indices=indices,
+        message_roles=[message["role"] for message in messages],
+        message_tool_names=extract_message_tool_names(list(messages)),
+    )

@@ -1,0 +1,263 @@
+"""Wrap any renderer, so that messages stay text and every sampled turn becomes a well-formed reply.
+
+Invariants, independent of the model's template and its parser:
+
+- No message and no tool description creates a control token. Templates print both verbatim, and tokenizers read the
+  name of a control token as the token: a tool result that contains `<|im_end|>` could end its turn and forge the next
+  one. This wrapper encodes such a name as text.
+- A tool call is complete or malformed. A complete one has a text as its name and a JSON object as its arguments.
+- No sampled text is dropped. Parsers omit what they cannot classify, such as an opened call without a name, and an
+  agent would read the rest, often nothing, as the final answer. Such a reply keeps its text and counts as malformed.
+- A bridge only appends: a result that does not start with all earlier tokens is discarded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
+from tokenizers import pre_tokenizers
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
+
+# A Unicode noncharacter, which no text contains. Inserted into a name, it hides the name from the search for added
+# tokens; the tokenizer then splits the text there and drops the mark.
+_MARK = "\ufdd0"
+# Not every vocabulary declares its turn tokens special: DeepSeek's `User` is a plain added token.
+_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>")
+# Markup of reasoning and tools. Prompts may contain it on purpose; tool results may not.
+_FRAME = re.compile(r"</?(?:think|tools?|tool_\w+|arg_\w+|observation)>")
+# The start of a tool call, in any format.
+_CALL = re.compile(
+    "|".join(
+        [
+            r"<(?:\w+:)?tool_?calls?>",
+            r"<\|tool_calls?",
+            r"<\uff5ctool\u2581calls?\u2581begin",
+            r"<\|python_tag\|>",
+            r" to=functions\.",
+            r'\A\s*\{\s*"name"',
+        ]
+    ),
+    re.IGNORECASE,
+)
+# gpt-oss: the reasoning, which the prompt starts, and the header of the messages after it.
+_ANALYSIS = re.compile(
+    r"(?:\A|<\|channel\|>analysis<\|message\|>).*?(?=<\|(?:end|call|start|return)\|>|\Z)", re.DOTALL
+)
+_HEADER = re.compile(r"<\|start\|>assistant(?:<\|channel\|>\w+)?<\|message\|>")
+_USABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class GuardedRenderer:
+    """Implements the `renderers.Renderer` protocol with another renderer, `inner`.
+
+    `stop_token_ids` are all tokens that end a reply, including those unknown to `inner`. `encodes_text` says that
+    `inner` never reads content as control tokens, so content is passed unchanged.
+    """
+
+    def __init__(
+        self, inner: Any, tokenizer: Any, stop_token_ids: Iterable[int] = (), *, encodes_text: bool = False
+    ) -> None:
+        self.inner = inner
+        self._tokenizer = tokenizer
+        known = set(inner.get_stop_token_ids())
+        self._stops = known | set(stop_token_ids)
+        self._unknown_stops = self._stops - known
+        added = tokenizer.added_tokens_decoder.values()
+        self._is_harmony = any(token.content == "<|channel|>" for token in added)
+        control = [token.content for token in added if token.special or _CONTROL.fullmatch(token.content)]
+        self._control = _any_of(control)
+        self._control_or_frame = _any_of(
+            [*control, *(token.content for token in added if _FRAME.fullmatch(token.content))]
+        )
+        self._marks = not encodes_text
+        if self._marks:
+            _drop_marks(tokenizer)
+
+    @property
+    def is_prefix_stable(self) -> bool:
+        return bool(self.inner.is_prefix_stable)
+
+    def render(
+        self, messages: Sequence[Message], *, tools: Tools = None, add_generation_prompt: bool = False
+    ) -> RenderedTokens:
+        return self.inner.render(
+            self._marked(messages), tools=self._marked_tools(tools), add_generation_prompt=add_generation_prompt
+        )
+
+    def render_ids(
+        self, messages: Sequence[Message], *, tools: Tools = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        return list(
+            self.inner.render_ids(
+                self._marked(messages), tools=self._marked_tools(tools), add_generation_prompt=add_generation_prompt
+            )
+        )
+
+    def render_places(self, messages: Sequence[Message], *, tools: Tools = None) -> list[int]:
+        """Return the prompt for the next reply, with one token for each image."""
+        rendered = self.inner.render(
+            self._marked(messages),
+            tools=self._marked_tools(tools),
+            add_generation_prompt=True,
+            process_multimodal=False,
+        )
+        return list(rendered.token_ids)
+
+    def parse_response(
+        self, token_ids: Sequence[int], *, tools: Tools = None, prompt_ids: list[int] | None = None
+    ) -> ParsedResponse:
+        parsed = self.parse_beginning(token_ids, tools=tools, prompt_ids=prompt_ids)
+        if any(call.status in _USABLE for call in parsed.tool_calls) or parsed.reasoning_complete is False:
+            return parsed
+        return self._kept(parsed, list(token_ids), bool(tools))
+
+    def parse_beginning(
+        self, token_ids: Sequence[int], *, tools: Tools = None, prompt_ids: list[int] | None = None
+    ) -> ParsedResponse:
+        """Parse an incomplete reply: unlike `parse_response`, keep nothing that may still become a tool call."""
+        ids = list(token_ids)
+        if ids and ids[-1] in self._unknown_stops:
+            ids.pop()  # or the content would end with its name
+        parsed = self.inner.parse_response(ids, tools=tools, prompt_ids=prompt_ids)
+        return replace(parsed, tool_calls=[_checked(call) for call in parsed.tool_calls])
+
+    def get_stop_token_ids(self) -> list[int]:
+        return list(self.inner.get_stop_token_ids())
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        places: bool = False,
+    ) -> RenderedTokens | None:
+        """Extend a conversation. With `places`, each image is one token in all arguments and in the result."""
+        extended = self.inner.bridge_to_next_turn(
+            previous_prompt_ids,
+            previous_completion_ids,
+            self._marked(new_messages),
+            tools=self._marked_tools(tools),
+            **({"process_multimodal": False} if places else {}),
+        )
+        before = [*previous_prompt_ids, *previous_completion_ids]
+        return extended if extended is not None and extended.token_ids[: len(before)] == before else None
+
+    def _kept(self, parsed: ParsedResponse, ids: list[int], tools: bool) -> ParsedResponse:
+        """Return a reply without a usable call; with its whole text if the parser dropped a part of it."""
+        said = ids[:-1] if ids and ids[-1] in self._stops else ids
+        text = self._tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._after_reasoning(text, parsed.reasoning_content)
+        if parsed.tool_calls:  # parsers drop text after a malformed call
+            read = parsed.content + "".join(call.raw for call in parsed.tool_calls)
+            dropped = tools and len(_letters(self._visible(text))) > len(_letters(self._visible(read)))
+            return replace(parsed, content=text.strip()) if dropped else parsed
+        begins_call = tools and _CALL.search(text)
+        if not begins_call and (parsed.content.strip() or not self._visible(text)):
+            return parsed
+        text = text.strip()
+        calls = [ParsedToolCall(raw=text, status=ToolCallParseStatus.MALFORMED_STRUCTURE)] if begins_call else []
+        return replace(parsed, content=text, tool_calls=calls)
+
+    def _after_reasoning(self, text: str, reasoning: str | None) -> str:
+        if self._is_harmony:
+            return _ANALYSIS.sub("", text)
+        if reasoning is None:
+            return text
+        _, closed, after = text.partition("</think>")
+        if closed:
+            return after
+        return text.partition(reasoning)[2] if reasoning else text
+
+    def _visible(self, text: str) -> str:
+        text = _HEADER.sub("", text) if self._is_harmony else text
+        return self._control_or_frame.sub("", text).strip()
+
+    def _marked_tools(self, tools: Tools) -> Any:
+        return _mark(tools, self._control) if tools and self._marks else tools
+
+    def _marked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return [self._marked_message(message) for message in messages]
+
+    def _marked_message(self, message: Message) -> dict[str, Any]:
+        names = self._control_or_frame if message["role"] == "tool" else self._control
+        if not self._marks:
+            return dict(message)
+        calls = [_unescaped(call) for call in message.get("tool_calls") or ()]
+        plain = {**message, "tool_calls": calls} if calls else message
+        return {key: value if key == "role" else _mark(value, names) for key, value in plain.items()}
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Match any of the names, the longest first. Grouped by prefix, because a vocabulary may have thousands."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted((name for name in names if len(name) > 1), key=len, reverse=True):
+        groups.setdefault(name[:2], []).append(re.escape(name[2:]))
+    patterns = (f"{re.escape(begin)}(?:{'|'.join(ends)})" for begin, ends in groups.items())
+    return re.compile("|".join(patterns) or r"(?!)")
+
+
+def _mark(value: Any, names: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        return names.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", value)
+    if isinstance(value, Mapping):
+        return {key: _mark(item, names) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mark(item, names) for item in value]
+    return value
+
+
+def _unescaped(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Remove JSON escapes from the arguments, which could hide a name: some templates print the parsed values."""
+    arguments = call["function"]["arguments"]
+    if not isinstance(arguments, str) or "\\u" not in arguments:
+        return call
+    try:
+        plain = json.dumps(json.loads(arguments), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return call  # not JSON: a template can print only this text
+    if _SURROGATE.search(plain):
+        plain = json.dumps(json.loads(arguments))
+    return {**call, "function": {**call["function"], "arguments": plain}}
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split())
+
+
+def _drop_marks(tokenizer: Any) -> None:
+    """Make the tokenizer drop marks right after its search for added tokens.
+
+    A tokenizer written in Python cannot; there, a marked name keeps its mark.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return
+    drop, then = pre_tokenizers.Split(_MARK, "removed"), backend.pre_tokenizer
+    backend.pre_tokenizer = drop if then is None else pre_tokenizers.Sequence([drop, then])
+
+
+def _checked(call: ParsedToolCall) -> ParsedToolCall:
+    if call.status not in _USABLE:
+        return call
+    if not isinstance(call.name, str) or not call.name or _SURROGATE.search(call.name):
+        return replace(call, name=None, status=ToolCallParseStatus.MISSING_NAME)
+    try:
+        arguments = call.arguments if call.arguments is not None else {}
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return replace(call, status=ToolCallParseStatus.INVALID_JSON)
+    if not isinstance(arguments, dict):
+        return replace(call, status=ToolCallParseStatus.MALFORMED_STRUCTURE)
+    # A lone surrogate is valid in JSON only as an escape, and cannot be encoded as UTF-8.
+    return replace(call, arguments=json.dumps(arguments) if _SURROGATE.search(text) else arguments)

@@ -1,0 +1,101 @@
+"""Compute how many tokens each image takes in a prompt, and where. Pure.
+
+Invariants:
+
+- The renderer only places images, one token each, and never gets an image: it would open paths and URLs.
+- An image takes as many tokens in the prompt as the engine makes of it, by the rule of the model's image processor.
+  Engine and trainer process the pixels; nothing is resized here.
+- In a conversation with images, the model samples none of these tokens: an engine refuses a prompt that has one
+  without an image, and a model cannot be trained on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout_backend.core.images import Image, Placed
+
+_RENDERERS = frozenset({"qwen3-vl"})  # those that represent an image by one repeated token
+_PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"})
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The image processing of one model.
+
+    `pad_id` is the token of one piece of an image. The `unsayable` tokens are valid only within an image or a video.
+    """
+
+    pad_id: int
+    unsayable: tuple[int, ...]
+    processor: Any
+
+    def tokens(self, image: Image) -> int:
+        """Return how many tokens the image takes.
+
+        Raises:
+            ValueError: the model does not accept an image of this shape.
+        """
+        patches = self.processor.get_number_of_image_patches(image.height, image.width, {})  # None fails in 5.10
+        return int(patches // self.processor.merge_size**2)
+
+    def expanded(
+        self, ids: Sequence[int], images: Sequence[Image], start: int = 0
+    ) -> tuple[list[int], tuple[Placed, ...]]:
+        """Return the ids with each image token repeated to its image's length.
+
+        `start` is the number of tokens that precede these ids in the prompt.
+
+        Raises:
+            ValueError: the number of image tokens differs from the number of images.
+        """
+        if ids.count(self.pad_id) != len(images):
+            raise ValueError(f"the model's format has {ids.count(self.pad_id)} places for {len(images)} images")
+        expanded: list[int] = []
+        placed = []
+        remaining = iter(images)
+        for token in ids:
+            n = 1
+            if token == self.pad_id:
+                image = next(remaining)
+                n = self.tokens(image)
+                at = start + len(expanded)
+                placed.append(Placed(at, at + n, image))
+            expanded += [token] * n
+        return expanded, tuple(placed)
+
+
+def collapsed(ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
+    """Return the ids with one token for each image, which is the form that engines take."""
+    found: list[int] = []
+    at = 0
+    for place in placed:
+        found += ids[at : place.start + 1]
+        at = place.end
+    return [*found, *ids[at:]]
+
+
+def prepares_images(path: Path) -> bool:
+    """Return whether the model in `path` has a supported image processor."""
+    for file in (path / "processor_config.json", path / "preprocessor_config.json"):
+        if file.is_file():
+            found = json.loads(file.read_text())
+            kind = found.get("image_processor", found).get("image_processor_type")
+            if kind is not None:
+                return kind in _PROCESSORS
+    return False
+
+
+def load_vision(path: Path, renderer: str, tokenizer: Any) -> Vision | None:
+    """Return the image processing of the model in `path`; None if the model or its renderer takes no images."""
+    if renderer not in _RENDERERS or not prepares_images(path):
+        return None
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # late: is slow
+
+    processor = Qwen2VLImageProcessorPil.from_pretrained(str(path), local_files_only=True)
+    pads = tuple(tokenizer.convert_tokens_to_ids(name) for name in ("<|image_pad|>", "<|video_pad|>"))
+    return Vision(pads[0], pads, processor)

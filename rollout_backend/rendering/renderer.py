@@ -1,0 +1,246 @@
+"""Load the model's tokenizer, and the renderer that turns messages into tokens and tokens into messages.
+
+Invariants:
+
+- Everything is read from the model's folder; nothing is downloaded.
+- Code in the folder runs only with `model.trust_remote_code`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import renderers
+from pydantic import ValidationError
+from renderers.base import MODEL_RENDERER_MAP
+from renderers.configs import _CONFIG_BY_NAME, CustomRendererConfig
+from transformers import AutoTokenizer
+
+from rollout_backend.config import ModelConfig
+from rollout_backend.errors import ConfigError
+from rollout_backend.rendering.chatml import ChatMLConfig, ChatMLRenderer
+from rollout_backend.rendering.guarded_renderer import GuardedRenderer
+from rollout_backend.rendering.harmony import vocabulary_of
+from rollout_backend.rendering.image_positions import Vision, load_vision
+from rollout_backend.rendering.token_bytes import token_bytes
+
+logger = logging.getLogger(__name__)
+
+# Templates that print the tool's name with its result. OpenAI's tool messages carry only the call's id.
+_NEEDS_TOOL_NAMES = frozenset({"gpt-oss", "gemma4", "inkling"})
+# Renderers whose encoder never reads content as control tokens, so the guard need not prevent it.
+_ENCODES_TEXT = frozenset({"gpt-oss"})
+# Renderers that never show special tokens of a reply as text: they only delimit its parts.
+_HIDES_SPECIAL_TOKENS = frozenset({"gpt-oss"})
+_PROBES: tuple[list[dict[str, str]], ...] = (
+    [{"role": "user", "content": "a"}],
+    [{"role": "system", "content": "b"}, {"role": "user", "content": " c\n"}, {"role": "assistant", "content": "d"}],
+)
+
+
+_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+
+
+@dataclass(frozen=True)
+class RendererBundle:
+    """The model's tokenizer and renderer. Use it in one thread at a time: the tokenizer has state."""
+
+    name: str
+    tokenizer: Any
+    renderer: GuardedRenderer
+    stop_token_ids: tuple[int, ...]
+    vision: Vision | None = None  # None if the model takes text only
+
+    @property
+    def needs_tool_names(self) -> bool:
+        return self.name in _NEEDS_TOOL_NAMES
+
+    @cached_property
+    def token_bytes(self) -> Mapping[int, bytes]:
+        """The bytes of each token. Slow on first use with a large vocabulary."""
+        return token_bytes(self.tokenizer)
+
+    @cached_property
+    def silent_token_ids(self) -> frozenset[int]:
+        """Tokens that are never part of a reply's text: those that end a turn, and gpt-oss's special tokens."""
+        added = self.tokenizer.added_tokens_decoder if self.name in _HIDES_SPECIAL_TOKENS else {}
+        return frozenset(self.stop_token_ids).union(int(token) for token in added if added[token].special)
+
+    @cached_property
+    def renders_call_ids(self) -> bool:
+        """Whether the prompt contains the ids of tool calls. Most templates match calls and results by order."""
+        one, other = (self._probe(call_id=call_id) for call_id in ("abcdefgh1", "abcdefgh2"))
+        return one is None or one != other
+
+    def renders_name(self, role: str) -> bool:
+        """Return whether the prompt contains the `name` of a message of this role."""
+        named = self._probe(named=role)
+        return named is not None and named != self._probe()
+
+    def _probe(self, call_id: str = "abcdefgh1", named: str | None = None) -> list[int] | None:
+        """Render a conversation with a tool call; None if the template refuses it."""
+        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call_id, "name": "f", "content": "t"},
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": "u"},
+        ]
+        named_messages = [{**message, "name": "n"} if message["role"] == named else message for message in messages]
+        try:
+            return self.render(named_messages, [_TOOL])
+        except Exception:  # a template can raise anything
+            return None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+        """Return the prompt for the next reply."""
+        return list(self.renderer.render_ids(list(messages), tools=tools, add_generation_prompt=True))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids, including the names of special tokens."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def load_renderer(model: ModelConfig) -> RendererBundle:
+    """Load the tokenizer of `model.path` and the renderer that `model.renderer` names.
+
+    `auto` selects the renderer that the package `renderers` has for a model of this folder's name (or its last two
+    parts, or the name in a model hub's cache); otherwise ours for ChatML if it renders like the model's own template;
+    otherwise `default`.
+
+    Raises:
+        ConfigError: the folder has no tokenizer, the renderer is unknown, or it does not fit the model.
+    """
+    tokenizer = _load_tokenizer(model)
+    name, inner = _make_renderer(tokenizer, model)
+    logger.info("messages are rendered for %s by %s", model.path, name)
+    stop_ids = tuple(dict.fromkeys(int(token) for token in [*inner.get_stop_token_ids(), *_eos_ids(model.path)]))
+    renderer = GuardedRenderer(inner, tokenizer, stop_ids, encodes_text=name in _ENCODES_TEXT)
+    return RendererBundle(name, tokenizer, renderer, stop_ids, load_vision(model.path, name, tokenizer))
+
+
+def known_renderers() -> list[str]:
+    """Return the names that `model.renderer` accepts, in addition to an import path of your class."""
+    return sorted({*_CONFIG_BY_NAME, "chatml"})
+
+
+def _load_tokenizer(model: ModelConfig) -> Any:
+    path = model.path
+    if not path.is_dir():
+        raise ConfigError(f"model.path: there is no folder {path}")
+    if not model.trust_remote_code and _has_own_code(path):
+        raise ConfigError(
+            f"model.path: the tokenizer in {path} is Python code of the model. Read it; if you trust it with "
+            "this process's keys and credentials, set model.trust_remote_code=true"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.path: {path} holds no tokenizer that loads (tokenizer.json and tokenizer_config.json are "
+            f"needed): {error}"
+        ) from None
+
+
+def _has_own_code(path: Path) -> bool:
+    file = path / "tokenizer_config.json"
+    return file.is_file() and "AutoTokenizer" in json.loads(file.read_text()).get("auto_map", {})
+
+
+def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[str, Any]:
+    name = model.renderer
+    try:
+        if name == "auto":
+            name = _auto(tokenizer, model.path)
+        return name, _create(name, tokenizer, model)
+    except ConfigError:
+        raise
+    except Exception as error:  # a renderer that does not fit this model may raise anything
+        raise ConfigError(f"model.renderer: {name} cannot be used with {model.path}: {error}") from error
+
+
+def _create(name: str, tokenizer: Any, model: ModelConfig) -> Any:
+    options = model.renderer_options
+    try:
+        if name == "chatml":
+            config: Any = ChatMLConfig(**options)
+        elif name in _CONFIG_BY_NAME:
+            config = _CONFIG_BY_NAME[name](**options)
+        elif "." in name or ":" in name:
+            config = CustomRendererConfig(import_path=name, **options)
+        else:
+            raise ConfigError(
+                f"model.renderer: there is no renderer {name!r}; known are {', '.join(known_renderers())}, "
+                "or package.module.Class of your code"
+            )
+    except ValidationError as error:
+        if not options:
+            raise
+        raise ConfigError(f"model.renderer_options: {name} does not take them: {error}") from None
+    if name == "chatml":
+        return ChatMLRenderer(tokenizer, config)
+    if name == "default" and not tokenizer.chat_template:
+        raise ConfigError(f"model.renderer: default needs a chat template, and {model.path} has none")
+    with vocabulary_of(tokenizer) if name == "gpt-oss" else nullcontext():
+        return renderers.create_renderer(tokenizer, config)
+
+
+def _auto(tokenizer: Any, path: Path) -> str:
+    """Return the name of the renderer for the model in `path`."""
+    parts = _organisation_and_name(path)
+    found = {model for model in MODEL_RENDERER_MAP if model.lower() == "/".join(parts).lower()} or {
+        model for model in MODEL_RENDERER_MAP if model.rpartition("/")[2].lower() == parts[-1].lower()
+    }
+    names = {MODEL_RENDERER_MAP[model] for model in found}
+    if len(names) > 1:
+        raise ConfigError(
+            f"model.renderer: the folder's name {parts[-1]} fits {', '.join(sorted(found))}; "
+            f"set one of {', '.join(sorted(names))}"
+        )
+    if names:
+        tokenizer.name_or_path = min(found)  # some renderers read the model's size from it
+        return str(names.pop())
+    try:
+        chatml = ChatMLRenderer(tokenizer)
+        if all(chatml.render_ids(probe) == _own_template(tokenizer, probe) for probe in _PROBES):
+            return "chatml"
+    except ValueError:
+        pass  # not a ChatML vocabulary
+    return "default"
+
+
+def _organisation_and_name(path: Path) -> tuple[str, ...]:
+    """Return the last two parts of the path, or those of `models--ORGANISATION--NAME` in a model hub's cache."""
+    for part in reversed(path.absolute().parts):
+        if part.startswith("models--"):
+            return tuple(part.split("--", 2)[1:])
+    return path.resolve().parts[-2:]
+
+
+def _own_template(tokenizer: Any, messages: list[dict[str, str]]) -> list[int] | None:
+    if not tokenizer.chat_template:
+        return None
+    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+
+
+def _eos_ids(path: Path) -> list[int]:
+    """Return the end tokens of the model's configuration: a converted tokenizer may not know all of them."""
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        if file.is_file():
+            eos = json.loads(file.read_text()).get("eos_token_id")
+            if eos is not None:
+                return list(eos) if isinstance(eos, list) else [eos]
+    return []

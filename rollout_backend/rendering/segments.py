@@ -1,0 +1,158 @@
+"""Record the sampled tokens of one session as segments. Pure: no HTTP, no tokenizer, no clock.
+
+Invariants:
+
+- Every sampled token is in the response mask of exactly one segment, once, with the engine's logprob and weight
+  version. A missing logprob is NaN; a missing version is absent.
+- A segment is a sequence that the model saw: the tokens before each of its turns are exactly the prompt of that call.
+  So a turn extends a segment only if its prompt starts with all of the segment's tokens and the same images. (Any two
+  images of one size have the same tokens.)
+- Every other turn opens a new segment, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from agent_wrapper.contract import ImageSpan, Segment, Turn, VersionSpan
+
+if TYPE_CHECKING:
+    IntArray = array[int]
+    FloatArray = array[float]
+
+GIVEN, SAMPLED = 0, 1
+
+
+class Place(NamedTuple):
+    """The position of a call: the sampled tokens `[start, end)` of a segment; its prompt is all before `start`."""
+
+    segment: int
+    before: int  # length of the segment before this call
+    start: int
+    end: int
+    opened: bool  # whether the call opened the segment
+
+
+@dataclass
+class _Open:
+    split_reason: str
+    ids: IntArray = field(default_factory=lambda: array("i"))
+    response_mask: IntArray = field(default_factory=lambda: array("B"))
+    logprobs: FloatArray = field(default_factory=lambda: array("f"))
+    turns: list[Turn] = field(default_factory=list)
+    messages: Sequence[Mapping[str, Any]] = ()
+    images: list[ImageSpan] = field(default_factory=list)
+
+    def append(self, ids: IntArray, kind: int, logprobs: FloatArray) -> None:
+        self.ids.extend(ids)
+        self.response_mask.extend([kind] * len(ids))
+        self.logprobs.extend(logprobs)
+
+    def freeze(self) -> Segment:
+        return Segment(
+            token_ids=self.ids[:],
+            response_mask=self.response_mask[:],
+            logprobs=self.logprobs[:],
+            turns=tuple(self.turns),
+            messages=tuple(dict(message) for message in self.messages),
+            split_reason=self.split_reason,
+            images=tuple(self.images),
+        )
+
+
+class SegmentRecorder:
+    """Records the segments of one session. Conversations may interleave."""
+
+    def __init__(self) -> None:
+        self._segments: list[_Open] = []
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        logprobs: Sequence[float | None],
+        *,
+        finish_reason: str,
+        weight_versions: Sequence[VersionSpan] = (),
+        cached_tokens: int = 0,
+        seconds: float = 0.0,
+        messages: Sequence[Mapping[str, Any]] = (),
+        split_reason: str = "first_call",
+        images: Sequence[ImageSpan] = (),
+    ) -> Place:
+        """Record one model call.
+
+        `logprobs` has one entry for each id of `completion_ids`. The spans of `weight_versions` count from the first
+        sampled token. `messages` is the conversation including this call's reply. `split_reason` is used only if this
+        call opens a segment. `images` are those of the prompt, in order.
+        """
+        if len(logprobs) != len(completion_ids):
+            raise ValueError(f"{len(logprobs)} logprobs for {len(completion_ids)} sampled tokens")
+        prompt = array("i", prompt_ids)
+        index = self._extended_by(prompt, images)
+        opened = index is None
+        if index is None:
+            index = len(self._segments)
+            self._segments.append(_Open(split_reason))
+        segment = self._segments[index]
+        before = len(segment.ids)
+        given = prompt[before:]
+        segment.append(given, GIVEN, array("f", [math.nan]) * len(given))
+        start = len(segment.ids)
+        segment.append(
+            array("i", completion_ids),
+            SAMPLED,
+            array("f", [math.nan if logprob is None else logprob for logprob in logprobs]),
+        )
+        segment.turns.append(
+            Turn(
+                start=start,
+                end=len(segment.ids),
+                finish_reason=finish_reason,
+                weight_versions=tuple(
+                    VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
+                    for span in weight_versions
+                ),
+                cached_tokens=cached_tokens,
+                seconds=seconds,
+            )
+        )
+        segment.messages = messages
+        segment.images += images[len(segment.images) :]
+        return Place(index, before, start, len(segment.ids), opened)
+
+    def prompt_ids(self, place: Place) -> list[int]:
+        return self._segments[place.segment].ids[: place.start].tolist()
+
+    def ids(self, segment: int) -> list[int]:
+        """Return all tokens of a segment."""
+        return self._segments[segment].ids.tolist()
+
+    def images(self, segment: int, end: int | None = None) -> list[ImageSpan]:
+        """Return the images of a segment; with `end`, those within its first `end` tokens."""
+        return [span for span in self._segments[segment].images if end is None or span.end <= end]
+
+    def completion_ids(self, place: Place) -> list[int]:
+        return self._segments[place.segment].ids[place.start : place.end].tolist()
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Return the segments recorded so far, in the order in which they were opened."""
+        return tuple(segment.freeze() for segment in self._segments)
+
+    def _extended_by(self, prompt: IntArray, images: Sequence[ImageSpan]) -> int | None:
+        """Return the longest segment that the prompt starts with; the latest of equally long ones."""
+        found, longest = None, 0
+        for index, segment in enumerate(self._segments):
+            n = len(segment.ids)
+            if not longest <= n <= len(prompt) or prompt[:n] != segment.ids:
+                continue
+            if [span for span in images if span.start < n] == segment.images:
+                found, longest = index, n
+        return found

@@ -1,0 +1,75 @@
+"""Find stop strings in the tokens of a reply while it is sampled. Pure.
+
+Engines never get stop strings. verl's servers run without a tokenizer (`skip_tokenizer_init`): SGLang 0.5.23 then
+answers `stop` with 400, and 0.5.12 crashes.
+
+Invariants:
+
+- A stop string is matched in the bytes of the tokens, so it may span tokens and begin or end in the middle of one.
+- The string that completes first wins; of those that complete at the same byte, the longest.
+- Tokens that no reply shows as text, such as the one that ends a turn, are skipped: no stop string matches in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Stop(NamedTuple):
+    tokens: int  # including the one in which the string completes
+    string: str
+
+
+class StopStrings:
+    """The stop strings of one call."""
+
+    def __init__(
+        self, strings: Collection[str], token_bytes: Mapping[int, bytes], silent_tokens: Collection[int] = ()
+    ) -> None:
+        self._strings = {string.encode(errors="surrogatepass"): string for string in strings}
+        self._bytes = token_bytes
+        self._silent = frozenset(silent_tokens)
+        self._before = max(map(len, self._strings), default=1) - 1  # bytes that a match may have before a new one
+
+    def find(self, ids: Sequence[int], searched: int = 0) -> Stop | None:
+        """Return where the first stop string completes, if none does in the first `searched` tokens."""
+        tail = self._tail(ids, searched)
+        for n in range(searched, len(ids)):
+            tail += self._bytes_of(ids[n])
+            matches = [(at + len(stop), at, stop) for stop in self._strings if (at := tail.find(stop)) >= 0]
+            if matches:
+                return Stop(n + 1, self._strings[min(matches)[2]])
+            tail = tail[len(tail) - self._before :] if len(tail) > self._before else tail
+        return None
+
+    def clear(self, ids: Sequence[int]) -> int:
+        """Return how many of the tokens, in which no stop string completes, are no part of one that has begun."""
+        tail = self._tail(ids, len(ids))
+        held = next(
+            (
+                n
+                for n in range(min(self._before, len(tail)), 0, -1)
+                if any(s.startswith(tail[-n:]) for s in self._strings)
+            ),
+            0,
+        )
+        n = len(ids)
+        while held > 0:
+            n -= 1
+            held -= len(self._bytes_of(ids[n]))
+        return n
+
+    def _tail(self, ids: Sequence[int], end: int) -> bytes:
+        """Return the last bytes of the first `end` tokens that a match ending after them can include."""
+        pieces: list[bytes] = []
+        missing = self._before
+        while end > 0 and missing > 0:
+            end -= 1
+            pieces.append(self._bytes_of(ids[end]))
+            missing -= len(pieces[-1])
+        tail = b"".join(reversed(pieces))
+        return tail[len(tail) - self._before :] if len(tail) > self._before else tail
+
+    def _bytes_of(self, token: int) -> bytes:
+        return b"" if token in self._silent else self._bytes.get(token, b"")

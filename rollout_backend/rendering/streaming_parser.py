@@ -1,0 +1,317 @@
+"""Parse a reply while it is sampled: growing token ids in, deltas out. Pure.
+
+Invariants:
+
+- The deltas together are the recorded message. A sent delta is final.
+- Text is held back while it may become something else: an incomplete character, trailing whitespace, the start of a
+  marker (of a tool call or of reasoning), and a tool call until later text cannot belong to it. The caller does not
+  feed tokens that may start a stop string.
+- So the message equals the parsed whole reply. The exception is a parser that reads a prefix differently from the
+  whole (whitespace before a reasoning that is closed later, an unknown grammar): then the sent deltas remain, and the
+  rest of the whole reply follows at the end.
+- The work is linear in the reply's length: at most `_PARSES` times its tokens are parsed.
+
+The renderer's parser handles whole replies only. To learn which part of the reply the next token belongs to, this
+class parses the tokens so far followed by a probe, and looks for the probe in the result. Until the next marker, text
+then goes to that part without another parse.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from rollout_backend.core.model_call import Delta, Message
+from rollout_backend.rendering.renderer import RendererBundle
+from rollout_backend.rendering.reply import Reply, is_whole, message, spoken, tool_call
+
+logger = logging.getLogger(__name__)
+
+_PROBE = "zqxj"  # ordinary text that no reply contains
+_CLOSE = "</think>"
+_PARSES, _FREE_TOKENS = 16, 4096
+_UNREAD_TOKENS = 64  # more than any character has
+_BARE_JSON = frozenset({"llama-3"})  # a call has no marker: it is a text that starts with a brace
+# Markers that are plain text in some vocabularies. In the others, an added token identifies them.
+_MARKERS = (
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_calls>",
+        "</tool_calls>",
+        "<function=",
+        "</function>",
+    ),
+    *(
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        "<invoke",
+        "</invoke>",
+        "<\uff5cDSML\uff5c",
+        "</\uff5cDSML\uff5c",
+    ),
+)
+# Renderers whose grammars are covered by these markers and the added tokens. Others' replies are sent at the end.
+_KNOWN = frozenset(
+    {
+        *("chatml", "default", "deepseek-r1", "deepseek-v3", "deepseek-v4", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3"),
+        *("gpt-oss", "hy3", "kimi-k2", "kimi-k2.5", "llama-3", "minimax-m2"),
+        *("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
+        *("prime-qwen3", "qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"),
+    }
+)
+_LONGEST = max(map(len, _MARKERS))
+
+Channel = Literal["reasoning", "text"]
+
+
+def at_once(said: Message, choice: int = 0, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[Delta]:
+    """Return the deltas of a whole message, with the logprobs of all its tokens."""
+    texts: list[tuple[Channel, Any]] = [("reasoning", said.get("reasoning_content")), ("text", said.get("content"))]
+    deltas = [
+        *(Delta(channel, text, choice=choice) for channel, text in texts if text),
+        *(Delta("tool_call", tool_call=call, choice=choice) for call in said.get("tool_calls") or ()),
+    ]
+    return with_logprobs(deltas, logprobs)
+
+
+def with_logprobs(deltas: list[Delta], logprobs: Sequence[Mapping[str, Any]]) -> list[Delta]:
+    """Return the deltas, with these logprobs on the last. Without a delta, the end of the answer carries them."""
+    return [*deltas[:-1], replace(deltas[-1], logprobs=logprobs)] if deltas and logprobs else deltas
+
+
+class StreamingParser:
+    """Parses one choice of one call. Use it in one thread at a time."""
+
+    def __init__(
+        self,
+        bundle: RendererBundle,
+        prompt_ids: Sequence[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools_offered: bool = False,
+        parallel: bool = True,
+        choice: int = 0,
+    ) -> None:
+        self._bundle = bundle
+        self._prompt_ids = list(prompt_ids)
+        self._tools = tools
+        self._tools_offered = tools_offered
+        self._parallel = parallel
+        self._choice = choice
+        self._text = _GrowingText(bundle.decode)
+        self._added = frozenset(bundle.tokenizer.added_tokens_decoder)
+        self._names: set[str] = set()  # of the added tokens that were sampled
+        self._probe_ids = list(bundle.tokenizer.encode(_PROBE, add_special_tokens=False))
+        self._close_ids = list(bundle.tokenizer.encode(_CLOSE, add_special_tokens=False))
+        self._closed = False  # whether the reasoning has certainly ended
+        self._tail = ""  # the end of the text so far, which may contain the start of a marker
+        self._channel: Channel | None = None  # the part that ordinary text belongs to; None: a tool call, or unknown
+        self._stale = True  # whether `_channel` must be determined again
+        self._held = ""  # text of the channel that was not sent yet
+        self._sent: dict[Channel, str] = {"reasoning": "", "text": ""}
+        self._calls: list[dict[str, Any]] = []  # sent
+        self._silent = bundle.name not in _KNOWN  # whether the rest is sent at the end only
+        self._parsed_tokens = 0
+
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
+        """Return the deltas that can be sent after these newly sampled ids."""
+        if self._silent:
+            return []
+        text = self._text.add(ids)
+        self._silent = self._text.unread > _UNREAD_TOKENS
+        if not text:
+            return []
+        added = self._added.intersection(self._text.last)
+        self._names |= {self._bundle.decode([token]) for token in added}
+        self._stale |= bool(added) or _has_marker(self._tail, text)
+        self._tail = (self._tail + text)[-_LONGEST + 1 :]
+        if self._stale:
+            return self._reparse() if self._may_parse() else []
+        if self._channel is None:
+            return []
+        self._held += text
+        return self._release(self._channel)
+
+    def emitted(self, token_bytes: Mapping[int, bytes]) -> int:
+        """Return how many of the fed tokens have been emitted: all except those of held text."""
+        ids = self._text.ids()
+        held = len(self._held.encode()) if self._channel is not None else 0
+        while held > 0 and ids:
+            held -= len(token_bytes.get(ids.pop(), b""))
+        return len(ids)
+
+    def end(self, reply: Reply) -> tuple[list[Delta], Reply]:
+        """Return the remaining deltas of `reply`, the parsed whole, and the reply that all deltas together make."""
+        self._silent = True
+        said = reply.message
+        deltas = [
+            *self._send("reasoning", _beyond(self._sent["reasoning"], said.get("reasoning_content") or "")),
+            *self._send("text", _beyond(self._sent["text"], said.get("content") or "")),
+            *self._send_calls(said.get("tool_calls") or []),
+        ]
+        whole = message(self._sent["text"], self._sent["reasoning"], self._calls)
+        reason = "tool_calls" if self._calls and reply.finish_reason == "stop" else reply.finish_reason
+        return deltas, replace(reply, message=whole, finish_reason=reason)
+
+    def _may_parse(self) -> bool:
+        tokens = self._text.read
+        return self._parsed_tokens + tokens <= _PARSES * tokens + _FREE_TOKENS
+
+    def _reparse(self) -> list[Delta]:
+        """Parse the tokens so far, return what can be sent, and determine which part further text belongs to."""
+        parsed = self._parse(self._text.ids(), self._probe_ids)
+        if parsed is None:
+            return []
+        text, reasoning, calls = parsed
+        self._stale = False
+        if calls and _PROBE in calls[-1].raw:
+            self._channel, calls = None, calls[:-1]
+        elif text.endswith(_PROBE):
+            self._channel, text = "text", text.removesuffix(_PROBE)
+        elif reasoning.endswith(_PROBE):
+            self._channel, reasoning = "reasoning", reasoning.removesuffix(_PROBE)
+        else:
+            self._channel = None
+        deltas: list[Delta] = []
+        if self._channel == "reasoning":
+            deltas += self._take("reasoning", reasoning)
+        elif not self._reasoning_is_over(reasoning, bool(parsed[2])):
+            self._channel = None
+            return []
+        else:
+            deltas += self._send("reasoning", _beyond(self._sent["reasoning"], reasoning))
+            if _PROBE not in text:  # otherwise the text contains an open call
+                deltas += self._take("text", text)
+        deltas += self._send_calls([tool_call(call) for call in calls if is_whole(call)])
+        if self._channel is not None and not (self._sent[self._channel] or self._held.strip()):
+            self._stale = True  # some parsers drop whitespace before the first word: parse again when it comes
+        return deltas
+
+    def _parse(self, ids: Sequence[int], more: Sequence[int]) -> tuple[str, str, list[Any]] | None:
+        """Return text, reasoning and tool calls; None if the parser fails."""
+        ids = [*ids, *more]
+        self._parsed_tokens += len(ids)
+        try:
+            parsed = self._bundle.renderer.parse_beginning(ids, tools=self._tools, prompt_ids=self._prompt_ids)
+        except Exception:  # parsers expect whole replies; the whole may still be parsed
+            logger.debug("the renderer cannot parse an incomplete reply", exc_info=True)
+            return None
+        text, reasoning = spoken(parsed, self._bundle.decode(ids), self._tools_offered)
+        return text, reasoning, parsed.tool_calls if self._tools_offered else []
+
+    def _reasoning_is_over(self, reasoning: str, calls: bool) -> bool:
+        """Return whether the reasoning cannot continue.
+
+        If a tool call ends the reasoning, some parsers move the call into the reasoning when an end marker follows.
+        """
+        if not self._closed and (reasoning or calls):
+            closed = self._parse(self._text.ids(), self._close_ids)
+            self._closed = closed is not None and closed[1].strip() == reasoning.strip()
+            return self._closed
+        return True
+
+    def _take(self, channel: Channel, now: str) -> list[Delta]:
+        """Update a channel. `now` is its whole text so far."""
+        rest = _rest(self._sent[channel], now)
+        if rest is None:
+            self._silent = True  # the parser reads the text differently now: send the rest at the end
+            return []
+        self._held = rest
+        return self._release(channel)
+
+    def _release(self, channel: Channel) -> list[Delta]:
+        """Send the held text that cannot become something else."""
+        held = self._held
+        bare_json = self._tools_offered and self._bundle.name in _BARE_JSON
+        if channel == "text" and bare_json and (self._sent["text"] + held).lstrip().startswith("{"):
+            return []
+        safe = len(held)
+        for name in self._names:  # a special token starts markup, which the next tokens complete
+            found = held.find(name)
+            safe = min(safe, found if found >= 0 else safe)
+        safe = min(safe, *(_may_begin(held, marker) for marker in _MARKERS))
+        safe = len(held[:safe].rstrip())
+        self._held = held[safe:]
+        return self._send(channel, held[:safe])
+
+    def _send(self, channel: Channel, text: str) -> list[Delta]:
+        if not text:
+            return []
+        self._sent[channel] += text
+        return [Delta(channel, text, choice=self._choice)]
+
+    def _send_calls(self, calls: list[dict[str, Any]]) -> list[Delta]:
+        """Send new calls. `calls` are all calls so far."""
+        more = calls[len(self._calls) :] if self._parallel or not self._calls else []
+        more = more if self._parallel else more[:1]
+        self._calls += more
+        return [Delta("tool_call", tool_call=call, choice=self._choice) for call in more]
+
+
+class _GrowingText:
+    """Decodes growing token ids into whole characters."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._before = 0  # start of the last piece: some tokens decode differently at the start of a text
+        self.read = 0  # number of tokens whose text was returned
+        self.last: Sequence[int] = ()  # tokens of the last piece
+
+    @property
+    def unread(self) -> int:
+        return len(self._ids) - self.read
+
+    def ids(self) -> list[int]:
+        return self._ids[: self.read]
+
+    def add(self, ids: Sequence[int]) -> str:
+        self._ids += ids
+        text = self._decode(self._ids[self._before :])
+        if text.endswith("\ufffd"):
+            return ""
+        known = self._decode(self._ids[self._before : self.read])
+        self.last = self._ids[self.read :]
+        self._before, self.read = self.read, len(self._ids)
+        return text[len(known) :]
+
+
+def _has_marker(tail: str, text: str) -> bool:
+    """Return whether a marker ends in `text`, which follows `tail`."""
+    around = tail + text
+    return any(around.find(marker, max(0, len(tail) - len(marker) + 1)) >= 0 for marker in _MARKERS)
+
+
+def _may_begin(text: str, string: str) -> int:
+    """Return where an incomplete `string` starts at the end of `text`; the length of `text` if none does."""
+    for n in range(min(len(string) - 1, len(text)), 0, -1):
+        if text.endswith(string[:n]):
+            return len(text) - n
+    return len(text)
+
+
+def _rest(sent: str, now: str) -> str | None:
+    """Return the part of `now` after `sent`; None if `now` does not start with `sent`.
+
+    Some parsers drop leading whitespace once text follows it, so leading whitespace is not compared.
+    """
+    if now.startswith(sent):
+        return now[len(sent) :]
+    now, sent = now.lstrip(), sent.lstrip()
+    return now[len(sent) :] if now.startswith(sent) else None
+
+
+def _beyond(sent: str, whole: str) -> str:
+    """Return the part of `whole` that was not sent, even if `whole` does not start with `sent`."""
+    rest = _rest(sent, whole)
+    if rest is not None:
+        return rest
+    if whole.strip() in sent:
+        return ""
+    common = next(n for n in range(len(sent) + 1) if n == len(sent) or not whole.startswith(sent[: n + 1]))
+    return whole[common:]

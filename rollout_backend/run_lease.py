@@ -1,0 +1,388 @@
+"""Which manager holds a run: one process at a time, fenced by a generation.
+
+Invariants:
+
+- `runs/RUN/lease` in the bucket names the holder. Every write of it is conditional on what was read before, so two
+  managers never both hold a run;
+- a manager takes over only a run that was released, whose holder's process is dead on this machine, or whose holder
+  has not renewed its lease for `janitor.lease_s`;
+- the former holder stays on record until the next one has started everything else, so that the former one's janitor
+  still cleans up if that start fails;
+- the generation grows with each claim. Manifests carry it, and a manager that has lost the run starts, stops, writes
+  and deletes nothing of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import time
+from typing import Protocol, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agent_wrapper.contract import lease_key
+from rollout_backend.collect.store import Stored
+from rollout_backend.config import StorageConfig
+from rollout_backend.errors import Rejected, ResultMissing, RolloutBackendError, RunHeld, StoreError, WriteConflict
+from rollout_backend.runtimes.base import SessionCalls
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_CLOCK_S = 2.0  # S3 timestamps have a resolution of 1 s
+_PATIENCE_S = 300.0  # for S3, while a run starts and before a step returns
+_PAUSE_S = 2.0  # between two tries
+_SURE = 0.75  # of a lease, counted from the renewal: so long no other manager can have the run
+
+
+class Holder(BaseModel):
+    """A manager's process."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    host: str
+    machine: str
+    """Names the kernel and the process namespace: only there does `pid` say anything."""
+    pid: int
+    started: int = 0
+    """When the process started, in the kernel's ticks: a pid may be used again."""
+    since: float
+    """Unix seconds."""
+
+    @classmethod
+    def this_process(cls) -> Self:
+        pid = os.getpid()
+        host = os.uname().nodename
+        return cls(
+            id=f"{host}-{pid}-{uuid.uuid4().hex[:8]}",
+            host=host,
+            machine=_machine(),
+            pid=pid,
+            started=_started(pid) or 0,
+            since=time(),
+        )
+
+    def is_dead(self) -> bool:
+        """Return True if its process has ended. Only a process on the same machine can know."""
+        return self.machine == _machine() and _started(self.pid) != self.started
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return f"process {self.pid} on {self.host}, since {since}"
+
+
+class LeaseRecord(BaseModel):
+    """What `runs/RUN/lease` holds. `manager_id` repeats the holder's id, for the janitor."""
+
+    model_config = ConfigDict(frozen=True)
+
+    manager_id: str | None = None
+    generation: int = 0
+    holder: Holder | None = None
+    released: bool = False
+    starting: Holder | None = None
+    """A manager that has found the run given up and is starting everything else. It holds the run only afterwards."""
+    renewals: int = 0
+    lease_s: float = 60.0
+    """Of the manager that wrote this: it renews its lease several times within it."""
+
+
+class LeaseStore(Protocol):
+    @property
+    def config(self) -> StorageConfig: ...
+
+    async def fetch(self, key: str) -> Stored: ...
+
+    async def put_if(self, key: str, body: bytes, etag: str | None) -> str: ...
+
+
+@dataclass(frozen=True)
+class _Seen:
+    record: LeaseRecord
+    etag: str | None  # None: there is no object
+    age_s: float = 0.0
+
+
+class RunLease:
+    """One manager's hold on its run: `begin`, start everything else, `claim`, and in the end `release`."""
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        run_id: str,
+        me: Holder,
+        lease_s: float,
+        *,
+        is_dead: Callable[[Holder], bool] = Holder.is_dead,
+        on_status: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        """Prepare a hold on a run; nothing is written yet. Each wait is reported to the given callback."""
+        self.me = me
+        self.before: str | None = None  # the holder on record when this manager began
+        self.held = False
+        self.lost: RunHeld | None = None
+        self.key = lease_key(store.config.prefix, run_id)
+        self._store = store
+        self._run_id = run_id
+        self._lease_s = lease_s
+        self._is_dead = is_dead
+        self._on_status = on_status
+        self._record = LeaseRecord()
+        self._etag: str | None = None
+        self._renewed_at = float("-inf")  # loop seconds: before the last write that S3 took was sent
+        self._writing = asyncio.Lock()
+        self._news = asyncio.Event()  # replaced at each renewal, and when the run is lost
+        self._renewing: asyncio.Task[None] | None = None
+        self._was_free = True
+
+    @property
+    def generation(self) -> int:
+        return self._record.generation
+
+    async def may_delete_queue(self) -> bool:
+        """Whether the run's queue is this manager's to delete: it surely holds the run, or no other manager did when
+        it began. Otherwise the queue may be another's, or a dead run's, which is left to the janitors."""
+        stale = asyncio.get_running_loop().time() - self._renewed_at > _SURE * self._lease_s
+        if self.held and stale and self.lost is None:
+            try:
+                async with self._writing:
+                    await self._put(self._record)
+            except RolloutBackendError as error:
+                log.warning("%s: the run's queue is left, as another manager may have the run", error)
+                return False
+        return self.lost is None and (self.held or self._was_free)
+
+    def lose(self, error: RunHeld) -> None:
+        """Another manager has the run, as one of its writes shows."""
+        self.lost = self.lost or error
+        self._announce()
+
+    async def begin(self) -> None:
+        """Announce that this manager is starting.
+
+        Raises:
+            RunHeld: another manager holds the run, or is starting it.
+            StoreError: S3 did not answer for some minutes.
+        """
+        while True:
+            seen = await self._given_up()
+            self._was_free = seen.record.manager_id is None or seen.record.released
+            self.before = seen.record.manager_id
+            self._etag = seen.etag
+            try:
+                await self._patiently(lambda: self._put(seen.record.model_copy(update={"starting": self.me})))  # noqa: B023
+                break
+            except WriteConflict:  # another one was first, or the holder is back
+                continue
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def claim(self) -> None:
+        """Become the holder, once everything else has started. Raises RunHeld or StoreError."""
+        claimed = {"manager_id": self.me.id, "holder": self.me, "released": False, "starting": None}
+        async with self._writing:
+            while self.lost is None and not self.held:
+                record = self._record.model_copy(update={**claimed, "generation": self._record.generation + 1})
+                try:
+                    await self._patiently(lambda: self._put(record))  # noqa: B023
+                    self.held = True
+                except WriteConflict:
+                    await self._patiently(self._settle_conflict)
+        if self.lost is not None:
+            raise self.lost
+
+    async def wait_lost(self) -> None:
+        """Wait until another manager has the run. Raises RunHeld, and never returns."""
+        while self.lost is None:
+            await self._news.wait()
+        raise self.lost
+
+    async def confirmed(self) -> None:
+        """Wait until the lease is surely this manager's, so that no other one can have the run. Raises RunHeld."""
+        loop = asyncio.get_running_loop()
+        while self.lost is None and loop.time() - self._renewed_at > _SURE * self._lease_s:
+            await self._news.wait()
+        if self.lost is not None:
+            raise self.lost
+
+    async def settled(self) -> None:
+        """Wait until the lease is surely this manager's, or until S3 has not answered for some minutes.
+
+        A manager that could not renew its lease must not return a step's result before it knows whether another
+        manager has taken the run over. Raises RunHeld.
+        """
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self.confirmed()
+        except TimeoutError:
+            log.warning(
+                "the run's lease could not be renewed for %g s; another manager may hold the run", _PATIENCE_S
+            )
+
+    async def release(self) -> None:
+        """Give the run up, so that the next start need not wait for anything."""
+        if self._renewing is None:
+            return
+        self._renewing.cancel()
+        await asyncio.gather(self._renewing, return_exceptions=True)
+        if self.lost is not None:
+            return
+        try:
+            await self._put(
+                self._record.model_copy(update={"released": self.held or self._record.released, "starting": None})
+            )
+        except WriteConflict:
+            pass  # another manager has it by now
+        except RolloutBackendError as error:
+            log.warning("%s: a start on another machine waits %g s before it takes the run", error, self._lease_s)
+
+    # --- what is on record --------------------------------------------------------------------------------
+
+    async def _given_up(self) -> _Seen:
+        """Return the record once no other manager has the run. One on another machine is given the time in which it
+        would renew its lease. Raises RunHeld."""
+        first = seen = await self._patiently(self._read)
+        while (other := self._active(seen)) is not None:
+            lease_s = seen.record.lease_s
+            if other.machine == self.me.machine or seen.etag != first.etag:
+                raise self._held_by(other, lease_s)
+            self._on_status(f"the run is held by {other}: waiting up to {lease_s:g} s for a sign of life of it")
+            await asyncio.sleep(lease_s / 8)
+            seen = await self._patiently(self._read)
+        return seen
+
+    def _active(self, seen: _Seen) -> Holder | None:
+        """The manager that has the run and has not given it up."""
+        record = seen.record
+        other = record.starting or (None if record.released else record.holder)
+        if other is None or other.id == self.me.id or self._is_dead(other):
+            return None
+        return other if seen.age_s <= record.lease_s + _CLOCK_S else None
+
+    async def _read(self) -> _Seen:
+        try:
+            stored = await self._store.fetch(self.key)
+        except ResultMissing:
+            return _Seen(LeaseRecord(), None)
+        try:
+            return _Seen(LeaseRecord.model_validate_json(stored.body), stored.etag, stored.age_s)
+        except ValidationError:
+            log.warning("%s is no record of a run's holder and is replaced", self.key)
+            return _Seen(LeaseRecord(), stored.etag)
+
+    async def _put(self, record: LeaseRecord) -> None:
+        """Raises WriteConflict, StoreError."""
+        sent_at = asyncio.get_running_loop().time()
+        # The count makes each write differ from all others.
+        record = record.model_copy(update={"renewals": record.renewals + 1, "lease_s": self._lease_s})
+        self._etag = await self._store.put_if(self.key, record.model_dump_json(indent=1).encode(), self._etag)
+        self._record, self._renewed_at = record, sent_at
+        self._announce()
+
+    async def _renew(self) -> None:
+        pause = self._lease_s / 4
+        while self.lost is None:
+            await asyncio.sleep(pause)
+            try:
+                async with self._writing:
+                    try:
+                        await self._put(self._record)
+                        pause = self._lease_s / 4
+                    except WriteConflict:
+                        await self._settle_conflict()
+                        pause = 0.0
+            except RolloutBackendError as error:  # expired credentials too: the calls of the run itself end it then
+                if pause != _PAUSE_S:
+                    log.warning("%s: the run's lease cannot be renewed; no agent is started meanwhile", error)
+                pause = min(_PAUSE_S, self._lease_s / 4)
+
+    async def _settle_conflict(self) -> None:
+        """After a conflict: what is on record is another manager's, or still this one's under another ETag."""
+        seen = await self._read()
+        record = seen.record
+        mine = record.holder if self.held else record.starting
+        if seen.etag is None or (mine is not None and mine.id == self.me.id):
+            self._etag = seen.etag  # the object was deleted, or a manager that found us silent has begun: we are back
+            self._record = record.model_copy(update={"starting": None}) if self.held else record
+            return
+        other = record.starting or record.holder
+        self.lose(self._taken_by(other) if self.held or other is None else self._held_by(other, record.lease_s))
+
+    def _announce(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _patiently(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """Repeat a call while S3 does not answer. Raises StoreError after some minutes."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _PATIENCE_S
+        while True:
+            with contextlib.suppress(StoreError) if loop.time() < until else contextlib.nullcontext():
+                return await call()
+            await asyncio.sleep(_PAUSE_S)
+
+    def _held_by(self, other: Holder, lease_s: float) -> RunHeld:
+        return RunHeld(
+            f"run {self._run_id!r} is held by another manager ({other}). Stop that one, or give this run another "
+            f"run_id. If it is dead, the run can be started {lease_s:g} s (janitor.lease_s) after its last "
+            "sign of life"
+        )
+
+    def _taken_by(self, other: Holder | None) -> RunHeld:
+        return RunHeld(
+            f"run {self._run_id!r} was taken over by another manager ({other or 'unknown'}), because this one "
+            f"({self.me}) had not renewed its lease. This one stops and leaves sessions, queue and manifests to the "
+            "other. Keep one of the two, or give one another run_id"
+        )
+
+
+class FencedRuntime:
+    """A runtime in which this manager starts sessions only while it surely holds the run."""
+
+    def __init__(self, runtime: SessionCalls, lease: RunLease) -> None:
+        self._runtime = runtime
+        self._lease = lease
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        try:
+            await self._lease.confirmed()
+        except RunHeld as error:
+            raise Rejected(str(error), reason="run_taken_over") from error
+        return await self._runtime.invoke(session_id, payload)
+
+    async def stop(self, session_id: str) -> None:
+        await self._runtime.stop(session_id)
+
+
+def _machine() -> str:
+    """Return an id that two processes share if and only if each can check whether the other is alive."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return f"{os.uname().nodename} {uuid.getnode():x}"
+
+
+def _started(pid: int) -> int | None:
+    """Return the process's start time in kernel ticks; 0 if it is unknown, None if the process has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            pass  # another user's, and alive
+        return 0
+    return None if state in "ZX" else int(fields[18])

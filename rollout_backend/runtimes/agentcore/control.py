@@ -1,0 +1,301 @@
+"""The control plane of AgentCore: create or update the runtime that the settings describe.
+
+Invariants:
+
+- within `ready_timeout_s`, `make` returns the ARN of a runtime whose endpoint serves the settings, or raises
+  PreflightError, even if several processes call it at the same time;
+- a runtime that failed earlier is retried; one that fails now is reported;
+- the only runtime that is deleted is one of this backend whose creation failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from rollout_backend import aws
+from rollout_backend.config import AgentCoreConfig
+from rollout_backend.errors import PreflightError
+from rollout_backend.runtimes.agentcore.provision import Action, Plan, RuntimeSpec, plan
+
+ENDPOINT = "DEFAULT"
+_PAGE = 100
+_PAUSE_S = (0.2, 5.0)  # between two polls of a runtime in transition: first and longest
+
+# Fields of the service that the botocore pinned by aioboto3 does not have yet.
+NEWER_FIELDS: Mapping[str, Any] = {
+    "shapes": {
+        "RuntimeMetadataConfiguration": {
+            "type": "structure",
+            "required": ["requireMMDSV2"],
+            "members": {"requireMMDSV2": {"shape": "Boolean"}},
+        },
+        "Boolean": {"type": "boolean", "box": True},
+        "GetAgentRuntimeResponse": {
+            "members": {
+                "failureReason": {"shape": "String"},
+                "metadataConfiguration": {"shape": "RuntimeMetadataConfiguration"},
+            }
+        },
+        "UpdateAgentRuntimeRequest": {
+            "members": {"metadataConfiguration": {"shape": "RuntimeMetadataConfiguration"}},
+        },
+    }
+}
+
+
+@asynccontextmanager
+async def control_client(config: AgentCoreConfig) -> AsyncIterator[Any]:
+    """Open a client of the control plane that knows the newer fields."""
+    made = aws.client(
+        "bedrock-agentcore-control",
+        region=config.region,
+        endpoint_url=config.endpoint_url,
+        retries=2,
+        newer_fields=NEWER_FIELDS,
+    )
+    async with made as client:
+        yield client
+
+
+async def make_runtime(config: AgentCoreConfig, on_status: Callable[[str], object] = lambda text: None) -> str:
+    """Create or update the runtime for `runtime.image` if needed, and return its ARN.
+
+    Raises:
+        PreflightError: what to change.
+    """
+    async with control_client(config) as client:
+        return await RuntimeMaker(config, client, on_status).make()
+
+
+async def preview_runtime(config: AgentCoreConfig) -> str:
+    """Describe what `make_runtime` would do. Raises PreflightError."""
+    async with control_client(config) as client:
+        return await RuntimeMaker(config, client).look()
+
+
+class RuntimeMaker:
+    """Creates the runtime of one run's settings. `on_status` receives a line for each change."""
+
+    def __init__(
+        self, config: AgentCoreConfig, client: Any, on_status: Callable[[str], object] = lambda text: None
+    ) -> None:
+        self._config = config
+        self._wanted = RuntimeSpec.of(config)
+        self._client = client
+        self._on_status = on_status
+        self._id: str | None = None  # of the runtime of that name, once it is known
+        self._version = 0  # what we made: an older one that still shows is not the answer yet
+        self._asked: list[Action] = []
+
+    async def look(self) -> str:
+        """Describe what `make` would do. Changes nothing.
+
+        Raises:
+            PreflightError: `make` would raise it.
+        """
+        described = await self._find()
+        found = plan(self._wanted, described)
+        name = f"runtime {self._wanted.name}"
+        match found.action:
+            case Action.CREATE:
+                return f"{name}: would be made from {self._wanted.image}"
+            case Action.REPLACE:
+                assert described is not None
+                return f"{name}: {described['status']}; would be deleted and made again from {self._wanted.image}"
+            case Action.UPDATE:
+                return f"{name}: would be updated ({', '.join(found.differs) or 'its last update failed'})"
+            case Action.LEAVE:
+                raise self._not_ours(found)
+            case _:
+                assert described is not None
+                return f"{name}: {'there, and ready' if found.action is Action.READY else described['status']}"
+
+    async def make(self) -> str:
+        """Wait until the runtime exists and is ready, and return its ARN. Raises PreflightError."""
+        try:
+            async with asyncio.timeout(self._config.ready_timeout_s):
+                described = await self._settle()
+                await self._served(int(described["agentRuntimeVersion"]))
+                return str(described["agentRuntimeArn"])
+        except TimeoutError:
+            raise PreflightError(
+                f"runtime {self._wanted.name} was not ready after {self._config.ready_timeout_s:g} s: look at it in "
+                "the AgentCore console, or raise runtime.ready_timeout_s"
+            ) from None
+
+    # --- towards what is wanted ---------------------------------------------------------------------------
+
+    async def _settle(self) -> Mapping[str, Any]:
+        """Poll the runtime and change it until it matches the settings."""
+        waited = False
+        for pause in _pauses():
+            described = await self._find()
+            found = plan(self._wanted, described)
+            if described is not None:
+                if self._is_stale(described):
+                    found = Plan(Action.WAIT)
+                elif (self._asked or waited) and described["status"].endswith("_FAILED"):
+                    raise self._failed(described)
+            match found.action:
+                case Action.READY:
+                    assert described is not None
+                    return described
+                case Action.LEAVE:
+                    raise self._not_ours(found)
+                case Action.WAIT:
+                    waited = True
+                case action:
+                    if action in self._asked:
+                        if found.differs == ("requireMMDSV2",):  # requested, but not returned by the service
+                            assert described is not None
+                            return described
+                        raise PreflightError(
+                            f"runtime {self._wanted.name} is being changed by somebody else at this time "
+                            f"({', '.join(found.differs) or 'it was deleted'}): give runs with different settings "
+                            "different values of runtime.name"
+                        )
+                    if await self._act(action, found):
+                        self._asked.append(action)
+                        continue
+                    waited = True  # another process changes the runtime at the same time; its result will do
+            await asyncio.sleep(pause)
+        raise AssertionError("unreachable")
+
+    def _is_stale(self, described: Mapping[str, Any]) -> bool:
+        """Return whether the description predates our last change."""
+        being_deleted = self._asked[-1:] == [Action.REPLACE] and described["status"] == "CREATE_FAILED"
+        return being_deleted or int(described["agentRuntimeVersion"]) < self._version
+
+    async def _act(self, action: Action, found: Plan) -> bool:
+        """Apply a change. Return False if another process is changing the runtime."""
+        wanted = self._wanted
+        try:
+            match action:
+                case Action.CREATE:
+                    self._on_status(f"making runtime {wanted.name} from {wanted.image}")
+                    with self._explained("CreateAgentRuntime"):
+                        made = await self._client.create_agent_runtime(
+                            agentRuntimeName=wanted.name, **wanted.definition()
+                        )
+                case Action.UPDATE:
+                    self._on_status(f"updating runtime {wanted.name} ({', '.join(found.differs)})")
+                    with self._explained("UpdateAgentRuntime"):
+                        made = await self._client.update_agent_runtime(
+                            agentRuntimeId=self._id,
+                            metadataConfiguration={"requireMMDSV2": True},
+                            **wanted.definition(),
+                        )
+                case _:
+                    self._on_status(f"deleting runtime {wanted.name}, which is in a failed state")
+                    with self._explained("DeleteAgentRuntime"):
+                        await self._client.delete_agent_runtime(agentRuntimeId=self._id)
+                    return True
+        except (self._client.exceptions.ConflictException, self._client.exceptions.ResourceNotFoundException):
+            return False
+        self._id, self._version = str(made["agentRuntimeId"]), int(made["agentRuntimeVersion"])
+        return True
+
+    async def _served(self, version: int) -> None:
+        """Wait until the endpoint serves that version or a newer one."""
+        for pause in _pauses():
+            try:
+                with self._explained("GetAgentRuntimeEndpoint"):
+                    endpoint = await self._client.get_agent_runtime_endpoint(
+                        agentRuntimeId=self._id, endpointName=ENDPOINT
+                    )
+            except self._client.exceptions.ResourceNotFoundException:
+                endpoint = {"status": "CREATING"}  # it is created shortly after the runtime
+            if endpoint["status"] == "READY" and int(endpoint.get("liveVersion", 0)) >= version:
+                return
+            if endpoint["status"].endswith("_FAILED"):
+                raise self._failed(endpoint)
+            await asyncio.sleep(pause)
+
+    # --- what is there ------------------------------------------------------------------------------------
+
+    async def _find(self) -> Mapping[str, Any] | None:
+        """Describe the runtime of that name; None if there is none."""
+        if self._id is None:
+            self._id = await self._id_by_name()
+        if self._id is None:
+            return None
+        try:
+            with self._explained("GetAgentRuntime"):
+                described: dict[str, Any] = await self._client.get_agent_runtime(agentRuntimeId=self._id)
+        except self._client.exceptions.ResourceNotFoundException:
+            self._id, self._version = None, 0  # deleted meanwhile
+            return None
+        return described
+
+    async def _id_by_name(self) -> str | None:
+        with self._explained("ListAgentRuntimes"):
+            pages = self._client.get_paginator("list_agent_runtimes").paginate(PaginationConfig={"PageSize": _PAGE})
+            async for page in pages:
+                for runtime in page["agentRuntimes"]:
+                    if runtime["agentRuntimeName"] == self._wanted.name:
+                        return str(runtime["agentRuntimeId"])
+        return None
+
+    # --- what goes wrong ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _explained(self, operation: str) -> Iterator[None]:
+        """Turn errors into PreflightError, except conflicts and missing runtimes, which the caller handles."""
+        name = f"runtime {self._wanted.name}"
+        try:
+            yield
+        except ClientError as error:
+            match aws.code_of(error):
+                case "ConflictException" | "ResourceNotFoundException":
+                    raise
+                case "AccessDeniedException":
+                    raise PreflightError(
+                        f"{name}: these credentials may not call {operation} ({aws.message_of(error)}). Deploy the "
+                        "stack with RunRuntimes=true and attach its TrainerPolicyArn, or make the runtime yourself "
+                        "and set runtime.arn instead of runtime.image"
+                    ) from error
+                case "ValidationException":
+                    raise PreflightError(
+                        f"{name}: AgentCore refuses {operation}: {aws.message_of(error)}. Correct runtime.image, "
+                        "runtime.role, runtime.subnets, runtime.security_groups or runtime.environment"
+                    ) from error
+                case "ServiceQuotaExceededException":
+                    raise PreflightError(
+                        f"{name}: {aws.message_of(error)}. Delete a runtime or have the quota raised, or set "
+                        "runtime.arn to one that exists"
+                    ) from error
+                case _:
+                    raise aws.preflight_error(error, name, "runtime.image") from error
+        except BotoCoreError as error:
+            raise aws.preflight_error(error, name, "runtime.endpoint_url") from error
+
+    def _failed(self, described: Mapping[str, Any]) -> PreflightError:
+        why = described.get("failureReason") or "AgentCore gives no reason"
+        if described["status"] == "DELETE_FAILED":
+            return PreflightError(
+                f"runtime {self._wanted.name} is DELETE_FAILED: {why}. Delete it in the AgentCore console, or set "
+                "runtime.name to another name"
+            )
+        return PreflightError(
+            f"runtime {self._wanted.name} is {described['status']}: {why}. Correct the cause and start again: "
+            f"runtime.image ({self._wanted.image}) must be there and be built for arm64, and runtime.role "
+            f"({self._wanted.role}) must trust AgentCore and may pull it"
+        )
+
+    def _not_ours(self, found: Plan) -> PreflightError:
+        return PreflightError(
+            f"runtime {self._wanted.name} exists, and differs in {', '.join(found.differs) or 'its status'}; it was "
+            "not made by this backend, which leaves it alone: set runtime.name to another name, or set runtime.arn "
+            "to use it unchanged"
+        )
+
+
+def _pauses() -> Iterator[float]:
+    first, longest = _PAUSE_S
+    return (min(longest, first * 1.5**i) for i in itertools.count())

@@ -1,0 +1,133 @@
+"""Compare a runtime with the settings, and decide which change it needs. Pure.
+
+Invariants:
+
+- a runtime that matches the settings is not changed;
+- a runtime that this backend did not create is never changed: the backend's runtimes have MARK as description;
+- a runtime in transition is not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Self
+
+from rollout_backend.config import AgentCoreConfig
+
+MARK = "made by rollout-backend"
+
+
+class Action(Enum):
+    """What a runtime needs.
+
+    READY: nothing. REPLACE: delete it, because it never worked, and create it again. WAIT: poll again later. LEAVE:
+    it differs from the settings, and this backend did not create it.
+    """
+
+    READY = "ready"
+    CREATE = "create"
+    UPDATE = "update"
+    REPLACE = "replace"
+    WAIT = "wait"
+    LEAVE = "leave"
+
+
+@dataclass(frozen=True)
+class Plan:
+    action: Action
+    differs: tuple[str, ...] = ()  # the names of the settings that differ
+
+
+@dataclass(frozen=True)
+class RuntimeSpec:
+    """The properties of a runtime that is created from an image."""
+
+    name: str
+    image: str
+    role: str
+    subnets: frozenset[str]
+    security_groups: frozenset[str]
+    environment: Mapping[str, str]
+    idle_timeout_s: int
+    max_lifetime_s: int
+
+    @classmethod
+    def of(cls, config: AgentCoreConfig) -> Self:
+        assert config.image is not None
+        assert config.role is not None, "checked by the settings"
+        return cls(
+            name=config.runtime_name,
+            image=config.image,
+            role=config.role,
+            subnets=frozenset(config.subnets),
+            security_groups=frozenset(config.security_groups),
+            environment=config.environment,
+            idle_timeout_s=config.idle_timeout_s,
+            max_lifetime_s=config.max_lifetime_s,
+        )
+
+    @classmethod
+    def read(cls, described: Mapping[str, Any]) -> Self:
+        """Parse GetAgentRuntime's response. A missing field is empty, so it differs from the settings."""
+        network = described.get("networkConfiguration", {}).get("networkModeConfig") or {}
+        lifetimes = described.get("lifecycleConfiguration") or {}
+        container = described.get("agentRuntimeArtifact", {}).get("containerConfiguration") or {}
+        return cls(
+            name=described["agentRuntimeName"],
+            image=container.get("containerUri", ""),
+            role=described.get("roleArn", ""),
+            subnets=frozenset(network.get("subnets", ())),
+            security_groups=frozenset(network.get("securityGroups", ())),
+            environment=described.get("environmentVariables") or {},
+            idle_timeout_s=lifetimes.get("idleRuntimeSessionTimeout", 0),
+            max_lifetime_s=lifetimes.get("maxLifetime", 0),
+        )
+
+    def definition(self) -> dict[str, Any]:
+        """Return the arguments that CreateAgentRuntime and UpdateAgentRuntime share.
+
+        They are complete: an update replaces the whole definition."""
+        network: dict[str, Any] = {"networkMode": "PUBLIC"}
+        if self.subnets:
+            own = {"subnets": sorted(self.subnets), "securityGroups": sorted(self.security_groups)}
+            network = {"networkMode": "VPC", "networkModeConfig": own}
+        return {
+            "description": MARK,
+            "agentRuntimeArtifact": {"containerConfiguration": {"containerUri": self.image}},
+            "roleArn": self.role,
+            "networkConfiguration": network,
+            "protocolConfiguration": {"serverProtocol": "HTTP"},
+            "lifecycleConfiguration": {
+                "idleRuntimeSessionTimeout": self.idle_timeout_s,
+                "maxLifetime": self.max_lifetime_s,
+            },
+            "environmentVariables": dict(self.environment),
+        }
+
+
+def plan(wanted: RuntimeSpec, described: Mapping[str, Any] | None) -> Plan:
+    """Decide what to do. `described` is GetAgentRuntime's response, or None if there is no runtime of that name."""
+    if described is None:
+        return Plan(Action.CREATE)
+    status, ours = described["status"], described.get("description") == MARK
+    differs = _differences(wanted, described)
+    if status == "READY" and not differs:
+        return Plan(Action.READY)
+    if status != "READY" and not status.endswith("_FAILED"):
+        return Plan(Action.WAIT)  # CREATING, UPDATING, DELETING, and any state that AgentCore adds
+    remedy = Action.REPLACE if status in ("CREATE_FAILED", "DELETE_FAILED") else Action.UPDATE
+    return Plan(remedy if ours else Action.LEAVE, differs)
+
+
+def _differences(wanted: RuntimeSpec, described: Mapping[str, Any]) -> tuple[str, ...]:
+    actual = RuntimeSpec.read(described)
+    differs = [name for name in vars(wanted) if getattr(wanted, name) != getattr(actual, name)]
+    protocol = described.get("protocolConfiguration") or {}
+    if protocol.get("serverProtocol", "HTTP") != "HTTP":
+        differs.append("protocol")
+    # AgentCore refuses to invoke a runtime that does not require it.
+    if not (described.get("metadataConfiguration") or {}).get("requireMMDSV2", False):
+        differs.append("requireMMDSV2")
+    return tuple(differs)

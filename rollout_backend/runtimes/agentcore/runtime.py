@@ -1,0 +1,212 @@
+"""The data plane of AgentCore: invoke and stop, and the meaning of their errors."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any, Self
+from uuid import uuid4
+
+from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
+
+from rollout_backend import aws
+from rollout_backend.config import AgentCoreConfig
+from rollout_backend.errors import (
+    OutcomeUnknown,
+    PreflightError,
+    QuotaExceeded,
+    Rejected,
+    RuntimeCallError,
+    RuntimeConflict,
+    RuntimeUnavailable,
+    StartTimeout,
+    Throttled,
+    Unsigned,
+)
+from rollout_backend.runtimes.agentcore.control import control_client, make_runtime, preview_runtime
+from rollout_backend.runtimes.agentcore.quotas import fit_limits
+from rollout_backend.runtimes.answer import read_answer
+from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
+
+# "Runtime initialization time exceeded. Please make sure that initialization completes in 120s.": a slow image pull,
+# or a host under load. Any other 424 is an error of the container, which a retry does not change.
+_START_TIMEOUT = "initialization time exceeded"
+
+
+class AgentCoreRuntime(AgentRuntime):
+    """An agent runtime, by its ARN."""
+
+    def __init__(self, config: AgentCoreConfig, arn: str, data: Any, control: Any, stack: AsyncExitStack) -> None:
+        self._config = config
+        self.arn = arn
+        self._data = data
+        self._control = control
+        self._stack = stack
+        self.described: Mapping[str, Any] = {}  # GetAgentRuntime's answer; empty until `check` got one
+
+    @classmethod
+    async def open(cls, config: AgentCoreConfig, on_status: Callable[[str], object] = lambda text: None) -> Self:
+        arn = config.arn or await make_runtime(config, on_status)
+        async with AsyncExitStack() as stack:
+            data = await stack.enter_async_context(
+                aws.client(
+                    "bedrock-agentcore",
+                    region=config.region,
+                    endpoint_url=config.endpoint_url,
+                    connect_timeout_s=config.connect_timeout_s,
+                    read_timeout_s=config.read_timeout_s,
+                    connections=min(256, config.max_sessions),
+                )
+            )
+            control = await stack.enter_async_context(control_client(config))
+            return cls(config, arn, data, control, stack.pop_all())
+        raise AssertionError("unreachable")
+
+    @classmethod
+    async def preview(cls, config: AgentCoreConfig) -> str | None:
+        return None if config.image is None else await preview_runtime(config)
+
+    @classmethod
+    def default_limits(cls, config: AgentCoreConfig) -> AgentCoreConfig:
+        return fit_limits(config, {})
+
+    async def check(self, session_s: float = 0.0) -> None:
+        """Describe the runtime and its endpoint, and try a stop. Without permission to describe them, only the stop
+        is tried."""
+        name, runtime_id = f"runtime {self.arn}", self.arn.rsplit("/", 1)[1]
+        self.described = await self._describe(name, "runtime.arn", "get_agent_runtime", agentRuntimeId=runtime_id)
+        if self.described:
+            _check_ready(name, self.described)
+            _check_lifetime(self.described, session_s)
+        name, endpoint_name = f"endpoint {self._config.qualifier!r} of {name}", self._config.qualifier
+        endpoint = await self._describe(
+            name,
+            "runtime.qualifier",
+            "get_agent_runtime_endpoint",
+            agentRuntimeId=runtime_id,
+            endpointName=endpoint_name,
+        )
+        if endpoint:
+            _check_ready(name, endpoint)
+        try:
+            await self.stop(f"preflight-{uuid4()}")  # does not exist: AgentCore answers 404 if stops are allowed
+        except RuntimeCallError as error:
+            if error.reason == "access_denied":
+                raise PreflightError(
+                    f"runtime {self.arn}: these credentials may not call StopRuntimeSession, and so probably not "
+                    "InvokeAgentRuntime. Attach the stack's TrainerPolicyArn to the trainer's role"
+                ) from error
+
+    async def _describe(self, name: str, setting: str, operation: str, **arguments: str) -> dict[str, Any]:
+        """Return the control plane's answer; empty if these credentials may not ask. Raises PreflightError."""
+        try:
+            return dict(await getattr(self._control, operation)(**arguments))
+        except ClientError as error:
+            if aws.denied(error):
+                return {}
+            raise aws.preflight_error(error, name, setting) from error
+        except BotoCoreError as error:
+            raise aws.preflight_error(error, name, setting) from error
+
+    def limits(self) -> AgentCoreConfig:
+        return fit_limits(self._config, self.described)
+
+    def log_location(self, session_id: str | None) -> str:
+        runtime_id = self.arn.rpartition("/")[2]
+        return f"CloudWatch, /aws/bedrock-agentcore/runtimes/{runtime_id}-{self._config.qualifier}"
+
+    def cleanup_spec(self) -> CleanupSpec:
+        return CleanupSpec(
+            "rollout_backend.runtimes.agentcore.cleanup.session_stopper",
+            {
+                "arn": self.arn,
+                "qualifier": self._config.qualifier,
+                "region": self._config.region,
+                "endpoint_url": self._config.endpoint_url,
+            },
+        )
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        try:
+            reply = await self._data.invoke_agent_runtime(
+                agentRuntimeArn=self.arn,
+                runtimeSessionId=session_id,
+                qualifier=self._config.qualifier,
+                contentType="application/json",
+                accept="application/json",
+                payload=payload,
+            )
+            async with asyncio.timeout(self._config.read_timeout_s), reply["response"] as body:
+                return await read_answer(body)
+        except ClientError as error:
+            raise _to_call_error(error) from error
+        except aws.NO_CONNECTION as error:
+            if aws.was_sent(error):
+                raise OutcomeUnknown(f"the invoke was cut off: {error}") from error
+            raise RuntimeUnavailable(f"the runtime cannot be reached: {error}", never_opened=True) from error
+        except aws.UNSIGNED as error:
+            raise Unsigned(f"the invoke could not be signed: {error}") from error
+        except ParamValidationError as error:
+            raise Rejected(f"the invoke was not sent: {error}") from error
+        except aws.NO_ANSWER as error:
+            raise OutcomeUnknown(f"the invoke was cut off: {error or type(error).__name__}") from error
+
+    async def stop(self, session_id: str) -> None:
+        try:
+            await self._data.stop_runtime_session(
+                agentRuntimeArn=self.arn, runtimeSessionId=session_id, qualifier=self._config.qualifier
+            )
+        except ClientError as error:
+            if aws.status_of(error) == 404:
+                return
+            raise _to_call_error(error) from error
+        except aws.UNSIGNED as error:
+            raise Unsigned(f"the stop could not be signed: {error}") from error
+        except aws.NO_ANSWER as error:
+            raise RuntimeUnavailable(f"the stop was not answered: {error}") from error
+
+    async def aclose(self) -> None:
+        await self._stack.aclose()
+
+
+def _check_ready(name: str, described: Mapping[str, Any]) -> None:
+    if described["status"] not in ("READY", "UPDATING"):
+        why = described.get("failureReason", "")
+        raise PreflightError(f"{name} is {described['status']}, not READY. {why}".rstrip())
+
+
+def _check_lifetime(described: Mapping[str, Any], session_s: float) -> None:
+    lifetime_s = described.get("lifecycleConfiguration", {}).get("maxLifetime", math.inf)
+    if lifetime_s < session_s:
+        raise PreflightError(
+            f"the runtime ends every session after {lifetime_s:g} s (its maxLifetime), and an agent and its result "
+            f"may take {session_s:g} s (timeouts.agent_s + timeouts.publish_grace_s): raise the one or "
+            "lower the other"
+        )
+
+
+def _to_call_error(error: ClientError) -> RuntimeCallError:
+    text = f"{aws.code_of(error)}: {aws.message_of(error)}"
+    if aws.expired(error):
+        return Rejected(text, reason="credentials_expired")
+    match aws.status_of(error):
+        case 429:
+            return Throttled(text)
+        case 402:
+            return QuotaExceeded(text)
+        case 409:
+            return RuntimeConflict(text)
+        case 424 if _START_TIMEOUT in text.lower():
+            return StartTimeout(text)
+        case 424:
+            return Rejected(text, reason="container_error")
+        case 404:
+            return Rejected(text, reason="runtime_not_found")
+        case 401 | 403:
+            return Rejected(text, reason="access_denied")
+        case status if status >= 500:
+            return RuntimeUnavailable(text, refused=status == 503)
+        case _:
+            return Rejected(text)

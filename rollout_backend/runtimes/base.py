@@ -1,0 +1,111 @@
+"""The interface of an agent runtime.
+
+Invariants:
+
+- Implementations never retry `invoke` and `stop`: the dispatcher's rate limiter must see every call, and only the
+  dispatcher decides about another attempt in a new session.
+- Every error of `invoke` and `stop` is a `RuntimeCallError`, whose class says what the caller may do about it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from rollout_backend.config import RuntimeConfig
+
+
+class SessionCalls(Protocol):
+    """The two calls that every attempt makes."""
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        """Start the agent in a new session and return the container's answer.
+
+        Raises:
+            RuntimeCallError: the subclass says what the caller may do about it.
+        """
+        ...
+
+    async def stop(self, session_id: str) -> None:
+        """End a session. Succeeds if the session does not exist.
+
+        Raises:
+            RuntimeCallError: the subclass says what the caller may do about it.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class CleanupSpec:
+    """How the janitor of a killed run stops sessions, in another process and without an event loop."""
+
+    stopper: str
+    """Import path of a function that takes `options` and returns a function `stop(session_id) -> bool`, which returns
+    False if the session did not exist and raises if it could not be stopped. It is called from several threads."""
+    options: Mapping[str, Any]
+    """JSON values."""
+
+
+class AgentRuntime(ABC):
+    """An open runtime. `open` creates it, `aclose` releases its connections."""
+
+    @classmethod
+    @abstractmethod
+    async def open(cls, config: Any, on_status: Callable[[str], object] = lambda text: None) -> Self:
+        """Open the runtime of these settings, and create or update it first if they ask for that.
+
+        `config` is of the `RuntimeConfig` subclass whose `implementation` names this class. `on_status` receives a
+        line about each action that takes time.
+
+        Raises:
+            PreflightError: the runtime could not be created or updated.
+        """
+
+    @classmethod
+    async def preview(cls, config: Any) -> str | None:
+        """Describe what `open` would create or change, without doing it. None if it opens an existing runtime as it
+        is.
+
+        Raises:
+            PreflightError: `open` would fail, as far as can be seen.
+        """
+        return None
+
+    @classmethod
+    def default_limits(cls, config: Any) -> RuntimeConfig:
+        """Return the settings with each unset limit adjusted to what is known without a call."""
+        assert isinstance(config, RuntimeConfig)
+        return config
+
+    @abstractmethod
+    async def check(self, session_s: float = 0.0) -> None:
+        """Check that calls can work, and that sessions may last this many seconds.
+
+        Raises:
+            PreflightError: they cannot.
+        """
+
+    @abstractmethod
+    def limits(self) -> RuntimeConfig:
+        """Return the settings with each unset limit adjusted to what `check` found."""
+
+    @abstractmethod
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        """Implement `SessionCalls.invoke`."""
+
+    @abstractmethod
+    async def stop(self, session_id: str) -> None:
+        """Implement `SessionCalls.stop`."""
+
+    @abstractmethod
+    def log_location(self, session_id: str | None) -> str:
+        """Describe where a person finds the logs of a session's container. None means a rollout without a session."""
+
+    def cleanup_spec(self) -> CleanupSpec | None:
+        """Return how the janitor stops the sessions of a killed run. None if it cannot."""
+        return None
+
+    @abstractmethod
+    async def aclose(self) -> None: ...

@@ -1,0 +1,27 @@
+"""Find and open the implementation of a `runtime` section.
+
+To add a runtime, see `rollout_backend.runtimes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ImportString, TypeAdapter
+
+from rollout_backend.config import RuntimeConfig
+from rollout_backend.runtimes.base import AgentRuntime
+
+
+def runtime_class(config: RuntimeConfig) -> type[AgentRuntime]:
+    """Import the class that the settings' `implementation` names."""
+    found = TypeAdapter(ImportString[Any]).validate_python(config.implementation)
+    assert isinstance(found, type)
+    assert issubclass(found, AgentRuntime), f"{config.implementation} must be an AgentRuntime"
+    return found
+
+
+async def open_runtime(config: RuntimeConfig, on_status: Callable[[str], object] = lambda text: None) -> AgentRuntime:
+    """Open the runtime of these settings; see `AgentRuntime.open`."""
+    return await runtime_class(config).open(config, on_status)

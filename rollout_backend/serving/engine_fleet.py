@@ -1,0 +1,195 @@
+"""All engines and the router in front of them: started together, watched, restarted, and stopped together.
+
+    async with EngineFleet(config, log_dir, on_event) as fleet:
+        ...  # fleet.router_url
+        await fleet.failed()  # in a separate task
+
+Invariants:
+
+- The router sends requests to every engine that serves, and to no other. A lost engine is removed at once, restarted
+  and added again. A lost router is restarted on the same port with all engines.
+- An engine that does not start, or is lost repeatedly, does not stop the others. The run ends once no engine is left
+  that may be restarted (`serving.max_restarts` within `serving.restart_window_s`).
+- While the engines are asleep (`sleep`), the fleet sends no request that generates, and counts no restart for them.
+- No process that the fleet started outlives it, even if `start` fails or is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Self
+
+from rollout_backend.config import RolloutConfig
+from rollout_backend.errors import StartupError
+from rollout_backend.serving.engine import MakeEngine
+from rollout_backend.serving.engine_routing import EngineRouting, EngineSupervisor, RouterSupervisor
+from rollout_backend.serving.external_engine import ExternalEngine
+from rollout_backend.serving.registry import engine_kind
+from rollout_backend.serving.router import Router
+from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, SupervisorGroup
+
+_JOIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """The current state of one server.
+
+    `serving`: up, and, if it is an engine, known to the router. `asleep`: a trainer has its memory.
+    """
+
+    name: str
+    url: str
+    serving: bool
+    restarts: int
+    asleep: bool = False
+
+
+class EngineFleet:
+    """Enter a fleet, or `start` and `stop` it; once."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        log_dir: Path,
+        on_event: OnEvent = lambda event: None,
+        *,
+        make_engine: MakeEngine | None = None,
+        probing: Probing | None = None,
+    ) -> None:
+        """`make_engine` decides what an engine is; by default `serving.kind` does."""
+        self._kind = engine_kind(config, log_dir)
+        self._make_engine = make_engine or self._kind.make
+        self._startup_timeout_s = config.serving.startup_timeout_s
+        self._on_event = on_event
+        self._limits = RestartLimits(config.serving.max_restarts, config.serving.restart_window_s)
+        self._router = Router(config.router, log_dir / "router.log", config.timeouts.model_call_s)
+        self._routing = EngineRouting(self._router)
+        self._probing = probing or Probing()
+        self._router_supervisor = RouterSupervisor(self._routing, self._limits, on_event, self._probing)
+        self._supervisors = SupervisorGroup()
+        self._next_number = self._kind.count
+        self._following = asyncio.Lock()
+
+    @property
+    def router_url(self) -> str:
+        """The router's URL, which does not change once the fleet has started."""
+        return self._router.url
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """The URLs of the engines that serve at this moment."""
+        return tuple(engine.url for engine in self._engines if engine.serving)
+
+    @property
+    def _engines(self) -> list[EngineSupervisor]:
+        return self._routing.engines
+
+    def snapshot(self) -> tuple[ServerState, ...]:
+        """Return the current state of the router and then of the engines."""
+        router, asleep = self._router_supervisor, self._routing.asleep
+        return (
+            ServerState(router.name, self._router.url, router.serving, router.restarts),
+            *(ServerState(each.name, each.url, each.serving, each.restarts, asleep) for each in self._engines),
+        )
+
+    # --- start and end ------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start the router and all engines. Return once each engine gets requests or has failed to start.
+
+        Raises:
+            StartupError: the router or every engine failed to start, and why. What had started is stopped.
+            ConfigError: the CPU engine is not installed.
+        """
+        try:
+            await self._kind.open()
+            make = self._make_engine
+            self._routing.engines = [self._supervisor(number, make) for number in range(self._kind.count)]
+            await self._router_supervisor.start()
+            self._router_supervisor.report("started")
+            for engine in self._engines:
+                self._supervisors.add(engine)
+            await self._supervisors.first_starts(self._engines)
+            failed = [engine for engine in self._engines if not engine.serving]
+            if len(failed) == len(self._engines):
+                others = f" The other {len(failed) - 1} engines failed too." if len(failed) > 1 else ""
+                raise StartupError(failed[0].last_words + others)
+        except BaseException:
+            await self.stop()
+            raise
+        self._supervisors.add(self._router_supervisor)
+
+    async def follow(self, urls: Sequence[str]) -> None:
+        """Replace the set of engines, for `serving.kind=external`.
+
+        An omitted engine gets no more requests. A new one gets requests once it answers. One that does not answer
+        within 10 s does not delay this call further, and is awaited in the background.
+        """
+        async with self._following:
+            left = [engine for engine in self._engines if engine.url not in urls]
+            self._routing.engines = [engine for engine in self._engines if engine not in left]
+            for engine in left:
+                await self._supervisors.remove(engine)
+            await asyncio.gather(*(self._routing.remove(engine.url) for engine in left))
+            for engine in left:
+                engine.report("left")
+            known = {engine.url for engine in self._engines}
+            joined = [self._join(url) for url in urls if url not in known]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_JOIN_S):
+                    await self._supervisors.first_starts(joined)
+
+    async def sleep(self) -> None:
+        """End all generation before a trainer takes the engines' memory; return once every engine is idle.
+
+        verl's servers assert that they are idle when their memory is released, and any request that generates before
+        they have it back kills them. So generation is paused too: a request that still arrives waits in the server.
+        Until `wake` no engine is probed or added to the router, which would request `/health`.
+        """
+        await self._routing.sleep()
+
+    async def wake(self) -> None:
+        """Serve again after `sleep`."""
+        await self._routing.wake()
+
+    async def stop(self) -> None:
+        """End all servers. May be called twice, and after a start that failed."""
+        await self._supervisors.stop()
+        stops = [self._router.stop(), *(engine.engine.stop() for engine in self._engines)]
+        results = await asyncio.gather(*stops, return_exceptions=True)
+        for server in (self._router_supervisor, *self._engines):
+            server.serving = False
+        for error in results:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def failed(self) -> NoReturn:
+        """Wait until the fleet cannot serve any more.
+
+        Raises:
+            StartupError: the router or the last engine is gone; the message carries the end of its log.
+        """
+        await self._supervisors.failed()
+
+    def _supervisor(self, number: int, make: MakeEngine) -> EngineSupervisor:
+        return EngineSupervisor(number, make, self._routing, self._limits, self._on_event, self._probing)
+
+    def _join(self, url: str) -> EngineSupervisor:
+        timeout_s = self._startup_timeout_s
+        number, self._next_number = self._next_number, self._next_number + 1
+        engine = self._supervisor(number, lambda i: ExternalEngine(f"engine-{i}", url, timeout_s))
+        self._engines.append(engine)
+        self._supervisors.add(engine)
+        return engine

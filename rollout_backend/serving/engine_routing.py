@@ -1,0 +1,191 @@
+"""The router's list of engines: each engine that serves is on it, and each lost engine is removed.
+
+The router requests `/health` from a new engine, which may generate a token there. So no engine is added while a
+trainer has the engines' memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from rollout_backend.errors import StartupError
+from rollout_backend.serving.engine import Engine, MakeEngine, answers
+from rollout_backend.serving.generation_control import pause_generation, resume_generation
+from rollout_backend.serving.router import Router
+from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, Supervisor, first_of
+
+log = logging.getLogger(__name__)
+
+_FOREVER_S = 10 * 365 * 86_400.0
+
+
+class EngineRouting:
+    """The router, and the engines that it sends requests to: those of `engines` that serve."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.engines: list[EngineSupervisor] = []
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._changing = asyncio.Lock()  # held while engines are added and while the router is restarted
+
+    @property
+    def asleep(self) -> bool:
+        return not self._awake.is_set()
+
+    async def add(self, url: str) -> None:
+        """Add an engine that has started, once the engines are awake. The caller then marks it as serving.
+
+        Raises:
+            StartupError: the router runs and does not accept the engine.
+        """
+        while True:
+            await self._awake.wait()
+            async with self._changing:
+                if self.asleep:
+                    continue
+                try:
+                    await self.router.add(url)
+                except StartupError:
+                    if self.router.running:
+                        raise
+                    # The router has just ended. Its restart adds every engine that serves.
+                return
+
+    async def remove(self, url: str) -> None:
+        """Remove a lost engine."""
+        try:
+            await self.router.remove(url)
+        except StartupError as error:
+            # A router that ended has lost its list anyway. A slow one finds out by its health checks.
+            log.warning("the engine %s ended, and the router did not remove it: %s", url, error)
+
+    async def start_router(self) -> None:
+        """Start or restart the router and add every engine that serves.
+
+        Raises:
+            StartupError: the router did not start, or ended while the engines were added.
+        """
+        async with self._changing:
+            await self.router.stop()
+            await self.router.start()
+            if not self.asleep:
+                await self._add_all()
+
+    async def sleep(self) -> None:
+        """End all generation; return once every engine is idle."""
+        self._awake.clear()
+        async with self._changing:  # an addition in progress requests /health
+            pass
+        await asyncio.gather(*(pause_generation(engine.url) for engine in self.engines))
+
+    async def wake(self) -> None:
+        """Resume generation, and add every engine that serves."""
+        await asyncio.gather(*(resume_generation(engine.url) for engine in self.engines))
+        self._awake.set()
+        async with self._changing:
+            try:
+                await self._add_all()
+            except StartupError as error:
+                log.info("the engines are added when the router has restarted: %s", error)
+
+    async def _add_all(self) -> None:
+        """Add every engine that serves. Mark an engine that the router does not accept as refused."""
+
+        async def add(engine: EngineSupervisor) -> None:
+            try:
+                await self.router.add(engine.url)
+            except StartupError as error:
+                if engine.serving and self.router.running:  # a lost engine is added when it has restarted
+                    log.warning("%s: %s", engine.name, error)
+                    engine.refused.set()
+
+        await asyncio.gather(*(add(engine) for engine in self.engines if engine.serving))
+        if not self.router.running:
+            raise StartupError("the router ended while its engines were added")
+
+
+class RouterSupervisor(Supervisor):
+    def __init__(self, routing: EngineRouting, limits: RestartLimits, on_event: OnEvent, probing: Probing) -> None:
+        super().__init__("router", limits, on_event, probing)
+        self._routing = routing
+
+    async def start_server(self) -> None:
+        await self._routing.start_router()
+
+    async def wait_ended(self) -> str:
+        return await self._routing.router.wait()
+
+    async def answers(self) -> bool:
+        return await self._routing.router.alive()
+
+
+class EngineSupervisor(Supervisor):
+    """Keeps one engine running, with a new `Engine` for each start."""
+
+    def __init__(
+        self,
+        number: int,
+        make: MakeEngine,
+        routing: EngineRouting,
+        limits: RestartLimits,
+        on_event: OnEvent,
+        probing: Probing,
+    ) -> None:
+        super().__init__(f"engine-{number}", limits, on_event, probing)
+        self.engine: Engine = make(number)
+        self.refused = asyncio.Event()  # set if a restarted router does not accept the engine
+        self._number = number
+        self._make = make
+        self._routing = routing
+        self._probe_timeout_s = probing.timeout_s
+        self._in_router = False
+
+    @property
+    def url(self) -> str:
+        return self.engine.url
+
+    async def start_server(self) -> None:
+        if self.tried.is_set():
+            self.engine = self._make(self._number)
+        await self.engine.start()
+        self.refused.clear()
+        self._in_router = True
+        await self._routing.add(self.url)
+
+    async def wait_ended(self) -> str:
+        return await first_of(self.engine.wait(), self._wait_refused())
+
+    async def _wait_refused(self) -> str:
+        """Return why the router does not accept the engine, after a second attempt."""
+        while True:
+            await self.refused.wait()
+            self.refused.clear()
+            try:
+                await self._routing.add(self.url)
+            except StartupError as error:
+                return str(error)
+
+    async def answers(self) -> bool:
+        return self._routing.asleep or await answers(self.url, self._probe_timeout_s)
+
+    async def tail(self) -> str:
+        return await self.engine.tail()
+
+    async def release(self) -> None:
+        if self._in_router:
+            self._in_router = False
+            await self._routing.remove(self.url)
+        await self.engine.stop()
+
+    async def exhausted(self, wait_s: float) -> None:
+        """Wait until a restart is allowed again. Raise StartupError if no other engine is left."""
+        engines = self._routing.engines
+        if all(engine.gave_up for engine in engines):
+            self.report("gave_up", self.last_words)
+            others = ", and no other engine is left" if len(engines) > 1 else ""
+            raise StartupError(f"{self.gone}{others}: {self.last_words}")
+        up = sum(engine.serving for engine in engines)
+        self.report("gave_up", f"{self.gone}; {up} of {len(engines)} engines serve")
+        await asyncio.sleep(min(wait_s, _FOREVER_S))

@@ -1,0 +1,290 @@
+"""All gateways of a run: several processes, each with its own sessions, addressed as one.
+
+Invariants:
+
+- A session belongs to one shard, which follows from its id: its URL leads there, and the other shards refuse its key
+  (421). So a trajectory is never in two places.
+- One secret signs all keys, and a key names the journal that its session was begun in. A shard that ends is restarted
+  at the same address and resumes from its journal. If the journal is lost, the shard refuses those keys, because it
+  would return the rest of a trajectory as the whole.
+- A shard that is lost after `serving.max_restarts` restarts within `serving.restart_window_s` ends the run; so does a
+  lost shard without a journal.
+- No process that the fleet started outlives `stop`, even if `start` fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import NoReturn, Protocol
+from urllib.parse import urlsplit
+
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_fixed
+
+from agent_wrapper.contract import ModelEndpoint
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.heartbeats import Heard
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.errors import RolloutBackendError, ServingError
+from rollout_backend.gateway.sharding import shard_of
+from rollout_backend.gateway.stats import GatewayStats
+from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, model_endpoint, public_url
+from rollout_backend.serving.supervisor import OnEvent, RestartLimits, Supervisor, SupervisorGroup, cancel_all
+
+_INSTRUCT_S = 60.0  # a shard that restarts answers within this time
+
+
+class Shard(Protocol):
+    """One gateway: a `GatewayProcess`, here or on another machine."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def journal_id(self) -> str: ...
+
+    async def start(self) -> None:
+        """Start it, or restart it at the same address after it ended."""
+
+    async def stop(self) -> None: ...
+
+    async def wait(self) -> str: ...
+
+    async def revoke(self, session_ids: Iterable[str]) -> None: ...
+
+    async def adopt(self, session_ids: Iterable[str]) -> None: ...
+
+    async def heard(self) -> Heard: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def stats(self) -> GatewayStats: ...
+
+
+class _GatewaySupervisor(Supervisor):
+    def __init__(self, name: str, shard: Shard, limits: RestartLimits, on_event: OnEvent) -> None:
+        super().__init__(name, limits, on_event)
+        self.shard = shard
+
+    async def start_server(self) -> None:
+        await self.shard.start()
+
+    async def wait_ended(self) -> str:
+        return await self.shard.wait()
+
+
+class GatewayFleet:
+    """`gateway.processes` gateways between agents and the router at `router_url`. Logs go to `log_dir`."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        router_url: str,
+        log_dir: Path,
+        secret: str | None = None,
+        seal_secret: str | None = None,
+        journals: Path | None = None,
+        on_event: OnEvent = lambda event: None,
+    ) -> None:
+        """Initialize.
+
+        `secret` signs the keys; the default is random. Without `seal_secret` trajectories carry no seal. `journals`
+        is the folder whose journals let sessions outlive their gateways; without it, no gateway is restarted.
+        """
+        self._config = config
+        self._router_url = router_url
+        self._log_dir = log_dir
+        self._secret = secret or secrets.token_urlsafe(48)
+        self._seal_secret = seal_secret
+        self._journals = journals
+        self._trainer_incarnation = secrets.token_hex(8)
+        self._on_event = on_event
+        self._gateways: list[_GatewaySupervisor] = []
+        self._supervisors = SupervisorGroup()
+
+    @property
+    def _shards(self) -> list[Shard]:
+        return [gateway.shard for gateway in self._gateways]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URL of each shard as the training side reaches it."""
+        return tuple(shard.url for shard in self._shards)
+
+    @property
+    def identity(self) -> str:
+        """A digest of addresses and journals. While it is the same, an agent's session can resume. Empty without
+        journals: no session can."""
+        if self._journals is None:
+            return ""
+        parts = [f"{self._public_url(i)} {shard.journal_id}" for i, shard in enumerate(self._shards)]
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+    async def start(self) -> None:
+        """Start all gateways concurrently and wait until they are healthy; then restart each one that ends.
+
+        Raises:
+            StartupError: a gateway failed to start, and why. Those that had started are stopped.
+        """
+        serving = self._config.serving
+        limits = RestartLimits(serving.max_restarts if self._journals is not None else 0, serving.restart_window_s)
+        self._gateways = [
+            _GatewaySupervisor(name, shard, limits, self._on_event)
+            for name, shard in zip(self._names, await self._make(), strict=True)
+        ]
+        starting = [asyncio.create_task(gateway.start()) for gateway in self._gateways]
+        try:
+            await asyncio.gather(*starting)
+        except BaseException:
+            await cancel_all(starting)
+            await self.stop()
+            raise
+        for gateway in self._gateways:
+            self._supervisors.add(gateway)
+
+    async def stop(self) -> None:
+        """End all gateways. Does nothing if they never ran."""
+        await self._supervisors.stop()
+        results = await asyncio.gather(*(shard.stop() for shard in self._shards), return_exceptions=True)
+        _raise_first(results)
+
+    async def failed(self) -> NoReturn:
+        """Wait until a gateway is gone after its last restart.
+
+        Raises:
+            StartupError: which gateway, and why, with the end of its log.
+        """
+        await self._supervisors.failed()
+
+    @property
+    def _names(self) -> list[str]:
+        count = self._config.gateway.processes
+        return ["gateway"] if count == 1 else [f"gateway-{i}" for i in range(count)]
+
+    def endpoint(self, claims: SessionClaims) -> ModelEndpoint:
+        """Return a session's model endpoint: the URL of its shard, and its key."""
+        shard = shard_of(claims.session_id, len(self._gateways))
+        claims = claims.model_copy(
+            update={"journal_id": self._shards[shard].journal_id, "trainer_incarnation": self._trainer_incarnation}
+        )
+        return model_endpoint(self._public_url(shard), self._config.model.served_name, self._secret, claims)
+
+    def _public_url(self, shard: int) -> str:
+        return public_url(self._config.gateway, shard, self._shards[shard].url)
+
+    async def revoke(self, session_ids: Iterable[str]) -> None:
+        """Close these sessions: abort their calls and refuse their keys.
+
+        Raises:
+            ServingError: a shard did not answer for a minute. The sessions of the other shards are closed.
+        """
+        await self._instruct_owners(session_ids, lambda shard, ids: shard.revoke(ids))
+
+    async def adopt(self, session_ids: Iterable[str]) -> None:
+        """Resume these sessions, which began before the trainer restarted. Other earlier sessions still wait.
+
+        Raises:
+            ServingError: a shard did not answer for a minute. The sessions of the other shards resume.
+        """
+        await self._instruct_owners(session_ids, lambda shard, ids: shard.adopt(ids))
+
+    async def _instruct_owners(
+        self, session_ids: Iterable[str], send: Callable[[Shard, list[str]], Awaitable[None]]
+    ) -> None:
+        if not self._gateways:
+            raise ServingError("the gateway is not running")
+        by_shard: dict[int, list[str]] = {}
+        for session_id in session_ids:
+            by_shard.setdefault(shard_of(session_id, len(self._gateways)), []).append(session_id)
+
+        async def instruct(number: int, ids: list[str]) -> None:
+            await _instruct(self._gateways[number], lambda shard: send(shard, ids))
+
+        sends = (instruct(number, ids) for number, ids in by_shard.items())
+        _raise_first(await asyncio.gather(*sends, return_exceptions=True))
+
+    async def heard(self) -> list[Heard | None]:
+        """Return what each shard has heard since the last call; None for a shard that does not answer."""
+        answers = await asyncio.gather(*(shard.heard() for shard in self._shards), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, RolloutBackendError):
+                raise answer
+        return [None if isinstance(answer, BaseException) else answer for answer in answers]
+
+    @property
+    def same_machine(self) -> bool:
+        """True if agents must run on this machine, because their model endpoint is a loopback address."""
+        return self._config.relay is None and all(
+            is_loopback(urlsplit(self._public_url(i)).hostname or "") for i in range(len(self._gateways))
+        )
+
+    async def pause(self) -> None:
+        """Hold all model calls, also in a shard that restarts; return once no call is at an engine.
+
+        Raises:
+            ServingError: a shard did not answer for a minute.
+        """
+        await self._instruct_all(lambda shard: shard.pause())
+
+    async def resume(self) -> None:
+        """Undo `pause`. Raise ServingError likewise."""
+        await self._instruct_all(lambda shard: shard.resume())
+
+    async def _instruct_all(self, send: Callable[[Shard], Awaitable[None]]) -> None:
+        sends = (_instruct(gateway, send) for gateway in self._gateways)
+        _raise_first(await asyncio.gather(*sends, return_exceptions=True))
+
+    async def stats(self) -> GatewayStats:
+        """Return the sum over all shards, each since its last start. Raise ServingError if one does not answer."""
+        return GatewayStats.total(await asyncio.gather(*(shard.stats() for shard in self._shards)))
+
+    async def _make(self) -> list[Shard]:
+        config = self._config
+        numbers = range(config.gateway.processes)
+        logs = [self._log_dir / f"{name}.log" for name in self._names]
+        # Another number of processes shards the sessions differently, so it has its own journals.
+        journals = [
+            self._journals.absolute() / f"{i}-of-{len(numbers)}" if self._journals is not None else None
+            for i in numbers
+        ]
+        if config.gateway.kind == "ray":
+            from rollout_backend.serving.ray_gateway import ray_shards  # ray is slow to import
+
+            both = self._secret, self._seal_secret
+            return [*await ray_shards(config, self._router_url, logs, both, journals, self._trainer_incarnation)]
+        return [
+            GatewayProcess(
+                config,
+                self._router_url,
+                logs[i],
+                self._secret,
+                seal_secret=self._seal_secret,
+                shard=i,
+                journal=journals[i],
+                trainer_incarnation=self._trainer_incarnation,
+            )
+            for i in numbers
+        ]
+
+
+async def _instruct(gateway: _GatewaySupervisor, send: Callable[[Shard], Awaitable[None]]) -> None:
+    """Send an instruction to a shard, and retry while the shard restarts."""
+    async for attempt in AsyncRetrying(
+        retry=retry_if_exception(lambda error: isinstance(error, ServingError) and not gateway.gave_up),
+        stop=stop_after_delay(_INSTRUCT_S),
+        wait=wait_fixed(0.5),
+        reraise=True,
+    ):
+        with attempt:
+            await send(gateway.shard)
+
+
+def _raise_first(results: Iterable[BaseException | None]) -> None:
+    for error in results:
+        if error is not None:
+            raise error

@@ -1,0 +1,290 @@
+"""Run one gateway as a process on this machine, and send it control requests.
+
+`gateway_fleet` runs several of them, here or on the machines of a Ray cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+import ssl
+import sys
+from collections.abc import Iterable
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from agent_wrapper.contract import ModelEndpoint
+from rollout_backend.config import GatewayConfig, RolloutConfig
+from rollout_backend.core.heartbeats import Heard
+from rollout_backend.core.session_key import SessionClaims, issue
+from rollout_backend.errors import ConfigError, ServingError, StartupError
+from rollout_backend.gateway import journal as journals
+from rollout_backend.gateway.gateway_settings import GatewaySettings
+from rollout_backend.gateway.stats import GatewayStats
+from rollout_backend.serving.server_process import ServerProcess, free_port, require_port
+
+__all__ = ["GatewayProcess", "GatewayStats"]
+
+_CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=30)
+_ANY_HOST = frozenset({"0.0.0.0", "::", ""})  # noqa: S104  # only compared
+
+
+class GatewayProcess:
+    """One gateway between agents and the engine (or router) at `engine_url`.
+
+    With a folder for its `journal` the gateway can be restarted after it ended, at the same address and with the same
+    sessions. `secret` signs the session keys; pass one if keys must outlive this process, or open several gateways.
+    The default is random. `seal_secret` seals trajectories; without it they carry no seal. `shard` is the gateway's
+    number among `gateway.processes`: it refuses the sessions of other shards. `node_ip` is this machine's address for
+    other machines.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        engine_url: str,
+        log: Path,
+        secret: str | None = None,
+        *,
+        seal_secret: str | None = None,
+        shard: int = 0,
+        node_ip: str | None = None,
+        journal: Path | None = None,
+        trainer_incarnation: str = "",
+    ) -> None:
+        self._trainer_incarnation = trainer_incarnation
+        self._adopted: set[str] = set()
+        self._paused = False
+        self.journal_id = ""
+        """The id of the journal of new sessions; set once the gateway has started."""
+        self._journal = journal
+        self._config = config
+        self._engine_url = engine_url
+        self._log = log
+        self._secret = secret or secrets.token_urlsafe(48)
+        self._seal_secret = seal_secret
+        self._control_key = secrets.token_urlsafe(48)
+        self._shard = shard
+        self._name = gateway_name(config.gateway, shard)
+        listened = config.gateway.host
+        self._host = node_ip if node_ip and is_loopback(listened) else listened
+        self._address = node_ip or ("127.0.0.1" if listened in _ANY_HOST else listened)
+        self._url = ""
+        self._port = 0
+        self._process: ServerProcess | None = None
+        self._http: aiohttp.ClientSession | None = None
+
+    @property
+    def url(self) -> str:
+        """The gateway's URL on this machine; empty before `start`."""
+        return self._url
+
+    @property
+    def public_url(self) -> str:
+        """The URL that agents use."""
+        return public_url(self._config.gateway, self._shard, self._url)
+
+    async def start(self) -> None:
+        """Start the gateway and wait until it is healthy.
+
+        Raises:
+            StartupError: its port is taken, its certificate or its journal cannot be used, or it did not come up; the
+                message carries the end of its log.
+        """
+        await self.stop()
+        config = self._config
+        certificate = _certificate(config.gateway)
+        if self._journal is not None:  # first: an earlier gateway may hold the journal and the port
+            try:
+                self.journal_id = await asyncio.to_thread(journals.prepare, self._journal)
+            except ConfigError as error:
+                raise StartupError(str(error)) from None
+        port = self._port = self._find_port()
+        settings = GatewaySettings(
+            host=self._host,
+            port=port,
+            model=config.model,
+            gateway=config.gateway.model_copy(update={"secret": None}),  # its dump would be stars
+            shard=self._shard,
+            engine_url=self._engine_url,
+            model_call_s=config.timeouts.model_call_s,
+            token_s=config.timeouts.token_s,
+            secret=self._secret,
+            control_key=self._control_key,
+            seal_secret=self._seal_secret,
+            journal=self._journal,
+            trainer_incarnation=self._trainer_incarnation,
+            adopted=tuple(self._adopted),
+            paused=self._paused,
+        )
+        self._url = f"{'https' if certificate else 'http'}://{self._address}:{port}"
+        # The process is a child of this one, so its certificate is compared, and the name in it does not matter.
+        connector = aiohttp.TCPConnector(ssl=certificate) if certificate else None
+        self._http = aiohttp.ClientSession(timeout=_CONTROL_TIMEOUT, connector=connector)
+        self._process = ServerProcess(
+            self._name,
+            [sys.executable, "-m", "rollout_backend.gateway"],
+            self._log,
+            stdin=settings.model_dump_json().encode(),
+        )
+        try:
+            await self._process.start()
+            await self._process.wait_healthy(self._healthy, config.gateway.startup_timeout_s)
+            if self._journal is not None:
+                journals.keep_port(self._journal, port)
+        except BaseException:
+            await self.stop()
+            raise
+
+    def _find_port(self) -> int:
+        """Return the configured port, else the port that this gateway had before, if it is free, else a free one."""
+        fixed = self._port or (self._config.gateway.port and self._config.gateway.port + self._shard)
+        if fixed:
+            return require_port(self._host, fixed, self._name, "gateway.port")
+        last = journals.last_port(self._journal) if self._journal is not None else 0
+        try:
+            return require_port(self._host, last, self._name, "gateway.port")
+        except StartupError:
+            return free_port(self._host)
+
+    async def stop(self) -> None:
+        """End the gateway. Do nothing if it never ran."""
+        if self._http is not None:
+            await self._http.close()
+        if self._process is not None:
+            await self._process.stop()
+
+    async def wait(self) -> str:
+        """Return how the gateway ended, once it has, with the end of its log."""
+        assert self._process is not None, "not started"
+        code = await self._process.wait()
+        return f"{self._name} ended with code {code}. {self._process.tail()}"
+
+    async def tail(self) -> str:
+        """Return the end of the log, for an error message."""
+        assert self._process is not None, "not started"
+        return self._process.tail()
+
+    def endpoint(self, claims: SessionClaims) -> ModelEndpoint:
+        """Return a session's model endpoint: URL and key."""
+        return model_endpoint(self.public_url, self._config.model.served_name, self._secret, claims)
+
+    async def revoke(self, session_ids: Iterable[str]) -> None:
+        """Close these sessions: abort their calls and refuse their keys.
+
+        Raises:
+            ServingError: the gateway does not answer.
+        """
+        await self._control("POST", "/control/revoke", {"session_ids": list(session_ids)})
+
+    async def adopt(self, session_ids: Iterable[str]) -> None:
+        """Resume these sessions, which began before the trainer restarted.
+
+        Raises:
+            ServingError: the gateway does not answer.
+        """
+        wanted = list(session_ids)
+        self._adopted.update(wanted)  # also after a restart
+        await self._control("POST", "/control/adopt", {"session_ids": wanted})
+
+    async def heard(self) -> Heard:
+        """Return the sessions that were heard from since the last call.
+
+        Raises:
+            ServingError: the gateway does not answer.
+        """
+        heard = await self._control("POST", "/control/heard")
+        return Heard(frozenset(heard["beats"]), frozenset(heard["calls"]))
+
+    async def pause(self) -> None:
+        """Hold model calls, also after a restart; return once none is at an engine.
+
+        Raises:
+            ServingError: the gateway does not answer.
+        """
+        self._paused = True
+        await self._control("POST", "/control/pause")
+
+    async def resume(self) -> None:
+        """Undo `pause`. Raises ServingError if the gateway does not answer."""
+        self._paused = False
+        await self._control("POST", "/control/resume")
+
+    async def stats(self) -> GatewayStats:
+        """Return the gateway's statistics. Raise ServingError if it does not answer."""
+        return GatewayStats.model_validate(await self._control("GET", "/control/stats"))
+
+    async def _control(self, method: str, path: str, body: object = None) -> Any:
+        if self._http is None or self._http.closed:
+            raise ServingError(f"{self._name} is not running")
+        headers = {"Authorization": f"Bearer {self._control_key}"}
+        try:
+            async with self._http.request(method, self._url + path, json=body, headers=headers) as response:
+                response.raise_for_status()
+                return await response.json()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ServingError(f"{self._name} does not answer {path}: {error!r}. Its log is {self._log}") from None
+
+    async def _healthy(self) -> bool:
+        assert self._http is not None
+        try:
+            async with self._http.get(self._url + "/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+
+def gateway_name(config: GatewayConfig, shard: int) -> str:
+    """Return the gateway's name for messages."""
+    return "the gateway" if config.processes == 1 else f"gateway {shard} of {config.processes}"
+
+
+def public_url(config: GatewayConfig, shard: int, url: str) -> str:
+    """Return the URL that agents use for the shard that the training side reaches at `url`."""
+    template = config.public_url or url
+    return template.replace("{shard}", str(shard)).replace("{port}", str(config.port + shard)).rstrip("/")
+
+
+def model_endpoint(public_url: str, model: str, secret: str, claims: SessionClaims) -> ModelEndpoint:
+    base = f"{public_url}/v1"
+    return ModelEndpoint(
+        base_url=base,
+        api_key=issue(secret, claims),
+        name=model,
+        trajectory_url=f"{base}/rollout/trajectory",
+        heartbeat_url=f"{base}/rollout/heartbeat",
+    )
+
+
+def _certificate(config: GatewayConfig) -> aiohttp.Fingerprint | None:
+    """Return the certificate's fingerprint, checked to fit its key; None for plain HTTP."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(
+            config.tls_certificate, config.tls_key, password=lambda: ""
+        )  # else OpenSSL prompts on the terminal
+    except OSError as error:
+        raise StartupError(
+            f"the gateway cannot serve HTTPS with gateway.tls_certificate={config.tls_certificate} and "
+            f"gateway.tls_key={config.tls_key}: {error}. Both must be PEM files that fit each other, the key without "
+            "a passphrase"
+        ) from None
+    first = re.search(
+        r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", config.tls_certificate.read_text(), re.S
+    )
+    assert first is not None, "load_cert_chain has read it"
+    return aiohttp.Fingerprint(hashlib.sha256(ssl.PEM_cert_to_DER_cert(first[0])).digest())
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

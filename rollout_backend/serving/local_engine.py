@@ -1,0 +1,88 @@
+"""Engines as processes on this machine (`serving.kind=process`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rollout_backend.config import ModelConfig, RolloutConfig, ServingConfig
+from rollout_backend.errors import StartupError
+from rollout_backend.serving.engine import is_healthy
+from rollout_backend.serving.server_process import ServerProcess, free_port
+from rollout_backend.serving.sglang import Command, engine_command
+
+# SGLang checks for SIGTERM only every 5 s, and an engine that is stopped has nothing to finish.
+_GRACE_S = 1.0
+
+MakeCommand = Callable[[ModelConfig, ServingConfig, str, int, int], Command]
+"""Like `engine_command`: model, serving, host, port, first GPU. Another one starts another kind of server."""
+
+
+class LocalEngines:
+    """Makes the engines of `serving.kind=process`."""
+
+    def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
+        self.count = config.serving.servers
+        self._config = config
+        self._log_dir = log_dir
+
+    async def open(self) -> None:
+        return
+
+    def make(self, number: int) -> LocalEngine:
+        name, serving = f"engine-{number}", self._config.serving
+        first_gpu = number * serving.tensor_parallel
+        return LocalEngine(name, self._config.model, serving, self._log_dir / f"{name}.log", first_gpu=first_gpu)
+
+
+class LocalEngine:
+    """A server process on this machine, on a free port of `host`."""
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        serving: ServingConfig,
+        log: Path,
+        *,
+        host: str = "127.0.0.1",
+        first_gpu: int = 0,
+        command: MakeCommand = engine_command,
+    ) -> None:
+        self._name = name
+        self._model = model
+        self._serving = serving
+        self._log = log
+        self._host = host
+        self._first_gpu = first_gpu
+        self._command = command
+        self._process: ServerProcess | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        if not (self._model.path / "config.json").is_file():  # SGLang reports it after 15 s, in 60 lines
+            raise StartupError(
+                f"{self._name}: {self._model.path} is no model folder: it has no config.json; set model.path"
+            )
+        port = free_port(self._host)
+        self.url = f"http://{self._host}:{port}"
+        argv, env = self._command(self._model, self._serving, self._host, port, self._first_gpu)
+        self._process = ServerProcess(self._name, argv, self._log, env)
+        await self._process.start()
+        await self._process.wait_healthy(lambda: is_healthy(self.url), self._serving.startup_timeout_s)
+
+    async def wait(self) -> str:
+        assert self._process is not None, "not started"
+        code = await self._process.wait()
+        return f"ended with code {code}. {self._process.tail()}"
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            await self._process.stop(_GRACE_S)
+
+    async def tail(self) -> str:
+        return self._process.tail() if self._process is not None else ""
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None

@@ -1,0 +1,46 @@
+"""Kill a server's process group after the server or its owner ends: `process_group_guard.py SERVER OWNER`.
+
+The kernel sends a server SIGTERM when its owner dies. That is not enough: an engine starts processes, and one that
+it has just started has not asked the kernel yet to end with it; and a server may hang as it ends. The guard runs
+outside the group and without a parent, so no other process's end affects it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+
+_GRACE_S = 10.0  # a server whose owner has died may end by itself within this time
+
+
+def main() -> None:
+    group = int(sys.argv[1])
+    try:
+        server, owner = _watched(group), _watched(int(sys.argv[2]))
+    except (AttributeError, OSError):
+        return  # this system cannot wait for a process that is not a child
+    if os.fork():  # the starter waits for this process
+        os._exit(0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if server is not None and owner is not None:
+        select.select([server, owner], [], [])
+    if server is not None:  # returns at once if it has ended
+        select.select([server], [], [], _GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _watched(pid: int) -> int | None:
+    """Return a descriptor that is readable once the process has ended; None if it has."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The run's secret: `gateway.secret`, or a generated one that is stored in the run's folder for later restarts.
+
+Invariants:
+
+- A trainer restarted under the same run id, with the same folder or the same `gateway.secret`, accepts the seals and
+  session keys that it issued before. It accepts no key of another run.
+- The secret never leaves the training side's machines.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+
+from rollout_backend.atomic_file import write_file
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.session_key import MIN_SECRET_CHARS
+from rollout_backend.errors import ConfigError
+
+SECRET_FILE = "gateway-secret"  # noqa: S105  # a file name
+
+
+def run_secret(config: RolloutConfig) -> str:
+    """Return the secret. Generate and store it if there is none yet.
+
+    Raises:
+        ConfigError: the file cannot be read or written, others may read it, or it holds no secret.
+    """
+    if config.gateway.secret is not None:
+        return config.gateway.secret.get_secret_value()
+    path = config.run_dir / SECRET_FILE
+    remedy = f"repair or delete {path}, or set gateway.secret"
+    try:
+        if not path.exists():
+            write_file(path, secrets.token_urlsafe(48).encode(), private=True, keep=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with os.fdopen(descriptor) as file:
+            found = os.fstat(descriptor)
+            secret = file.read().strip()
+    except OSError as error:
+        raise ConfigError(f"the run's secret cannot be kept in {path}: {error.strerror}; {remedy}") from None
+    if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.getuid():
+        raise ConfigError(f"others may read the run's secret in {path}: chmod 600 it, or {remedy}")
+    if len(secret) < MIN_SECRET_CHARS:
+        raise ConfigError(f"{path} holds no secret of at least {MIN_SECRET_CHARS} characters; {remedy}")
+    return secret
+
+
+def key_secret(secret: str, run_id: str) -> str:
+    """Return the secret that signs the run's session keys.
+
+    It is derived from the run's secret and the run id, because several runs may share `gateway.secret`.
+    """
+    return hmac.digest(secret.encode(), b"the session keys of " + run_id.encode(), "sha256").hex()

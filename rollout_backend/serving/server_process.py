@@ -1,0 +1,197 @@
+"""Run a server as a child process: start it, wait until it is healthy, watch it, and stop it with its children.
+
+The child runs in a separate session, so Ctrl-C in the terminal reaches only this process, which then stops the child.
+If this process is killed, the kernel sends the child SIGTERM, and its `process_group_guard` sends SIGKILL (on Linux).
+The child's output goes to a log file. Every error message names that file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+from rollout_backend.errors import StartupError
+from rollout_backend.serving import process_group_guard
+
+_TAIL_LINES = 15
+_OPEN_FILES = 65_536
+SERVER_PORTS = range(15_000, 26_000)  # lower ports are often a program's default; higher ones are for sessions
+
+_PORT_SHARES = 64  # each process draws from one share of the ports, so that concurrent processes rarely collide
+_drawn: set[int] = set()  # ports that this process has drawn: a server listens there soon
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that no process listens on at this moment.
+
+    The port is outside the ephemeral range, if `SERVER_PORTS` is: the kernel may assign an ephemeral port to an
+    outgoing connection before the server listens, which for an engine is a minute later.
+    """
+    fixed = SERVER_PORTS[: max(0, _first_ephemeral_port() - SERVER_PORTS.start)]
+    share = fixed[os.getpid() % _PORT_SHARES :: _PORT_SHARES] if len(fixed) >= 1000 else range(0)
+    if len(_drawn) > len(share) // 2:
+        _drawn.clear()
+    candidates = [port for port in random.SystemRandom().sample(share, len(share)) if port not in _drawn]
+    for port in (*candidates, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            _drawn.add(port)
+            return int(probe.getsockname()[1])
+    raise StartupError(f"no port is free on {host}")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:  # not Linux
+        return 0
+
+
+def require_port(host: str, port: int, what: str, setting: str) -> int:
+    """Return `port`, or a free one for 0.
+
+    Raises:
+        StartupError: the port is taken; `what` and `setting` name the server and the setting to change.
+    """
+    if port == 0:
+        return free_port(host)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartupError(
+                f"{what} cannot listen on {host}:{port} ({error.strerror}): set {setting} to another port, or to 0"
+            ) from None
+    return port
+
+
+class ServerProcess:
+    """A server as a child process. Not restartable: make a new one."""
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+    ) -> None:
+        self.name = name
+        self.argv = list(argv)
+        self.log = log
+        self._env = dict(env) if env is not None else None
+        self._stdin = stdin
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode if self._process else None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Start the program. Raise StartupError if it cannot be executed."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self.argv,
+                    stdin=asyncio.subprocess.PIPE if self._stdin is not None else asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=self._env,
+                    start_new_session=True,
+                    preexec_fn=_prepare_child,
+                )
+            except OSError as error:
+                raise StartupError(f"{self.name}: cannot start {self.argv[0]}: {error.strerror}") from None
+        await self._guard(self._process.pid)
+        if self._stdin is not None and self._process.stdin is not None:
+            with contextlib.suppress(ConnectionError):  # it ended at once; wait_healthy reports how
+                self._process.stdin.write(self._stdin)
+                await self._process.stdin.drain()
+            self._process.stdin.close()
+
+    async def wait_healthy(self, healthy: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
+        """Call `healthy` until it returns true.
+
+        Raises:
+            StartupError: the process ended, or `timeout_s` passed; the message carries the end of its log.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not await healthy():
+            if not self.running:
+                raise StartupError(f"{self.name} ended with code {self.returncode} before it was up. {self.tail()}")
+            if time.monotonic() > deadline:
+                raise StartupError(f"{self.name} was not healthy after {timeout_s:g} s. {self.tail()}")
+            await asyncio.sleep(0.1)
+
+    async def wait(self) -> int:
+        """Return the exit code once the process has ended."""
+        assert self._process is not None, "not started"
+        return await self._process.wait()
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Send SIGTERM to the process and its children, and SIGKILL after `grace_s`. Do nothing if it never ran."""
+        if self._process is None:
+            return
+        self._signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):  # wait_for of Python 3.11 can swallow a cancellation
+                await self._process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._signal(signal.SIGKILL)  # for children that outlived it, and for itself after a cancellation
+            await asyncio.shield(self._process.wait())
+
+    def tail(self) -> str:
+        """Return the end of the log, with its path, for an error message."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        except OSError:
+            lines = []
+        return f"Its log, {self.log}, ends:\n" + "\n".join(f"    {line}" for line in lines or ["(empty)"])
+
+    async def _guard(self, pid: int) -> None:
+        """Start the guard, in 20 ms. Its environment holds no secret."""
+        guard = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", process_group_guard.__file__, str(pid), str(os.getpid())),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
+            start_new_session=True,
+        )
+        await guard.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def _prepare_child() -> None:
+    """Prepare the child before it executes: it ends with this process, and may hold thousands of connections."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a shell's limit may be 1024
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

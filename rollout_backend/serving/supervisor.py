@@ -1,0 +1,224 @@
+"""Keep servers running: start each one, watch it, and restart it within its budget.
+
+Invariants:
+
+- Every change is reported as a `ServingEvent`.
+- What a lost server still holds is released before its restart.
+- Supervision ends with an exhausted budget, with a bug, or with a cancellation, which always ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, TypeVar
+
+from rollout_backend.errors import StartupError
+from rollout_backend.serving.restart_budget import RestartBudget
+
+_T = TypeVar("_T")
+
+EventKind = Literal["started", "died", "restarted", "gave_up", "left"]
+
+
+@dataclass(frozen=True)
+class ServingEvent:
+    """A change in a server's state. `detail` gives the reason, with the end of the server's log."""
+
+    time: float  # unix seconds
+    server: str  # "router", "engine-0", "gateway", ...
+    kind: EventKind
+    detail: str = ""
+
+
+OnEvent = Callable[[ServingEvent], None]
+
+
+@dataclass(frozen=True)
+class Probing:
+    """When a running server counts as hung: after this many consecutive probes without an answer.
+
+    A probe does not detect a hung scheduler behind a live HTTP server; SGLang's own watchdog ends such a server.
+    """
+
+    interval_s: float = 5.0
+    timeout_s: float = 15.0  # generous: a server whose cores are all busy is slow, not hung
+    failures: int = 3
+
+
+@dataclass(frozen=True)
+class RestartLimits:
+    max_restarts: int
+    window_s: float
+
+    def __str__(self) -> str:
+        within = f" within {self.window_s:g} s" if self.max_restarts else ""
+        return f"{self.max_restarts} restarts{within} (serving.max_restarts)"
+
+
+class Supervisor(ABC):
+    """Keeps one server running. A subclass defines how the server is started, watched and released."""
+
+    def __init__(self, name: str, limits: RestartLimits, on_event: OnEvent, probing: Probing | None = None) -> None:
+        """Initialize. Without `probing`, only the server's end counts as its loss."""
+        self.name = name
+        self.serving = False
+        self.restarts = 0
+        self.gave_up = False
+        self.tried = asyncio.Event()  # set after the first start, whether it succeeded or failed
+        self.last_words = ""  # why the server was lost, the last time
+        self.gone = f"{name} is gone after {limits}"
+        self._budget = RestartBudget(limits.max_restarts, limits.window_s)
+        self._on_event = on_event
+        self._probing = probing
+
+    # --- what a subclass defines ------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def start_server(self) -> None:
+        """Start the server, or restart it; return once it serves. Raise StartupError if it does not."""
+
+    @abstractmethod
+    async def wait_ended(self) -> str:
+        """Return how the server ended, once it has."""
+
+    async def answers(self) -> bool:
+        """Return whether the server answers a probe."""
+        return True
+
+    async def tail(self) -> str:
+        """Return the end of the server's log, for an error message."""
+        return ""
+
+    async def release(self) -> None:
+        """Free what a lost server still holds; by default nothing."""
+        return
+
+    async def exhausted(self, wait_s: float) -> None:
+        """Handle an exhausted budget: raise StartupError, or return once a restart is allowed, in `wait_s`."""
+        self.report("gave_up", self.last_words)
+        raise StartupError(f"{self.gone}: {self.last_words}")
+
+    # --- supervision ------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the server for the first time, before `run`, and report nothing. Raise StartupError on failure."""
+        await self.start_server()
+        self.serving = True
+        self.tried.set()
+
+    async def run(self) -> NoReturn:
+        """Start the server, unless `start` has, and restart it whenever it is lost.
+
+        Raises:
+            StartupError: the budget is exhausted.
+        """
+        if not self.tried.is_set():
+            await self._attempt("started")
+        while True:
+            if self.serving:
+                self._lost(await self._wait_lost())
+            await self.release()
+            if wait_s := self._budget.wait_s():
+                self.gave_up = True
+                await self.exhausted(wait_s)
+                self.gave_up = False
+            self._budget.spend()
+            self.restarts += 1
+            await self._attempt("restarted")
+
+    def report(self, kind: EventKind, detail: str = "") -> None:
+        self._on_event(ServingEvent(time.time(), self.name, kind, detail))
+
+    async def _attempt(self, kind: EventKind) -> None:
+        try:
+            await self.start_server()
+        except StartupError as error:
+            self._lost(str(error))
+        else:
+            self.serving = True
+            self.report(kind)
+        self.tried.set()
+
+    def _lost(self, why: str) -> None:
+        self.serving = False
+        self.last_words = why
+        self.report("died", why)
+
+    async def _wait_lost(self) -> str:
+        if self._probing is None:
+            return await self.wait_ended()
+        return await first_of(self.wait_ended(), self._wait_hung(self._probing))
+
+    async def _wait_hung(self, probing: Probing) -> str:
+        failures = 0
+        while failures < probing.failures:
+            await asyncio.sleep(probing.interval_s)
+            failures = 0 if await self.answers() else failures + 1
+        return f"did not answer any more. {await self.tail()}"
+
+
+class SupervisorGroup:
+    """The supervisors of a fleet, each in a task. The first one that fails ends the fleet."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[Supervisor, asyncio.Task[None]] = {}
+        self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
+
+    def add(self, supervisor: Supervisor) -> None:
+        task = asyncio.create_task(supervisor.run())
+        task.add_done_callback(self._on_end)
+        self._tasks[supervisor] = task
+
+    async def remove(self, supervisor: Supervisor) -> None:
+        await cancel_all([self._tasks.pop(supervisor)])
+
+    async def stop(self) -> None:
+        """End all supervision. The servers keep running."""
+        tasks = [*self._tasks.values()]
+        self._tasks.clear()
+        await cancel_all(tasks)
+
+    async def first_starts(self, supervisors: Iterable[Supervisor]) -> None:
+        """Return once each server was started or failed to start, or the fleet failed. Raise a failure by a bug."""
+
+        async def all_tried() -> None:
+            for supervisor in supervisors:
+                await supervisor.tried.wait()
+
+        await first_of(all_tried(), self._failed.wait())
+        if self._failure is not None and not isinstance(self._failure, StartupError):
+            raise self._failure
+
+    async def failed(self) -> NoReturn:
+        """Wait until a supervisor has failed, and raise its error."""
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
+            self._failure = error
+            self._failed.set()
+
+
+async def first_of(*coroutines: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of the coroutine that ends first, preferring earlier arguments, and cancel the others."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
+    finally:
+        await cancel_all(tasks)
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks and wait for their end."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

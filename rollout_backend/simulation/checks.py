@@ -1,0 +1,252 @@
+"""The invariants that every history is checked for. The first one that fails is a `Violation`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from agent_wrapper.contract import Announcement, ContractError, Outcome, Rollout, parse_result_key, result_key
+from rollout_backend.collect.queue import Message
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.ledger import STORE_UNAVAILABLE
+from rollout_backend.core.manifest import payload_digest
+from rollout_backend.core.report import StepResult
+from rollout_backend.simulation.world import BUCKET, HEARTBEAT_S, Trainer, World
+from rollout_backend.step.step import Step
+
+_REFUSALS = ("throttled", "quota_exceeded", "runtime_conflict")
+_SILENCE_S = 5 * HEARTBEAT_S  # three missed heartbeats, a late one, and the time between polls
+_CLOSING_S = 240.0  # limit for closing a step's sessions after its deadline, including all retries
+
+
+class Violation(AssertionError):
+    """An invariant that this history violates."""
+
+
+def _hold(truth: bool, promise: str) -> None:
+    if not truth:
+        raise Violation(promise)
+
+
+class Checks:
+    """The checks of one history."""
+
+    def __init__(self, world: World, config: RolloutConfig) -> None:
+        self._world = world
+        self._config = config
+        self.unclosed: set[str] = set()  # sessions that reports name as not closed
+        self._planned_at = 0.0
+        self._seen: Violation | None = (
+            None  # raised at the step's end, because it occurred in a task whose exception is not awaited
+        )
+
+    def key(self, step: int, rollout_id: str) -> str:
+        return result_key("", self._config.run_id, step, rollout_id)
+
+    def finished(self, step: int) -> set[str]:
+        """Return the keys of the step's readable results in S3."""
+        prefix = self.key(step, "")
+        return {key for key in self._world.objects if key.startswith(prefix) and "~" not in key and self._intact(key)}
+
+    def _intact(self, key: str) -> bool:
+        try:
+            rollout = Rollout.decode(self._world.objects[key])
+        except ContractError:
+            return False
+        return self._is_its_own(rollout)
+
+    def _is_its_own(self, rollout: Rollout) -> bool:
+        """Return whether one of this rollout's own sessions wrote it."""
+        claims = self._world.keys.get(rollout.session_id)
+        return claims is not None and claims.rollout_id == rollout.rollout_id
+
+    def planned(self) -> None:
+        """Record when the step planned its rollouts: older results are found by listing, not by announcement."""
+        self._planned_at = self._world.now()
+
+    # --- at any time --------------------------------------------------------------------------------------
+
+    def deleted(self, message: Message, step: Step) -> None:
+        try:
+            named = Announcement.decode(message.body)
+        except ContractError:
+            return
+        for item in named:
+            try:
+                name = parse_result_key("", self._config.run_id, item.key)
+            except ContractError:
+                continue
+            if name.attempt is not None and item.key in self._world.objects and not self._intact(item.key):
+                continue  # an invalid failure marker changes nothing
+            written_at = self._world.written_at.get(item.key, -1.0)
+            is_new = item.bucket == BUCKET and name.step == step.step and written_at > self._planned_at
+            if is_new and step.wants(name.rollout_id, name.attempt) and self._seen is None:
+                self._seen = Violation(f"the announcement of {name.rollout_id} is deleted before its result is in")
+
+    def arrived(self, step: Step) -> None:
+        """Check, when a result arrives, that its step was listed within the guaranteed interval."""
+        tried = self._world.list_tried.get(self.key(step.step, ""), 0.0)
+        ago = self._world.now() - max(self._planned_at, tried)
+        most = 3 * self._config.collect.list_after_idle_s + 5.0 + 60 * self._world.faults.slow_gets
+        if ago > most and self._seen is None:
+            self._seen = Violation(f"a step was last listed {ago:.0f} s ago, more than {most:.0f} s")
+
+    def settled_here(self, step: Step, rollout_id: str, outcome: Outcome, reason: str) -> None:
+        """Check a rollout that the training side settles without a result."""
+        key = self.key(step.step, rollout_id)
+        if reason == STORE_UNAVAILABLE:
+            _hold(step.deadline_reached, f"{rollout_id} is abandoned because of S3 before the step's deadline")
+        elif outcome is Outcome.TIMED_OUT and key in self.finished(step.step):
+            asked = max(
+                self._world.absent_at.get(key, float("-inf")),
+                self._world.listed_at.get(self.key(step.step, ""), float("-inf")),
+            )
+            ago = self._world.now() - asked
+            most = 1.0 + 15 * self._world.faults.slow_gets
+            _hold(ago < most, f"{rollout_id} is declared timed out: its result is in S3, asked {ago:.1f} s ago")
+        if reason == "no_result":
+            self._noticed(step.ledger.entries[rollout_id].session_id)
+        if reason == "straggler":
+            self._lags_behind(step, rollout_id)
+        if outcome is Outcome.INFRA_ERROR and reason in _REFUSALS:
+            left = step.deadline - self._config.timeouts.publish_grace_s - self._world.now()
+            _hold(left <= 0, f"{rollout_id} is lost as {reason} with {left:.0f} s left")
+
+    def _noticed(self, session_id: str | None) -> None:
+        """Check that no dead container is awaited until its deadline if its silence was detectable."""
+        died_at = self._world.died.get(session_id or "")
+        if died_at is None or self._world.faults.cut_off or self._world.faults.s3 or self._world.s3_outages:
+            return  # no other session may be heard, or S3 is unavailable
+        silent_s = self._world.now() - max(died_at, self._world.started_at)
+        _hold(silent_s < _SILENCE_S, f"{session_id} was silent for {silent_s:.0f} s without being detected")
+
+    def _lags_behind(self, step: Step, rollout_id: str) -> None:
+        """Check a straggler by the world's own times of session starts and results."""
+        began = {key: at for at, key in self._world.invoked}  # the last attempt
+        took = [
+            self._world.written_at[key] - began[key]
+            for key in self.finished(step.step)
+            if self._world.written_at[key] > max(began[key], self._planned_at)
+        ]
+        ran = self._world.now() - began[self.key(step.step, rollout_id)]
+        _hold(bool(took), f"{rollout_id} is a straggler, and nothing is finished")
+        least = self._config.group.straggler_factor * min(took)
+        _hold(  # the step counts from the dispatch, the world from the session's start, up to 0.5 s later
+            ran + 0.5 >= least, f"{rollout_id} is cut off after {ran:.1f} s, and the quickest earns it {least:.1f} s"
+        )
+
+    # --- blocked tasks ------------------------------------------------------------------------------------
+
+    def blocked(self) -> set[str]:
+        """Return the payload digests of the tasks that are on the blocklist in S3."""
+        after, found = self._config.group.block_task_after, set()
+        for key, body in self._world.objects.items():
+            if "/task-blocklist/" in key and after is not None and len(json.loads(body)["losses"]) >= after:
+                found.add(key.rpartition("/")[2].removesuffix(".json"))
+        return found
+
+    def left_out(self, step: Step, digests: set[str], began: float) -> None:
+        """Check that no task was dispatched that was on the blocklist before the step began."""
+        invoked = {key for at, key in self._world.invoked if at >= began}
+        for group in step.groups.values():
+            keys = {self.key(step.step, rollout_id) for rollout_id in (each.rollout_id for each in group.rollouts)}
+            if payload_digest(group.task) in digests:
+                _hold(not keys & invoked, f"task {group.task.task_id} is on the blocklist, and dispatched")
+
+    # --- the breaker --------------------------------------------------------------------------------------
+
+    def step_stopped(self, step: Step) -> None:
+        """Check that a step which the circuit breaker ended leaves nothing open."""
+        _hold(not list(step.ledger.open_entries()), "a rollout of a stopped step has no class")
+        self.unclosed |= step.ledger.unclosed_sessions.keys()
+        used = {session.id for session in self._world.sessions.values() if session.request.step == step.step}
+        _hold(used <= self.unclosed, f"sessions are open after the step was stopped: {used - self.unclosed}")
+
+    def _check_breaker(self, step: Step) -> None:
+        """Check that the run has stopped after `circuit_breaker.max_failures` consecutive failures for one reason."""
+        limit, streaks = self._config.circuit_breaker.max_failures, Counter[str]()
+        if limit is None or self._config.circuit_breaker.min_span_s:
+            return
+        for entry in step.ledger.settled[step.resumed :]:  # losses of an earlier start do not open the breaker again
+            if entry.by_result and entry.outcome is not Outcome.INFRA_ERROR:
+                streaks.clear()
+            elif entry.outcome is Outcome.INFRA_ERROR and entry.reason != "task_blocked":
+                streaks[entry.reason] += entry.reason not in ("throttled", "quota_exceeded")
+        for reason, count in streaks.items():
+            _hold(count < limit, f"the last {count} rollouts end as {reason}, and the run continues")
+
+    # --- two managers -------------------------------------------------------------------------------------
+
+    def refused(self, holder: str, another: bool) -> None:
+        """Check a manager that was refused the run or lost it. `another`: another manager may hold the run."""
+        _hold(another, f"{holder} is refused, and no other manager is alive")
+        _hold(self._world.holder != holder, f"{holder} holds the run and stops")
+
+    def gave_up(self, began: float) -> None:
+        """Check a step that ended because S3 did not answer."""
+        _hold(self._world.now() - began >= self._config.timeouts.collection_s, "S3 ends a step before its deadline")
+
+    # --- when a step is over ------------------------------------------------------------------------------
+
+    def step_ended(
+        self, step: Step, result: StepResult, trainer: Trainer, finished_before: set[str], began: float
+    ) -> None:
+        report, world = result.report, self._world
+        self._check_breaker(step)
+        for group in result.groups if self._config.group.oversample else ():
+            _hold(len(group.rollouts) <= self._config.group.size, f"{group.task.task_id} is trained beyond its size")
+        if self._seen is not None:
+            raise self._seen
+        _hold(sum(report.outcomes.values()) == report.planned, "a planned rollout has no class")
+        _hold(report.sessions_open == 0, "the ledger has sessions open after the step")
+        self.unclosed |= report.unclosed_sessions.keys()
+        _hold(not self.unclosed, f"sessions are abandoned although their stops would succeed: {self.unclosed}")
+        seconds = world.now() - began
+        limit = self._config.timeouts.collection_s + _CLOSING_S
+        _hold(seconds <= limit, f"the step took {seconds:.0f} s, more than {limit:.0f} s")
+        self._check_results(step, result)
+        repeated = [key for at, key in world.invoked if at >= began and key in finished_before]
+        _hold(not repeated, f"finished rollouts were run again: {repeated}")
+        missed = finished_before - {self.key(step.step, rollout.rollout_id) for rollout in result.rollouts}
+        _hold(not missed, f"finished rollouts were left out: {missed}")
+        if world.holder != world.holder_of(trainer).id:
+            return  # another manager has taken over the run and the step's sessions
+        used = {session.id for session in world.sessions.values() if session.request.step == step.step}
+        _hold(used <= self.unclosed, f"sessions are open after the step: {used - self.unclosed}")
+
+    def _check_results(self, step: Step, result: StepResult) -> None:
+        ids = Counter(rollout.rollout_id for rollout in result.rollouts)
+        _hold(all(count == 1 for count in ids.values()), f"rollouts were counted more than once: {ids}")
+        for entry in step.ledger.entries.values():
+            key = self.key(step.step, entry.planned.rollout_id)
+            refused = entry.reason == "invalid_result"
+            _hold(not refused or key in self._world.objects, f"{key} is invalid, but there is no such result")
+        for rollout in result.rollouts:
+            _hold(self._is_its_own(rollout), f"{rollout.rollout_id} is taken from {rollout.session_id!r}")
+            settled = step.ledger.entries[rollout.rollout_id].outcome
+            _hold(
+                settled is rollout.outcome,
+                f"{rollout.rollout_id} arrived as {rollout.outcome} and is settled as {settled}",
+            )
+        trained = [rollout for group in result.groups for rollout in group.rollouts]
+        ids = Counter(rollout.rollout_id for rollout in trained)
+        _hold(all(count == 1 for count in ids.values()), f"rollouts are trained more than once: {ids}")
+        for rollout in trained:
+            truth = self._world.truth.get(self.key(step.step, rollout.rollout_id))
+            _hold(truth is not None, f"{rollout.rollout_id} is trained, and no agent ever finished it")
+            assert truth is not None
+            _hold(truth.reward is not None, f"{rollout.rollout_id} ended as {truth.outcome} and is trained")
+            _hold(truth.encode() == rollout.encode(), f"{rollout.rollout_id} is trained with other content")
+
+    def run_ended(self) -> None:
+        _hold(not self._world.in_part, f"the rest of a trajectory is returned as the whole: {self._world.in_part}")
+        _hold(not self._world.wasted, f"run again while an agent was running: {self._world.wasted}")
+        _hold(not self._world.fenced_off, f"two managers act at once: {self._world.fenced_off}")
+        _hold(not self._world.unrecorded, f"started without being in a manifest: {self._world.unrecorded}")
+        _hold(not self._world.sampled_on, f"agents sampled after their session was closed: {self._world.sampled_on}")
+        vain = self._world.stopped_in_vain
+        _hold(not vain, f"{len(vain)} sessions were stopped without an invoke, such as {vain[:1]}")
+        _hold(not self._world.read_twice, f"fetched twice at the same time: {self._world.read_twice}")
+        _hold(not self._world.used_twice, f"sessions were started again after their end: {self._world.used_twice}")
+        still_open = {session.id for session in self._world.sessions.values()}
+        _hold(still_open <= self.unclosed, f"sessions are open after the run: {still_open - self.unclosed}")

@@ -1,0 +1,75 @@
+"""The probability of each fault in one history. Each seed draws its own, so calm and wild runs both occur."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from random import Random
+
+_PER_RUN = frozenset({
+    "outage", "hidden_quota", "s3_outage", "chatter", "cut_off", "kill", "journal_lost", "disk_full", "rival",
+    "s3_cut_off", "queue_off", "queue_gone",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Probabilities, per call unless stated otherwise."""
+
+    throttled: float = 0.0  # 429
+    quota: float = 0.0  # 402
+    conflict: float = 0.0  # 409
+    container: float = 0.0  # 424
+    unavailable: float = 0.0  # 5xx before the call has an effect
+    outage: float = 0.0  # the runtime refuses every call for a minute; per run
+    hidden_quota: float = 0.0  # the runtime grants fewer calls per second than configured; per run
+    cut_after: float = 0.0  # the call has its effect, and the response is lost
+    stop_refused: float = 0.0  # a stop fails and may be retried
+    stop_unheard: float = 0.0  # a stop succeeds, but the agent keeps running; per session
+    s3: float = 0.0  # S3 does not answer the training side
+    s3_outage: float = 0.0  # S3 refuses every PUT, GET or LIST of the training side for up to two minutes; per kind
+    slow_gets: float = 0.0  # how long reading a result takes, as a fraction of 15 s
+    surprise: float = 0.0  # an unexpected exception while a result is read
+    sqs: float = 0.0  # SQS does not answer
+    put_cut: float = 0.0  # an agent's PUT succeeds, and the response is lost
+    put_fails: float = 0.0  # an agent's PUT fails permanently
+    announce_lost: float = 0.0
+    chatter: float = 0.0  # foreign announcements arrive continuously; per run
+    announce_twice: float = 0.0
+    junk: float = 0.0  # a malformed message, or one that names foreign objects; per rollout
+    malformed: float = 0.0  # a result breaks the contract; per rollout
+    forged: float = 0.0  # a container writes an object for another rollout; per rollout
+    dies: float = 0.0  # a session ends silently; per session
+    beat_lost: float = 0.0  # a heartbeat does not arrive
+    cut_off: float = 0.0  # for up to 100 s no heartbeat arrives; per run
+    hangs: float = 0.0  # a session never ends; per session
+    agent_error: float = 0.0  # the agent fails; per rollout
+    poison: float = 0.0  # no container starts for a task; per task
+    model_fails: float = 0.0  # a model call gets no response
+    kill: float = 0.0  # the trainer is killed; per step and start
+    journal_lost: float = 0.0  # the gateway's journal is lost; per start of the trainer
+    disk_full: float = 0.0  # the trainer's disk is full
+    rival: float = 0.0  # another manager starts while one is alive; per trainer process
+    s3_cut_off: float = 0.0  # the first manager cannot reach S3 meanwhile, for up to four minutes; per rival
+    queue_off: float = 0.0  # the run has no queue
+    queue_gone: float = 0.0  # the queue is deleted during the run; per run
+
+    @classmethod
+    def draw(cls, random: Random, severity: float = 1.0) -> Faults:
+        """Draw some kinds of faults, each up to its worst. `severity` scales the probabilities of single events."""
+        worst = {
+            "throttled": 0.4, "quota": 0.2, "conflict": 0.2, "container": 0.1, "unavailable": 0.3, "outage": 0.6,
+            "hidden_quota": 0.6, "cut_after": 0.3,
+            "stop_refused": 0.4, "s3": 0.2, "s3_outage": 0.5, "sqs": 0.4, "put_cut": 0.3, "put_fails": 0.1,
+            "announce_lost": 0.6, "announce_twice": 0.5, "junk": 0.4, "malformed": 0.15, "dies": 0.2,
+            "hangs": 0.15, "agent_error": 0.3,
+            "poison": 0.5, "model_fails": 0.2, "kill": 0.9, "journal_lost": 1.0, "disk_full": 1.0,
+            "rival": 0.6, "s3_cut_off": 1.0,
+            "queue_off": 1.0, "queue_gone": 1.0, "stop_unheard": 0.5, "forged": 0.3,
+            "surprise": 0.1, "chatter": 1.0, "slow_gets": 1.0, "beat_lost": 0.1, "cut_off": 1.0,
+        }  # fmt: skip
+        assert worst.keys() == {field.name for field in fields(cls)}
+        often = dict.fromkeys(worst, 0.45) | {"kill": 0.8, "s3_cut_off": 0.8}
+        chosen = {name: random.random() * most for name, most in worst.items() if random.random() < often[name]}
+        for name, often_so in (("queue_off", 0.1), ("queue_gone", 0.1), ("chatter", 0.4)):  # yes or no
+            chosen[name] = float(random.random() < often_so)
+        return cls(**{name: p if name in _PER_RUN else p * severity for name, p in chosen.items()})

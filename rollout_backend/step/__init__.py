@@ -1,0 +1,1 @@
+"""One training step: plan, dispatch, collect, report, and resume after a restart."""

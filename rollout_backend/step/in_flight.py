@@ -1,0 +1,180 @@
+"""Record the sessions of a run's steps in the run's folder, so that a restarted trainer can resume them.
+
+Invariants:
+
+- a session is recorded as invoked before its first invoke, and as stopped only after its stop succeeded. So a planned
+  session without a record was never opened, and a session that is recorded but not stopped may be open;
+- a session is recorded as running once its agent has accepted the rollout, and as closed before its stop is sent.
+  So a session that is running and not closed is still at work, has published, or died on its own;
+- if the records cannot be written, there are none: every session that the manifest names then counts as open.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+SUFFIX = ".dispatched"  # the janitor adds to what ends so when it stops the sessions of a dead run
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+log = logging.getLogger(__name__)
+
+
+class InFlightAttempt(BaseModel):
+    """An agent that accepted its rollout. Times in unix seconds; no result can arrive after `deadline`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    session_id: str
+    rollout_id: str
+    attempt: int
+    began: float
+    deadline: float
+
+
+class _Take(BaseModel):
+    """One execution of a step, which records each session of these attempts before its invoke.
+
+    `boot` identifies the machine's boot: records survive the process but are not flushed to disk, so a crashed
+    machine may have lost the last ones.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nonce: str
+    boot: str
+    first: int
+    last: int
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    take: _Take | None = None
+    invoked: str | None = None
+    running: InFlightAttempt | None = None
+    closed: str | None = None
+    stopped: str | None = None
+
+    @classmethod
+    def read(cls, text: str) -> Self | None:
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError:  # truncated when its writer was killed
+            return None
+
+
+@dataclass(frozen=True)
+class LeftOpen:
+    """The sessions of earlier executions that may be open."""
+
+    noted: list[str] = field(default_factory=list)  # invoked and not known to be stopped
+    complete: frozenset[int] = frozenset()  # attempts whose invoked sessions are all recorded
+
+
+class InFlightLog:
+    """The records of a run, one file per step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._silent: set[int] = set()  # steps whose records could not be written
+        self._boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+
+    def begins(self, step: int, nonce: str, first: int, last: int) -> None:
+        """Record that an execution of the step starts and may make these attempts."""
+        self._write(step, _Line(take=_Take(nonce=nonce, boot=self._boot, first=first, last=last)))
+
+    def invoked(self, step: int, session_id: str) -> None:
+        """Record a session before its first invoke."""
+        self._write(step, _Line(invoked=session_id))
+
+    def stopped(self, step: int, session_id: str) -> None:
+        self._write(step, _Line(stopped=session_id))
+
+    def left_open(self, step: int, nonce: str) -> LeftOpen:
+        noted: dict[str, None] = {}
+        complete: set[int] = set()
+        for line in self._read(step):
+            if line.take is not None and (line.take.nonce, line.take.boot) == (nonce, self._boot):
+                complete.update(range(line.take.first, line.take.last + 1))
+            if line.invoked is not None:
+                noted[line.invoked] = None
+            if line.running is not None:
+                noted[line.running.session_id] = None
+            if line.stopped is not None:
+                noted.pop(line.stopped, None)
+        return LeftOpen(list(noted), frozenset(complete))
+
+    def running(self, step: int, note: InFlightAttempt) -> None:
+        self._write(step, _Line(running=note))
+
+    def closed(self, step: int, session_id: str) -> None:
+        self._write(step, _Line(closed=session_id))
+
+    def at_work(self, step: int) -> list[InFlightAttempt]:
+        """Return the running attempts recorded by this trainer or earlier ones, in order."""
+        found: dict[str, InFlightAttempt] = {}
+        for line in self._read(step):
+            if line.running is not None:
+                found[line.running.session_id] = line.running
+            elif line.closed is not None:
+                found.pop(line.closed, None)
+        return list(found.values())
+
+    def _read(self, step: int) -> Iterable[_Line]:
+        return filter(None, map(_Line.read, self._lines(step)))
+
+    def over(self, step: int) -> None:
+        """All of the step's sessions are closed."""
+        self._forget(step)
+
+    def _write(self, step: int, line: _Line) -> None:
+        if step in self._silent:
+            return
+        try:
+            self._append(step, f"\n{line.model_dump_json(exclude_none=True)}")
+        except OSError as error:
+            log.warning(
+                "running agents cannot be recorded (%s): a restarted trainer would dispatch their rollouts again",
+                error,
+            )
+            self._silent.add(step)
+            self._forget(step)
+
+    # --- files --------------------------------------------------------------------------------------------
+
+    def _append(self, step: int, text: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._path(step).open("a") as file:
+            file.write(text)
+
+    def _lines(self, step: int) -> list[str]:
+        try:
+            return self._path(step).read_text(errors="replace").split("\n")
+        except FileNotFoundError:
+            return []
+
+    def _forget(self, step: int) -> None:
+        self._path(step).unlink(missing_ok=True)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"{step:08d}{SUFFIX}"
+
+
+class NoInFlightLog(InFlightLog):
+    """Records nothing: every session that a manifest names may be open."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+
+    def _append(self, step: int, text: str) -> None: ...
+
+    def _lines(self, step: int) -> list[str]:
+        return []
+
+    def _forget(self, step: int) -> None: ...

@@ -1,0 +1,72 @@
+"""Ask S3 for the results of rollouts that ran out of time, before they are settled without one.
+
+Invariants:
+
+- "S3 could not be asked" is not "nothing is there": a rollout is absent only once S3 has answered for its result and
+  for the failure marker of its attempt;
+- an answer counts only for the attempt that was under way when S3 was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from rollout_backend.collect.buffer import ResultSink, RolloutBuffer
+from rollout_backend.errors import StoreError
+from rollout_backend.step.rollout_task import RolloutTask
+
+log = logging.getLogger(__name__)
+
+_LISTED = 50  # from this many rollouts on, S3 is listed first: a call returns 1,000 keys
+
+
+class LastLook:
+    """The rollouts of one step that are out of time and whose results S3 is asked for."""
+
+    def __init__(self, buffer: RolloutBuffer, sink: ResultSink) -> None:
+        self._buffer = buffer
+        self._sink = sink
+        self._pending: set[RolloutTask] = set()
+        # A rollout's result and marker are fetched in succession: if the requests of a large batch queued first, a
+        # result could be written seconds after S3 had said that it is absent.
+        self._asking = asyncio.Semaphore(buffer.max_fetches)
+
+    def begin(self, rollouts: Iterable[RolloutTask]) -> set[RolloutTask]:
+        """Mark rollouts as pending, until `ask` has an answer for them, and return those that were not."""
+        fresh = set(rollouts) - self._pending
+        self._pending |= fresh
+        return fresh
+
+    async def ask(self, rollouts: set[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
+        """Ask S3 once for each of these, and take the results that it has. A rollout for which S3 has answered leaves
+        the set; `absent` is called as soon as it is known that there is no result.
+
+        Raises:
+            StoreError: S3 did not answer for those that are left.
+        """
+        listed = await self._listed() if len(rollouts) > _LISTED else None
+
+        async def ask(rollout: RolloutTask) -> None:
+            attempt, rollout_id = rollout.attempt, rollout.rollout_id
+            if self._sink.wants(rollout_id) and (listed is None or rollout_id in listed):
+                async with self._asking:
+                    if not await self._buffer.fetch_by_key(self._sink, rollout_id, attempt):
+                        return
+            rollouts.discard(rollout)
+            self._pending.discard(rollout)
+            if self._sink.wants(rollout_id) and rollout.attempt == attempt:
+                absent(rollout)
+            rollout.watch_time()
+
+        await asyncio.gather(*(ask(rollout) for rollout in sorted(rollouts, key=lambda each: each.rollout_id)))
+        if rollouts:
+            raise StoreError(f"it did not answer for {len(rollouts)} rollouts that are out of time")
+
+    async def _listed(self) -> set[str] | None:
+        try:
+            return await self._buffer.list_results(self._sink)
+        except StoreError as error:
+            log.warning("%s; the results are requested one by one", error)
+            return None

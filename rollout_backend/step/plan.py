@@ -1,0 +1,126 @@
+"""Keep a step's manifest, and write it to S3.
+
+Invariants:
+
+- S3 holds a manifest that names a rollout, and allows an attempt, before that attempt is dispatched;
+- if S3 refuses a manifest, only the rollouts that it would record are delayed, at most until the step's deadline;
+- one write runs at a time, always of the newest manifest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
+
+from agent_wrapper.contract import Sampling
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.core.tasks import Task
+from rollout_backend.errors import CredentialsExpired, StoreError, WriteConflict
+from rollout_backend.step.services import StepServices
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_BACK_OFF = wait_exponential_jitter(multiplier=0.5, max=10)
+
+
+class StepPlan:
+    """The manifest of one step. `manifest` is set by `write_first`."""
+
+    manifest: Manifest
+
+    def __init__(self, step: int, services: StepServices) -> None:
+        self.deadline = float("inf")  # of the step, in loop seconds
+        self.step = step
+        self.services = services
+        self._recorded: Manifest | None = None  # what S3 holds
+        self._recording = asyncio.Lock()
+
+    async def write_first(
+        self,
+        tasks: Sequence[tuple[Task, int, Sampling]],
+        weights: str,
+        can_resume: Callable[[Manifest | None], bool],
+    ) -> Manifest | None:
+        """Write the step's first manifest, for tasks with their group's size. Return the one that S3 held before.
+
+        `can_resume`: whether results of a step with that manifest can be used.
+        """
+        services = self.services
+        while True:
+            before = await self.retry(lambda: services.read_manifest(self.step))
+            now, wall = asyncio.get_running_loop().time(), services.wall()
+            self.manifest = Manifest.plan(
+                services.config.run_id,
+                self.step,
+                tasks,
+                now=wall,
+                deadline=wall + self.deadline - now,
+                weights=weights,
+                sealed_by=services.sealed_by,
+                gateway=services.gateway,
+                before=before,
+                same_weights=can_resume(before),
+            )
+            try:
+                await self.retry(self.record)
+            except WriteConflict:  # a manager that has lost the run wrote once more: its rollouts count as well
+                continue
+            return before
+
+    def add_rollout(self, task_id: str) -> str:
+        """Plan one more rollout of a task, and return its id. It is not in S3 before the next `record`."""
+        rollout_id = self.manifest.next_rollout(task_id)
+        self.manifest = self.manifest.with_rollout(task_id, rollout_id)
+        return rollout_id
+
+    async def allow_attempt(self, nth: int) -> None:
+        """Record that rollouts may have an nth attempt of this trainer. Raises StoreError at the step's deadline."""
+        if nth > self.manifest.attempts:
+            self.manifest = self.manifest.with_attempts(nth)
+        if self._recorded is None or nth > self._recorded.attempts:
+            await self.retry(self.record)
+
+    async def record_closed(self, attempts: int) -> None:
+        """Record that every session of the first `attempts` attempts is closed, if S3 takes it."""
+        self.manifest = self.manifest.with_closed(attempts)
+        try:
+            await self.record()
+        except (StoreError, WriteConflict, CredentialsExpired) as error:
+            log.warning("%s; if the step is resumed, it stops these sessions again", error)
+
+    async def record(self) -> None:
+        """Write the current manifest, unless S3 has it already. Raises StoreError."""
+        async with self._recording:
+            newest = self.manifest
+            if self._recorded is not newest:
+                await self.services.write_manifest(newest)
+                if not self._recorded or newest.attempts > self._recorded.attempts:
+                    first, last = newest.attempts_before + 1, newest.attempts_before + newest.attempts
+                    self.services.in_flight.begins(self.step, newest.nonce, first, last)
+                self._recorded = newest
+
+    async def retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """Repeat a call to S3 with back-off until it is answered. Raises StoreError at the step's deadline."""
+        loop = asyncio.get_running_loop()
+
+        def warn(state: RetryCallState) -> None:
+            pause = state.next_action.sleep if state.next_action else 0.0
+            error = state.outcome.exception() if state.outcome else None
+            log.warning("step %d waits for S3: %s; retrying in %.1f s", self.step, error, pause)
+
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(StoreError),
+            stop=lambda _: loop.time() >= self.deadline,
+            wait=_BACK_OFF,
+            before_sleep=warn,
+            reraise=True,
+        ):
+            with attempt:
+                return await call()
+        raise AssertionError("unreachable")

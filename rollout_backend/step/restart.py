@@ -1,0 +1,124 @@
+"""Decide what a restarted trainer can reuse of a step, reuse it, and close the rest.
+
+Invariants:
+
+- a running agent is adopted only if the gateway has all that its session has sampled: it listens at the same address,
+  and has its journal;
+- of a rollout one attempt is adopted, and no other is made while that one may publish a result;
+- every other session is closed and its key revoked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rollout_backend.collect.buffer import ResultSink, RolloutBuffer
+from rollout_backend.core.ledger import Phase
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.errors import StoreError
+from rollout_backend.step.in_flight import InFlightAttempt
+from rollout_backend.step.rollout_task import RolloutTask, StepContext
+
+log = logging.getLogger(__name__)
+
+
+def can_check(before: Manifest | None, sealed_by: str) -> bool:
+    """Return whether the seals of an earlier trainer's results can be verified. If not, none of them can be used."""
+    if before is None or not sealed_by or before.sealed_by == sealed_by:
+        return True
+    log.warning(
+        "step %d was begun with another secret, so its results cannot be checked: all of its rollouts run again. "
+        "To resume a run on another machine, set gateway.secret, or copy the run's folder",
+        before.step,
+    )
+    return False
+
+
+def resumable_attempts(
+    before: Manifest | None, now: Manifest, notes: Iterable[InFlightAttempt], wall: float
+) -> dict[str, InFlightAttempt]:
+    """Return the attempt that an earlier trainer left in flight, by rollout. `wall` in unix seconds."""
+    if before is None or not now.resumed or not now.gateway or before.gateway != now.gateway:
+        return {}
+    rollouts = {rollout_id for task in now.tasks for rollout_id in task.rollouts}
+    return {
+        note.rollout_id: note
+        for note in notes
+        if note.rollout_id in rollouts
+        and note.session_id == now.session_id(note.rollout_id, note.attempt)
+        and note.deadline > wall
+    }
+
+
+async def read_finished(buffer: RolloutBuffer, sink: ResultSink) -> None:
+    """Take every result that is in S3.
+
+    Raises:
+        StoreError: a result exists and could not be read; its rollout would run again.
+    """
+    if not await buffer.sweep(sink):
+        raise StoreError(f"S3 did not give every result of step {sink.step}")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a step reuses of earlier trainers."""
+
+    finished: int  # rollouts with a result
+    adopted: list[RolloutTask]  # rollouts whose agents still run
+
+
+async def resume(
+    before: Manifest | None, rollouts: Mapping[str, RolloutTask], sink: ResultSink, context: StepContext
+) -> Resumed:
+    """Take the results of earlier trainers, adopt the attempts in flight, and close every other session that may be
+    open: recorded ones, those of other weights, and those that a trainer on another machine may have invoked.
+
+    Raises:
+        StoreError: S3 did not give every result until the step's deadline.
+    """
+    services, sessions, manifest = context.services, context.sessions, context.plan.manifest
+    records = services.in_flight.at_work(context.step)
+    left = services.in_flight.left_open(context.step, manifest.nonce)
+    attempts = resumable_attempts(before, manifest, records, services.wall())
+    adopted = [rollouts[rollout_id] for rollout_id in attempts]
+    for rollout in adopted:  # first, so that what they have published counts
+        rollout.adopt(attempts[rollout.rollout_id])
+    if manifest.resumed:
+        await context.plan.retry(lambda: read_finished(services.buffer, sink))
+    finished = len(context.ledger.settled)
+    adopted = [each for each in adopted if each.adopted is not None and each.entry.phase is Phase.RUNNING]
+    kept = {attempts[each.rollout_id].session_id: None for each in adopted}
+    for session_id in kept:
+        sessions.watch(session_id)
+    left_open = [
+        session_id
+        for rollout_id in rollouts  # a session that has finished its rollout stays open as well
+        for session_id in manifest.earlier_sessions(rollout_id, besides=left.complete)
+    ]
+    unused = [each for each in dict.fromkeys((*left.noted, *left_open)) if each not in kept]
+    record = manifest.resumed and not adopted  # otherwise it is recorded once the step is over
+    sessions.in_background(_close_unused(unused, record, context))
+    sessions.earlier_known = True
+    for rollout in adopted:  # they have their sessions, and so the first of the slots
+        rollout.start_adopted()
+    await sessions.adopt(kept.keys())
+    if manifest.resumed:
+        log.info(
+            "step %d is resumed: of %d rollouts %d are finished and %d still run; the sessions of the others are "
+            "closed",
+            context.step,
+            len(rollouts),
+            finished,
+            len(adopted),
+        )
+    return Resumed(finished, adopted)
+
+
+async def _close_unused(session_ids: list[str], record: bool, context: StepContext) -> None:
+    if session_ids:
+        await context.sessions.close_earlier(session_ids)
+        if record:  # so that the next trainer need not close them again
+            await context.plan.record_closed(context.plan.manifest.attempts_before)

@@ -1,0 +1,332 @@
+"""Run one rollout of a step, from its slot to its closed session.
+
+Invariants:
+
+- a rollout holds a slot of the runtime from its submission until its session is closed;
+- no attempt is dispatched before the manifest in S3 names the rollout and allows the attempt;
+- the next attempt is made only once the current one is abandoned, and its session is closed in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from agent_wrapper.contract import Outcome, Rollout, Sampling
+from rollout_backend.core.ledger import (
+    CONTAINER_LOST,
+    MESSAGES_ONLY,
+    NO_RESULT,
+    STORE_UNAVAILABLE,
+    Arrival,
+    Entry,
+    Ledger,
+    Phase,
+)
+from rollout_backend.core.policy import Stragglers
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.core.tasks import Task
+from rollout_backend.dispatch.dispatcher import Submission
+from rollout_backend.errors import RolloutBackendError, StoreError
+from rollout_backend.step.in_flight import InFlightAttempt
+from rollout_backend.step.plan import StepPlan
+from rollout_backend.step.services import StepServices
+from rollout_backend.step.sessions import StepSessions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class StepContext:
+    """What the rollouts of one step share."""
+
+    step: int
+    services: StepServices
+    sampling: Sampling
+    ledger: Ledger
+    plan: StepPlan
+    sessions: StepSessions
+    stragglers: Stragglers
+    abort: Callable[[BaseException], None]  # ends the step with this error
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the step
+    overdue: list[RolloutTask] = field(default_factory=list)  # rollouts whose deadline has passed
+
+
+class RolloutTask:
+    """One rollout: its entry in the ledger, its current attempt, its timing and its result."""
+
+    def __init__(self, entry: Entry, task: Task, context: StepContext) -> None:
+        self.entry = entry
+        self.rollout_id = entry.planned.rollout_id
+        self.adopted: InFlightAttempt | None = None  # the attempt of an earlier trainer, while it is the current one
+        self.began: float | None = None  # loop seconds of the last attempt's dispatch
+        self.took: float | None = None  # seconds from there until it was settled
+        self.result: Rollout | None = None
+        self.running: asyncio.Task[None] | None = None  # None until it is started
+        self._task = task
+        self.context = context
+        self._services = context.services
+        self._abandoned = False  # the current attempt
+        self._attempt_over = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- its life -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Run the rollout in the background, unless it is settled or runs."""
+        if self.entry.outcome is None and self.running is None:
+            self.running = asyncio.create_task(self.run())
+
+    def start_once_recorded(self) -> None:
+        """Run the rollout in the background once S3 holds the manifest that names it."""
+        self.running = asyncio.create_task(self.run_once_recorded())
+
+    async def run_once_recorded(self) -> None:
+        """Run the rollout once the manifest that names it is in S3."""
+        try:
+            await self.context.plan.retry(self.context.plan.record)
+        except StoreError:  # the step's time is up, which settles it as not started
+            return
+        except RolloutBackendError as error:  # no retry helps, and the step does not wait for this task
+            self.context.abort(error)
+            return
+        await self.run()
+
+    async def run(self) -> None:
+        """Make attempts until one settles the rollout, and close its session."""
+        async with self._services.dispatcher.slots:
+            session_id = self.adopted.session_id if self.adopted is not None else await self._submit()
+            while session_id is not None:
+                if await self._wait_settled():
+                    await self.context.sessions.close(session_id)
+                    break
+                session_id = await self._submit()
+        self.context.changed.set()  # a submission that failed has settled the rollout
+
+    async def _wait_settled(self) -> bool:
+        """Return True once the rollout is settled, and False once its current attempt is abandoned."""
+        while self.entry.outcome is None and not self._abandoned:
+            self._attempt_over.clear()
+            await self._attempt_over.wait()
+        return not self._abandoned
+
+    async def _submit(self) -> str | None:
+        """Make attempts until an agent has accepted the rollout. Return its session; None if none has."""
+        self._abandoned = False
+        try:
+            accepted = await self._services.dispatcher.submit(
+                self.rollout_id,
+                self.context.ledger,
+                prepare=self._prepare,
+                close=self.context.sessions.close,
+                until=self.context.plan.deadline - self._services.config.timeouts.publish_grace_s,
+            )
+        except StoreError:  # the step's time is up, which settles it as not started
+            return None
+        except RolloutBackendError as error:  # no retry helps, and the step does not wait for this task
+            self.context.abort(error)
+            return None
+        if not accepted:
+            return None
+        session_id = self.entry.session_id
+        assert session_id is not None
+        self._accepted(session_id)
+        return session_id
+
+    async def _prepare(self, nth: int) -> Submission:
+        """Raises StoreError if S3 refuses until the step's deadline to record that there is one more attempt."""
+        context, times = self.context, self._services.config.timeouts
+        await context.plan.allow_attempt(nth)
+        manifest, now = context.plan.manifest, asyncio.get_running_loop().time()
+        attempt = manifest.attempts_before + nth
+        session_id = manifest.session_id(self.rollout_id, attempt)
+        context.sessions.register(session_id)
+        self.began = now
+        claims = SessionClaims(
+            run_id=manifest.run_id,
+            step=context.step,
+            rollout_id=self.rollout_id,
+            attempt=attempt,
+            session_id=session_id,
+            sampling=self._task.sampling or context.sampling,
+            expires_at=self._services.wall() + times.token_s,
+        )
+        agent_deadline = min(now + times.agent_s, max(now, context.plan.deadline - times.publish_grace_s))
+        payload = self._services.payload(self._task, claims, remaining_s=agent_deadline - now)
+        deadline = agent_deadline + times.publish_grace_s
+        self._set_timer(deadline)
+        return Submission(session_id, payload, deadline=deadline)
+
+    def _accepted(self, session_id: str) -> None:
+        """Record that the agent runs. Its time began during the invoke, when its container was up."""
+        assert self.began is not None
+        if self.entry.deadline is None:  # settled meanwhile, and withdrawn
+            return
+        self.entry.deadline += asyncio.get_running_loop().time() - self.began
+        to_wall = -self._wall_to_loop()
+        self.context.sessions.record_running(
+            InFlightAttempt(
+                session_id=session_id,
+                rollout_id=self.rollout_id,
+                attempt=self.attempt,
+                began=self.began + to_wall,
+                deadline=self.entry.deadline + to_wall,
+            )
+        )
+        self.watch_time()
+
+    def adopt(self, attempt: InFlightAttempt) -> None:
+        """Make the attempt of an earlier trainer the current one, unless the rollout is settled."""
+        deadline = attempt.deadline + self._wall_to_loop()
+        if self.context.ledger.adopt(self.rollout_id, attempt.session_id, deadline):
+            self.adopted = attempt
+
+    def start_adopted(self) -> None:
+        """Wait for the result of the adopted attempt in the background."""
+        assert self.adopted is not None
+        self.began = self.adopted.began + self._wall_to_loop()
+        self.watch_time()
+        self.start()
+
+    def _wall_to_loop(self) -> float:
+        return asyncio.get_running_loop().time() - self._services.wall()
+
+    # --- its time -----------------------------------------------------------------------------------------
+
+    def watch_time(self) -> None:
+        """Report the rollout once it is overdue or a straggler. To be called again if it was reported and S3 has
+        not confirmed that its result is absent."""
+        if self.entry.outcome is None and self.entry.deadline is not None:
+            self._set_timer(self.entry.deadline)
+        if self.entry.phase is Phase.RUNNING and self.began is not None:
+            self.context.stragglers.started(self.rollout_id, self.began)
+            self.context.changed.set()
+
+    def _set_timer(self, deadline: float) -> None:
+        self._cancel_timer()
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._on_deadline)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _on_deadline(self) -> None:
+        deadline = self.entry.deadline
+        if deadline is not None and asyncio.get_running_loop().time() >= deadline:
+            self.context.overdue.append(self)
+            self.context.changed.set()
+
+    # --- its end ------------------------------------------------------------------------------------------
+
+    @property
+    def attempt(self) -> int:
+        """Return the number of the current attempt; 0 if there is none."""
+        if self.entry.session_id is None:
+            return 0
+        if self.adopted is not None:
+            return self.adopted.attempt
+        return self.context.plan.manifest.attempts_before + self.entry.attempts
+
+    def settle(self, outcome: Outcome, reason: str, message: str = "") -> None:
+        """Settle the rollout without a result, in any phase."""
+        starting = self.entry.phase in (Phase.PLANNED, Phase.DISPATCHING)
+        if not self.context.ledger.settle(self.rollout_id, outcome, reason, message):
+            return
+        self._mark_settled()
+        if starting and self.running is not None:  # it may be waiting for a slot, or for a retry's turn
+            self.running.cancel()
+
+    def settle_with(self, rollout: Rollout) -> None:
+        """Settle the rollout by its result."""
+        self.result, failure = rollout, rollout.failure
+        self.context.ledger.arrive(
+            self.rollout_id,
+            rollout.outcome,
+            failure.reason if failure else MESSAGES_ONLY if rollout.messages_only else "",
+            failure.message if failure else "",
+            trainable=rollout.trainable,
+        )
+        self._mark_settled()
+
+    def settle_as_invalid(self, message: str) -> None:
+        """Settle the rollout by a result that was refused."""
+        arrival = self.context.ledger.arrive(self.rollout_id, Outcome.INFRA_ERROR, "invalid_result", message)
+        if arrival is Arrival.FIRST:
+            self._mark_settled()
+
+    def _mark_settled(self) -> None:
+        if self.began is not None:
+            self.took = asyncio.get_running_loop().time() - self.began
+            if self.entry.delivered:
+                self.context.stragglers.delivered(self.took)
+        self._cancel_timer()
+        self._attempt_over.set()
+        self.context.changed.set()
+
+    # --- what ends an attempt, once S3 has confirmed that there is no result -----------------------------
+
+    def time_out(self) -> None:
+        """Give up waiting for a result after the attempt's deadline."""
+        if self.adopted is not None:
+            self.abandon_adopted()
+            return
+        message = (
+            f"nothing was published within {self._services.config.timeouts.publish_grace_s:g} s of the agent's "
+            f"deadline; check the log of session {self.entry.session_id} for the cause"
+        )
+        self.settle(Outcome.TIMED_OUT, NO_RESULT, message)
+
+    def lose_container(self) -> None:
+        """Retry after the container died silently, or settle the rollout if no attempt is left."""
+        if self.entry.session_id not in self._services.heartbeats.lost:
+            return  # it was heard again while S3 was asked
+        message = (
+            f"session {self.entry.session_id} sent heartbeats and fell silent while others were heard: its container "
+            "has died, or its network. The session's log may say why"
+        )
+        if self.adopted is not None:
+            self.abandon_adopted()
+        elif self.entry.attempts < self._services.config.runtime.max_attempts:
+            log.warning("rollout %s, attempt %d: %s; retrying", self.rollout_id, self.entry.attempts, message)
+            self.abandon_attempt()
+        else:
+            self.settle(Outcome.INFRA_ERROR, CONTAINER_LOST, message)
+
+    def cut_off(self) -> None:
+        """Settle a straggler."""
+        assert self.began is not None
+        ran = asyncio.get_running_loop().time() - self.began
+        message = (
+            f"it ran for {ran:.0f} s, more than {self._services.config.group.straggler_factor:g} times as long as "
+            "95 % of the step's finished rollouts (settings: group.straggler_after, group.straggler_factor)"
+        )
+        self.settle(Outcome.TIMED_OUT, "straggler", message)
+
+    def reach_step_deadline(self, answered: bool = True) -> None:
+        """Settle the rollout at the step's deadline. `answered`: S3 has confirmed that there is no result."""
+        if self.entry.phase is not Phase.RUNNING:
+            self.settle(Outcome.CANCELLED, "not_started", "the step's time was up before its agent ran")
+        elif answered:
+            self.settle(Outcome.TIMED_OUT, "collection_deadline", "the step's time was up")
+        else:
+            message = "the step's time was up, and S3 could not be asked whether its result is there"
+            self.settle(Outcome.TIMED_OUT, STORE_UNAVAILABLE, message)
+
+    def abandon_adopted(self) -> None:
+        """Retry after the attempt of an earlier trainer was lost."""
+        log.info("rollout %s: the attempt of an earlier trainer is lost; retrying", self.rollout_id)
+        self.abandon_attempt()
+        self.context.changed.set()
+
+    def abandon_attempt(self) -> None:
+        """Close the session of the current attempt in the background, and make the next attempt."""
+        session_id = self.entry.session_id
+        assert session_id is not None
+        self.context.ledger.lose(self.rollout_id)
+        self.adopted = None
+        self._abandoned = True
+        self._cancel_timer()
+        self._attempt_over.set()
+        self.context.sessions.close_later(session_id)

@@ -1,0 +1,118 @@
+"""The services of a run that a step uses, and the request that its agents receive."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from agent_wrapper.contract import (
+    REQUEST_FIELD,
+    ModelEndpoint,
+    ResultTarget,
+    ResultUrls,
+    Rollout,
+    RolloutRequest,
+)
+from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.manifest_store import ManifestStore
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.config import RolloutConfig, RuntimeConfig
+from rollout_backend.core.circuit_breaker import CircuitBreaker
+from rollout_backend.core.heartbeats import Heartbeats
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.core.tasks import Task
+from rollout_backend.dispatch.call_queue import CallQueue
+from rollout_backend.dispatch.dispatcher import Dispatcher
+from rollout_backend.dispatch.session_closer import SessionCloser
+from rollout_backend.runtimes.base import SessionCalls
+from rollout_backend.step.in_flight import InFlightLog, NoInFlightLog
+from rollout_backend.step.task_blocklist import Blocklist, NoBlocklist, TaskBlocklist
+
+
+async def _no_adoption(session_ids: Collection[str]) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepServices:
+    """What a step needs of its run."""
+
+    config: RolloutConfig
+    dispatcher: Dispatcher
+    closer: SessionCloser
+    buffer: RolloutBuffer
+    queue_url: str | None
+    endpoint: Callable[[SessionClaims], ModelEndpoint]
+    revoke: Callable[[Iterable[str]], Awaitable[None]]
+    keep: Callable[[Rollout], bool]  # writes each result that arrives to the run's folder; False if it could not
+    read_manifest: Callable[[int], Awaitable[Manifest | None]]
+    write_manifest: Callable[[Manifest], Awaitable[None]]
+    wall: Callable[[], float] = time.time  # unix seconds
+    sealed_by: str = ""  # fingerprint of the secret behind the seals that the buffer checks; empty: it checks none
+    presign: Callable[[SessionClaims], ResultUrls] | None = None  # how agents write without credentials
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    blocklist: Blocklist = field(default_factory=NoBlocklist)
+    gateway: str = ""  # names addresses and journals of the gateways; empty: no session outlives this trainer
+    in_flight: InFlightLog = field(default_factory=NoInFlightLog)
+    heartbeats: Heartbeats = field(default_factory=lambda: Heartbeats(math.inf))  # none are sent
+    adopt: Callable[[Collection[str]], Awaitable[None]] = _no_adoption  # serves sessions of earlier trainers
+
+    @classmethod
+    def assemble(
+        cls,
+        config: RolloutConfig,
+        runtime: SessionCalls,
+        store: ResultStore,
+        *,
+        limits: RuntimeConfig | None = None,
+        generation: int = 0,
+        owner: str = "",
+        **services: Any,
+    ) -> Self:
+        """Make the services that every run has over a runtime and a bucket. `services` are the other fields.
+
+        `limits` are those of the runtime, where they differ from the configured ones. `generation` and `owner` name
+        the manager in the manifests that it writes.
+        """
+        limits, after = limits or config.runtime, config.group.block_task_after
+        calls = CallQueue.from_config(limits)
+        manifests = ManifestStore(store, config.run_id, generation, owner)
+        return cls(
+            config=config,
+            dispatcher=Dispatcher(runtime, calls, max_sessions=limits.max_sessions, max_attempts=limits.max_attempts),
+            closer=SessionCloser(runtime, calls),
+            read_manifest=manifests.read,
+            write_manifest=manifests.write,
+            blocklist=TaskBlocklist(store, config.run_id, after) if after is not None else NoBlocklist(),
+            **services,
+        )
+
+    def payload(self, task: Task, claims: SessionClaims, remaining_s: float) -> bytes:
+        """What the agent of this session is invoked with. It must return within `remaining_s`."""
+        config = self.config
+        request = RolloutRequest(
+            run_id=claims.run_id,
+            step=claims.step,
+            task_id=task.task_id,
+            rollout_id=claims.rollout_id,
+            attempt=claims.attempt,
+            session_id=claims.session_id,
+            endpoint=self.endpoint(claims),
+            sampling=claims.sampling,
+            deadline=self.wall() + remaining_s,
+            remaining_s=remaining_s,
+            publish_grace_s=config.timeouts.publish_grace_s,
+            heartbeat_s=config.timeouts.heartbeat_s,
+            result=ResultTarget(
+                bucket=config.storage.bucket,
+                prefix=config.storage.prefix,
+                queue_url=self.queue_url,
+                region=config.aws.region,
+                urls=self.presign(claims) if self.presign is not None else None,
+            ),
+        )
+        return json.dumps({**task.payload, REQUEST_FIELD: request.model_dump(mode="json")}).encode()

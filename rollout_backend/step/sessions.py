@@ -1,0 +1,124 @@
+"""Register, close and revoke the sessions of one step.
+
+Invariants:
+
+- a session is recorded in the run's folder before its first invoke, and as closed before its stop is sent;
+- the key of a session that is closed is revoked, once;
+- a session that is being closed is closed even if the caller is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Coroutine, Iterable
+from typing import Any
+
+from rollout_backend.core.ledger import Ledger
+from rollout_backend.dispatch.call_queue import Call
+from rollout_backend.errors import ServingError
+from rollout_backend.step.in_flight import InFlightAttempt
+from rollout_backend.step.services import StepServices
+
+log = logging.getLogger(__name__)
+
+
+class StepSessions:
+    """The sessions of one step. While `leave_open` is set, none is closed: they belong to another manager, or the
+    cloud has ended with them."""
+
+    def __init__(self, step: int, services: StepServices, ledger: Ledger) -> None:
+        self.known: dict[str, None] = {}  # those invoked or adopted, in order
+        self.leave_open = False
+        self.earlier_known = False  # the sessions of earlier trainers are adopted or being closed
+        self.step = step
+        self.services = services
+        self.ledger = ledger
+        self._to_revoke: dict[str, None] = {}
+        self._revoked: set[str] = set()
+        self._revoking = asyncio.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def register(self, session_id: str) -> None:
+        """Record a session that is about to be invoked, and watch for its heartbeats."""
+        if session_id not in self.known:
+            self.services.in_flight.invoked(self.step, session_id)
+        self.watch(session_id)
+
+    def record_running(self, attempt: InFlightAttempt) -> None:
+        """Record that the session's agent has accepted its rollout."""
+        self.services.in_flight.running(self.step, attempt)
+
+    async def adopt(self, session_ids: Collection[str]) -> None:
+        """Let the gateways serve sessions that an earlier trainer has started."""
+        if not session_ids:
+            return
+        try:
+            await self.services.adopt(session_ids)
+        except ServingError as error:
+            log.warning("sessions of an earlier trainer cannot be resumed, and end at their deadline: %s", error)
+
+    async def close(self, session_id: str) -> None:
+        """Close a session, and return once it is closed or named as unclosed."""
+        await asyncio.shield(self.in_background(self.stop(session_id)))
+
+    def close_later(self, session_id: str) -> None:
+        """Close a session in the background, before the step ends."""
+        self.in_background(self.stop(session_id))
+
+    async def close_earlier(self, session_ids: Collection[str]) -> None:
+        """Close sessions that earlier trainers may have left open, at a lower priority than this step's."""
+        await self.revoke(session_ids)
+        await asyncio.gather(*(self.stop(session_id, Call.STOP_EARLIER) for session_id in session_ids))
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run work that closes sessions. The step does not end before it is done."""
+        closing = asyncio.create_task(work)
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
+
+    async def stop(self, session_id: str, call: Call = Call.STOP) -> None:
+        """Stop a session, and revoke its key: an agent that the stop does not reach must not sample further."""
+        if self.leave_open:
+            return
+        self.services.in_flight.closed(self.step, session_id)
+        self.services.heartbeats.forget([session_id])
+        closing = self.services.closer.close(session_id, self.ledger, call)
+        _, stopped = await asyncio.gather(self.revoke([session_id]), closing)
+        if stopped:
+            self.services.in_flight.stopped(self.step, session_id)
+
+    async def revoke(self, session_ids: Iterable[str]) -> None:
+        """Revoke each key once. Sessions that end during a call share the next one."""
+        self._to_revoke |= dict.fromkeys(each for each in session_ids if each not in self._revoked)
+        async with self._revoking:
+            due, self._to_revoke = list(self._to_revoke), {}
+            if not due:
+                return
+            self._revoked.update(due)
+            try:
+                await self.services.revoke(due)
+            except ServingError as error:
+                self._revoked.difference_update(due)
+                log.warning("%d session keys could not be revoked and expire with their time: %s", len(due), error)
+
+    async def revoke_all(self) -> None:
+        """Revoke the keys of all known sessions, and expect no heartbeat of them."""
+        await self.revoke(self.known)
+        self.services.heartbeats.forget(self.known)
+
+    async def wait_closed(self) -> None:
+        """Wait until every session that is being closed is closed."""
+        while self._closing:
+            await asyncio.gather(*self._closing)
+
+    @property
+    def closing(self) -> list[asyncio.Task[None]]:
+        """The tasks that close sessions."""
+        return list(self._closing)
+
+    def watch(self, session_id: str) -> None:
+        """Detect the session's silent death from now on."""
+        self.known[session_id] = None
+        self.services.heartbeats.watch(session_id)

@@ -1,0 +1,141 @@
+"""Stop dispatching a task after consecutive infrastructure failures. Records are kept in S3.
+
+RUN/task-blocklist/DIGEST.json holds the consecutive losses of one task. Invariants:
+
+- a loss counts only in a step that delivered a result of another task; otherwise the task is not the cause;
+- a delivered rollout resets the count of its task;
+- a blocked task stays blocked for the run. To unblock it, delete its record and restart the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agent_wrapper.contract import ContractError, blocklist_prefix
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.core.ledger import Ledger
+from rollout_backend.core.report import StepFailure, failures_of
+from rollout_backend.errors import StoreError
+
+log = logging.getLogger(__name__)
+
+
+class Loss(BaseModel):
+    """One execution of a step in which every rollout of the task was lost."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    take: int
+    failures: tuple[StepFailure, ...]
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    digest: str
+    task_id: str
+    losses: tuple[Loss, ...]
+
+
+class Blocklist(Protocol):
+    """Decides which tasks are not dispatched."""
+
+    async def read(self) -> None:
+        """Read what earlier trainers of the run have recorded. Raises StoreError."""
+        ...
+
+    def why(self, digest: str) -> str | None:
+        """Return why the task is not to be dispatched; None if it is."""
+        ...
+
+    async def step_over(self, ledger: Ledger, take: int, by_digest: Mapping[str, Sequence[str]]) -> None:
+        """Record which tasks were lost in a step that is settled. `by_digest`: each task's rollouts."""
+        ...
+
+
+class NoBlocklist:
+    """Blocks no task."""
+
+    async def read(self) -> None: ...
+
+    def why(self, digest: str) -> str | None:
+        return None
+
+    async def step_over(self, ledger: Ledger, take: int, by_digest: Mapping[str, Sequence[str]]) -> None: ...
+
+
+class TaskBlocklist:
+    """The blocklist of a run. It is read once: the run's manager is the only writer."""
+
+    def __init__(self, store: ResultStore, run_id: str, after: int) -> None:
+        """`after` is the number of consecutive losses that blocks a task."""
+        self._store = store
+        self._prefix = blocklist_prefix(store.config.prefix, run_id)
+        self._after = after
+        self._records: dict[str, Record] | None = None
+        self._reading = asyncio.Lock()
+
+    async def read(self) -> None:
+        """Read what earlier trainers of the run have recorded. Raises StoreError."""
+        async with self._reading:
+            if self._records is None:
+                keys = [key async for key in self._store.keys(self._prefix)]
+                found = await asyncio.gather(*(self._record(key) for key in keys))
+                self._records = {record.digest: record for record in found if record is not None}
+
+    async def _record(self, key: str) -> Record | None:
+        try:
+            return Record.model_validate_json(await self._store.get(key))
+        except (ContractError, ValidationError) as error:  # at worst the task is tried again
+            log.warning("%s is not a valid blocklist record and is ignored: %s", key, error)
+            return None
+
+    def why(self, digest: str) -> str | None:
+        """Return why the task is not to be dispatched; None if it is. Call `read` first."""
+        record = (self._records or {}).get(digest)
+        if record is None or len(record.losses) < self._after:
+            return None
+        last = record.losses[-1].failures[-1]
+        return (
+            f"lost to the infrastructure {len(record.losses)} times in a row, last in step {record.losses[-1].step}: "
+            f"{last.reason}: {last.message}; the record is s3://{self._store.config.bucket}/{self._key(digest)}"
+        )
+
+    async def step_over(self, ledger: Ledger, take: int, by_digest: Mapping[str, Sequence[str]]) -> None:
+        """Record which tasks were lost in a settled step. `by_digest` maps each task to its rollouts."""
+        assert self._records is not None, "read first"
+        entries = {digest: [ledger.entries[each] for each in ids] for digest, ids in by_digest.items()}
+        through = {digest for digest, found in entries.items() if any(each.delivered for each in found)}
+        if not through:
+            return
+        for digest, found in entries.items():
+            before = self._records[digest].losses if digest in self._records else ()
+            if digest in through:
+                if 0 < len(before) < self._after:
+                    await self._write(self._records[digest].model_copy(update={"losses": ()}))
+                continue
+            lost = [each.planned.rollout_id for each in found if each.lost]
+            if lost and all(each.lost or each.reason == "group_doomed" for each in found):
+                loss = Loss(step=ledger.step, take=take, failures=failures_of(ledger, lost))
+                task_id = found[0].planned.task_id
+                await self._write(Record(digest=digest, task_id=task_id, losses=(*before, loss)))
+                if (why := self.why(digest)) is not None:
+                    log.warning("task %s is blocked: %s", task_id, why)
+
+    async def _write(self, record: Record) -> None:
+        assert self._records is not None
+        self._records[record.digest] = record
+        try:
+            await self._store.put(self._key(record.digest), record.model_dump_json(indent=1).encode())
+        except StoreError as error:
+            log.warning("%s; a restarted trainer will not know of this loss", error)
+
+    def _key(self, digest: str) -> str:
+        return f"{self._prefix}{digest}.json"

@@ -1,0 +1,207 @@
+"""Convert rows into the formats of verl's two trainers: TransferQueue fields for v1, a padded batch for legacy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from rollout_backend.errors import ConfigError
+from rollout_backend.verl.row_images import Vision
+from rollout_backend.verl.rows import Row, Rows
+
+# --- v1: TransferQueue ------------------------------------------------------------------------------------
+
+
+def v1_fields(
+    row: Row,
+    base: Mapping[str, Any],
+    reward_extra_info: Mapping[str, Any] | None = None,
+    logprobs: bool = True,
+    vision: Vision | None = None,
+) -> dict[str, Any]:
+    """Return the TransferQueue fields of a row: unpadded 1-D tensors, the same set of fields for every row.
+
+    Args:
+        row: The row.
+        base: The prompt's columns from the dataset, with `uid` and `session_id`.
+        reward_extra_info: Goes to verl's validation metrics. Must not hold "reward", which verl adds itself.
+        logprobs: False leaves out `rollout_log_probs`. Pass the same value for all rows of a run.
+        vision: Gives all rows multimodal positions, [4, P + R].
+
+    Raises:
+        ValueError: logprobs are wanted of a re-tokenized row, or an image's size does not match its tokens.
+        ConfigError: the row has images and `vision` is None.
+    """
+    _check_logprobs(row, logprobs)
+    response = torch.tensor(row.response)
+    mask = torch.tensor(row.response_mask)
+    ids = torch.cat([torch.tensor(row.prompt), response])
+    known = {"rollout_log_probs": torch.tensor(row.logprobs)} if logprobs else {}
+    multi_modal, positions = _multi_modal(row, ids, vision)
+    return {
+        **base,
+        **known,
+        "prompts": torch.tensor(row.prompt),
+        "responses": response,
+        "response_mask": mask,
+        "loss_mask": mask,
+        "input_ids": ids,
+        "position_ids": positions,
+        "rm_scores": torch.tensor(_scores(row)),
+        "num_turns": row.turns,
+        "multi_modal_inputs": multi_modal,
+        "extra_fields": {"reward_extra_info": dict(reward_extra_info or {})},
+    }
+
+
+def v1_tag(row: Row, global_steps: int, fallback: int | None = None) -> dict[str, Any]:
+    """Return a row's tag.
+
+    verl needs the weight versions as numbers, so `fallback` replaces unknown ones. Its default is the version that a
+    synchronous step samples with: the servers hold the weights of the step before.
+    """
+    version = max(0, global_steps - 1) if fallback is None else fallback
+    tokens, mean, oldest = row.versions(version)
+    return {
+        "status": "success",
+        "prompt_len": len(row.prompt),
+        "response_len": len(row.response),
+        "seq_len": len(row.prompt) + len(row.response),
+        "global_steps": global_steps,
+        "min_global_steps": oldest,
+        "max_global_steps": version if row.max_version is None else row.max_version,
+        # For our sampler's metrics; verl ignores these.
+        "mean_version": mean,
+        "trained_tokens": tokens,
+        "retokenized": row.retokenized,
+    }
+
+
+def _check_logprobs(row: Row, wanted: bool) -> None:
+    if row.retokenized and wanted:
+        raise ValueError("a re-tokenized row has no logprobs: pass logprobs=False for every row of the run")
+
+
+def _multi_modal(row: Row, ids: torch.Tensor, vision: Vision | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    if vision is not None:
+        return vision.inputs(ids, row.images)
+    if row.images:
+        raise ConfigError(
+            f"a row has {len(row.images)} images, and verl has no processor for this model to prepare them: set "
+            "gateway.max_images=0"
+        )
+    return {}, torch.arange(len(ids))
+
+
+def _scores(row: Row) -> NDArray[np.float32]:
+    scores = np.zeros(len(row.response), dtype=np.float32)
+    scores[-1] = row.reward
+    return scores
+
+
+# --- legacy: DataProto ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class LegacyBatch:
+    """B rollouts in their order, as the legacy trainer reads them, and counts of what is left out."""
+
+    tensors: TensorDict  # batch size [B]
+    non_tensors: dict[str, NDArray[Any]]  # each [B]
+    missing: NDArray[np.bool_]  # [B], True where a rollout has no row
+    left_out_tokens: int  # trainable tokens of the segments that were not chosen
+    truncated_tokens: int
+    unknown_logprobs: int
+
+
+def legacy_batch(
+    slots: Sequence[Rows | None],
+    prompt_length: int,
+    response_length: int,
+    pad_token_id: int,
+    logprobs: bool = True,
+    vision: Vision | None = None,
+) -> LegacyBatch:
+    """Return B rollouts as P = `prompt_length` + R = `response_length` columns. A missing rollout is None in `slots`.
+
+    The legacy trainer has one row per rollout. Of several segments, the one with the most trained tokens is chosen
+    (the later one if equal); tokens of the others are counted in `left_out_tokens`. Only the v1 trainer trains all.
+
+    A missing rollout keeps its slot, with one prompt token and an empty response. verl calls that an aborted sample
+    and leaves it out of its reward metrics. Its estimators take it for a reward of 0; see
+    `rollout_backend.verl.advantage`. Loss modes that average over rows (`seq-mean-*`) count it too; `token-mean`
+    does not.
+
+    With `logprobs=False` there is no `rollout_log_probs`. Re-tokenized rows are marked in `retokenized`. With
+    `vision` the positions are [B, 4, P + R].
+
+    Raises:
+        ValueError: logprobs are wanted of a re-tokenized row, or an image's size does not match its tokens.
+        ConfigError: a row has images and `vision` is None.
+    """
+    shape = len(slots), prompt_length
+    prompts = np.full(shape, pad_token_id, dtype=np.int64)
+    prompt_attention = np.zeros(shape, dtype=np.int64)
+    prompt_attention[:, -1] = 1
+    shape = len(slots), response_length
+    responses = np.full(shape, pad_token_id, dtype=np.int64)
+    response_attention, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    scores, rollout_log_probs = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
+    retokenized = np.zeros(len(slots), dtype=bool)
+    turns = np.zeros(len(slots), dtype=np.int32)
+    missing = np.ones(len(slots), dtype=bool)
+    # For a vision model; otherwise positions follow from the attention mask.
+    positions = torch.zeros(len(slots), 4, prompt_length + response_length if vision else 0, dtype=torch.int64)
+    images = np.empty(len(slots), dtype=object)
+    images[:] = [{} for _ in slots]
+    left_out = 0
+    for i, rows in enumerate(slots):
+        if not rows:
+            continue
+        row = max(reversed(rows), key=lambda row: row.trained_tokens)
+        _check_logprobs(row, logprobs)
+        left_out += sum(other.trained_tokens for other in rows) - row.trained_tokens
+        start, end = prompt_length - len(row.prompt), len(row.response)
+        prompts[i, start:] = row.prompt
+        prompt_attention[i, start:] = 1
+        responses[i, :end] = row.response
+        response_attention[i, :end] = 1
+        mask[i, :end] = row.response_mask
+        scores[i, :end] = _scores(row)
+        rollout_log_probs[i, :end] = row.logprobs
+        retokenized[i] = row.retokenized
+        turns[i] = row.turns
+        missing[i] = False
+        images[i], of_row = _multi_modal(row, torch.from_numpy(np.concatenate([row.prompt, row.response])), vision)
+        if vision is not None:
+            positions[i, :, start : prompt_length + end] = of_row
+    attention = np.concatenate([prompt_attention, response_attention], axis=1)
+    arrays = {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": np.concatenate([prompts, responses], axis=1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(axis=1) - 1).clip(min=0),
+        "response_mask": mask,
+        "rm_scores": scores,
+        "rollout_log_probs": rollout_log_probs,
+    }
+    if not logprobs:
+        del arrays["rollout_log_probs"]
+    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    if vision is not None:
+        tensors["position_ids"] = positions
+    return LegacyBatch(
+        tensors=TensorDict(tensors, batch_size=[len(slots)]),
+        non_tensors={"multi_modal_inputs": images, "__num_turns__": turns, "retokenized": retokenized},
+        missing=missing,
+        left_out_tokens=left_out,
+        truncated_tokens=sum(rows.truncated_tokens for rows in slots if rows is not None),
+        unknown_logprobs=sum(rows.unknown_logprobs for rows in slots if rows is not None),
+    )

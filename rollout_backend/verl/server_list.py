@@ -1,0 +1,73 @@
+"""Track verl's servers as they join and leave, and decide which of them get model calls.
+
+With `separate_async`, verl lends the trainer's GPUs to generation between steps: it adds servers to its load balancer
+before they have their weights, and removes them before it takes their memory.
+
+Invariants:
+
+- A server that has left stops getting calls within a fraction of a second.
+- A server that has joined gets calls from the next batch on, once it reports its weight version: verl announces the
+  version of its servers' weights only with a batch, and the servers have the weights by then.
+- A server that reports a wrong weight version gets no calls until the version can be corrected.
+- If verl does not answer, the list of servers stays unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from rollout_backend.verl.weight_versions import VersionLabels
+
+log = logging.getLogger(__name__)
+
+
+class ServerList:
+    """`list_servers` asks verl for its servers' URLs; `follow` sends model calls to the given servers only."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        list_servers: Callable[[], Awaitable[Sequence[str]]],
+        follow: Callable[[Sequence[str]], Awaitable[None]],
+        labels: VersionLabels | None = None,
+    ) -> None:
+        self._serving = list(urls)
+        self._list_servers = list_servers
+        self._follow = follow
+        self._labels = labels or VersionLabels()
+        self._mislabelled: list[str] = []  # servers that report a wrong weight version
+        self._version = 0
+        self._changing = asyncio.Lock()
+
+    async def begin_batch(self, version: int) -> None:
+        """Send a batch's calls to all servers that verl has now. Their weights have this version."""
+        async with self._changing:
+            self._version = version
+            urls = await self._ask()
+            await self._labels.clear([url for url in self._serving if url not in urls])
+            await self._serve_with(urls)
+
+    async def refresh(self) -> None:
+        """Drop the servers that have left, and add those whose version could not be set before."""
+        async with self._changing:
+            urls = await self._ask()
+            left = [url for url in self._serving if url not in urls]
+            retried = [url for url in self._mislabelled if url in urls]
+            if left or retried:
+                await self._serve_with([url for url in (*self._serving, *retried) if url in urls])
+                await self._labels.clear(left)
+
+    async def _serve_with(self, urls: Sequence[str]) -> None:
+        labelled = await self._labels.set_version(urls, self._version)
+        self._serving = [url for url in urls if url in labelled]
+        self._mislabelled = [url for url in urls if url not in labelled]
+        await self._follow(self._serving)
+
+    async def _ask(self) -> Sequence[str]:
+        try:
+            return await self._list_servers()
+        except Exception as error:  # Ray can raise anything
+            log.warning("asking verl for its servers failed; their list stays unchanged: %s", error)
+            return [*self._serving, *self._mislabelled]

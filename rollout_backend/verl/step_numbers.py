@@ -1,0 +1,37 @@
+"""Map verl's batches to the backend's step numbers. Pure.
+
+A killed trainer restarts from its checkpoint. The first batch after the restart is sampled with the checkpoint's
+weights, exactly as before, so its finished rollouts can be reused. Later batches are sampled with weights that are
+trained again, so theirs cannot.
+
+Invariants:
+
+- The number follows from verl's global step and the batch's position in it, so a batch has the same number after a
+  restart.
+- No two batches of one trainer process have the same number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+_POSITIONS = 500  # batches of one kind in a global step: training refills lost groups, and async trainers take many
+
+
+class StepNumbers:
+    """Numbers the batches of one trainer process.
+
+    `resumes` says whether the trainer resumes from a checkpoint and may reuse rollouts sampled after it.
+    """
+
+    def __init__(self, resumes: bool) -> None:
+        self._resumes = resumes
+        self._seen: Counter[tuple[int, bool]] = Counter()
+        self._first: dict[bool, int] = {}
+
+    def next(self, global_step: int, validate: bool) -> tuple[int, bool]:
+        """Return the next batch's number, and whether an earlier process sampled it with the same weights."""
+        position = self._seen[global_step, validate] % _POSITIONS
+        self._seen[global_step, validate] += 1
+        first = self._first.setdefault(validate, global_step)
+        return (global_step * 2 + validate) * _POSITIONS + position, self._resumes and global_step == first

@@ -1,0 +1,125 @@
+"""verl settings that this backend does not support. Each is refused by name; none is silently ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_backend.errors import ConfigError
+
+_REWARD = (
+    "the agent returns the reward, and verl's reward functions are never called: compute the reward in the agent and "
+    "remove this setting"
+)
+_TOOLS = "the agent brings its own tools and controls its turns: remove this setting"
+_ROUTING = "training rows carry no expert routing: remove this setting"
+_MODES = "run python -m verl.trainer.main_ppo with trainer.v1.trainer_mode=separate_async instead"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """`setting` is refused unless it is absent, empty, off, or one of `allowed`."""
+
+    setting: str
+    advice: str
+    allowed: tuple[object, ...] = ()
+
+    def refuses(self, value: Any) -> bool:
+        return bool(value) and value not in self.allowed
+
+
+_RULES = (
+    _Rule(
+        "actor_rollout_ref.rollout.name",
+        "the gateway needs token ids in and out of SGLang's /generate: set it to sglang",
+        allowed=("sglang", "sglang_cpu"),
+    ),
+    _Rule(
+        "actor_rollout_ref.rollout.disaggregation.enabled",
+        "servers that only prefill or only decode cannot be called individually over HTTP: set it to False",
+    ),
+    _Rule("actor_rollout_ref.rollout.enable_rollout_routing_replay", _ROUTING),
+    _Rule("actor_rollout_ref.rollout.moe_load_balance_metrics_interval", _ROUTING),
+    *(
+        _Rule(f"actor_rollout_ref.actor.{engine}.router_replay.mode", _ROUTING, allowed=("disabled", "R2"))
+        for engine in ("fsdp_config", "megatron", "torchtitan", "veomni")
+    ),
+    _Rule(
+        "actor_rollout_ref.rollout.router_config_path",
+        "model calls go through this backend's own router: remove this setting",
+    ),
+    _Rule(
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+        "verl's agent loops are replaced by agents in containers: remove this setting",
+    ),
+    _Rule("actor_rollout_ref.rollout.multi_turn.enable", _TOOLS),
+    _Rule("actor_rollout_ref.rollout.multi_turn.tool_config_path", _TOOLS),
+    _Rule("actor_rollout_ref.rollout.multi_turn.function_tool_path", _TOOLS),
+    _Rule("data.tool_config_path", _TOOLS),
+    _Rule("data.function_tool_path", _TOOLS),
+    _Rule(
+        "data.apply_chat_template_kwargs",
+        "the gateway renders the agents' messages: set model.renderer_options of the backend's settings instead",
+    ),
+    _Rule(
+        "data.mm_processor_kwargs",
+        "the model's own processor prepares images with its own settings: remove this setting",
+    ),
+    _Rule("reward.custom_reward_function.path", _REWARD),
+    _Rule("reward.reward_manager.source", _REWARD, allowed=("register",)),
+    _Rule("reward.reward_manager.name", _REWARD, allowed=("naive",)),
+    _Rule("reward.reward_model.enable", _REWARD),
+    _Rule("reward.sandbox_fusion.url", _REWARD),
+    _Rule("custom_reward_function.path", _REWARD),
+    _Rule("reward_model.enable", _REWARD),
+    _Rule("reward_model.reward_manager", _REWARD, allowed=("naive",)),
+    _Rule("sandbox_fusion.url", _REWARD),
+    _Rule(
+        "distillation.enabled",
+        "on-policy distillation calls its teacher inside verl's own agent loop: set it to False, or train without "
+        "this backend",
+    ),
+    _Rule("async_training", f"verl's fully_async trainer does not load a manager class: {_MODES}"),
+    _Rule("rollout", f"verl's one_step_off trainer awaits what both other trainers do not: {_MODES}"),
+)
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Check all of verl's settings.
+
+    Raises:
+        ConfigError: names each unsupported setting that is set, and what to do about it.
+    """
+    problems = [*_refused(config), *_adapters(config)]
+    if problems:
+        raise ConfigError("this backend does not support these verl settings:\n" + "\n".join(problems))
+
+
+def _refused(config: Any) -> Iterable[str]:
+    for rule in _RULES:
+        value = _at(config, rule.setting)
+        if rule.refuses(value):
+            shown = f"={value}" if isinstance(value, str | bool | int) else ""
+            yield f"  {rule.setting}{shown}: {rule.advice}"
+
+
+def _adapters(config: Any) -> Iterable[str]:
+    """Yield problems with LoRA: SGLang applies an adapter only to calls that name it, as only verl's own calls do."""
+    model = "actor_rollout_ref.model"
+    for setting in ("lora_rank", "lora.rank", "lora_adapter_path"):
+        value = _at(config, f"{model}.{setting}")
+        if value and not _at(config, f"{model}.lora.merge"):
+            yield (
+                f"  {model}.{setting}={value}: agents would sample the base model without the adapter: set "
+                f"{model}.lora.merge=True, so that the servers get merged weights"
+            )
+
+
+def _at(config: Any, setting: str) -> Any:
+    """Return the setting's value, or None if it is absent."""
+    for key in setting.split("."):
+        if config is None or not hasattr(config, "get"):
+            return None
+        config = config.get(key)
+    return config

@@ -1,0 +1,131 @@
+"""Derive the backend's settings from verl's, so that a training script says nothing twice.
+
+The user's own settings are under `actor_rollout_ref.rollout.custom.rollout_backend`, inline or as the path of a YAML
+file. They override the derived ones, except for the engines, which are always verl's servers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent_wrapper.contract import Sampling
+from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.errors import ConfigError
+
+KEY = "actor_rollout_ref.rollout.custom.rollout_backend"
+_SERVING_LIMITS = frozenset({"max_restarts", "restart_window_s", "startup_timeout_s"})
+
+
+def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
+    """Return the backend's settings. `config` is verl's whole tree; `addresses` are its servers as HOST:PORT.
+
+    Raises:
+        ConfigError: names the wrong key and where it is set.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    path, inline = _user_settings(rollout)
+    model = config.actor_rollout_ref.model
+    length = rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length
+    base = {
+        "run_id": _run_id(config.trainer),
+        "model": {"path": str(model.path), "context_length": int(length)},
+        "sampling": sampling_of(rollout, validate=False, greedy=False).model_dump(),
+        "group": {"size": int(rollout.n)},
+    }
+    serving = _serving_limits(inline.pop("serving", {}))
+    try:
+        settings = load_config(
+            path,
+            base=base,
+            top={**inline, "serving": {**serving, "kind": "external", "urls": engine_urls(addresses)}},
+        )
+    except ConfigError as error:
+        raise ConfigError(f"under {KEY}: {error}") from None
+    if settings.collect.retokenize:
+        _check_logprobs_unused(config)
+    return settings
+
+
+def engine_urls(addresses: Sequence[str]) -> list[str]:
+    return [f"http://{address}" for address in addresses]
+
+
+def sampling_of(rollout: Any, *, validate: bool, greedy: bool) -> Sampling:
+    """Return a rollout's sampling: by verl's training or validation settings, or greedy (REMAX's baseline)."""
+    limit = int(rollout.response_length)
+    if greedy or (validate and not rollout.val_kwargs.do_sample):
+        return Sampling(temperature=0.0, max_tokens=limit)
+    source = rollout.val_kwargs if validate else rollout
+    return Sampling(
+        temperature=float(source.temperature), top_p=float(source.top_p), top_k=int(source.top_k), max_tokens=limit
+    )
+
+
+def resumes_steps(trainer: Any) -> bool:
+    """Return whether a restarted trainer may reuse rollouts of an earlier process. `trainer` is verl's section.
+
+    False in asynchronous modes: sampling continues while weights change, and weights after the checkpoint are
+    trained again. Rollouts finished before the checkpoint are then part of verl's own checkpoint.
+    """
+    asynchronous = trainer.get("use_v1", True) and trainer.v1.trainer_mode != "sync"
+    return not asynchronous and str(trainer.get("resume_mode", "auto")) != "disable"
+
+
+def sleeps_between_batches(trainer: Any) -> bool:
+    """Return whether verl releases its servers' memory as soon as a batch is complete. `trainer` is verl's section.
+
+    False in asynchronous modes: generation continues while verl trains, and verl pauses its servers itself.
+    """
+    return not trainer.get("use_v1", True) or trainer.v1.trainer_mode == "sync"
+
+
+def _user_settings(rollout: Any) -> tuple[str | None, dict[str, Any]]:
+    from omegaconf import OmegaConf
+
+    custom = rollout.get("custom") or {}
+    own = custom.get("rollout_backend")
+    if own is None:
+        raise ConfigError(
+            f"+{KEY} is missing: set it to the path of a YAML file with the backend's settings, or to the settings "
+            "themselves. At least storage.bucket and runtime.arn or runtime.image are required"
+        )
+    if isinstance(own, str):
+        return own, {}
+    plain = OmegaConf.to_container(own, resolve=True) if OmegaConf.is_config(own) else own
+    if not isinstance(plain, Mapping):
+        raise ConfigError(f"{KEY} must be the path of a YAML file or a tree of settings, not {plain!r}")
+    return None, {str(key): value for key, value in plain.items()}
+
+
+def _run_id(trainer: Any) -> str:
+    name = f"{trainer.get('project_name', 'verl')}-{trainer.get('experiment_name', 'run')}"
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-")[:100] or "verl"
+
+
+def _check_logprobs_unused(config: Any) -> None:
+    """Refuse verl settings that need logprobs: re-tokenized rows have none, and verl needs a field in all rows."""
+    correction = config.algorithm.get("rollout_correction") or {}
+    wanting = {
+        "actor_rollout_ref.rollout.calculate_log_probs": config.actor_rollout_ref.rollout.get("calculate_log_probs"),
+        **{
+            f"algorithm.rollout_correction.{name}": correction.get(name)
+            for name in ("rollout_is", "rollout_rs", "bypass_mode")
+        },
+    }
+    for name, value in wanting.items():
+        if value:
+            raise ConfigError(
+                f"{name}={value} needs the logprob of every trained token, but under {KEY} collect.retokenize=true "
+                "admits rows without logprobs: turn off one of the two"
+            )
+
+
+def _serving_limits(serving: object) -> Mapping[str, Any]:
+    """Return the user's `serving` settings: only those that limit the wait for a server that stopped answering."""
+    if not isinstance(serving, Mapping) or not serving.keys() <= _SERVING_LIMITS:
+        raise ConfigError(
+            f"{KEY}.serving: verl runs the servers, so only {' and '.join(sorted(_SERVING_LIMITS))} can be set here"
+        )
+    return serving

@@ -1,0 +1,127 @@
+"""A hostile object is refused before anything is built of it, and every ordinary one is read."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgpack
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_wrapper.contract import codec
+from agent_wrapper.contract.codec import (
+    MAX_CONTAINERS,
+    MAX_DEPTH,
+    MAX_VALUES,
+    ContractError,
+    pack,
+    unpack,
+    unpacked_size,
+)
+
+
+def frame(packed: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(packed)
+
+
+def listed(count: int, each: bytes) -> bytes:
+    """A map with one list, packed."""
+    return b"\x81\xa1a\xdd" + struct.pack(">I", count) + each * count
+
+
+@pytest.fixture
+def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it was built")
+
+    monkeypatch.setattr(msgpack, "unpackb", build)
+    monkeypatch.setattr(codec, "from_json", build)
+
+
+BOMBS = {
+    "empty lists": frame(listed(8_000_000, b"\x90")),
+    "empty maps": frame(listed(8_000_000, b"\x80")),
+    "numbers": frame(listed(8_000_000, b"\x01")),
+    "empty texts": frame(listed(8_000_000, b"\xa0")),
+    "a list that claims more than there is": frame(b"\x81\xa1a\xdd\xff\xff\xff\xff"),
+    "a map that claims more than there is": frame(b"\x81\xa1a\xdf\xff\xff\xff\xff"),
+    "nested claims": frame(b"\x81\xa1a" + b"\xdd\x00\x0f\x42\x40" * 100),
+    "depth": frame(b"\x81\xa1a" + b"\x91" * MAX_DEPTH + b"\x90"),
+    "lists in JSON": b'{"a":[' + b"[]," * MAX_CONTAINERS + b"0]}",
+    "maps in JSON": b'{"a":[' + b"{}," * MAX_CONTAINERS + b"0]}",
+    "numbers in JSON": b'{"a":[' + b"0," * MAX_VALUES + b"0]}",
+    "lists in JSON between texts": b'{"a":[' + b'"\\"[",[],' * MAX_CONTAINERS + b"0]}",
+}
+
+
+@pytest.mark.parametrize("data", BOMBS.values(), ids=BOMBS)
+def test_a_bomb_is_refused_before_anything_is_built(data, nothing_is_built):
+    with pytest.raises(ContractError, match=r"^object: (?:holds more than|is nested deeper than)"):
+        unpack(data)
+
+
+def test_a_bomb_of_millions_is_hundreds_of_bytes():
+    assert len(BOMBS["empty lists"]) < 500
+
+
+def test_as_much_as_is_allowed_is_read():
+    assert len(unpack(frame(listed(MAX_CONTAINERS - 2, b"\x90")))["a"]) == MAX_CONTAINERS - 2
+    nested = unpack(frame(b"\x81\xa1a" + b"\x91" * (MAX_DEPTH - 2) + b"\x90"))
+    assert unpack(pack(nested)) == nested
+
+
+def test_brackets_and_commas_inside_texts_do_not_count():
+    text = '[{"\\,:' * MAX_VALUES
+    assert unpack(b'{"a": "' + text.replace("\\", "\\\\").replace('"', '\\"').encode() + b'"}') == {"a": text}
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"\x81\xa1a",  # cut before a value
+        b"\x81\xa1a\xdc\x00",  # in a length
+        b"\x81\xa1a\xc5\xff\xff",  # in bytes
+        b"\x81\xa1a\xc1",  # never used
+        b"\x81\xa1a\xd4\x05\x00",  # an extension
+        b"\x81\xa1a\xd6\xff\x00\x00\x00\x00",  # a timestamp
+        b"\x81\xa1a\xc7\x01\x05\x00",
+        b"\x80\x80",  # two objects
+        b"",
+    ],
+)
+def test_what_is_cut_or_of_a_foreign_type_is_refused(packed):
+    with pytest.raises(ContractError, match=r"^object: "):
+        unpack(frame(packed))
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=3), inner, max_size=20),
+    max_leaves=40,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), plain, max_size=20))
+def test_whatever_is_packed_comes_back(fields):
+    assert unpack(pack(fields)) == fields
+
+
+@pytest.mark.parametrize("size", [0, 15, 16, 31, 32, 255, 256, 65_535, 65_536])
+def test_every_width_of_a_length_is_read(size):
+    fields = {"t": "x" * size, "b": b"x" * size, "l": [0] * size, "m": {str(i): i for i in range(size)}}
+    assert unpack(pack(fields)) == fields
+
+
+def test_the_size_is_known_without_unpacking():
+    assert unpacked_size(frame(bytes(5_000_000))) == 5_000_000
+    assert unpacked_size(b'{"a": 1}') == 8
+    assert unpacked_size(b"\x28\xb5\x2f\xfd") == 0
+    assert unpacked_size(b"") == 0

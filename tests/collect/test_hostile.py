@@ -1,0 +1,164 @@
+"""With the agent's role, a container can write under other rollouts' keys. Such results never count."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agent_wrapper.contract import Failure, Outcome, Rollout, failure_marker_key
+from rollout_backend.collect import buffer as buffer_module
+from rollout_backend.collect import inventory as inventory_module
+from rollout_backend.collect.buffer import Handled, RolloutBuffer
+from rollout_backend.collect.decode import _LARGE_BYTES
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.errors import StoreError
+
+TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+FAILED = Failure(reason="agent_failure", message="boom")
+FORGED: dict[str, Callable[..., bytes]] = {
+    "sampled": lambda make: make(session_id="made-up").encode(),
+    "messages only": lambda make: make(
+        segments=(), conversations=[{"messages": TALK}], session_id="made-up"
+    ).encode(),
+    "timed out": lambda make: make(outcome=Outcome.TIMED_OUT, session_id="made-up").encode(),
+    "scored error": lambda make: make(outcome=Outcome.AGENT_ERROR, reward=0.0, session_id="made-up").encode(),
+    "lost": lambda make: make(outcome=Outcome.INFRA_ERROR, session_id="made-up").encode(),
+    "no session": lambda make: make(session_id="").encode(),
+    "another rollout's session": lambda make: make(session_id="session-task-b.0").encode(),
+    "in JSON": lambda make: make(session_id="made-up").to_json(),
+    "text format": lambda make: json.dumps(
+        {
+            "rollout_data": [{"formatted_request": {"messages": TALK}}],
+            "rewards": 1.0,
+            "input_id": "task-a",
+            "session_id": "made-up",
+            "attempt": 1,
+        }
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "listed"])
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+async def test_a_result_of_another_session_is_rejected_with_evidence(
+    open_run, make_sink, make_rollout, forge, announced
+):
+    sink = make_sink("task-a.0")
+    run = await open_run(receive=False)
+    buffer = RolloutBuffer(run.run_id, run.store, None, 4, text_format=True)
+    key = await run.put(run.key("task-a.0"), forge(make_rollout))
+    if announced:
+        await run.announce(key)
+        [message] = await run.queue.receive()
+        buffer.attach(sink)
+        assert await buffer._handle_message(run.queue, message) is Handled.DONE
+    else:
+        assert await buffer.sweep(sink)
+    assert sink.arrived == []
+    assert sink.rejected["task-a.0"].field == "session_id"
+    [record] = await run.quarantined()
+    assert (record["what"], record["reason"].partition(":")[0]) == (key, "session_id")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda make: make(outcome=Outcome.INFRA_ERROR, session_id="made-up").encode(),
+        lambda make: make().encode(),
+        lambda make: b"broken",
+        lambda make: b"x" * 5000,
+    ],
+    ids=["of another session", "no loss", "broken", "too large"],
+)
+async def test_a_forged_failure_marker_is_quarantined_once_and_does_not_end_the_rollout(
+    open_run, make_sink, make_rollout, body
+):
+    sink = make_sink("task-a.0")
+    run = await open_run(sink, storage={"max_result_bytes": 4096})
+    key = await run.put(failure_marker_key("", run.run_id, 0, "task-a.0", 1), body(make_rollout))
+    await run.announce(key)
+    await run.until_held(0)
+    await run.announce(key)
+    await run.until_held(0)
+    await run.buffer.sweep(sink)
+    assert (sink.arrived, sink.rejected) == ([], {})
+    assert len(await run.quarantined()) == 1
+    await run.store_(make_rollout())
+    await run.buffer.sweep(sink)
+    assert sink.ids == ["task-a.0"]
+
+
+async def test_a_failure_marker_of_the_attempts_session_counts(open_run, make_sink, make_rollout):
+    sink = make_sink("task-a.0")
+    run = await open_run(sink)
+    lost = make_rollout(outcome=Outcome.INFRA_ERROR)
+    await run.announce(await run.put(failure_marker_key("", run.run_id, 0, "task-a.0", 1), lost.encode()))
+    await sink.until(lambda: sink.arrived)
+
+
+class Keys(ResultStore):
+    """A bucket whose listing has extra keys, and whose reads can fail."""
+
+    flood = 0
+    listed = 0
+    broken: str | None = None
+
+    async def keys(self, prefix: str) -> Any:
+        self.listed += 1
+        for i in range(self.flood):
+            yield f"{prefix}a{i}"
+        async for key in super().keys(prefix):
+            yield key
+
+    async def get(self, key: str) -> bytes:
+        if self.broken is not None and key.endswith(self.broken):
+            raise StoreError("S3 does not answer")
+        return await super().get(key)
+
+
+async def test_a_flooded_prefix_does_not_hide_results(open_run, make_sink, make_rollout, monkeypatch, caplog):
+    for module in (inventory_module, buffer_module):
+        monkeypatch.setattr(module, "MAX_KEYS", 100)
+    sink = make_sink("task-a.0", "task-a.1", "task-a.2")
+    run = await open_run(receive=False)
+    store = Keys(run.store.config, run.store._s3, run.store._stack)
+    buffer = RolloutBuffer(run.run_id, store, None, 4)
+    await run.store_(make_rollout("task-a.0"))
+    lost = make_rollout("task-a.1", outcome=Outcome.INFRA_ERROR)
+    await run.put(failure_marker_key("", run.run_id, 0, "task-a.1", 1), lost.encode())
+    store.flood = 10_000
+    buffer.attach(sink)
+    assert await buffer.sweep(sink)
+    assert sink.ids == ["task-a.0", "task-a.1"]
+    assert await buffer.sweep(sink)
+    assert store.listed == 1, "a listing that is too long is not repeated"
+    assert caplog.text.count("more than 100 objects are stored for step 0") == 1
+    store.broken = "task-a.2"
+    assert not await buffer.sweep(sink), "a failed read is not an absent result"
+    store.broken, store.flood = None, 99
+    buffer.detach(sink)
+    buffer.attach(sink)
+    await run.store_(make_rollout("task-a.2"))
+    assert await buffer.sweep(sink)
+    assert (sink.ids, store.listed) == (["task-a.0", "task-a.1", "task-a.2"], 2)
+
+
+@pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
+async def test_large_results_are_decoded_off_the_event_loop(open_run, make_sink, make_rollout, form):
+    threads = {}
+
+    def verify(rollout: Rollout) -> None:
+        threads[rollout.rollout_id] = threading.current_thread()
+
+    sink = make_sink("task-a.0", "task-a.1")
+    run = await open_run(receive=False)
+    for rollout in (make_rollout("task-a.0"), make_rollout("task-a.1", extras={"x": "y" * _LARGE_BYTES})):
+        await run.put(run.key(rollout.rollout_id), form(rollout))
+    assert await RolloutBuffer(run.run_id, run.store, None, 4, verify=verify).sweep(sink)
+    assert sink.ids == ["task-a.0", "task-a.1"]
+    assert threads["task-a.0"] is threading.main_thread()
+    assert threads["task-a.1"] is not threading.main_thread()

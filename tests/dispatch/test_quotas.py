@@ -1,0 +1,104 @@
+"""Rates and numbers of sessions that follow from the runtime's quotas, and batches that cannot start in time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import pytest
+
+from rollout_backend.config import AgentCoreConfig, GroupConfig, HttpConfig, RolloutConfig
+from rollout_backend.dispatch.ramp import Ramp, check_ramp, enough_rollouts
+from rollout_backend.dispatch.rate_limiter import AdaptiveRate
+from rollout_backend.errors import ConfigError
+from rollout_backend.runtimes.agentcore.quotas import fit_limits
+from rollout_backend.runtimes.registry import open_runtime
+
+CONTAINER = {"agentRuntimeArtifact": {"containerConfiguration": {"containerUri": "image"}}}
+CODE = {"agentRuntimeArtifact": {"codeConfiguration": {"runtime": "PYTHON_3_13"}}}
+
+
+def config(region: str = "us-east-1", **limits: object) -> AgentCoreConfig:
+    arn = f"arn:aws:bedrock-agentcore:{region}:123456789012:runtime/my_agent-0123456789"
+    return AgentCoreConfig.model_validate({"arn": arn, **limits})
+
+
+@pytest.mark.parametrize(
+    ("region", "described", "per_s", "sessions"),
+    [
+        ("us-east-1", CONTAINER, 6.5, 5_000),
+        ("us-west-2", CODE, 24, 5_000),
+        ("eu-west-1", CONTAINER, 6.5, 2_500),
+        ("eu-west-1", {}, 6.5, 2_500),  # these credentials may not look at the runtime
+    ],
+)
+def test_limits_follow_from_the_runtimes_kind_and_region(region, described, per_s, sessions):
+    limits = fit_limits(config(region), described)
+    assert (limits.invoke_per_s, limits.max_sessions) == (per_s, sessions)
+
+
+async def test_a_run_takes_its_limits_from_the_runtime_that_it_found(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")
+    tree = {
+        "model": {"path": "m"},
+        "storage": {"bucket": "bucket"},
+        "runtime": config().model_dump(exclude_unset=True),
+    }
+    settings = RolloutConfig.parse({**tree, "runtime": {"kind": "agentcore", **tree["runtime"]}})
+    runtime = await open_runtime(settings.runtime)
+    try:
+        runtime.described = CODE
+        assert runtime.limits().invoke_per_s == 24
+        assert check_ramp(settings, runtime.limits(), 1024).startswith("1,024 rollouts start within 43 s")
+    finally:
+        await runtime.aclose()
+
+
+def test_a_limit_that_is_set_wins():
+    limits = fit_limits(config("eu-west-1", invoke_per_s=2, max_sessions=100), CODE)
+    assert (limits.invoke_per_s, limits.max_sessions) == (2, 100)
+
+
+@pytest.mark.parametrize(("described", "quota", "window_s", "used"), [(CONTAINER, 400, 60, 0.95), (CODE, 25, 1, 0.9)])
+def test_a_limiter_at_the_default_rate_stays_below_the_quota_and_uses_it(described, quota, window_s, used):
+    limiter, now = AdaptiveRate(fit_limits(config(), described).invoke_per_s), 0.0
+    sent = []
+    while now < 600:
+        now += limiter.due(now)
+        limiter.take(now)
+        sent.append(now)
+    after_burst = [
+        at for at in sent if window_s == 60 or at > 2
+    ]  # the burst of a rested limiter goes beyond a quota per second, once
+    windows = [bisect_left(after_burst, at + window_s) - i for i, at in enumerate(after_burst) if at + window_s < 600]
+    assert used * quota < max(windows) <= quota
+
+
+def test_a_batch_of_1024_starts_in_two_and_a_half_minutes():
+    ramp = Ramp.of(1024, config())
+    assert str(ramp) == "1,024 rollouts start within 157 s, at 6.5 sessions per second (runtime.invoke_per_s)"
+    ramp.check(collection_s=3600)
+
+
+def test_more_rollouts_than_sessions_run_in_waves():
+    ramp = Ramp.of(1024, config(max_sessions=400))
+    assert ramp.waves == 3
+    assert str(ramp).endswith("in 3 waves of 400 sessions (runtime.max_sessions)")
+
+
+def test_a_batch_that_cannot_finish_is_refused_with_what_to_do():
+    ramp = Ramp.of(1024, config())
+    with pytest.raises(ConfigError, match=r"1,024 rollouts cannot finish within timeouts\.collection_s \(157 s\)"):
+        ramp.check(collection_s=157)
+    ramp.check(collection_s=158)
+    ramp.check(collection_s=100, enough=512)  # the others are spare
+
+
+def test_a_target_counts_instead_of_what_is_planned():
+    assert enough_rollouts(GroupConfig(size=8)) is None
+    assert enough_rollouts(GroupConfig(size=8, target_groups=10, policy="strict")) == 80
+    assert enough_rollouts(GroupConfig(size=8, target_groups=10)) == 20  # min_viable: two of each are enough
+
+
+def test_a_server_of_ones_own_has_no_quota():
+    assert HttpConfig(url="http://agents").invoke_per_s == 100

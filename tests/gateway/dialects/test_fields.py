@@ -1,0 +1,350 @@
+"""Each field that the SDKs' own types document is what `claims.py` says: honoured, harmless, the trainer's, refused.
+
+A field that an SDK's next version adds fails here until it is claimed. Most claims are tried against the model of
+bytes, which takes no images and whose template shows neither reasoning, names nor the ids of calls.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import re
+import sys
+import time
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import typing_extensions
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_count_tokens_params as beta_message_count_tokens_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
+from anyio.from_thread import start_blocking_portal
+from openai.types.chat import completion_create_params
+from openai.types.responses import response_create_params
+
+from agent_wrapper.contract import Sampling
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.images import ImageLimits
+from rollout_backend.core.session_key import SessionClaims, issue
+from rollout_backend.dialects.openai_chat import OpenAIChat
+from rollout_backend.dialects.openai_responses import OpenAIResponses
+from rollout_backend.gateway.gateway_settings import GatewaySettings
+from rollout_backend.gateway.server import create_app
+from rollout_backend.local.scripted import ScriptedEngine
+
+_FILE = Path(__file__).with_name("claims.py")  # loaded by path: test directories are not packages
+_SPEC = importlib.util.spec_from_file_location("claims", _FILE)
+claims = sys.modules["claims"] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(claims)
+Claim, Type = claims.Claim, claims.Type
+Harmless, Honoured, Refused, Trainers = claims.Harmless, claims.Honoured, claims.Refused, claims.Trainers
+
+SIGNING, CONTROL = "signing-" * 6, "control-" * 6
+
+
+@dataclass(frozen=True)
+class Api:
+    path: str
+    base: dict[str, Any]
+    types: dict[str, Type]
+    roots: tuple[Any, ...]
+
+
+APIS = {
+    "chat": Api(
+        "/v1/chat/completions",
+        claims.CHAT,
+        claims.CHAT_TYPES,
+        (completion_create_params.CompletionCreateParamsStreaming,),
+    ),
+    "responses": Api(
+        "/v1/responses",
+        claims.RESPONSES,
+        claims.RESPONSES_TYPES,
+        (response_create_params.ResponseCreateParamsStreaming,),
+    ),
+    "messages": Api(
+        "/v1/messages",
+        claims.MESSAGES,
+        claims.MESSAGES_TYPES,
+        (message_create_params.MessageCreateParamsStreaming, beta_message_create_params.MessageCreateParamsStreaming),
+    ),
+}
+
+
+# --- the SDKs' types --------------------------------------------------------------------------------------
+
+
+def name_of(kind: Any) -> str:
+    return kind.__name__.removeprefix("Beta")
+
+
+def typed_dicts(hint: Any) -> Iterator[Any]:
+    """Those that a field may hold."""
+    if typing_extensions.is_typeddict(hint):
+        yield hint
+        return
+    for inner in typing.get_args(hint):
+        if not isinstance(inner, (str, int, type(None))):
+            yield from typed_dicts(inner)
+
+
+def tags(kind: Any) -> dict[str, str]:
+    """What a type's discriminating fields must say."""
+    hints = typing_extensions.get_type_hints(kind)
+    return {name: value for name in ("role", "type") if name in hints for value in literals(hints[name])[:1]}
+
+
+def literals(hint: Any) -> list[str]:
+    if typing.get_origin(hint) is typing.Literal:
+        return list(typing.get_args(hint))
+    return [value for inner in typing.get_args(hint) if inner is not type(None) for value in literals(inner)]
+
+
+@dataclass(frozen=True)
+class Walked:
+    fields: dict[str, set[str]]  # of each listed type
+    cases: list[tuple[str, Type, str, Claim]]
+    unlisted: list[tuple[str, Type, str, Any]]  # where the SDK allows a type that is not listed
+
+
+def walk(api: Api) -> Walked:
+    found = Walked({}, [], [])
+    todo, done = list(api.roots), set()
+    while todo:
+        kind = todo.pop()
+        if kind in done:
+            continue
+        done.add(kind)
+        name = name_of(kind)
+        stands = api.types[name]
+        hints = typing_extensions.get_type_hints(kind)
+        fresh = hints.keys() - found.fields.setdefault(name, set())
+        found.fields[name] |= fresh
+        for field in sorted(fresh & stands.fields.keys()):
+            found.cases.append((name, stands, field, stands.fields[field]))
+        for field in sorted(hints.keys() & stands.fields.keys()):
+            if isinstance(stands.fields[field], Honoured):
+                for inner in typed_dicts(hints[field]):
+                    if name_of(inner) in api.types:
+                        todo.append(inner)
+                    else:
+                        found.unlisted.append((name, stands, field, inner))
+    return found
+
+
+WALKED = {name: walk(api) for name, api in APIS.items()}
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_every_documented_field_is_claimed(name):
+    api, found = APIS[name], WALKED[name]
+    unclaimed = {kind: found.fields[kind] - api.types[kind].fields.keys() for kind in found.fields}
+    assert {kind: fields for kind, fields in unclaimed.items() if fields} == {}
+    assert api.types.keys() == found.fields.keys(), "claims of types that no request can hold"
+
+
+def test_counting_tokens_takes_the_fields_of_a_call():
+    known = claims.MESSAGES_TYPES["MessageCreateParamsStreaming"].fields.keys()
+    for counted in (message_count_tokens_params, beta_message_count_tokens_params):
+        assert typing_extensions.get_type_hints(counted.MessageCountTokensParams).keys() <= known
+
+
+# --- the claims, one by one -------------------------------------------------------------------------------
+
+
+def key(session: str) -> str:
+    claims = SessionClaims(
+        run_id="run",
+        step=0,
+        rollout_id="r",
+        attempt=1,
+        session_id=session,
+        sampling=Sampling(),
+        expires_at=time.time() + 3600,
+    )
+    return issue(SIGNING, claims)
+
+
+class Tried:
+    """A gateway and its engine, in one process with the test."""
+
+    def __init__(self, engine: ScriptedEngine, http: httpx.AsyncClient, portal: Any) -> None:
+        self._engine, self._http, self._portal = engine, http, portal
+        self._sessions = 0
+
+    def __call__(self, path: str, body: dict[str, Any], reply: str = "5") -> tuple[httpx.Response, list[Any], str]:
+        """The answer, what the engine was asked, and the reply in words that do not change from call to call."""
+        self._sessions += 1
+        self._engine.replies = lambda _: reply
+        before = len(self._engine.requests)
+        headers = {"Authorization": f"Bearer {key(f's{self._sessions}')}"}
+        answer = self._portal.call(lambda: self._http.post(path, json=body, headers=headers))
+        asked = [{**request, "rid": None} for request in self._engine.requests[before:]]
+        text = re.sub(r"[0-9a-f]{24,}|\"created(_at)?\": ?\d+", "", answer.text)
+        return answer, asked, text
+
+    def overridden(self) -> int:
+        headers = {"Authorization": f"Bearer {CONTROL}"}
+        stats = self._portal.call(lambda: self._http.get("/control/stats", headers=headers)).json()
+        return sum(stats["overridden"].values())
+
+
+@pytest.fixture(scope="module")
+def tried(bundle, byte_model):
+    with ScriptedEngine(lambda _: "5") as engine, start_blocking_portal() as portal:
+        settings = GatewaySettings(
+            port=0, engine_url=engine.url, secret=SIGNING, control_key=CONTROL, model=byte_model, engine_attempts=1
+        )
+        app = create_app(settings, bundle)
+        with portal.wrap_async_context_manager(app.router.lifespan_context(app)):
+            http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", timeout=60)
+            yield Tried(engine, http, portal)
+
+
+def put(body: Any, at: tuple[str | int, ...], value: Any) -> Any:
+    """The body with `value` at this place; a list's other entries stay."""
+    if not at:
+        return value
+    first, *rest = at
+    inner = body[first] if isinstance(first, int) or first in body else {}
+    changed = copy.copy(body)
+    changed[first] = put(inner, tuple(rest), value)
+    return changed
+
+
+def get(body: Any, at: tuple[str | int, ...]) -> Any:
+    for step in at:
+        body = body[step]
+    return body
+
+
+def stood(api: Api, kind: Type) -> dict[str, Any]:
+    """Return the base request with an object of this type in it."""
+    return api.base if kind.given is None else put(api.base, kind.given_at or kind.at, kind.given)
+
+
+CASES = [
+    pytest.param(api, stands, field, claim, id=f"{api}-{kind}-{field}")
+    for api, found in WALKED.items()
+    for kind, stands, field, claim in found.cases
+]
+
+
+@pytest.mark.parametrize(("name", "stands", "field", "claim"), CASES)
+def test_a_field_is_what_is_claimed_of_it(tried, name, stands, field, claim):
+    api = APIS[name]
+    base = stood(api, stands)
+    without = put(base, stands.at, {**get(base, stands.at), **claim.also})
+    body = put(without, (*stands.at, field), claim.value)
+    if isinstance(claim, Refused):
+        answer, asked, _ = tried(api.path, body)
+        assert answer.status_code == (404 if field == "model" else 400), answer.text
+        assert asked == []
+        says = json.loads(answer.text)["error"]["message"]
+        assert field in says or any(str(step) in says for step in stands.at[-1:]), says
+        return
+    _, asked_without, text_without = tried(api.path, without, claim.reply)
+    overridden = tried.overridden()
+    answer, asked, text = tried(api.path, body, claim.reply)
+    assert answer.status_code == 200, answer.text
+    if isinstance(claim, Honoured):
+        assert (asked, text) != (asked_without, text_without)
+        return
+    assert isinstance(claim, (Harmless, Trainers))
+    assert asked == asked_without
+    assert (tried.overridden() > overridden) == isinstance(claim, Trainers)
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_a_type_that_is_not_listed_is_refused(tried, name):
+    api = APIS[name]
+    assert WALKED[name].unlisted
+    for kind, stands, field, unlisted in WALKED[name].unlisted:
+        base = stood(api, stands)
+        at = (*stands.at, field)
+        value = {**tags(unlisted), "name": "x", "content": "x"}
+        assert tags(unlisted), f"{kind}.{field} may be a {unlisted.__name__}, which nothing tells apart"
+        listed = isinstance(get(base, stands.at).get(field), list)
+        answer, asked, _ = tried(api.path, put(base, (*at, 0) if listed else at, value))
+        assert (answer.status_code, asked) == (400, []), (unlisted.__name__, answer.text)
+        assert field in answer.json()["error"]["message"]
+
+
+# --- fields that the SDKs do not document -----------------------------------------------------------------
+
+EXTENSIONS = {
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "guided_json": {"type": "object"},
+    "guided_regex": "a",
+    "regex": "a",
+    "ebnf": "root ::= 'a'",
+    "stop_token_ids": [5],
+    "ignore_eos": True,
+    "min_tokens": 3,
+    "what_comes_next": {"a": 1},
+}
+
+
+@pytest.mark.parametrize("name", APIS)
+@pytest.mark.parametrize("field", EXTENSIONS)
+def test_what_is_not_known_is_refused_by_name(tried, name, field):
+    api = APIS[name]
+    answer, asked, _ = tried(api.path, {**api.base, field: EXTENSIONS[field]})
+    assert (answer.status_code, asked) == (400, [])
+    assert answer.json()["error"]["message"].startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_what_says_nothing_is_no_field(tried, name):
+    nothing = {
+        **dict.fromkeys(EXTENSIONS),
+        "continue_final_message": False,
+        "add_generation_prompt": True,
+        "chat_template_kwargs": {},
+        "stop_token_ids": [],
+        "ignore_eos": False,
+        "min_tokens": 0,
+        "client_metadata": {"a": "b"},
+    }
+    api = APIS[name]
+    _, without, _ = tried(api.path, api.base)
+    answer, asked, _ = tried(api.path, {**api.base, **nothing})
+    assert (answer.status_code, asked) == (200, without)
+
+
+def test_claude_codes_way_to_keep_all_thinking_is_legal(tried):
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    body = {**claims.MESSAGES, "context_management": {"edits": edits}}
+    assert tried("/v1/messages", body)[0].status_code == 200
+
+
+def test_the_history_may_not_be_shortened_here(tried):
+    edits = [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}]
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = tried(path, {**claims.MESSAGES, "context_management": {"edits": edits}})[0]
+        assert answer.status_code == 400
+        assert "context_management: the whole conversation is shown" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("detail", ["low", "auto"])
+def test_the_detail_of_an_image_is_full(detail):
+    url = "data:image/png;base64,x"
+    bodies = {
+        OpenAIChat: {"messages": [{"content": [{"type": "image_url", "image_url": {"url": url, "detail": detail}}]}]},
+        OpenAIResponses: {"input": [{"content": [{"type": "input_image", "image_url": url, "detail": detail}]}]},
+    }
+    for dialect, body in bodies.items():
+        (messages,) = body.values()
+        messages[0]["role"] = "user"
+        with pytest.raises(ApiError) as refused:
+            dialect(ImageLimits(1, 1)).parse(json.dumps({"model": "m", **body}).encode())
+        assert ("shown in full" in refused.value.message) == (detail == "low")  # else it is no image

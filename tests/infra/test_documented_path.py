@@ -1,0 +1,333 @@
+"""The documented configs against the documented stack, with its policies enforced: from deploy to a first step.
+
+Of a config only what the page marks as the reader's own is replaced: bucket, queue, runtime, model and addresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from anyio.from_thread import start_blocking_portal
+
+from agent_wrapper.contract import Outcome
+from rollout_backend import preflight
+from rollout_backend.collect.queue import AnnouncementQueue, queue_name
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.core.tasks import Task
+from rollout_backend.errors import PreflightError
+from rollout_backend.janitor.janitor_process import Janitor
+from rollout_backend.local.cloud import LocalRuntime, LocalStorage
+from rollout_backend.local.iam_proxy import Access, IamProxy, allowed
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.local.sessions import Limits
+from rollout_backend.manager import RolloutManager
+from rollout_backend.run_lease import Holder, RunLease
+from rollout_backend.runtimes.registry import open_runtime
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "infra" / "README.md"]
+QUICK = {"model_call_s": 10, "agent_s": 30, "publish_grace_s": 20, "collection_s": 90, "token_s": 120}
+
+AGENT = """
+from openai import OpenAI
+from agent_wrapper import RolloutApp
+
+app = RolloutApp()
+
+@app.entrypoint
+def agent(context):
+    messages = [{"role": "user", "content": context.payload["question"]}]
+    OpenAI(**context.openai_kwargs()).chat.completions.create(model=context.model, messages=messages)
+    return 1.0
+
+if __name__ == "__main__":
+    app.run()
+"""
+
+
+def documented() -> dict[str, dict[str, Any]]:
+    """Return every config in the examples and the docs pages, keyed by its location."""
+    examples = sorted((ROOT / "examples").glob("*/config.yaml"))
+    found = {str(path.relative_to(ROOT)): path.read_text() for path in examples}
+    for page in PAGES:
+        for i, text in enumerate(re.findall(r"^```ya?ml\n(.*?)^```", page.read_text(), flags=re.M | re.S)):
+            found[f"{page.relative_to(ROOT)}-{i}"] = text
+    trees = {where: yaml.safe_load(text) for where, text in found.items()}
+    return {where: tree for where, tree in trees.items() if {"storage", "runtime"} <= tree.keys()}
+
+
+CONFIGS = documented()
+
+
+@dataclass
+class Account:
+    """A stack that was deployed, with its roles' policies in force."""
+
+    proxy: IamProxy
+    storage: LocalStorage
+    runtime: LocalRuntime
+    queue_url: str
+    monkeypatch: pytest.MonkeyPatch
+
+    def settings(self, tree: dict[str, Any], **more: Any) -> RolloutConfig:
+        """The config of a reader who put in what is theirs, and nothing else."""
+        own = json.loads(json.dumps(tree))
+        own["storage"]["bucket"] = self.storage.bucket
+        model = {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 4096}
+        own["model"] = {**own.get("model", {}), **model}
+        own["aws"] = {**own.get("aws", {}), "region": "us-east-1", "endpoint_url": self.proxy.url}
+        if "url" in own.get("queue", {}):
+            own["queue"]["url"] = self.queue_url
+        if own["runtime"]["kind"] == "http":  # a server of the reader's: here the stack's runtime
+            own["runtime"] = {"kind": "agentcore", "arn": ""}
+        theirs = {"arn": self.runtime.arn, "image": self.runtime.image, "role": self.runtime.role}
+        own["runtime"] |= {key: value for key, value in theirs.items() if key in own["runtime"]}
+        own["runtime"]["endpoint_url"] = self.proxy.url
+        env = {"ROLLOUT__RELAY__KEY": "k" * 32} if "relay" in own else {}  # as the page says
+        return load_config(base=own, top=more, env=env)
+
+
+@pytest.fixture(scope="module")
+def services(
+    storage: LocalStorage, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[IamProxy, LocalRuntime]]:
+    """The proxy that enforces policies, and a runtime behind it whose agents reach AWS through it."""
+    folder = tmp_path_factory.mktemp("services")
+    script = folder / "agent.py"
+    script.write_text(AGENT)
+    proxy = IamProxy({"s3": storage.endpoint_url, "sqs": storage.endpoint_url}, {})
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(proxy):
+        runtime = LocalRuntime(
+            script,
+            run_dir=folder / "logs",
+            env={**storage.environ, "AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "agent"},
+            limits=Limits(grace_s=2.0),
+            preload=False,
+        )
+        with portal.wrap_async_context_manager(runtime):
+            proxy.upstreams["bedrock-agentcore"] = runtime.endpoint_url
+            yield proxy, runtime
+
+
+@pytest.fixture
+async def deploy(
+    storage: LocalStorage,
+    services: tuple[IamProxy, LocalRuntime],
+    stack: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Callable[..., Awaitable[Account]]]:
+    """Deploys the template with these parameters; the trainer's and the agents' roles get its policies."""
+    proxy, runtime = services
+    proxy.denied.clear()
+    async with AsyncExitStack() as ends:
+
+        async def deploy(**parameters: str) -> Account:
+            sqs = await ends.enter_async_context(storage.client("sqs"))
+            queue_url = (await sqs.create_queue(QueueName=f"stack-{tmp_path.name}"))["QueueUrl"]
+            made = stack(
+                {
+                    "Bucket": f"arn:aws:s3:::{storage.bucket}",
+                    "Queue": f"arn:aws:sqs:us-east-1:000000000000:{queue_url.rpartition('/')[2]}",
+                    "Runtime": runtime.arn,
+                    "AgentRole": runtime.role,
+                    "Repository": "arn:aws:ecr:us-east-1:000000000000:repository/agent",
+                },
+                AgentName="local",
+                ImageUri=runtime.image,
+                **parameters,
+            )
+            proxy.principals = {"trainer": made.trainer(), "agent": made.agent(), "nobody": []}
+            for name, value in {**storage.environ, "AWS_ACCESS_KEY_ID": "trainer"}.items():
+                monkeypatch.setenv(name, value)
+            return Account(proxy, storage, runtime, queue_url, monkeypatch)
+
+        yield deploy
+
+
+def parameters_of(tree: dict[str, Any]) -> dict[str, str]:
+    """Those that the page says the stack must be deployed with."""
+    told = {}
+    if tree["storage"].get("presigned"):
+        told["Presigned"] = "true"
+    if "image" in tree["runtime"]:
+        told["RunRuntimes"] = "true"
+    return told
+
+
+@pytest.mark.parametrize("where", CONFIGS)
+async def test_a_documented_config_passes_the_check(deploy, where):
+    account = await deploy(**parameters_of(CONFIGS[where]))
+    await preflight.check(account.settings(CONFIGS[where]))
+    assert account.proxy.denied == []
+
+
+@pytest.mark.parametrize("where", CONFIGS)
+def test_a_documented_config_gives_agents_the_context_that_the_model_has(where, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 40_960}))  # Qwen3-4B's
+    tree = json.loads(json.dumps(CONFIGS[where]))
+    model = tree.setdefault("model", {})
+    model["path"] = str(tmp_path)
+    env = {"ROLLOUT__RELAY__KEY": "k" * 32} if "relay" in tree else {}
+    tokens = load_config(base=tree, env=env).model.context_tokens
+    assert tokens == model.get("context_length", 32_768)
+
+
+@pytest.mark.parametrize("where", ["examples/arithmetic/config.yaml", "docs/security.md-0", "docs/deploy.md-1"])
+async def test_a_first_step_with_the_stacks_roles_alone(deploy, where, tmp_path):
+    account = await deploy(**parameters_of(CONFIGS[where]))
+    tree = {**CONFIGS[where], "timeouts": QUICK, "output_dir": str(tmp_path / "runs")}
+    with ScriptedEngine(("7",)) as engine:
+        config = account.settings(
+            tree,
+            serving={"kind": "external", "urls": [engine.url]},
+            gateway={"host": "127.0.0.1", "port": 0, "public_url": None},
+            group={"size": 2},
+        )
+        async with RolloutManager(config) as manager:
+            result = await manager.collect([Task("a", {"question": "3 + 4?"}), Task("b", {"question": "4 + 3?"})])
+    assert account.proxy.denied == []
+    assert [failure.message for failure in result.failures] == []
+    assert result.report.outcomes[Outcome.COMPLETED] == 4
+
+
+async def test_the_janitor_puts_a_killed_run_in_order_with_the_trainers_role(deploy, tmp_path):
+    account = await deploy()
+    config = account.settings(CONFIGS["examples/arithmetic/config.yaml"], janitor={"grace_s": 0.1})
+    log = tmp_path / "janitor.log"
+    async with AsyncExitStack() as ends:
+        store = await ResultStore.open(config.storage, config.aws)
+        ends.push_async_callback(store.aclose)
+        runtime = await open_runtime(config.runtime)
+        ends.push_async_callback(runtime.aclose)
+        lease = RunLease(store, config.run_id, Holder.this_process(), config.janitor.lease_s)
+        await lease.begin()
+        janitor = await Janitor.start(config, lease, runtime, log)
+        queue = await AnnouncementQueue.open(config.queue, config.aws, queue_name(config.storage, config.run_id))
+        ends.push_async_callback(queue.aclose)
+        janitor.queue_made(queue)
+        janitor.session_opened("a-session-that-has-ended-" + "0" * 20)
+        await lease.claim()
+        await janitor.aclose(done=False)  # as if the run had died
+        async with asyncio.timeout(60):
+            while "stopped 0 of 1 sessions" not in log.read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        async with account.storage.client("sqs") as sqs:
+            left = (await sqs.list_queues(QueueNamePrefix=queue_name(config.storage, config.run_id))).get(
+                "QueueUrls", []
+            )
+    assert account.proxy.denied == []
+    assert left == []
+
+
+# --- what the check must find -----------------------------------------------------------------------------
+
+ARITHMETIC = CONFIGS["examples/arithmetic/config.yaml"]
+
+
+async def refused(config: RolloutConfig) -> str:
+    with pytest.raises(PreflightError) as caught:
+        await preflight.check(config)
+    return str(caught.value)
+
+
+async def test_a_prefix_that_the_stack_does_not_allow_is_found(deploy):
+    account = await deploy()
+    config = account.settings(ARITHMETIC, storage={"bucket": account.storage.bucket, "prefix": "arithmetic/"})
+    message = await refused(config)
+    assert "storage.prefix" in message
+    assert "ResultPrefix" in message
+    with pytest.raises(PreflightError, match="ResultPrefix"):
+        await RolloutManager(config).__aenter__()
+
+
+async def test_the_stacks_own_prefix_passes(deploy):
+    account = await deploy(ResultPrefix="team/")
+    await preflight.check(account.settings(ARITHMETIC, storage={"bucket": account.storage.bucket, "prefix": "team/"}))
+
+
+async def test_a_run_that_may_not_make_its_queue_is_found(deploy):
+    account = await deploy(RunQueues="false")
+    assert "queue.url" in (message := await refused(account.settings(ARITHMETIC)))
+    assert "RunQueues" in message
+    await preflight.check(account.settings(ARITHMETIC, queue={"url": account.queue_url}))
+
+
+async def test_another_stacks_queue_is_found(deploy):
+    account = await deploy()
+    async with account.storage.client("sqs") as sqs:
+        other = (await sqs.create_queue(QueueName="another-stack"))["QueueUrl"]
+    assert "another-stack" in await refused(account.settings(ARITHMETIC, queue={"url": other}))
+
+
+async def test_a_role_without_the_trainers_policy_is_found(deploy):
+    account = await deploy()
+    account.monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    assert "TrainerPolicyArn" in await refused(account.settings(ARITHMETIC))
+
+
+@pytest.mark.parametrize(
+    ("action", "says"),
+    [
+        ("sqs:ReceiveMessage", "ReceiveMessage"),
+        ("bedrock-agentcore:StopRuntimeSession", "StopRuntimeSession"),
+        ("s3:GetObject", "GetObject"),
+    ],
+)
+async def test_a_single_missing_permission_is_found(deploy, action, says):
+    account = await deploy()
+    account.proxy.principals["trainer"] = [
+        *account.proxy.principals["trainer"],
+        {"Effect": "Deny", "Action": action, "Resource": "*"},
+    ]
+    assert says in await refused(account.settings(ARITHMETIC, queue={"url": account.queue_url}))
+
+
+# --- the proxy itself -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("statement", "access", "expected"),
+    [
+        ({"Action": "s3:GetObject", "Resource": "b/runs/*"}, Access("s3:GetObject", "b/runs/a/b"), True),
+        ({"Action": "s3:GetObject", "Resource": "b/runs/*"}, Access("s3:GetObject", "b/other/runs/a"), False),
+        ({"Action": "s3:Get*", "Resource": "*"}, Access("s3:PutObject", "b"), False),
+        ({"Action": ["a:X", "a:Y"], "Resource": ["r1", "r2"]}, Access("a:Y", "r2"), True),
+        (
+            {"Action": "s3:PutObject", "Resource": "*", "Condition": {"Null": {"s3:if-none-match": "false"}}},
+            Access("s3:PutObject", "b"),
+            False,
+        ),
+        (
+            {"Action": "s3:PutObject", "Resource": "*", "Condition": {"Null": {"s3:if-none-match": "false"}}},
+            Access("s3:PutObject", "b", {"s3:if-none-match": "*"}),
+            True,
+        ),
+        (
+            {"Action": "iam:PassRole", "Resource": "*", "Condition": {"StringEquals": {"iam:PassedToService": "x"}}},
+            Access("iam:PassRole", "r", {"iam:PassedToService": "y"}),
+            False,
+        ),
+    ],
+)
+def test_policies_are_evaluated_as_by_iam(statement, access, expected):
+    assert allowed([{"Effect": "Allow", **statement}], access) is expected
+    assert not allowed([{"Effect": "Allow", **statement}, {"Effect": "Deny", **statement}], access)
+
+
+def test_what_the_evaluator_does_not_know_is_not_ignored():
+    strange = {"Effect": "Allow", "Action": "*", "Resource": "*", "Condition": {"IpAddress": {"aws:SourceIp": "1.2"}}}
+    with pytest.raises(NotImplementedError, match="IpAddress"):
+        allowed([strange], Access("s3:GetObject", "b"))
+    with pytest.raises(NotImplementedError, match="NotAction"):
+        allowed([{"Effect": "Allow", "NotAction": "*", "Resource": "*"}], Access("s3:GetObject", "b"))

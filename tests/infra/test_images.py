@@ -1,0 +1,181 @@
+"""The images, without a builder: what COPY takes, which versions pip may install, pytest inside an agent's image."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+AGENT = ROOT / "infra" / "agent.Dockerfile"
+AGENTS = [AGENT, *sorted((ROOT / "examples").glob("*/Dockerfile"))]
+NAMES = [str(path.relative_to(ROOT)) for path in AGENTS]
+SECRETS = [
+    ".env",
+    ".env.local",
+    "config/.env",
+    ".aws/credentials",
+    "credentials.json",
+    "tls/server.key",
+    "client.pem",
+    ".ssh/id_ed25519",
+    "id_rsa",
+    ".netrc",
+    ".git/config",
+    ".venv/bin/python",
+]
+WANTED = [
+    "agent.py",
+    "requirements.txt",
+    "tools/search.py",
+    "prompts/system.md",
+    "data/tasks.jsonl",
+    "environment.py",
+]
+PYTEST = ["pytest", "pluggy", "iniconfig", "packaging", "pygments"]
+
+
+def instructions(dockerfile: Path) -> list[list[str]]:
+    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", dockerfile.read_text(), flags=re.M))
+    return [shlex.split(line) for line in text.splitlines() if line.strip()]
+
+
+def copies(dockerfile: Path, source: str | None) -> list[tuple[list[str], str]]:
+    """What COPY takes from the context of this name, and where it goes; None is the agent's folder."""
+    found = []
+    for name, *words in instructions(dockerfile):
+        if name != "COPY":
+            continue
+        options = [word for word in words if word.startswith("--")]
+        *paths, target = words[len(options) :]
+        if (f"--from={source}" in options) if source else not options:
+            found.append((paths, target))
+    return found
+
+
+def is_ignored(path: str, patterns: list[str]) -> bool:
+    """As Docker reads a .dockerignore: a folder's pattern is its content's, and the last match decides."""
+    ignored = False
+    parents = ["/".join(path.split("/")[:n]) for n in range(1, path.count("/") + 2)]
+    for line in patterns:
+        pattern = line.removeprefix("!")
+        regex = re.escape(pattern).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
+        if any(re.fullmatch(regex, parent) for parent in parents):
+            ignored = not line.startswith("!")
+    return ignored
+
+
+def test_an_agents_image_holds_its_files_and_no_secret() -> None:
+    assert copies(AGENT, None) == [(["."], ".")]
+    lines = AGENT.with_name("agent.Dockerfile.dockerignore").read_text().splitlines()
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    assert [path for path in SECRETS if not is_ignored(path, patterns)] == []
+    assert [path for path in WANTED if is_ignored(path, patterns)] == []
+    assert not is_ignored("root.pem", [*patterns, "!root.pem"])
+
+
+@pytest.mark.parametrize("dockerfile", AGENTS[1:], ids=NAMES[1:])
+def test_an_examples_image_names_each_file_that_it_takes(dockerfile: Path) -> None:
+    for paths, _ in copies(dockerfile, None):
+        for path in paths:
+            assert (dockerfile.parent / path).is_file(), path
+
+
+@pytest.mark.parametrize("dockerfile", AGENTS, ids=NAMES)
+def test_the_wrapper_is_installed_at_pinned_versions(dockerfile: Path) -> None:
+    taken = {path: target for paths, target in copies(dockerfile, "wrapper") for path in paths}
+    assert set(taken) == {"pyproject.toml", "README.md", "constraints/agent.txt", "agent_wrapper"}
+    assert all((ROOT / path).exists() for path in taken)
+    (install,) = [words for words in instructions(dockerfile) if "/wrapper[agent]" in words]
+    assert install[install.index("--constraint") + 1] == taken["constraints/agent.txt"] + "agent.txt"
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """The site-packages of an agent's image with pytest in it: what COPY takes, and what the constraints pin."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    for paths, _ in copies(AGENT, "wrapper"):
+        for path in paths:
+            if (ROOT / path).is_dir():
+                shutil.copytree(ROOT / path, site / path, ignore=shutil.ignore_patterns("__pycache__"))
+    pins = (ROOT / "constraints" / "agent.txt").read_text()
+    for name in [*re.findall(r"^([\w.-]+)==", pins, flags=re.M), *PYTEST]:
+        for file in importlib.metadata.files(name) or []:
+            top = file.parts[0]
+            if top != ".." and not (site / top).exists():
+                (site / top).symlink_to(Path(str(file.locate())).parents[len(file.parts) - 1] / top)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    about = site / "rollout_backend-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: rollout-backend\nVersion: 0\n")
+    points = project["entry-points"]["pytest11"]
+    (about / "entry_points.txt").write_text("[pytest11]\n" + "\n".join(f"{k} = {v}" for k, v in points.items()))
+    return site
+
+
+def run_pytest(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_agent.py").write_text(
+        "from agent_wrapper import RolloutApp\n\ndef test_app():\n    assert RolloutApp()\n"
+    )
+    code = f"import sys; sys.path.insert(0, {str(site)!r}); import pytest; sys.exit(pytest.main())"
+    return subprocess.run(  # -S leaves this environment's own packages out
+        [sys.executable, "-S", "-E", "-c", code, "-q", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_pytest_runs_inside_an_agents_image(image: Path, tmp_path: Path) -> None:
+    done = run_pytest(image, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "run_agent" not in run_pytest(image, tmp_path, "--fixtures").stdout
+
+
+def test_pytest_has_the_fixtures_where_the_training_side_is_installed(image: Path, tmp_path: Path) -> None:
+    (image / "rollout_backend").symlink_to(ROOT / "rollout_backend")
+    assert "run_agent" in run_pytest(image, tmp_path, "--fixtures").stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dockerfile", AGENTS, ids=NAMES)
+def test_the_installs_of_an_agents_image_work(dockerfile: Path, tmp_path: Path) -> None:
+    """The pip lines of a Dockerfile, in a new environment; then pytest and the agent's import."""
+    environment, wrapper = tmp_path / "venv", tmp_path / "wrapper"
+    venv.create(environment, with_pip=True)
+    for paths, _ in copies(dockerfile, "wrapper"):
+        for path in paths:
+            target = wrapper / Path(path).name
+            if (ROOT / path).is_dir():
+                shutil.copytree(ROOT / path, target)
+            else:
+                wrapper.mkdir(exist_ok=True)
+                shutil.copy(ROOT / path, target)
+    folder = dockerfile.parent if dockerfile != AGENT else ROOT / "examples" / "arithmetic"
+    for name, *words in instructions(dockerfile):
+        if name != "RUN" or "pip" not in words:
+            continue
+        line = shlex.join(words) if "if" not in words else " ".join(words)
+        line = line.replace("/wrapper", str(wrapper)).replace("pip ", f"{environment}/bin/pip ")
+        done = subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True, check=False)
+        if "Failed to establish a new connection" in done.stderr:
+            pytest.skip(f"no package index answers: {done.stderr[-300:]}")
+        assert done.returncode == 0, done.stderr
+    python = environment / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "pytest"], check=True)
+    imports = subprocess.run([python, "-c", "import agent"], cwd=folder, capture_output=True, text=True, check=False)
+    assert imports.returncode == 0, imports.stderr
+    (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
+    done = subprocess.run([python, "-m", "pytest", "-q"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,116 @@
+"""A supervisor over a server that the test controls."""
+
+import asyncio
+from typing import get_args
+
+import pytest
+
+from rollout_backend.config import ServingConfig
+from rollout_backend.errors import StartupError
+from rollout_backend.serving.registry import ENGINE_KINDS
+from rollout_backend.serving.supervisor import Probing, RestartLimits, Supervisor, SupervisorGroup
+
+QUICK = Probing(interval_s=0.001, timeout_s=0.001, failures=2)
+
+
+class Server(Supervisor):
+    """Starts as `starts` says: None starts it, a text is why it does not start. `calls` records its life."""
+
+    def __init__(self, *starts, max_restarts=1, probing=None):
+        self.calls = []
+        self.events = []
+        self.ended = asyncio.Queue()
+        self.alive = True
+        self._starts = iter(starts)
+        super().__init__("server", RestartLimits(max_restarts, 3600.0), self.events.append, probing)
+
+    @property
+    def kinds(self):
+        return [event.kind for event in self.events]
+
+    async def start_server(self):
+        self.calls.append("start")
+        if why := next(self._starts, None):
+            raise StartupError(why)
+
+    async def wait_ended(self):
+        return await self.ended.get()
+
+    async def answers(self):
+        return self.alive
+
+    async def tail(self):
+        return "its last line"
+
+    async def release(self):
+        self.calls.append("release")
+
+
+async def test_lost_server_is_released_and_restarted_until_the_budget_is_exhausted():
+    server = Server()
+    for why in ("ended with code 1", "ended with code 2"):
+        server.ended.put_nowait(why)
+    with pytest.raises(StartupError, match=r"server is gone after 1 restarts within 3600 s.*ended with code 2"):
+        await server.run()
+    assert server.calls == ["start", "release", "start", "release"]
+    assert server.kinds == ["started", "died", "restarted", "died", "gave_up"]
+    assert (server.restarts, server.serving, server.gave_up) == (1, False, True)
+
+
+async def test_failed_first_start_counts_as_a_loss():
+    server = Server("no room", "no room")
+    with pytest.raises(StartupError, match="no room"):
+        await server.run()
+    assert server.kinds == ["died", "died", "gave_up"]
+    assert server.tried.is_set()
+
+
+async def test_start_reports_nothing_and_raises():
+    server = Server(None, "no room")
+    await server.start()
+    assert (server.serving, server.kinds) == (True, [])
+    with pytest.raises(StartupError, match="no room"):
+        await server.start()
+
+
+async def test_server_that_does_not_answer_probes_is_lost():
+    server = Server(max_restarts=0, probing=QUICK)
+    server.alive = False
+    with pytest.raises(StartupError, match=r"did not answer any more\. its last line"):
+        await server.run()
+
+
+@pytest.mark.parametrize("probing", [None, QUICK])
+async def test_cancellation_ends_supervision(probing):
+    server = Server(probing=probing)
+    running = asyncio.create_task(server.run())
+    await server.tried.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert server.kinds == ["started"]
+
+
+async def test_first_failure_ends_the_group():
+    group, server, other = SupervisorGroup(), Server(max_restarts=0), Server()
+    group.add(other)
+    group.add(server)
+    await group.first_starts([server, other])
+    server.ended.put_nowait("ended with code 1")
+    with pytest.raises(StartupError, match="ended with code 1"):
+        await group.failed()
+    assert other.serving
+    await group.stop()
+
+
+async def test_bug_during_the_first_starts_is_raised():
+    group, server = SupervisorGroup(), Server()
+    server.start_server = lambda: 1 / 0
+    group.add(server)
+    with pytest.raises(ZeroDivisionError):
+        await group.first_starts([server])
+    await group.stop()
+
+
+def test_every_engine_kind_of_the_settings_is_registered():
+    assert ENGINE_KINDS.keys() == set(get_args(ServingConfig.model_fields["kind"].annotation))

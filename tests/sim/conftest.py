@@ -1,0 +1,119 @@
+"""Single steps in the simulated world, for faults that a test places exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from agent_wrapper.contract import ModelEndpoint
+from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.circuit_breaker import CircuitBreaker
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.core.tasks import Task
+from rollout_backend.simulation.clock import VirtualLoop
+from rollout_backend.simulation.faults import Faults
+from rollout_backend.simulation.world import BUCKET, SimInFlightLog, SimQueue, SimRuntime, SimStore, Trainer, World
+from rollout_backend.step.services import StepServices
+from rollout_backend.step.step import Step
+
+T = TypeVar("T")
+
+
+def sim_config(**sections: Any) -> RolloutConfig:
+    """Settings with the defaults of production where `sections` do not say otherwise."""
+    base: dict[str, Any] = {
+        "run_id": "simulated",
+        "model": {"path": Path("model")},
+        "storage": {"bucket": BUCKET},
+        "runtime": {"kind": "http", "url": "http://agents"},
+        "group": {"size": 8},
+        "timeouts": {
+            "model_call_s": 20, "agent_s": 300, "publish_grace_s": 60, "collection_s": 1800, "token_s": 3600,
+        },
+    }  # fmt: skip
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values
+    return RolloutConfig.parse(base)
+
+
+class SimRun:
+    """One life of a trainer in a world, and its steps."""
+
+    def __init__(self, config: RolloutConfig, world: World | None = None, number: int = 1) -> None:
+        self.config = config
+        self.world = world or World(1, Faults())
+        self.trainer = Trainer(number)
+        self.world.starts(self.trainer)
+        self.store = SimStore(self.world, self.trainer)
+        self.runtime = SimRuntime(self.world, self.trainer, max_sessions=100_000)
+        queue = SimQueue(self.world, self.trainer)
+        self.buffer = RolloutBuffer(config.run_id, self.store, queue, config.collect.max_fetches)  # type: ignore[arg-type]
+        self.receiving = asyncio.create_task(self.buffer.run(config.queue.receivers))
+        self.breaker = CircuitBreaker(config.circuit_breaker)
+        self.services = StepServices.assemble(
+            config,
+            self.runtime,
+            self.store,
+            buffer=self.buffer,
+            queue_url=queue.url,
+            endpoint=self._endpoint,
+            revoke=self._revoke,
+            keep=lambda rollout: None,
+            wall=self.world.wall,
+            breaker=self.breaker,
+            gateway=self.world.journal.journal_id,
+            in_flight=SimInFlightLog(self.world, self.trainer),
+            adopt=self._adopt,
+        )
+
+    def step(self, tasks: int, number: int = 0) -> Step:
+        made = [Task(f"t{i}-{self.trainer.number}", {"q": f"{i}"}) for i in range(tasks)]
+        return Step(number, made, self.services, None)
+
+    async def killed_at(self, step: Step, seconds: float) -> None:
+        """Run the step, and kill its trainer after `seconds`."""
+        running = asyncio.create_task(step.run())
+        await asyncio.wait({running}, timeout=seconds)
+        self.trainer.alive = False
+        for task in (running, self.receiving):
+            task.cancel()
+        await asyncio.gather(running, self.receiving, return_exceptions=True)
+
+    async def _revoke(self, sessions: Iterable[str]) -> None:
+        self.world.journal.revoked.update(sessions)
+
+    async def _adopt(self, sessions: Collection[str]) -> None:
+        self.world.adopted.update(sessions)
+
+    def _endpoint(self, claims: SessionClaims) -> ModelEndpoint:
+        more = {"journal_id": self.world.journal.journal_id, "trainer_incarnation": str(self.trainer.number)}
+        self.world.keys[claims.session_id] = claims.model_copy(update=more)
+        return ModelEndpoint(base_url="https://g/v1", api_key="k", name="m", trajectory_url="https://g/t")
+
+
+@pytest.fixture
+def make_run() -> type[SimRun]:
+    return SimRun
+
+
+@pytest.fixture
+def make_config() -> Callable[..., RolloutConfig]:
+    return sim_config
+
+
+@pytest.fixture
+def play() -> Callable[[Coroutine[Any, Any, T]], T]:
+    """Run a coroutine in virtual time."""
+
+    def run(work: Coroutine[Any, Any, T]) -> T:
+        loop = VirtualLoop()
+        loop.set_exception_handler(lambda _, context: None)  # of tasks that died with their trainer
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(work)
+
+    return run

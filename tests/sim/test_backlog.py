@@ -1,0 +1,106 @@
+"""A backlog of announcements while S3 is slow: each result is fetched once, and the rest waits in the queue."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from agent_wrapper.contract import Announcement, result_key
+from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.simulation.clock import VirtualLoop
+from rollout_backend.simulation.faults import Faults
+from rollout_backend.simulation.world import BUCKET, SimQueue, SimStore, Trainer, World
+
+
+class Sink:
+    step = 0
+
+    def __init__(self):
+        self.arrived = []
+        self.repeated = 0
+
+    def wants(self, rollout_id, attempt=None):
+        return rollout_id not in self.arrived
+
+    def record_duplicate(self, rollout_id):
+        self.repeated += 1
+
+    def on_result(self, rollout, announced_at, failure_marker=False):
+        self.arrived.append(rollout.rollout_id)
+
+    def session_id(self, rollout_id, attempt):
+        return "s"
+
+    def pending(self):
+        return []
+
+
+class SlowStore(SimStore):
+    def __init__(self, world, trainer, seconds):
+        super().__init__(world, trainer)
+        self.seconds = seconds
+        self.gets = []
+
+    async def get(self, key):
+        self.gets.append(key)
+        await asyncio.sleep(self.seconds)
+        return key.encode()
+
+
+@pytest.mark.parametrize("seconds", [2.0, 30.0])
+def test_a_backlog_at_slow_s3_is_fetched_once_and_waits_in_the_queue(seconds):
+    count, fetches = 400, 32
+
+    async def play():
+        world, trainer, sink = World(1, Faults()), Trainer(1), Sink()
+        store, queue = SlowStore(world, trainer, seconds), SimQueue(world, trainer)
+        buffer = RolloutBuffer("simulated", store, queue, fetches)
+
+        async def decode(data, name):
+            return SimpleNamespace(rollout_id=name.rollout_id, attempt=1, session_id="s")
+
+        buffer._decoder.decode = decode
+        buffer.attach(sink)
+        for i in range(count):
+            world.send(Announcement(bucket=BUCKET, key=result_key("", "simulated", 0, f"t{i}.0")).encode())
+        receiving = asyncio.create_task(buffer.run(2))
+        most = 0
+        while len(sink.arrived) < count:
+            await asyncio.sleep(seconds / 4)
+            most = max(most, sum(letter.receives > 0 for letter in world.letters))
+            if len(sink.arrived) == count // 2:
+                world.objects = dict.fromkeys(store.gets, b"")
+                await buffer.sweep(sink)  # finds what is in hand
+        await asyncio.sleep(10)
+        receiving.cancel()
+        return world, store, sink, most
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        world, store, sink, most = runner.run(play())
+    assert len(store.gets) == len(sink.arrived) == count
+    assert (world.letters, world.dead_letters, sink.repeated) == ([], [], 0)
+    assert most <= 3 * fetches
+
+
+def test_results_are_fetched_once_by_whoever_hears_of_them_first():
+    """By an announcement, its repetition and a listing at the same time."""
+
+    async def play():
+        world, trainer, sink = World(1, Faults()), Trainer(1), Sink()
+        store = SlowStore(world, trainer, 5.0)
+        buffer = RolloutBuffer("simulated", store, None, 4)
+
+        async def decode(data, name):
+            return SimpleNamespace(rollout_id=name.rollout_id, attempt=1, session_id="s")
+
+        buffer._decoder.decode = decode
+        world.objects = {result_key("", "simulated", 0, f"t{i}.0"): b"" for i in range(8)}
+        await asyncio.gather(*(buffer.sweep(sink) for _ in range(3)))
+        return store, sink
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        store, sink = runner.run(play())
+    assert sorted(store.gets) == sorted(set(store.gets))
+    assert len(sink.arrived) == 8

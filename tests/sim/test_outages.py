@@ -1,0 +1,147 @@
+"""Throttling and outages of the runtime cost time, never a rollout."""
+
+import random
+
+import pytest
+
+from agent_wrapper.contract import Outcome
+from rollout_backend.dispatch.token_bucket import TokenBucket
+from rollout_backend.simulation.capacity import REFUSALS, Outage
+
+GROUP = 8
+
+
+def quick(first: object, *others: object) -> list[object]:
+    """The first value is for the quick tests, the others are marked as slow."""
+    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
+
+
+@pytest.fixture(autouse=True)
+def _fixed_jitter():
+    random.seed(0)
+
+
+def completed(result, rollouts: int) -> None:
+    report = result.report
+    assert report.outcomes[Outcome.COMPLETED] == report.planned == rollouts, report.reasons
+    assert (report.sessions_open, report.unclosed_sessions) == (0, {})
+
+
+@pytest.mark.parametrize("since", quick(7.0, 0.0, 30.0))
+@pytest.mark.parametrize("rollouts", quick(64, 8, 256))
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_minute_of_refusals_loses_nothing(play, make_run, make_config, kind, rollouts, since):
+    async def work():
+        run = make_run(make_config(runtime={"invoke_per_s": 6}))
+        run.world.outage = Outage(REFUSALS[kind], since, since + 60)
+        result = await run.step(rollouts // GROUP).run()
+        return result, run.world.outage.invokes, dict(run.world.sessions)
+
+    result, invokes, sessions = play(work())
+    completed(result, rollouts)
+    assert not sessions
+    assert invokes < 120  # of the 360 that the configured rate would make
+    assert result.report.seconds < 400
+
+
+@pytest.mark.parametrize("since", quick(7.0, 0.0, 30.0, 45.0))
+@pytest.mark.parametrize("rollouts", quick(64, 8, 256))
+@pytest.mark.parametrize("refused", [("PUT",), ("GET",), ("LIST",), ("PUT", "GET", "LIST")], ids="+".join)
+def test_a_minute_without_s3_loses_nothing(play, make_run, make_config, refused, rollouts, since):
+    async def work():
+        run = make_run(make_config(runtime={"invoke_per_s": 6}))
+        run.world.s3_outages = dict.fromkeys(refused, (since, since + 60))
+        return await run.step(rollouts // GROUP).run(), dict(run.world.sessions)
+
+    result, sessions = play(work())
+    completed(result, rollouts)
+    assert not sessions
+
+
+def test_a_quota_below_the_configured_rate_is_found(play, make_run, make_config):
+    """Eight calls a second, invokes and stops together, where the settings ask for 40 invokes a second."""
+
+    async def work():
+        run = make_run(make_config(runtime={"invoke_per_s": 40}))
+        run.world.quota = TokenBucket(8)
+        return await run.step(12).run()
+
+    result = play(work())
+    completed(result, 96)
+    rate = result.report.invoke_rate
+    assert rate.refused > 0
+    assert 4 < rate.granted_per_s <= 9
+
+
+@pytest.mark.parametrize("rollouts", quick(64, 256))
+def test_a_quota_that_both_kinds_share_is_kept_by_both(play, make_run, make_config, rollouts):
+    async def work(**rates):
+        run = make_run(make_config(runtime={"invoke_per_s": 50, "stop_per_s": 50, **rates}))
+        run.world.quota = TokenBucket(25)
+        return await run.step(rollouts // GROUP).run()
+
+    result = play(work(calls_per_s=24))
+    completed(result, rollouts)
+    assert result.report.invoke_rate is None
+    assert result.report.stop_rate is None
+    completed(play(work()), rollouts)
+
+
+def test_where_nothing_is_refused_the_configured_rate_holds(play, make_run, make_config):
+    async def work():
+        run = make_run(make_config(runtime={"invoke_per_s": 10}))
+        result = await run.step(8).run()
+        first = run.world.invoked[0][0]
+        return result, [at - first for at, _ in run.world.invoked]
+
+    result, invoked = play(work())
+    completed(result, 64)
+    assert result.report.invoke_rate is None
+    assert 5 <= invoked[-1] <= 7  # 64 less the burst of 10, at 10 a second
+
+
+def test_a_refusal_that_does_not_end_is_named_when_the_time_is_up(play, make_run, make_config):
+    async def work():
+        run = make_run(make_config(timeouts={"collection_s": 600}))
+        run.world.outage = Outage(REFUSALS["429"], 0.0, float("inf"))
+        return await run.step(1).run()
+
+    result = play(work())
+    assert result.report.reasons == {"infra_error: throttled": 7, "cancelled: group_doomed": 1}
+    assert 530 < result.report.seconds <= 600
+    assert result.report.attempts == 0
+
+
+def test_an_outage_that_opens_every_session_all_the_same_is_bounded_by_attempts(play, make_run, make_config):
+    async def work():
+        run = make_run(make_config(circuit_breaker={"max_failures": None}))
+        run.world.outage = Outage(REFUSALS["500 after"], 0.0, float("inf"))
+        step = run.step(1)
+        stop, run.runtime.stop = run.runtime.stop, None
+
+        async def stopped(session_id):
+            run.world.outage, outage = None, run.world.outage
+            try:
+                await stop(session_id)
+            finally:
+                run.world.outage = outage
+
+        run.runtime.stop = stopped
+        return await step.run(), dict(run.world.sessions)
+
+    result, sessions = play(work())
+    assert result.report.attempts <= 40
+    assert result.report.reasons.keys() <= {"infra_error: runtime_unavailable", "cancelled: group_doomed"}
+    assert not sessions
+
+
+def test_waiters_of_a_step_that_is_over_delay_no_other_step(play, make_run, make_config):
+    async def work():
+        run = make_run(make_config(group={"target_groups": 1}))
+        await run.step(32).run()
+        began = run.world.now()
+        run.world.invoked.clear()
+        await run.step(32, number=1).run()
+        return run.world.invoked[0][0] - began
+
+    assert play(work()) < 3

@@ -1,0 +1,79 @@
+"""Tests of what `import rollout_backend` and `import agent_wrapper` export."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import agent_wrapper
+import rollout_backend
+
+ROOT = Path(__file__).parents[1]
+PUBLIC = {
+    # a run
+    "RolloutManager", "Progress", "RolloutConfig", "load_config", "Task", "read_tasks",
+    # its results
+    "StepResult", "StepReport", "GroupResult", "Rollout", "Outcome", "Segment", "Turn", "Sampling",
+    # what it raises
+    "RolloutBackendError", "ConfigError", "TaskFileError", "PreflightError", "ServingError", "StartupError",
+    "RunHeld", "CloudLost", "StoreError", "CredentialsExpired", "CircuitOpen", "ManifestError", "LedgerError",
+}  # fmt: skip
+HEAVY = {"aioboto3", "aiohttp", "boto3", "botocore", "numpy", "pydantic", "pyarrow", "ray", "torch", "transformers"}
+
+
+def modules_after(code: str) -> set[str]:
+    """Return the top-level modules that a fresh interpreter has loaded after running `code`."""
+    script = f"import sys; {code}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(run.stdout.split())
+
+
+def test_the_public_names_are_a_closed_list() -> None:
+    assert set(rollout_backend.__all__) == PUBLIC
+    assert len(rollout_backend.__all__) == len(PUBLIC)
+    assert set(agent_wrapper.__all__) == {"AgentFailure", "EntrypointError", "RolloutApp", "RolloutContext"}
+
+
+def test_every_public_name_resolves_and_is_documented() -> None:
+    for package in (rollout_backend, agent_wrapper):
+        for name in package.__all__:
+            assert getattr(package, name).__name__ == name
+            doc = getattr(package, name).__doc__
+            assert doc, f"{package.__name__}.{name} has no docstring"
+            assert not doc.startswith(f"{name}("), f"{package.__name__}.{name} has only a dataclass's own docstring"
+            assert name in dir(package)
+
+
+def test_an_unknown_name_raises_attribute_error() -> None:
+    assert not hasattr(rollout_backend, "NoSuchName")
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    tree = ast.parse(Path(rollout_backend.__file__).read_text())
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert set(rollout_backend.__all__) <= imported
+
+
+def test_importing_the_package_loads_no_heavy_module() -> None:
+    assert modules_after("import rollout_backend") & HEAVY == set()
+
+
+def test_the_agents_package_loads_nothing_of_the_training_side() -> None:
+    assert modules_after("import agent_wrapper") & {"rollout_backend", "ray", "torch", "transformers"} == set()
+
+
+def test_both_packages_ship_their_type_marker_and_the_license() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for package in ("agent_wrapper", "rollout_backend"):
+        assert (ROOT / package / "py.typed").is_file()
+        assert "py.typed" in settings["tool"]["setuptools"]["package-data"][package]
+    assert settings["project"]["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text()

@@ -1,0 +1,317 @@
+"""Which manager holds a run: over a real S3, with processes that live and processes that are dead."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from rollout_backend import manager as manager_module
+from rollout_backend import run_lease
+from rollout_backend.collect.manifest_store import ManifestStore
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.config import AwsConfig, RolloutConfig, StorageConfig
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.core.report import StepResult
+from rollout_backend.core.tasks import Task
+from rollout_backend.errors import Rejected, RunHeld, StoreError, WriteConflict
+from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
+from rollout_backend.manager import RolloutManager
+from rollout_backend.run_lease import FencedRuntime, Holder, RunLease
+
+LONG = 600.0
+Open = Callable[..., RunLease]
+
+
+@pytest.fixture
+async def proxy(local_aws) -> AsyncIterator[FaultProxy]:
+    async with FaultProxy(local_aws.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def store(proxy, local_aws) -> AsyncIterator[ResultStore]:
+    store = await ResultStore.open(StorageConfig(bucket=local_aws.bucket), AwsConfig(endpoint_url=proxy.url))
+    yield store
+    await store.aclose()
+
+
+@pytest.fixture
+async def manager(store, run_id) -> AsyncIterator[Open]:
+    """A manager of this process; keywords replace fields of its holder."""
+    async with AsyncExitStack() as stack:
+
+        def make(lease_s: float = LONG, on_status: Callable[[str], object] = str, **who: Any) -> RunLease:
+            me = Holder.this_process().model_copy(update=who)
+            made = RunLease(store, run_id, me, lease_s, on_status=on_status)
+            stack.push_async_callback(made.release)
+            return made
+
+        yield make
+
+
+async def start(lease: RunLease) -> RunLease:
+    await lease.begin()
+    await lease.claim()
+    return lease
+
+
+async def record(store: ResultStore, lease: RunLease) -> dict[str, Any]:
+    return json.loads(await store.get(lease.key))
+
+
+def ended_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+async def test_a_run_is_held_by_one_manager_and_the_second_is_told_by_which(manager, store):
+    first = await start(manager())
+    before = await record(store, first)
+    with pytest.raises(RunHeld, match=rf"held by another manager \(process {first.me.pid} on .*, since 20") as caught:
+        await manager().begin()
+    assert "Stop that one, or give this run another run_id" in str(caught.value)
+    assert await record(store, first) == before
+    assert first.generation == 1
+    assert await first.may_delete_queue()
+
+
+async def test_a_run_whose_process_is_dead_starts_again_at_once_on_its_machine(manager):
+    await start(manager(pid=ended_process()))
+    second = await start(manager())
+    assert second.generation == 2
+
+
+async def test_a_pid_that_is_used_again_is_no_sign_of_life(manager):
+    await start(manager(started=1))
+    await start(manager())
+
+
+async def test_a_released_run_is_taken_at_once_on_any_machine(manager):
+    first = await start(manager())
+    await first.release()
+    assert (await start(manager(machine="elsewhere"))).generation == 2
+
+
+async def test_a_manager_on_another_machine_that_renews_its_lease_keeps_the_run(manager):
+    await start(manager(lease_s=8.0, machine="elsewhere", host="far-away"))
+    told: list[str] = []
+    with pytest.raises(RunHeld, match=r"on far-away.*8 s \(janitor\.lease_s\) after its last sign of life"):
+        await manager(on_status=told.append).begin()
+    assert told[0].endswith("waiting up to 8 s for a sign of life of it")
+
+
+async def test_one_that_no_longer_renews_its_lease_loses_the_run_and_learns_it(manager, store, proxy):
+    first = await start(manager(lease_s=1.0, machine="elsewhere", host="far-away"))
+    assert first._renewing is not None
+    first._renewing.cancel()  # simulate a stalled process
+    second = await start(manager(lease_s=1.0))
+    assert second.generation == 2
+    first._renewing = asyncio.create_task(first._renew())  # the stalled process resumes
+    with pytest.raises(RunHeld, match=rf"taken over by another manager \(process {second.me.pid}.*far-away"):
+        await first.wait_lost()
+    assert not await first.may_delete_queue()
+    with pytest.raises(RunHeld):
+        await first.confirmed()
+    await first.release()
+    assert (await record(store, second))["manager_id"] == second.me.id
+    assert not (await record(store, second))["released"]
+
+
+async def test_what_was_lost_unnoticed_is_noticed_before_anything_is_deleted(manager):
+    first = await start(manager(lease_s=1.0, machine="elsewhere"))
+    assert first._renewing is not None
+    first._renewing.cancel()
+    await start(manager(lease_s=1.0))
+    assert not await first.may_delete_queue()
+
+
+async def test_a_start_that_fails_leaves_the_former_holder_on_record(manager, store):
+    dead = await start(manager(pid=ended_process()))
+    second = manager()
+    await second.begin()
+    assert (await record(store, second))["manager_id"] == dead.me.id
+    assert (await record(store, second))["starting"]["id"] == second.me.id
+    assert not await second.may_delete_queue()  # the queue may be the dead one's, whose janitor deletes it
+    await second.release()
+    found = await record(store, second)
+    assert (found["manager_id"], found["starting"], found["released"]) == (dead.me.id, None, False)
+
+
+async def test_the_first_start_of_a_run_may_delete_what_it_made(manager):
+    first = manager()
+    await first.begin()
+    assert await first.may_delete_queue()
+
+
+async def test_of_many_that_start_at_once_one_gets_the_run(manager):
+    found = await asyncio.gather(*(start(manager()) for _ in range(5)), return_exceptions=True)
+    assert sum(isinstance(each, RunLease) for each in found) == 1
+    assert sum(isinstance(each, RunHeld) for each in found) == 4
+
+
+async def test_a_holder_that_comes_back_before_the_next_one_has_started_keeps_the_run(manager):
+    first = await start(manager(lease_s=1.0, machine="elsewhere"))
+    assert first._renewing is not None
+    first._renewing.cancel()
+    second = manager(lease_s=1.0)
+    await second.begin()
+    first._renewing = asyncio.create_task(first._renew())
+    with pytest.raises(RunHeld, match="held by another manager"):
+        await second.wait_lost()
+    with pytest.raises(RunHeld):
+        await second.claim()
+    await first.confirmed()
+
+
+async def test_answers_that_are_lost_and_refusals_cost_time(manager, proxy):
+    proxy.rules += [
+        Rule("s3:PutObject", Fault.CUT_AFTER, once_each=True, path="*/lease"),
+        Rule("s3:*Object", Fault.FAIL, times=5, code="SlowDown", path="*/lease"),
+    ]
+    assert (await start(manager())).generation == 1
+    assert {call.fault for call in proxy.calls} >= {Fault.CUT_AFTER, Fault.FAIL}
+
+
+async def test_agents_are_started_only_under_a_lease_that_is_sure(manager):
+    started: list[str] = []
+
+    class Runtime:
+        async def invoke(self, session_id: str, payload: bytes) -> bytes:
+            started.append(session_id)
+            return b"{}"
+
+    first = await start(manager(lease_s=1.0, machine="elsewhere"))
+    assert first._renewing is not None
+    first._renewing.cancel()
+    first._renewed_at -= 1.0
+    runtime = FencedRuntime(Runtime(), first)  # type: ignore[arg-type]
+    invoking = asyncio.create_task(runtime.invoke("a", b""))
+    await asyncio.sleep(0)
+    assert started == []
+    await first._put(first._record)
+    await invoking
+    assert started == ["a"]
+    first.lose(RunHeld("taken"))
+    with pytest.raises(Rejected, match="taken") as caught:
+        await runtime.invoke("b", b"")
+    assert (caught.value.reason, caught.value.never_opened) == ("run_taken_over", True)
+
+
+class EndedStep:
+    """A step that is over at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    async def run(self) -> StepResult:
+        return StepResult(0, (), (), (), report=None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def collect(monkeypatch, tmp_path) -> Callable[[RunLease], Awaitable[StepResult]]:
+    """Collect a step that is over at once, by a manager with this hold on the run."""
+    monkeypatch.setattr(manager_module, "Step", EndedStep)
+    settings = {"run_id": "r", "output_dir": tmp_path, "model": {"path": tmp_path}, "storage": {"bucket": "bucket"}}
+    made = RolloutManager(RolloutConfig.parse({**settings, "runtime": {"kind": "http", "url": "http://agents"}}))
+    made._services = object()  # type: ignore[assignment]
+    monkeypatch.setattr(made.archive, "keep_report", lambda report: None)
+
+    async def run(lease: RunLease) -> StepResult:
+        made._lease = lease
+        return await made.collect([Task("a", {})])
+
+    return run
+
+
+async def test_a_step_returns_only_to_a_manager_that_still_has_the_run(manager, collect):
+    first = await start(manager(lease_s=1.0, machine="elsewhere"))
+    assert (await collect(first)).step == 0
+    assert first._renewing is not None
+    first._renewing.cancel()
+    await start(manager(lease_s=1.0))
+    collecting = asyncio.create_task(collect(first))
+    first._renewing = asyncio.create_task(first._renew())
+    with pytest.raises(RunHeld, match="taken over by another manager"):
+        await collecting
+
+
+async def test_a_step_returns_though_s3_does_not_answer_for_minutes(manager, collect, monkeypatch, caplog):
+    first = await start(manager())
+    first._renewed_at -= LONG
+    monkeypatch.setattr(run_lease, "_PATIENCE_S", 0.1)
+    assert (await collect(first)).step == 0
+    assert "another manager may hold the run" in caplog.text
+
+
+# --- the manifests of a run with two managers -------------------------------------------------------------
+
+
+def manifest(run_id: str, **more: Any) -> Manifest:
+    return Manifest.plan(run_id, 0, [], now=0.0, deadline=1.0).model_copy(update=more)
+
+
+async def test_a_manager_that_has_lost_the_run_writes_no_manifest(store, run_id):
+    old, new = ManifestStore(store, run_id, 1, "the old one"), ManifestStore(store, run_id, 2, "the new one")
+    await old.read(0)
+    await old.write(manifest(run_id))
+    before = await new.read(0)
+    assert before is not None
+    await new.write(before)
+    for call in (old.write(manifest(run_id, weights="late")), old.read(0)):
+        with pytest.raises(RunHeld, match=r"taken over by another manager \(the new one\)"):
+            await call
+    assert (await new.read(0)).weights == ""  # type: ignore[union-attr]
+
+
+async def test_what_the_former_holder_wrote_last_is_read_before_it_is_replaced(store, run_id):
+    old, new = ManifestStore(store, run_id, 1), ManifestStore(store, run_id, 2)
+    await old.read(0)
+    await new.read(0)
+    await old.write(manifest(run_id, weights="late"))
+    with pytest.raises(WriteConflict):
+        await new.write(manifest(run_id))
+    assert (await new.read(0)).weights == "late"  # type: ignore[union-attr]
+    await new.write(manifest(run_id))
+
+
+async def test_an_own_write_that_lands_late_is_replaced(store, run_id):
+    manifests = ManifestStore(store, run_id, 1)
+    await manifests.read(0)
+    await ManifestStore(store, run_id, 1).write(manifest(run_id, weights="late"))
+    with pytest.raises(StoreError, match="arrived late"):
+        await manifests.write(manifest(run_id))
+    await manifests.write(manifest(run_id, weights="newest"))
+    assert (await manifests.read(0)).weights == "newest"  # type: ignore[union-attr]
+
+
+# --- conditional writes -----------------------------------------------------------------------------------
+
+
+async def test_a_write_under_a_condition(store, run_id):
+    key = f"{run_id}/a"
+    first = await store.put_if(key, b"1", None)
+    with pytest.raises(WriteConflict):
+        await store.put_if(key, b"2", None)
+    second = await store.put_if(key, b"2", first)
+    with pytest.raises(WriteConflict):
+        await store.put_if(key, b"3", first)
+    with pytest.raises(WriteConflict):
+        await store.put_if(f"{run_id}/never", b"3", second)
+    stored = await store.fetch(key)
+    assert (stored.body, stored.etag) == (b"2", second)
+    assert 0 <= stored.age_s < 60
+
+
+async def test_a_write_whose_answer_is_lost_is_found_done(store, proxy, run_id):
+    proxy.rules.append(Rule("s3:PutObject", Fault.CUT_AFTER, times=1))
+    etag = await store.put_if(f"{run_id}/a", b"1", None)
+    proxy.rules.append(Rule("s3:PutObject", Fault.CUT_AFTER, times=1))
+    await store.put_if(f"{run_id}/a", b"2", etag)
+    assert await store.get(f"{run_id}/a") == b"2"

@@ -1,0 +1,84 @@
+"""Which folder may import which, and what a gateway process loads."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "rollout_backend"
+LAYERS = (
+    {"atomic_file", "errors"},
+    {"aws", "config"},
+    {"core"},
+    {"rendering", "runtimes"},
+    {"dialects", "dispatch"},
+    {"gateway", "relay", "collect"},
+    {"serving", "run_lease", "preflight"},
+    {"step"},
+    {"janitor", "observe"},
+    {"manager"},
+    {"verl"},
+    {"local", "simulation"},
+    {"cli"},
+)
+"""From the bottom up: a folder, or a module of the package itself, imports only from the layers below its own."""
+
+
+def layer_of(name: str) -> int:
+    return next(i for i, layer in enumerate(LAYERS) if name in layer)
+
+
+def imported_by(module: Path) -> Iterator[str]:
+    """Return the folders and modules of this package that the module imports anywhere."""
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module} has a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        yield from (name.split(".")[1] for name in names if name.startswith("rollout_backend."))
+
+
+def imports() -> Iterator[tuple[str, str, str]]:
+    for module in sorted(PACKAGE.rglob("*.py")):
+        place = module.relative_to(PACKAGE)
+        if place == Path("__init__.py"):
+            continue  # the public names come from every layer
+        importer = place.parts[0].removesuffix(".py")
+        for imported in imported_by(module):
+            if imported != importer:
+                yield importer, imported, str(place)
+
+
+def test_each_folder_has_one_layer():
+    names = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
+    names -= {"__init__", "__pycache__"}
+    assert sorted(names) == sorted(name for layer in LAYERS for name in layer)
+
+
+def test_no_module_imports_a_layer_above_its_own():
+    upward = {
+        (importer, imported): place
+        for importer, imported, place in imports()
+        if layer_of(imported) >= layer_of(importer)
+    }
+    assert upward == {}
+
+
+def test_agent_wrapper_imports_nothing_of_the_training_side():
+    for module in (PACKAGE.parent / "agent_wrapper").rglob("*.py"):
+        assert list(imported_by(module)) == [], module
+
+
+def test_gateway_process_loads_nothing_that_starts_gateways():
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import sys, rollout_backend.gateway.__main__; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert "rollout_backend.gateway.server" in loaded
+    assert {"rollout_backend.serving", "ray", "boto3", "torch"}.isdisjoint(loaded)

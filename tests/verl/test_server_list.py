@@ -1,0 +1,145 @@
+"""Servers join and leave during a run, as verl's hybrid engines do."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from rollout_backend.verl.server_list import ServerList
+from rollout_backend.verl.weight_versions import UNKNOWN
+
+
+class Server:
+    """A fake SGLang server that reports its weight version and accepts a new one."""
+
+    def __init__(self) -> None:
+        self.version = "default"
+        self.refuses = False
+        self.url = ""
+
+    async def model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    async def update(self, request: web.Request) -> web.Response:
+        if self.refuses:
+            raise web.HTTPServiceUnavailable
+        self.version = (await request.json())["new_version"]
+        return web.json_response({})
+
+
+class Verl:
+    """A fake of verl's load balancer and of our router.
+
+    `followed` lists the URLs that the router received last, and `labels` has the servers' versions at that time.
+    """
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self.servers = {server.url: server for server in servers}
+        self.listed = [server.url for server in servers]
+        self.followed: list[str] = []
+        self.labels: dict[str, str] = {}
+        self.down = False
+
+    async def urls(self) -> list[str]:
+        if self.down:
+            raise RuntimeError("the actor died")
+        return list(self.listed)
+
+    async def follow(self, urls: Sequence[str]) -> None:
+        self.followed = list(urls)
+        self.labels = {url: self.servers[url].version for url in urls}
+
+
+@pytest_asyncio.fixture
+async def verl() -> AsyncIterator[Verl]:
+    runners = []
+    servers = []
+    for _ in range(2):
+        server, app = Server(), web.Application()
+        app.router.add_get("/model_info", server.model_info)
+        app.router.add_post("/update_weight_version", server.update)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        runners.append(runner)
+        servers.append(server)
+    yield Verl(servers)
+    for runner in runners:
+        await runner.cleanup()
+
+
+async def test_a_server_that_leaves_is_dropped_at_once_and_its_version_cleared(verl: Verl) -> None:
+    stays, hybrid = verl.listed
+    servers = ServerList(verl.listed, verl.urls, verl.follow)
+    await servers.begin_batch(3)
+    assert verl.labels == {stays: "3", hybrid: "3"}
+    verl.listed = [stays]
+    await servers.refresh()
+    assert verl.followed == [stays]
+    assert verl.servers[hybrid].version == UNKNOWN, "its calls in flight are answered by other weights"
+
+
+async def test_a_returning_server_gets_calls_from_the_next_batch_with_its_new_version(verl: Verl) -> None:
+    stays, hybrid = verl.listed
+    servers = ServerList(verl.listed, verl.urls, verl.follow)
+    await servers.begin_batch(3)
+    verl.listed = [stays]
+    await servers.refresh()
+    verl.listed = [stays, hybrid]  # verl adds it before it has its weights
+    await servers.refresh()
+    assert verl.followed == [stays]
+    await servers.begin_batch(5)
+    assert verl.labels == {stays: "5", hybrid: "5"}
+
+
+async def test_a_server_that_left_and_returned_between_two_refreshes_gets_its_version(verl: Verl) -> None:
+    servers = ServerList(verl.listed, verl.urls, verl.follow)
+    await servers.begin_batch(3)
+    await servers.begin_batch(4)
+    assert set(verl.labels.values()) == {"4"}
+
+
+async def test_a_server_with_a_wrong_version_gets_no_calls(verl: Verl) -> None:
+    stays, deaf = verl.listed
+    servers = ServerList(verl.listed, verl.urls, verl.follow)
+    await servers.begin_batch(3)
+    verl.servers[deaf].refuses = True
+    await servers.begin_batch(4)
+    assert verl.followed == [stays]
+    await servers.refresh()
+    assert verl.followed == [stays]
+    verl.servers[deaf].refuses = False
+    await servers.refresh()
+    assert verl.labels == {stays: "4", deaf: "4"}
+
+
+async def test_a_server_that_never_reported_a_number_serves_without_a_version(verl: Verl) -> None:
+    _, deaf = verl.listed
+    verl.servers[deaf].refuses = True
+    servers = ServerList(verl.listed, verl.urls, verl.follow)
+    await servers.begin_batch(3)
+    assert verl.labels[deaf] == "default"
+
+
+async def test_a_server_that_reports_its_own_number_is_left_alone(verl: Verl) -> None:
+    own, other = verl.listed
+    verl.servers[own].version = "7"
+    servers = ServerList(verl.listed, verl.urls, verl.follow)
+    await servers.begin_batch(3)
+    assert verl.labels == {own: "7", other: "3"}
+
+
+async def test_the_list_stays_unchanged_if_verl_does_not_answer(verl: Verl, caplog: pytest.LogCaptureFixture) -> None:
+    servers = ServerList(verl.listed, verl.urls, verl.follow)
+    await servers.begin_batch(3)
+    verl.down = True
+    await servers.refresh()
+    await servers.begin_batch(4)
+    assert verl.followed == verl.listed
+    assert set(verl.labels.values()) == {"4"}
+    assert "their list stays unchanged" in caplog.text

@@ -1,0 +1,115 @@
+"""verl settings that this backend does not support, in verl's real tree of settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir, initialize_config_module
+from omegaconf import open_dict
+
+from rollout_backend.errors import ConfigError
+from rollout_backend.local.verl_cpu.environment import overrides
+from rollout_backend.verl.unsupported import refuse_unsupported
+
+ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+def verl_config(*more: str, name: str = "ppo_trainer") -> Any:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(name, [f"{ROLLOUT}.name=sglang", *more])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["trainer.use_v1=False"],
+        ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.hybrid_rollout.enable_switch=True"],
+        [f"{MODEL}.lora_rank=8", f"+{MODEL}.lora.merge=True"],
+        ["reward.num_workers=0"],
+    ],
+)
+def test_supported_settings_pass(more: list[str]) -> None:
+    try:
+        config = verl_config(*more)
+    except Exception:  # verl already has the key
+        config = verl_config(*(override.removeprefix("+") for override in more))
+    refuse_unsupported(config)
+
+
+def test_training_on_the_cpu_is_supported() -> None:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        refuse_unsupported(compose("ppo_trainer", overrides()))
+
+
+def test_experts_may_be_replayed_from_the_trainer_but_not_from_the_rollouts() -> None:
+    replay = "actor_rollout_ref.actor.megatron.router_replay.mode"
+    refuse_unsupported(verl_config(f"{replay}=R2", name="ppo_megatron_trainer"))
+    with pytest.raises(ConfigError, match=f"{replay}=R3: training rows carry no expert routing"):
+        refuse_unsupported(verl_config(f"{replay}=R3", name="ppo_megatron_trainer"))
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        (f"{ROLLOUT}.name=vllm", "set it to sglang"),
+        (f"{ROLLOUT}.name=trtllm", "set it to sglang"),
+        (f"{ROLLOUT}.disaggregation.enabled=True", "set it to False"),
+        (f"{ROLLOUT}.enable_rollout_routing_replay=True", "expert routing"),
+        (f"{ROLLOUT}.moe_load_balance_metrics_interval=5", "expert routing"),
+        (f"{ROLLOUT}.router_config_path=router.yaml", "own router"),
+        (f"{ROLLOUT}.agent.agent_loop_config_path=loops.yaml", "agents in containers"),
+        (f"{ROLLOUT}.multi_turn.enable=True", "controls its turns"),
+        (f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml", "its own tools"),
+        (f"{ROLLOUT}.multi_turn.function_tool_path=tools.py", "its own tools"),
+        ("+data.apply_chat_template_kwargs.enable_thinking=False", r"model\.renderer_options"),
+        ("+data.mm_processor_kwargs.max_pixels=100", "own processor"),
+        ("reward.custom_reward_function.path=reward.py", "compute the reward in the agent"),
+        ("reward.reward_manager.name=dapo", "compute the reward in the agent"),
+        ("reward.reward_manager.source=importlib", "compute the reward in the agent"),
+        ("reward.reward_model.enable=True", "compute the reward in the agent"),
+        ("reward.sandbox_fusion.url=http://sandbox", "compute the reward in the agent"),
+        ("custom_reward_function.path=reward.py", "compute the reward in the agent"),
+        ("reward_model.enable=True", "compute the reward in the agent"),
+        ("reward_model.reward_manager=dapo", "compute the reward in the agent"),
+        ("sandbox_fusion.url=http://sandbox", "compute the reward in the agent"),
+        ("distillation.enabled=True", "teacher"),
+        (f"{MODEL}.lora_rank=8", r"lora\.merge=True"),
+        (f"{MODEL}.lora.rank=8", r"lora\.merge=True"),
+        (f"{MODEL}.lora_adapter_path=/adapter", r"lora\.merge=True"),
+    ],
+)
+def test_an_unsupported_setting_is_refused_by_name(override: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice) as caught:
+        refuse_unsupported(verl_config(override))
+    named = override[1:].rpartition(".")[0] if override.startswith("+") else override
+    assert f"  {named}: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("one_step_off_policy", "one_step_off"), ("fully_async_policy", "fully_async")],
+)
+def test_verls_experimental_trainers_are_refused(folder: str, name: str, tmp_path: Path) -> None:
+    import verl
+
+    [verl_folder] = verl.__path__
+    config_file = next((Path(verl_folder) / "experimental" / folder / "config").glob(f"{name}_ppo_trainer.yaml"))
+    (tmp_path / config_file.name).write_text(
+        config_file.read_text().replace("file://verl/trainer/config", "pkg://verl.trainer.config")
+    )
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        config = compose(config_file.stem, [f"{ROLLOUT}.name=sglang"])
+    with pytest.raises(ConfigError, match=rf"{name} trainer .*trainer_mode=separate_async"):
+        refuse_unsupported(config)
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    config = verl_config(f"{ROLLOUT}.name=vllm", "reward.reward_model.enable=True")
+    with open_dict(config):
+        config.data.apply_chat_template_kwargs = {"enable_thinking": False}
+    with pytest.raises(ConfigError) as caught:
+        refuse_unsupported(config)
+    assert str(caught.value).count("\n") == 3
