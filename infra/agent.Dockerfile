@@ -1,11 +1,11 @@
 # syntax=docker/dockerfile:1
-# The image of an agent: its folder, its requirements, and the wrapper. A folder with a Dockerfile of its own is
-# built with that one instead.
+# The image of an agent: its folder, its requirements, and the wrapper. A folder with its own Dockerfile is built with
+# that one instead.
 #
 #   docker buildx build --platform linux/arm64 --build-context wrapper=. --file infra/agent.Dockerfile my_agent
 #
-# AgentCore wants arm64 and port 8080. The folder holds agent.py, which ends in `app.run()`, and may hold
-# requirements.txt.
+# AgentCore requires arm64 and port 8080. The folder holds agent.py, which ends in `app.run()`, and may hold
+# requirements.txt. agent.Dockerfile.dockerignore says which files of the folder stay out of the image.
 FROM python:3.12-slim
 
 ENV PYTHONUNBUFFERED=1 \
@@ -16,13 +16,14 @@ ENV PYTHONUNBUFFERED=1 \
 RUN useradd --create-home --uid 1000 agent
 WORKDIR /app
 
-# Only the wrapper goes in; the training side stays out of the image.
-COPY --from=wrapper pyproject.toml README.md /wrapper/
+# The image has only the wrapper, with the versions that it was tested with, and not the training side.
+COPY --from=wrapper pyproject.toml README.md constraints/agent.txt /wrapper/
 COPY --from=wrapper agent_wrapper /wrapper/agent_wrapper
-RUN pip install "/wrapper[agent]"
+RUN pip install --constraint /wrapper/agent.txt "/wrapper[agent]"
 
 COPY . .
-RUN if [ -f requirements.txt ]; then pip install -r requirements.txt; fi
+# The agent's requirements are installed second and take precedence; `pip check` fails if they break the wrapper's.
+RUN if [ -f requirements.txt ]; then pip install --requirement requirements.txt && pip check; fi
 USER agent
 EXPOSE 8080
 CMD ["python", "agent.py"]

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# From an agent's folder to a runtime that can be invoked. Run it again to deploy a new image of the same agent.
+# Deploy an agent's folder as a runtime that can be invoked. Run it again to deploy a new image of the same agent.
 #
 #   infra/deploy.sh STACK AGENT_NAME AGENT_FOLDER [Parameter=Value ...]
 #
-# The parameters are those of template.yaml. Needs docker with buildx and an AWS CLI that knows requireMMDSV2.
+# The parameters are those of template.yaml. Needs docker with buildx and an AWS CLI that supports requireMMDSV2.
 set -euo pipefail
 
 [[ $# -ge 3 ]] || { sed -n 's/^# \{0,1\}//; 2,6p' "$0" >&2; exit 2; }
@@ -22,31 +22,54 @@ output() {
     --query "Stacks[0].Outputs[?OutputKey=='$1'].OutputValue"
 }
 
-wait_ready() {
-  local status
+parameter() {
+  aws cloudformation describe-stacks --stack-name "$stack" --output text \
+    --query "Stacks[0].Parameters[?ParameterKey=='$1'].ParameterValue"
+}
+
+# poll WHAT OPERATION [ARGUMENT ...]: wait until its status is READY.
+poll() {
+  local what=$1 status
+  shift
   for _ in {1..120}; do
-    status=$("${control[@]}" get-agent-runtime --agent-runtime-id "$1" --query status --output text)
+    status=$("${control[@]}" "$@" --query status --output text)
     case $status in
       READY) return ;;
-      *FAILED)
-        echo "the runtime is $status:" >&2
-        "${control[@]}" get-agent-runtime --agent-runtime-id "$1" --query failureReason --output text >&2
+      *FAILED | DELETING)
+        echo "$what is $status:" >&2
+        "${control[@]}" "$@" --query failureReason --output text >&2
         exit 1 ;;
     esac
-    sleep 5
+    sleep "${POLL_S:-5}"
   done
-  echo "the runtime is still $status after ten minutes" >&2
+  echo "$what is still $status after ten minutes" >&2
+  exit 1
+}
+
+# A runtime is READY before its endpoint serves the new version; an invoke would reach the old one, or none.
+wait_ready() {
+  local version served
+  poll "the runtime" get-agent-runtime --agent-runtime-id "$1"
+  version=$("${control[@]}" get-agent-runtime --agent-runtime-id "$1" --query agentRuntimeVersion --output text)
+  for _ in {1..120}; do
+    poll "the runtime's endpoint" get-agent-runtime-endpoint --agent-runtime-id "$1" --endpoint-name DEFAULT
+    served=$("${control[@]}" get-agent-runtime-endpoint --agent-runtime-id "$1" --endpoint-name DEFAULT \
+      --query liveVersion --output text)
+    [[ $served != "$version" ]] || return 0
+    sleep "${POLL_S:-5}"
+  done
+  echo "the runtime's endpoint still serves version $served instead of $version after ten minutes" >&2
   exit 1
 }
 
 # AgentCore refuses to invoke a runtime that does not require MMDSv2, and CloudFormation cannot set it. An update
-# makes a new version from what it is given alone, so everything is given again.
+# replaces the whole configuration, so all of it is passed again.
 require_mmdsv2() {
   local required update
   required=$("${control[@]}" get-agent-runtime --agent-runtime-id "$1" \
     --query metadataConfiguration.requireMMDSV2 --output text)
   case $required in [Tt]rue) return ;; esac
-  # shellcheck disable=SC2016  # the backquotes are JMESPath's
+  # shellcheck disable=SC2016  # the backquotes belong to JMESPath
   update=$("${control[@]}" get-agent-runtime --agent-runtime-id "$1" --output json --query '{
     agentRuntimeId: agentRuntimeId, agentRuntimeArtifact: agentRuntimeArtifact, roleArn: roleArn,
     networkConfiguration: networkConfiguration, protocolConfiguration: protocolConfiguration,
@@ -56,12 +79,21 @@ require_mmdsv2() {
   wait_ready "$1"
 }
 
-deploy "$@" # the first time this makes everything but the runtime
+deploy "$@" # the first deploy creates everything except the runtime
 repository=$(output RepositoryUri)
 image=$repository:$(date -u +%Y%m%d-%H%M%S)
 
 dockerfile=$folder/Dockerfile
-[[ -f $dockerfile ]] || dockerfile=$here/agent.Dockerfile
+if [[ ! -f $dockerfile ]]; then
+  dockerfile=$here/agent.Dockerfile
+  if [[ -f $folder/.dockerignore ]]; then # Docker would ignore it and read only the Dockerfile's
+    scratch=$(mktemp -d)
+    trap 'rm -rf "$scratch"' EXIT
+    cp "$dockerfile" "$scratch/Dockerfile"
+    { cat "$dockerfile.dockerignore"; echo; cat "$folder/.dockerignore"; } >"$scratch/Dockerfile.dockerignore"
+    dockerfile=$scratch/Dockerfile
+  fi
+fi
 aws ecr get-login-password | docker login --username AWS --password-stdin "${repository%%/*}"
 docker buildx build --platform linux/arm64 --provenance=false --push \
   --build-context "wrapper=$here/.." --file "$dockerfile" --tag "$image" "$folder"
@@ -78,8 +110,15 @@ aws:
   region: $(output RuntimeArn | cut -d: -f4)
 storage:
   bucket: $(output BucketName)
-queue:
-  url: $(output QueueUrl)
+END
+prefix=$(parameter ResultPrefix)
+[[ -z $prefix ]] || echo "  prefix: $prefix"
+presigned=$(parameter Presigned)
+[[ $presigned != true ]] || echo "  presigned: true"
+if [[ $presigned == true || $(parameter RunQueues) == false ]]; then # otherwise each run creates its own
+  printf 'queue:\n  url: %s\n' "$(output QueueUrl)"
+fi
+cat <<END
 runtime:
   kind: agentcore
   arn: $(output RuntimeArn)

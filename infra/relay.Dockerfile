@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
-# The image of the relay: the package's relay folder and what it needs, and nothing of the training side.
+# The image of the relay: the package's relay folder and its dependencies, without the training side.
 #
 #   docker buildx build --platform linux/arm64,linux/amd64 --file infra/relay.Dockerfile --tag REPOSITORY:TAG --push .
 #
-# It wants ROLLOUT__RELAY__KEY in its environment. Options of `rollout relay` go behind the image's name.
+# It requires ROLLOUT__RELAY__KEY in its environment. Options of `rollout relay` follow the image's name.
 FROM python:3.12-slim
 
 ENV PYTHONUNBUFFERED=1 \
