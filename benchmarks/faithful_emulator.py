@@ -1,8 +1,9 @@
-"""The tests of faults against a more faithful S3 and SQS than moto: `python benchmarks/faithful_emulator.py`.
+"""Run the fault tests against LocalStack, a stricter S3 and SQS than moto: `python benchmarks/faithful_emulator.py`.
 
-LocalStack checks the signatures of presigned URLs, refuses the name of a queue for a minute after its deletion, and a
-second purge within one. It needs Python 3.12 or newer, and some minutes to install, once, into the cache folder: into
-an environment of its own, for its pins conflict with ours. Further arguments go to pytest.
+LocalStack verifies the signatures of presigned URLs, blocks a queue's name for a minute after its deletion, and
+refuses a second purge within a minute. It needs Python 3.12 or newer. The first run installs it, which takes a few
+minutes, into a separate environment in the cache folder, because its pins conflict with this project's. Further
+arguments go to pytest.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from pathlib import Path
 import aiohttp
 from filelock import FileLock
 
-from rollout_backend.process import ServerProcess, free_port
 from rollout_backend.serving.install import cache_dir
+from rollout_backend.serving.server_process import ServerProcess, free_port
 
 ROOT = Path(__file__).parent.parent
 NEWER = ("python3.14", "python3.13", "python3.12")
 PINS = (
     "localstack-core[runtime]==2026.3.0",
-    # Its own ranges take in what it does not work with.
+    # LocalStack's own version ranges admit releases that it does not work with.
     *("cbor2<5.8", "cryptography<46", "pyopenssl<25.2", "service_identity<25"),
 )
 STRICT = {
@@ -35,17 +36,18 @@ STRICT = {
 }
 
 
-def installed(python: str | None) -> Path:
-    """The interpreter of LocalStack's environment, which is made if it is not there."""
+def ensure_installed(python: str | None) -> Path:
+    """Return the interpreter of LocalStack's environment. Create the environment if it does not exist."""
     folder = cache_dir() / "localstack-2026.3.0"
     interpreter, ready = folder / "bin" / "python", folder / ".ready"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not (ready.is_file() and interpreter.is_file()):  # what it was made with may have gone
+        if not (ready.is_file() and interpreter.is_file()):  # its base interpreter may have been removed
             base = python or next(filter(None, map(shutil.which, NEWER)), None)
             if base is None:
                 sys.exit(
-                    f"LocalStack needs Python 3.12 or newer, and none of {', '.join(NEWER)} is here: --python PATH"
+                    f"LocalStack needs Python 3.12 or newer, and none of {', '.join(NEWER)} was found: pass --python "
+                    "PATH"
                 )
             print(f"installing LocalStack into {folder}", flush=True)
             subprocess.run([base, "-m", "venv", "--clear", folder], check=True)
@@ -64,7 +66,7 @@ async def healthy(url: str) -> bool:
 
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", help="3.12 or newer, to install LocalStack with")
+    parser.add_argument("--python", help="the Python (3.12 or newer) to install LocalStack with")
     parser.add_argument("--work", type=Path, default=Path("runs/faithful_emulator"))
     options, more = parser.parse_known_args()
     port = free_port()
@@ -75,11 +77,11 @@ async def main() -> int:
         "GATEWAY_LISTEN": f"127.0.0.1:{port}",
         "SERVICES": "s3,sqs",
         "FILESYSTEM_ROOT": str(options.work.absolute() / "localstack"),
-        "DISABLE_EVENTS": "1",  # it would tell its makers
+        "DISABLE_EVENTS": "1",  # no telemetry
         "SKIP_SSL_CERT_DOWNLOAD": "1",
         "DNS_ADDRESS": "0",
     }
-    command = [str(installed(options.python)), "-m", "localstack.runtime.main"]
+    command = [str(ensure_installed(options.python)), "-m", "localstack.runtime.main"]
     server = ServerProcess("LocalStack", command, options.work / "localstack.log", env)
     await server.start()
     try:

@@ -1,10 +1,9 @@
-"""What the gateway adds to a model call when many are in flight: `python benchmarks/gateway_load.py`.
+"""Measure the latency that the gateway adds to model calls under load: `python benchmarks/gateway_load.py`.
 
-Sessions begin evenly spread over the time of one call and then call without a pause, each with a conversation that
-grows; an engine answers each call after a
-fixed time, whatever else is going on. So a call takes that time and what the gateway adds to it: reading, rendering,
-tokenizing, recording, and waiting for its event loop. The client and the engine take part of the same machine's
-cores, so the figures are an upper bound.
+Sessions start evenly spread over the duration of one call, and then call without a pause, each with a growing
+conversation. The engine answers each call after a fixed time, independently of the load. The rest of a call's
+duration is added by the gateway: reading, rendering, tokenizing, recording, and waiting for its event loop. Client
+and engine use cores of the same machine, so the figures are an upper bound.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from rich.table import Table
 
 from agent_wrapper.contract import ModelEndpoint, Sampling
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway.__main__ import allow_files
-from rollout_backend.gateway.shards import GatewayFleet
-from rollout_backend.gateway.tokens import SessionClaims
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.process import ServerProcess, free_port
 from rollout_backend.serving.engine import is_healthy
+from rollout_backend.serving.gateway_fleet import GatewayFleet
+from rollout_backend.serving.server_process import ServerProcess, free_port
 
 REPLY_TOKENS = 128
 QUESTION = "What does this file do? " * 20  # 480 tokens of a byte-level tokenizer
@@ -43,7 +42,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Load:
-    """One measurement. Times in seconds."""
+    """One measurement. Times are in seconds."""
 
     processes: int
     in_flight: int
@@ -72,7 +71,7 @@ class Load:
 
 
 def serve_engine(port: int, latency_s: float) -> None:
-    """An engine that answers everything after `latency_s`."""
+    """Serve an engine that answers each call after `latency_s`."""
 
     async def generate(request: web.Request) -> web.Response:
         began = time.monotonic()
@@ -190,16 +189,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--in-flight", type=int, nargs="+", default=[100, 1000])
-    parser.add_argument("--turns", type=int, default=4, help="calls of each session, one after another")
-    parser.add_argument("--latency-s", type=float, default=1.0, help="how long the engine takes for each call")
-    parser.add_argument("--no-journal", action="store_true", help="what it costs to write calls down is left out")
+    parser.add_argument("--turns", type=int, default=4, help="consecutive calls of each session")
+    parser.add_argument("--latency-s", type=float, default=1.0, help="the engine's time for each call")
+    parser.add_argument("--no-journal", action="store_true", help="run without the journal, to leave out its cost")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)  # the port: this process is the engine
     args = parser.parse_args()
     if args.engine is not None:
         serve_engine(args.engine, args.latency_s)
         return
     allow_files(max(args.in_flight))
-    title = f"an engine that takes {args.latency_s:g} s; {args.turns} turns of each session; times in ms"
+    title = f"engine latency {args.latency_s:g} s; {args.turns} turns per session; times in ms"
     table = Table(*COLUMNS, title=title)
     with tempfile.TemporaryDirectory() as folder:
         for processes in args.processes:

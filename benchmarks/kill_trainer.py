@@ -1,10 +1,10 @@
-"""Kills a trainer at random moments, starts it again each time, and counts what was lost, run twice or left open.
+"""Kill a trainer at random times, restart it each time, and count rollouts lost, run twice, or left open.
 
     python benchmarks/kill_trainer.py --steps 50 --kills 100
 
-Everything but the model is real: a trainer in a process of its own with router and gateway, agents as processes of
-their own, S3 and SQS. The model answers by rule, so that the same task gives the same tokens, and the rows of the
-disturbed run can be compared with those of one that nobody disturbed.
+Everything except the model is real: a trainer process with router and gateway, agent processes, S3 and SQS. The model
+answers by rule, so the same task gives the same tokens, and the rows of the disturbed run can be compared with those
+of an undisturbed one.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ import yaml
 
 from agent_wrapper.contract import parse_result_key, step_prefix
 from rollout_backend.config import load_config
+from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.local.sessions import Limits
 from rollout_backend.manager import RolloutManager
-from rollout_backend.process import ServerProcess
-from rollout_backend.tasks import Task
+from rollout_backend.serving.server_process import ServerProcess
 
 RUN = "killed"
 READY = "the trainer is ready"
-_STEP_S = 1.5  # about what a step takes
+_STEP_S = 1.5  # approximate duration of a step
 AGENT = Path(__file__).parent.parent / "examples" / "arithmetic" / "agent.py"
 
 
 def answer(prompt: str) -> str:
-    """By the prompt alone, so that a second sample is the first one again."""
+    """Answer by the prompt alone, so that sampling again gives the same tokens."""
     return f"The answer is {hashlib.sha256(prompt.encode()).digest()[0] % 20}."
 
 
 def tasks_of(step: int, count: int) -> list[Task]:
     draw = random.Random(step)
     digits = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(count)]
-    # A trainer draws the ids of its prompts anew each time.
+    # The ids differ in each process, because a restarted trainer gives its prompts new ids.
     return [
         Task(
             f"s{step}-{os.getpid()}-{i}",
@@ -61,9 +61,9 @@ def tasks_of(step: int, count: int) -> list[Task]:
 
 
 def rows_of(rollouts: Any) -> list[str]:
-    """What would be trained, in a form that can be compared: tokens, mask and reward, and no ids."""
+    """Return the trainable tokens, masks and rewards without ids, so that two runs can be compared."""
     return sorted(
-        json.dumps([r.reward, [[list(s.token_ids), list(s.mask)] for s in r.segments]])
+        json.dumps([r.reward, [[list(s.token_ids), list(s.response_mask)] for s in r.segments]])
         for r in rollouts
         if r.trainable
     )
@@ -74,7 +74,7 @@ def steps_done(checkpoint: Path) -> int:
 
 
 async def train(settings: Path, checkpoint: Path, steps: int, tasks: int) -> None:
-    """The trainer: a step, then a checkpoint, until all steps are done. It may be killed at any time."""
+    """Run the trainer: a step, then a checkpoint, until all steps are done. It may be killed at any time."""
     async with RolloutManager(load_config(settings)) as manager:
         print(READY, flush=True)
         while (done := steps_done(checkpoint)) < steps:
@@ -96,7 +96,7 @@ async def train(settings: Path, checkpoint: Path, steps: int, tasks: int) -> Non
 
 
 async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -> dict[str, Any]:
-    """A run with so many kills; what came of it."""
+    """Run the trainer with the given number of kills and return the counts."""
     checkpoint = work / "checkpoint.jsonl"
     draw = random.Random(seed)
     began, killed = time.monotonic(), 0
@@ -107,7 +107,7 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
                 "model": {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 4096},
                 "serving": {"kind": "external", "urls": [engine.url]},
                 "group": {"size": 2},
-                # Room for ten kills within a step, each of which costs a start: a rollout that ran out of time would
+                # Long enough for ten kills in one step, each of which costs a restart. A rollout that timed out would
                 # be accounted for, but the rows could not be compared.
                 "timeouts": {
                     "model_call_s": 10, "agent_s": 600, "publish_grace_s": 20, "collection_s": 900, "token_s": 1200,
@@ -120,7 +120,7 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
                 *(sys.executable, __file__, "--trainer", str(settings), str(checkpoint)),
                 *("--steps", str(steps), "--tasks", str(tasks)),
             ]
-            due = sorted(draw.choices(range(steps), k=kills))  # after how many steps each kill falls, at the earliest
+            due = sorted(draw.choices(range(steps), k=kills))  # the number of steps before each kill, at least
             while True:
                 log = work / f"trainer-{killed}.log"
                 trainer = ServerProcess("the trainer", command, log, {**os.environ, **cloud.environ})
@@ -129,7 +129,7 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
                 while not ended.done() and (killed == kills or steps_done(checkpoint) < due[killed]):
                     await asyncio.wait({ended}, timeout=0.02)
                 at = steps_done(checkpoint)
-                if draw.random() < 0.9:  # the others are killed while they start
+                if draw.random() < 0.9:  # kill the others during their start
                     while READY not in log.read_text() and not ended.done():
                         await asyncio.wait({ended}, timeout=0.02)
                 after = draw.random() * _STEP_S
@@ -137,7 +137,7 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
                 if ended.done():
                     if trainer.returncode == 0:
                         break
-                    sys.exit(f"the trainer failed by itself. {trainer.tail()}")
+                    sys.exit(f"the trainer failed without being killed. {trainer.tail()}")
                 os.kill(trainer.pid, signal.SIGKILL)
                 await ended
                 killed += 1
@@ -154,7 +154,7 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
         "planned": sum(line["planned"] for line in lines),
         "unaccounted": sum(line["planned"] - sum(line["outcomes"].values()) for line in lines),
         "outcomes": {name: count for name, count in outcomes.items() if count},
-        "taken from before a kill": sum(line["resumed"] for line in lines),
+        "reused from before a kill": sum(line["resumed"] for line in lines),
         "re-attached": sum(line["reattached"] for line in lines),
         "finished and run again": twice,
         "sessions open at the end": len(open_sessions),
@@ -164,7 +164,7 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
 
 
 async def _run_twice(cloud: LocalCloud, steps: int) -> int:
-    """Sessions that were started for a rollout whose result stood in S3 already, by the agents' own logs."""
+    """Count sessions that, by the agents' logs, started after their rollout's result was already in S3."""
     finished: dict[str, float] = {}
     async with cloud.storage.s3() as s3:
         for step in range(steps):
@@ -187,7 +187,7 @@ async def _run_twice(cloud: LocalCloud, steps: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--tasks", type=int, default=4, help="of each step; groups of two")
+    parser.add_argument("--tasks", type=int, default=4, help="tasks per step; two rollouts each")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("runs/kill_trainer"))

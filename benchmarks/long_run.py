@@ -1,8 +1,8 @@
-"""Whether a long run stays as small as it began: `python benchmarks/long_run.py --steps 100 --tasks 25`.
+"""Measure whether a long run leaks resources: `python benchmarks/long_run.py --steps 100 --tasks 25`.
 
-Four rollouts of each task, so 10,000 by default, through everything a run has: router, gateway, S3, SQS and agents
-over HTTP. The model answers by rule. Told of the trainer's process and of the gateway's, every so many steps: memory,
-open files, tasks of the event loop, threads; and what was written to logs.
+Runs four rollouts of each task, 10,000 by default, through all parts of a run: router, gateway, S3, SQS and agents
+over HTTP. The model answers by rule. Every `--every` steps it prints the memory and open files of the trainer's and
+the gateway's processes, the trainer's event loop tasks and threads, and the size of the logs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout_backend.config import load_config
+from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.manager import RolloutManager
-from rollout_backend.process import ServerProcess, free_port
-from rollout_backend.tasks import Task
+from rollout_backend.serving.server_process import ServerProcess, free_port
 
 AGENT = Path(__file__).parent.parent / "examples" / "arithmetic" / "agent.py"
 GROUP = 4
@@ -38,7 +38,7 @@ COLUMNS = (
 
 
 def mebibytes(pid: int) -> float:
-    """What it has in memory."""
+    """Return the process's resident memory in MiB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -48,7 +48,7 @@ def files(pid: int) -> int:
 
 
 def gateway_pid() -> int:
-    """The child of ours that is the gateway."""
+    """Return the pid of the gateway, a child of this process."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
@@ -56,10 +56,10 @@ def gateway_pid() -> int:
             parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
             command = (entry / "cmdline").read_bytes()
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended
         if int(parent) == os.getpid() and b"rollout_backend.gateway" in command:
             return int(entry.name)
-    sys.exit("there is no gateway among the children of this process")
+    sys.exit("no child of this process is a gateway")
 
 
 def tasks_of(step: int, count: int) -> list[Task]:
@@ -117,7 +117,7 @@ async def measure(
         gateway, began = gateway_pid(), time.monotonic()
         for step in range(steps):
             report = (await manager.collect(tasks_of(step, tasks))).report
-            engine.requests.clear()  # it runs in this process, and remembers everything
+            engine.requests.clear()  # the engine runs in this process and keeps every request
             engine._scripts.clear()
             rollouts += report.planned
             completed += report.outcomes["completed"]
@@ -140,8 +140,8 @@ async def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--tasks", type=int, default=25, help="of each step; four rollouts each")
-    parser.add_argument("--every", type=int, default=10, help="steps from one line to the next")
+    parser.add_argument("--tasks", type=int, default=25, help="tasks per step; four rollouts each")
+    parser.add_argument("--every", type=int, default=10, help="steps between two lines")
     parser.add_argument("--work", type=Path, default=Path("runs/long_run"))
     options = parser.parse_args()
     shutil.rmtree(options.work, ignore_errors=True)

@@ -1,8 +1,9 @@
-"""Whether what is trained is what was sampled: `python benchmarks/token_identity.py`. Wants `rollout engine install`.
+"""Check that the tokens trained are the tokens sampled: `python benchmarks/token_identity.py`.
 
-An agent with a tool does the same tasks twice on a real engine in float32: once where the gateway extends the tokens
-of a conversation (the bridge), once where it renders all of its messages anew for each call. Counted are the rows and
-the tokens that a trainer would get. A plain forward pass of the same weights says what each logprob should be.
+Requires `rollout engine install`. An agent with a tool runs the same tasks twice on a real engine in float32: once
+the gateway extends the conversation's tokens (the bridge), once it re-renders all messages for each call. The
+benchmark counts the rows and tokens that a trainer would get, and compares each logprob with a plain forward pass of
+the same weights.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from rich.table import Table
 
 from agent_wrapper.contract import Sampling, Segment, Trajectory
 from rollout_backend.config import ModelConfig, ServingConfig
-from rollout_backend.gateway.chatml import ChatMLRenderer
-from rollout_backend.gateway.process import model_endpoint
-from rollout_backend.gateway.renderer import RendererBundle, load_renderer
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.server import create_app
-from rollout_backend.gateway.settings import GatewaySettings
-from rollout_backend.gateway.tokens import SessionClaims
-from rollout_backend.process import free_port
-from rollout_backend.serving.engine import LocalEngine
+from rollout_backend.rendering.chatml import ChatMLRenderer
+from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 from rollout_backend.serving.forward_pass import reference_logprobs
+from rollout_backend.serving.gateway_process import model_endpoint
 from rollout_backend.serving.install import find_engine, find_model
+from rollout_backend.serving.local_engine import LocalEngine
+from rollout_backend.serving.server_process import free_port
 
 AT_ONCE = 8
 QUESTIONS = 3
@@ -61,7 +62,7 @@ TOOLS = [
 
 
 class Rerendered(ChatMLRenderer):
-    """Extends nothing: each prompt is made of all messages, as a server of chat completions makes it."""
+    """Never extends a conversation: each prompt is rendered from all messages, as a chat completions server does."""
 
     def bridge_to_next_turn(self, *_: Any, **__: Any) -> None:
         return None
@@ -71,7 +72,7 @@ class Rerendered(ChatMLRenderer):
 
 
 def examples() -> list[dict[str, Any]]:
-    """Calls that the agent shows the model, which would seldom make one by itself."""
+    """Return example tool calls for the prompt. Without them the model would seldom make one."""
     shown: list[dict[str, Any]] = [{"role": "system", "content": "Work each problem out with the calculator."}]
     numbers = random.Random(7)
     for i in range(6):
@@ -93,7 +94,7 @@ def problem(numbers: random.Random) -> str:
 
 
 def calculate(arguments: str) -> str:
-    """Sums and differences; anything else is told as an error, as tools do."""
+    """Evaluate sums and differences. Return an error text for anything else, as tools do."""
     words = str(json.loads(arguments).get("expression")).split()
     try:
         return str(sum(int(sign + number) for sign, number in zip(["+", *words[1::2]], words[::2], strict=True)))
@@ -102,7 +103,7 @@ def calculate(arguments: str) -> str:
 
 
 async def converse(client: openai.AsyncOpenAI, model: str, seed: int) -> None:
-    """Several questions; a tool's result goes back to the model, a plain reply ends the question."""
+    """Ask several questions. A tool's result goes back to the model; a reply without a tool call ends a question."""
     numbers = random.Random(seed)
     messages = examples()
     calls = 0
@@ -125,16 +126,16 @@ async def converse(client: openai.AsyncOpenAI, model: str, seed: int) -> None:
 
 @dataclass
 class Measured:
-    """Of all rollouts with one renderer."""
+    """The measurements over all rollouts with one renderer."""
 
     renderer: str
     rollouts: int
     trajectories: list[Trajectory]
     seconds: float
-    retokenised_turns: int = 0  # whose message, rendered anew, is other tokens than those sampled
-    retokenised_tokens: int = 0  # sampled in those turns
-    worst_difference: float = math.nan  # in probability, from a forward pass
-    opened: Counter[str] = field(default_factory=Counter)
+    retokenized_turns: int = 0  # turns whose re-rendered message differs from the sampled tokens
+    retokenized_tokens: int = 0  # tokens sampled in those turns
+    worst_difference: float = math.nan  # in probability, against a forward pass
+    split_reasons: Counter[str] = field(default_factory=Counter)
 
     @property
     def segments(self) -> list[Segment]:
@@ -158,7 +159,7 @@ class Measured:
 
     @property
     def tool_calls(self) -> int:
-        return sum("tool_calls" in message for message in self._said)
+        return sum("tool_calls" in message for message in self._replies)
 
     @property
     def sampled_tokens(self) -> int:
@@ -170,28 +171,28 @@ class Measured:
 
     @property
     def repeated_tokens(self) -> int:
-        """Tokens of the rows that stand in an earlier row of the same rollout, at the same place."""
+        """Tokens that an earlier row of the same rollout has at the same position."""
         return sum(
-            max((_common(segment, earlier) for earlier in trajectory.segments[:i]), default=0)
+            max((_common_prefix(segment, earlier) for earlier in trajectory.segments[:i]), default=0)
             for trajectory in self.trajectories
             for i, segment in enumerate(trajectory.segments)
         )
 
     @property
-    def _said(self) -> list[dict[str, Any]]:
+    def _replies(self) -> list[dict[str, Any]]:
         shown = len(examples())
         last = [trajectory.segments[-1].messages for trajectory in self.trajectories]
         return [message for messages in last for message in messages[shown:] if message["role"] == "assistant"]
 
 
-def _common(segment: Segment, other: Segment) -> int:
-    """Tokens with which both begin."""
+def _common_prefix(segment: Segment, other: Segment) -> int:
+    """Return the number of tokens that both begin with."""
     pairs = zip(segment.token_ids, other.token_ids, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(segment.token_ids), len(other.token_ids)))
 
 
-def count_retokenised(measured: Measured, bundle: RendererBundle) -> None:
-    """How much of what was sampled a trainer would not get that renders the messages itself."""
+def count_retokenized(measured: Measured, bundle: RendererBundle) -> None:
+    """Count the sampled tokens that a trainer would lose by rendering the messages itself."""
     for segment in measured.segments:
         replies = [i for i, message in enumerate(segment.messages) if message["role"] == "assistant"]
         for turn, at in zip(reversed(segment.turns), reversed(replies), strict=False):
@@ -199,19 +200,19 @@ def count_retokenised(measured: Measured, bundle: RendererBundle) -> None:
             after = list(bundle.renderer.render_ids(segment.messages[: at + 1], tools=TOOLS))
             sampled = segment.token_ids[turn.start : turn.end].tolist()
             if after[len(before) :][: len(sampled)] != sampled:
-                measured.retokenised_turns += 1
-                measured.retokenised_tokens += len(sampled)
+                measured.retokenized_turns += 1
+                measured.retokenized_tokens += len(sampled)
 
 
 def check_logprobs(results: Sequence[Measured], model: Path) -> None:
-    """Sets how far the stored logprobs are from those of a forward pass of the same weights."""
+    """Compare the recorded logprobs with those of a forward pass of the same weights."""
     sequences = [segment.token_ids.tolist() for measured in results for segment in measured.segments]
     reference = iter(reference_logprobs(find_engine(), model, sequences))
     for measured in results:
         measured.worst_difference = max(
             abs(math.exp(stored) - math.exp(known))
             for segment in measured.segments
-            for stored, known, sampled in zip(segment.logprobs, next(reference), segment.mask, strict=True)
+            for stored, known, sampled in zip(segment.logprobs, next(reference), segment.response_mask, strict=True)
             if sampled
         )
 
@@ -220,7 +221,7 @@ def check_logprobs(results: Sequence[Measured], model: Path) -> None:
 
 
 async def measure(renderer: str, rollouts: int, engine_url: str, model_path: Path) -> Measured:
-    """Runs the agent's rollouts, `AT_ONCE` at a time, each with a seed of its own."""
+    """Run the agent's rollouts, `AT_ONCE` at a time, each with its own seed."""
     model = ModelConfig(path=model_path, name="model", renderer=renderer, context_length=CONTEXT_LENGTH)
     bundle = load_renderer(model)
     began = time.monotonic()
@@ -239,8 +240,8 @@ async def measure(renderer: str, rollouts: int, engine_url: str, model_path: Pat
 
         trajectories = await asyncio.gather(*(roll(number) for number in range(rollouts)))
     measured = Measured(renderer, rollouts, trajectories, time.monotonic() - began)
-    measured.opened.update(segment.opened_by for segment in measured.segments)
-    count_retokenised(measured, bundle)
+    measured.split_reasons.update(segment.split_reason for segment in measured.segments)
+    count_retokenized(measured, bundle)
     return measured
 
 
@@ -269,7 +270,7 @@ async def serve_gateway(model: ModelConfig, bundle: RendererBundle, engine_url: 
         uvicorn.Config(create_app(settings, bundle), port=port, log_level="warning", access_log=False)
     )
     serving = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110  it has no event to wait for
+    while not server.started:  # noqa: ASYNC110  uvicorn has no event to wait for
         await asyncio.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{port}"
@@ -302,12 +303,12 @@ def lines(measured: Measured) -> Mapping[str, str]:
         "rows": f"{measured.rows}",
         "breaks": f"{measured.breaks}",
         "rollouts with a break": f"{measured.broken_rollouts}",
-        "rows opened by": ", ".join(f"{count} {why}" for why, count in sorted(measured.opened.items())),
+        "rows by split reason": ", ".join(f"{count} {why}" for why, count in sorted(measured.split_reasons.items())),
         "sampled tokens, each trained once": f"{measured.sampled_tokens}",
         "tokens in the rows": f"{measured.row_tokens}",
         "of them repeated from an earlier row": f"{measured.repeated_tokens}",
-        "calls that rendering anew spells otherwise": f"{measured.retokenised_turns}",
-        "sampled tokens in those": f"{measured.retokenised_tokens}",
+        "calls whose re-rendered tokens differ": f"{measured.retokenized_turns}",
+        "sampled tokens in those": f"{measured.retokenized_tokens}",
         "worst difference from a forward pass": f"{measured.worst_difference:.1e}",
         "seconds": f"{measured.seconds:.0f}",
     }
@@ -322,10 +323,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--rollouts", type=int, default=64)
     args = parser.parse_args()
-    sys.modules["token_identity"] = sys.modules[__name__]  # under which name the renderer is looked for
+    sys.modules["token_identity"] = sys.modules[__name__]  # the setting names the renderer by this module
     results = asyncio.run(run(args.rollouts, (BRIDGED, RERENDERED), find_model()))
-    check_logprobs(results, find_model())  # the engine has gone: a small machine may have no room for both
-    table = Table("", "bridged", "rendered anew")
+    check_logprobs(results, find_model())  # after the engine has stopped: a small machine may not hold both
+    table = Table("", "bridged", "re-rendered")
     for name, *values in zip(lines(results[0]), *(lines(measured).values() for measured in results), strict=True):
         table.add_row(name, *values)
     Console(width=110).print(table)

@@ -1,4 +1,4 @@
-"""One question, one answer: the smallest agent there is."""
+"""Ask the model one question and score its answer: the smallest agent."""
 
 import re
 
@@ -10,7 +10,7 @@ app = RolloutApp()
 
 
 def is_right(reply: str, answer: str) -> bool:
-    """Whether the last integer of the reply is the answer."""
+    """Return whether the last integer of the reply is the answer."""
     numbers = re.findall(r"-?\d+", reply)
     return bool(numbers) and int(numbers[-1]) == int(answer)
 

@@ -1,4 +1,4 @@
-"""Writes tasks.jsonl beside this file: sums of two single digits. The same seed gives the same file."""
+"""Write tasks.jsonl next to this file: sums of two single digits. The same seed gives the same file."""
 
 import argparse
 import itertools

@@ -1,4 +1,4 @@
-"""Several turns with a tool, on strands-agents, with tasks and their scoring from reasoning-gym."""
+"""Solve reasoning-gym problems over several turns with a calculator, using strands-agents."""
 
 import ast
 import operator
@@ -33,10 +33,10 @@ OPERATORS = {
 
 
 def evaluate(expression: str) -> int | float:
-    """The value of an expression of numbers, + - * / // % and parentheses. Nothing else is ever run.
+    """Compute an expression of numbers, + - * / // % and parentheses, without running any other code.
 
     Raises:
-        ValueError: it holds something else, or cannot be computed.
+        ValueError: the expression contains something else, or cannot be computed.
     """
     if len(expression) > MAX_EXPRESSION:
         raise ValueError(f"the expression is longer than {MAX_EXPRESSION} characters")
@@ -49,7 +49,7 @@ def evaluate(expression: str) -> int | float:
                 return OPERATORS[type(op)](value(left), value(right))
             case ast.UnaryOp(op, operand) if type(op) in OPERATORS:
                 return OPERATORS[type(op)](value(operand))
-        raise ValueError(f"only numbers, + - * / // % and parentheses are understood, not {ast.unparse(node)!r}")
+        raise ValueError(f"only numbers, + - * / // % and parentheses are allowed, not {ast.unparse(node)!r}")
 
     try:
         return value(ast.parse(expression.strip(), mode="eval").body)
@@ -59,16 +59,16 @@ def evaluate(expression: str) -> int | float:
 
 @tool
 def calculator(expression: str) -> str:
-    """Evaluates an arithmetic expression.
+    """Evaluate an arithmetic expression.
 
     Args:
         expression: For example "(12 - 5) * 3". Numbers, + - * / // % and parentheses.
     """
-    return str(evaluate(expression))  # what it raises, strands hands to the model as the tool's error
+    return str(evaluate(expression))  # strands returns a ValueError to the model as the tool's error
 
 
 def score(reply: str, task: dict) -> float:
-    """reasoning-gym's own score, 0 to 1, of what follows the reply's last 'Answer:', or of the whole reply."""
+    """Return reasoning-gym's score, 0 to 1, of the text after the last 'Answer:', or of the whole reply."""
     answer = reply.rpartition("Answer:")[2].strip().rstrip(".")
     dataset = reasoning_gym.create_dataset(task["dataset"])
     return float(dataset.score_answer(answer=answer, entry=task))
@@ -81,14 +81,14 @@ async def agent(context: RolloutContext) -> dict[str, object]:
         tools=[calculator],
         system_prompt=SYSTEM,
         callback_handler=None,  # the default prints each token
-        # The history only grows: one that is trimmed would begin a new sequence to train on.
+        # Keep the whole history: a trimmed history would start a new training sequence.
         conversation_manager=NullConversationManager(),
         retry_strategy=None,  # the client retries already
     )
     try:
         result = await solver.invoke_async(context.payload["question"], limits={"turns": MAX_TURNS})
     except (ContextWindowOverflowException, MaxTokensReachedException) as error:
-        # It talked itself out of its tokens: a bad solution, not a broken one, so it has a reward.
+        # The model used up its tokens. This is a bad solution, not a broken one, so it has a reward.
         raise AgentFailure(f"out of tokens: {type(error).__name__}", reward=0.0) from error
     reply = str(result).strip()
     return {"reward": score(reply, context.payload), "reply": reply, "stop_reason": result.stop_reason}

@@ -1,4 +1,4 @@
-"""Writes tasks.jsonl beside this file: reasoning-gym's problems. The same seed gives the same file."""
+"""Write tasks.jsonl next to this file: problems of reasoning-gym. The same seed gives the same file."""
 
 import argparse
 import json

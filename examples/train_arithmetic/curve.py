@@ -1,4 +1,4 @@
-"""How training went, step by step, from the metrics that verl's `file` logger writes: a table, a CSV, a picture."""
+"""Read the metrics of verl's `file` logger, and write a table, a CSV file and a picture of the training."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ COLUMNS = {  # ours: verl's
     "update_seconds": "timing_s/update_actor",
     "weight_sync_seconds": "timing_s/update_weights",
 }
-STALENESS = "training/off_policy/trajectory_staleness_worst/max"  # of the v1 trainer alone
+STALENESS = "training/off_policy/trajectory_staleness_worst/max"  # only the v1 trainer has it
 TABLE = {"step": "d", "reward": ".3f", "rollout_probs_diff_max": ".1e", "grad_norm": ".3f", "weight_version": "d"}
 FIELDS = ["step", *COLUMNS, "weight_version"]
 
 
 class Curve:
-    """`source` is the file that verl writes; it need not be there yet. verl flushes it line by line."""
+    """The metrics of one training run. verl writes `source` line by line; the file may not exist yet."""
 
     def __init__(self, source: Path) -> None:
         self.source = source
         self.shown = 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each step that is finished. A value that verl did not measure is None."""
+        """Return one row for each finished step. A value that verl did not measure is None."""
         if not self.source.exists():
             return []
         whole, _, _ = self.source.read_text().rpartition("\n")
         return [row(json.loads(line)) for line in whole.splitlines()]
 
     def show_new(self) -> None:
-        """Prints what has come since the last time."""
+        """Print the rows that are new since the last call."""
         rows = self.rows()
         if rows and not self.shown:
             print("  ".join(f"{name:>9}" for name in TABLE), flush=True)
@@ -53,7 +53,7 @@ class Curve:
         self.shown = len(rows)
 
     def write(self, folder: Path) -> None:
-        """`curve.csv` and, where matplotlib is installed, `curve.png`."""
+        """Write `curve.csv` and, if matplotlib is installed, `curve.png`."""
         rows = self.rows()
         with (folder / "curve.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS)
@@ -73,10 +73,10 @@ class Curve:
 
 def row(logged: dict[str, Any]) -> dict[str, Any]:
     step, data = int(logged["step"]), logged["data"]
-    # The legacy trainer logs what is ours as if it were times.
+    # The legacy trainer can log the metrics of this backend only as timings.
     found = {name: data.get(key, data.get(f"timing_s/{key}")) for name, key in COLUMNS.items()}
-    # Weights bear the number of the step that made them; those of step 0 are the model's own. verl counts how many
-    # steps the oldest token's weights lag behind those that a synchronous step samples with.
+    # A weight version is the number of the step that produced it; 0 is the initial model. verl counts how many steps
+    # the oldest token's weights lag behind those that a synchronous step samples with.
     lag = data.get(STALENESS)
     version = None if lag is None else step - 1 - int(lag)
     return {"step": step, **found, "weight_version": version}

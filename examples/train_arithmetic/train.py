@@ -1,10 +1,10 @@
-"""verl trains a small model on sums, on this machine; the agent answers them in a local stand-in of the cloud.
+"""Train a small model on sums with verl, on this machine, with the agent in a local cloud.
 
     python train.py                          # 15 steps of GRPO on SmolLM2-135M: mean reward .06 -> .98
-    python train.py --tiny                   # two steps of a random model, to see that everything works
-    python train.py trainer.total_epochs=2   # whatever is not an option goes to verl as it is
+    python train.py --tiny                   # two steps of a random model, to check that everything works
+    python train.py trainer.total_epochs=2   # other arguments go to verl unchanged
 
-What runs is verl's own `python -m verl.trainer.main_ppo`, in the environment and with the settings below.
+The script starts verl's own `python -m verl.trainer.main_ppo` with the environment and the settings below.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rollout_backend.errors import RolloutBackendError
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.verl_cpu.environment import environment, overrides
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
-from rollout_backend.process import ServerProcess
 from rollout_backend.serving.install import find_model
+from rollout_backend.serving.server_process import ServerProcess
 
 AGENT = Path(__file__).parent.parent / "arithmetic" / "agent.py"
 PROMPTS, GROUP = 16, 4
@@ -34,27 +34,27 @@ ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
 
 def backend_overrides(tasks: Path, settings: Path) -> list[str]:
-    """All that a training script adds to train through this backend, wherever it runs."""
+    """Return what a training script adds to train through this backend, on any machine."""
     return [
         f"+{ROLLOUT}.agent.agent_loop_manager_class=rollout_backend.verl.CloudAgentLoopManager",
         f"+{ROLLOUT}.custom.rollout_backend={settings}",
-        # What a row has under `payload` goes to the agent as it is.
+        # The `payload` of a row goes to the agent unchanged.
         "data.custom_cls.path=pkg://rollout_backend.verl.dataset",
         "data.custom_cls.name=PayloadDataset",
         f"data.train_files={tasks}",
         f"data.val_files={tasks}",
-        # GRPO that leaves out rollouts which were lost, instead of counting them as failures of the model.
-        "algorithm.adv_estimator=grpo_present",
-        # What was left out, and how old the tokens are, among verl's metrics. Verl's own sampler stands behind it.
+        # GRPO that leaves out lost rollouts instead of treating them as failures of the model.
+        "algorithm.adv_estimator=grpo_skip_missing",
+        # Adds metrics on left-out rollouts and on staleness. It wraps verl's own sampler.
         "trainer.v1.sampler.custom_sampler.path=pkg://rollout_backend.verl.sampler",
         "trainer.v1.sampler.custom_sampler.name=RolloutSampler",
-        # Tokens are sampled by the engine: the trainer is to compare its own logprobs with the engine's.
+        # The engine samples the tokens: let the trainer compare its logprobs with the engine's.
         f"{ROLLOUT}.calculate_log_probs=True",
     ]
 
 
 def training_overrides(options: argparse.Namespace, model: Path) -> list[str]:
-    """What any training script of verl says: the model, the batch, the optimizer. Nothing here is ours."""
+    """Return what every training script of verl sets: the model, the batch, the optimizer."""
     prompt, response = 96 if options.tiny else 48, 16
     settings = [
         f"actor_rollout_ref.model.path={model}",
@@ -86,20 +86,20 @@ def training_overrides(options: argparse.Namespace, model: Path) -> list[str]:
         "trainer.save_freq=-1",
         "trainer.resume_mode=disable",
     ]
-    if options.tiny:  # it hardly ever gets a sum right, and must move enough for old weights to be noticed
+    if options.tiny:  # it is rarely right, and its weights must change enough to detect old ones
         settings += [f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.optim.lr=3e-3"]
     return settings
 
 
 def cpu_overrides(options: argparse.Namespace) -> list[str]:
-    """What only a machine without a GPU needs."""
+    """Return what a machine without a GPU needs."""
     server = f"{{log_dir: {options.work}}}"
     devices = overrides(rollout_devices=1) if options.trainer == "async" else overrides()
     return [*devices, f"+{ROLLOUT}.engine_kwargs.sglang_cpu={server}"]
 
 
 def write_tasks(path: Path, count: int) -> Path:
-    """Sums of two single digits. A line is one task; the same seed gives the same sums."""
+    """Write sums of two single digits, one task per line. The same seed gives the same sums."""
     digits = random.Random(0)
     lines = []
     for _ in range(count):
@@ -111,7 +111,7 @@ def write_tasks(path: Path, count: int) -> Path:
 
 
 def write_settings(path: Path, cloud: LocalCloud) -> Path:
-    """The backend's own settings: where results go and which runtime has the agent. The rest verl's settings say."""
+    """Write the backend's settings: the bucket and the runtime. verl's settings provide the rest."""
     settings: dict[str, Any] = {
         **cloud.settings(),
         "output_dir": str(path.parent / "runs"),
@@ -122,7 +122,7 @@ def write_settings(path: Path, cloud: LocalCloud) -> Path:
 
 
 async def train(options: argparse.Namespace, passed_on: list[str]) -> Curve:
-    """Runs verl to its end. Raises RolloutBackendError, with the end of its log."""
+    """Run verl until it ends. Raises RolloutBackendError with the end of its log."""
     work: Path = options.work
     model = make_tiny_model(work / "model") if options.tiny else (options.model or find_model()).absolute()
     tasks = write_tasks(work / "tasks.jsonl", PROMPTS * (options.steps + 1))
@@ -142,7 +142,7 @@ async def train(options: argparse.Namespace, passed_on: list[str]) -> Curve:
         log = work / "verl.log"
         log.unlink(missing_ok=True)
         verl = ServerProcess("verl", command, log, env)
-        print(f"verl starts, which takes a minute; its log: {log}")
+        print(f"verl is starting, which takes a minute; its log is {log}")
         await verl.start()
         try:
             ended = asyncio.create_task(verl.wait())
@@ -160,13 +160,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="default: 15, or 2 with --tiny")
     parser.add_argument("--model", type=Path, help="a model folder; default: the one of `rollout engine install`")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's")
-    parser.add_argument("--work", type=Path, default=Path("runs/train_arithmetic"), help="where everything goes")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="data type of the engine")
+    parser.add_argument("--work", type=Path, default=Path("runs/train_arithmetic"), help="output directory")
     parser.add_argument(
-        "--trainer", choices=["v1", "legacy", "async"], default="v1", help="verl's; async: v1's separate_async"
+        "--trainer",
+        choices=["v1", "legacy", "async"],
+        default="v1",
+        help="trainer of verl; async is v1's separate_async",
     )
-    parser.add_argument("--tiny", action="store_true", help="a random model of a few thousand weights")
-    parser.add_argument("--threads", type=int, help="the trainer's; default: one for each core")
+    parser.add_argument("--tiny", action="store_true", help="use a random model with a few thousand weights")
+    parser.add_argument("--threads", type=int, help="threads of the trainer; default: one per core")
     options, passed_on = parser.parse_known_args()
     if unknown := [argument for argument in passed_on if argument.startswith("-")]:
         parser.error(f"no such option: {' '.join(unknown)}")
