@@ -1,6 +1,6 @@
-"""Writes docs/settings.md from the settings' own docstrings: `python docs/make_settings.py`.
+"""Write docs/settings.md from the docstrings of the settings: `python docs/make_settings.py`.
 
-`page()` is the whole page as text; a test compares it with the file, so the two cannot drift apart.
+`page()` returns the page as text. A test compares it with the file, so the two cannot differ.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollout_backend.config import ENV_PREFIX, RolloutConfig
+from rollout_backend.config import ENV_PREFIX, RUNTIME_KINDS, RolloutConfig
 
 PAGE = Path(__file__).with_name("settings.md")
 _HEAD = f"""\
 # Settings
 
-Generated from `rollout_backend/config.py` by `python docs/make_settings.py`; do not edit.
+Generated from `rollout_backend/config/` by `python docs/make_settings.py`; do not edit.
 
-Settings are read from a YAML file, then from environment variables (`{ENV_PREFIX}STORAGE__BUCKET=...`), then from
-`-o storage.bucket=...` on the command line; the later source wins. An unknown key is refused by name. Times are in
-seconds and end in `_s`; rates are per second and end in `_per_s`; sizes are in bytes and end in `_bytes`.
+The backend reads settings from a YAML file, then from environment variables (`{ENV_PREFIX}STORAGE__BUCKET=...`), then
+from `-o storage.bucket=...` on the command line. A later source overrides an earlier one. An unknown key is refused.
+Names of times end in `_s` (seconds), names of rates in `_per_s` (per second), names of sizes in `_bytes`.
 
-Three have no default: `model.path`, `storage.bucket` and `runtime`.
+You must set `model.path`, `storage.bucket` and `runtime`. All others have a default.
 """
 
 Schema = dict[str, Any]
@@ -31,6 +31,7 @@ def page() -> str:
     schema = RolloutConfig.model_json_schema()
     definitions: dict[str, Schema] = schema["$defs"]
     sections = {name: list(_sections(field, definitions)) for name, field in schema["properties"].items()}
+    sections["runtime"] = [config.model_json_schema() for config in RUNTIME_KINDS.values()]
     top = {name: field for name, field in schema["properties"].items() if not sections[name]}
     lines = [_HEAD, "## At the top", "", *_table(schema, top, "")]
     for name, found in sections.items():
@@ -44,7 +45,7 @@ def page() -> str:
 
 
 def _sections(field: Schema, definitions: dict[str, Schema]) -> Iterator[Schema]:
-    """The sections that a field may hold: none for a plain value, two for `runtime`."""
+    """Yield the sections that a field can hold: none for a plain value."""
     for choice in field.get("oneOf") or field.get("anyOf") or [field]:
         if "$ref" in choice:
             yield definitions[choice["$ref"].rsplit("/", 1)[1]]
@@ -55,13 +56,13 @@ def _table(section: Schema, fields: dict[str, Schema], prefix: str) -> Iterator[
     yield "| --- | --- | --- | --- |"
     required = section.get("required", ())
     for name, field in fields.items():
-        # The kind tells the two runtimes apart: it must be named, whatever the schema says.
+        # The schema gives `kind` a default, but a config must name it to select the runtime.
         default = "required" if name in required or "const" in field else _default(field)
         yield f"| `{prefix}{name}` | {_value(field)} | {default} | {_flat(field.get('description', ''))} |"
 
 
 def _value(field: Schema) -> str:
-    """What a setting takes: its type, or its choices, and its bounds."""
+    """Return the type of a setting, or its choices, with its bounds."""
     if "anyOf" in field:
         return " or ".join(_value(choice) for choice in field["anyOf"] if choice.get("type") != "null")
     if "const" in field:
@@ -83,7 +84,7 @@ def _value(field: Schema) -> str:
 
 def _default(field: Schema) -> str:
     if "default" not in field:
-        return "made anew"
+        return "none" if field.get("type") == "object" else "generated"
     value = field["default"]
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
