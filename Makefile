@@ -7,23 +7,38 @@ RUN := $(VENV)/bin
 VERL := .venv-verl
 VERL_READY := $(VERL)/.ready
 
-.PHONY: demo test test-all train train-smoke lint format audit setup engine verl docs constraints clean
+.PHONY: demo test test-slow test-all train train-smoke lint format audit setup engine verl docs constraints clean
 
 demo: engine  ## 64 real rollouts of a real agent on this machine
 	$(RUN)/rollout demo
 
-# Two at once, by rooms. What fails so is run again by itself, and must pass then: load is not what is tested.
-SELECT := -m "not slow"
-AGAIN := --last-failed --last-failed-no-failures none
-CACHE := -o cache_dir=.pytest_cache/verl
+# `make test ROOM=gateway` runs the tests of one folder of tests/, `ROOM=gateway/dialects` those of a folder in it.
+ROOM ?=
+IN_VERL := $(filter verl verl/%,$(ROOM))
+# Two test processes: see ByFile in tests/conftest.py.
+PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+# Property tests draw the same examples in each run, except with --hypothesis-profile=explore.
+FIXED := $(PARALLEL) --hypothesis-profile=fixed
+EXPLORE := $(PARALLEL) --hypothesis-profile=explore
+# Tests start hundreds of Python processes, which would compile this package each time.
+unexport PYTHONDONTWRITEBYTECODE
 
-test: lint engine verl  ## half an hour on two cores; `make test-all` adds what shows the same once more
-	$(RUN)/pytest $(SELECT) --numprocesses 2 --durations 30 || $(RUN)/pytest $(SELECT) $(AGAIN)
-	$(VERL)/bin/pytest tests/verl $(SELECT) $(CACHE) --numprocesses 2 --no-loadscope-reorder --durations 10 || \
-	  $(VERL)/bin/pytest tests/verl $(SELECT) $(CACHE) $(AGAIN)
+ifeq ($(ROOM),)
+test: lint engine verl  ## the quick tests, each invariant at least once; `ROOM=gateway` runs one folder, without the engine
+	$(RUN)/pytest $(FIXED) -m "not slow" --durations 20
+	$(VERL)/bin/pytest tests/verl $(FIXED) -m "not slow" --durations 10
+else
+test: setup $(if $(IN_VERL),verl)
+	$(if $(IN_VERL),$(VERL)/bin,$(RUN))/pytest tests/$(ROOM) $(FIXED) -m "not slow and not engine" --durations 10
+endif
 
-test-all:  ## the whole suite
-	$(MAKE) test SELECT=
+test-slow: engine verl  ## the tests that `make test` leaves out
+	$(RUN)/pytest $(FIXED) -m slow --durations 20
+	$(VERL)/bin/pytest tests/verl $(FIXED) -m slow --durations 10
+
+test-all: lint engine verl  ## every test, with property tests on new examples
+	$(RUN)/pytest $(EXPLORE) --durations 20
+	$(VERL)/bin/pytest tests/verl $(EXPLORE) --durations 10
 
 train: engine verl  ## verl trains a small model on sums: some 15 minutes
 	$(VERL)/bin/python examples/train_arithmetic/train.py
@@ -66,13 +81,17 @@ $(VERL_READY): pyproject.toml constraints/verl.txt
 
 docs: setup  ## pages that are made from the code
 	$(RUN)/python docs/make_settings.py
+	$(RUN)/python docs/make_api.py
 
 constraints: setup  ## pin anew what the extras install
-	$(RUN)/pip install --quiet uv
 	for extra in agent trainer dev; do \
 	  $(RUN)/uv pip compile pyproject.toml --extra $$extra --python-version 3.11 --universal --upgrade \
 	    --no-annotate --no-header --quiet -o constraints/$$extra.txt; \
 	done
+	# verl and SGLang on GPUs: see infra/trainer.Dockerfile.
+	$(RUN)/uv pip compile pyproject.toml infra/trainer-requirements.in --extra verl \
+	  --override infra/trainer-overrides.txt --python-version 3.12 --python-platform x86_64-manylinux_2_39 --upgrade \
+	  --no-annotate --no-header --quiet > infra/trainer-requirements.txt
 	# Without torch's own needs, which differ by its build.
 	$(RUN)/uv pip compile pyproject.toml --extra verl-local --python-version 3.11 --upgrade \
 	  --no-annotate --no-header --quiet | grep -Ev '^(nvidia|cuda)-|^(torch|triton)==' > constraints/verl.txt
