@@ -138,7 +138,7 @@ class AnnouncementQueue:
     async def give_back(self, messages: Sequence[Message]) -> None:
         """Let another receiver have messages: at first at once, then after a pause. Raises one of AWS_ERRORS.
 
-        Of two runs, each receives the wrong message half of the time: a pause that doubled would hide a message in ten
+        Of two runs, each receives the wrong message half of the time: a doubling pause would hide one message in ten
         for half a minute.
         """
         await self._hide(messages, lambda message: message.receives // _RECEIVES_PER_PAUSE_S)
