@@ -148,7 +148,7 @@ class CircuitOpen(RolloutBackendError):
 
 
 class ManifestError(RolloutBackendError):
-    """The record of an earlier take of a step cannot be read. Nothing was dispatched."""
+    """The manifest of an earlier execution of a step cannot be read. Nothing was dispatched."""
 
 
 class LedgerError(RolloutBackendError):

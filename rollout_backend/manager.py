@@ -233,7 +233,7 @@ class RolloutManager:
             fenced,
             store,
             limits=self._limits,
-            generation=lease.generation,
+            fencing_token=lease.fencing_token,
             owner=str(lease.me),
             buffer=buffer,
             queue_url=queue.url if queue is not None and presigner is None else None,
@@ -312,9 +312,9 @@ class RolloutManager:
             if not running.done():
                 current.abort(_why_it_ended(self._watching))
             result = await running
-            await self._lease.settled()
+            await self._lease.try_to_confirm()
         except RunHeld as error:
-            self._lease.lose(error)
+            self._lease.mark_lost(error)
             raise
         except CircuitOpen as error:
             for other in self._steps.values():

@@ -1,4 +1,4 @@
-"""Which manager holds a run: one process at a time, fenced by a generation.
+"""Which manager holds a run: one process at a time, fenced by a token.
 
 Invariants:
 
@@ -8,8 +8,8 @@ Invariants:
   has not renewed its lease for `janitor.lease_s`;
 - the former holder stays on record until the next one has started everything else, so that the former one's janitor
   still cleans up if that start fails;
-- the generation grows with each claim. Manifests carry it, and a manager that has lost the run starts, stops, writes
-  and deletes nothing of it.
+- the fencing token grows with each claim. Manifests carry it, and a manager that has lost the run starts, stops,
+  writes and deletes nothing of it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LeaseRecord(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     manager_id: str | None = None
-    generation: int = 0
+    fencing_token: int = 0
     holder: Holder | None = None
     released: bool = False
     starting: Holder | None = None
@@ -145,8 +145,8 @@ class RunLease:
         self._was_free = True
 
     @property
-    def generation(self) -> int:
-        return self._record.generation
+    def fencing_token(self) -> int:
+        return self._record.fencing_token
 
     async def may_delete_queue(self) -> bool:
         """Whether the run's queue is this manager's to delete: it surely holds the run, or no other manager did when
@@ -161,7 +161,7 @@ class RunLease:
                 return False
         return self.lost is None and (self.held or self._was_free)
 
-    def lose(self, error: RunHeld) -> None:
+    def mark_lost(self, error: RunHeld) -> None:
         """Another manager has the run, as one of its writes shows."""
         self.lost = self.lost or error
         self._announce()
@@ -190,7 +190,7 @@ class RunLease:
         claimed = {"manager_id": self.me.id, "holder": self.me, "released": False, "starting": None}
         async with self._writing:
             while self.lost is None and not self.held:
-                record = self._record.model_copy(update={**claimed, "generation": self._record.generation + 1})
+                record = self._record.model_copy(update={**claimed, "fencing_token": self._record.fencing_token + 1})
                 try:
                     await self._patiently(lambda: self._put(record))  # noqa: B023
                     self.held = True
@@ -205,7 +205,7 @@ class RunLease:
             await self._news.wait()
         raise self.lost
 
-    async def confirmed(self) -> None:
+    async def wait_confirmed(self) -> None:
         """Wait until the lease is surely this manager's, so that no other one can have the run. Raises RunHeld."""
         loop = asyncio.get_running_loop()
         while self.lost is None and loop.time() - self._renewed_at > _SURE * self._lease_s:
@@ -213,7 +213,7 @@ class RunLease:
         if self.lost is not None:
             raise self.lost
 
-    async def settled(self) -> None:
+    async def try_to_confirm(self) -> None:
         """Wait until the lease is surely this manager's, or until S3 has not answered for some minutes.
 
         A manager that could not renew its lease must not return a step's result before it knows whether another
@@ -221,7 +221,7 @@ class RunLease:
         """
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                await self.confirmed()
+                await self.wait_confirmed()
         except TimeoutError:
             log.warning(
                 "the run's lease could not be renewed for %g s; another manager may hold the run", _PATIENCE_S
@@ -314,7 +314,7 @@ class RunLease:
             self._record = record.model_copy(update={"starting": None}) if self.held else record
             return
         other = record.starting or record.holder
-        self.lose(self._taken_by(other) if self.held or other is None else self._held_by(other, record.lease_s))
+        self.mark_lost(self._taken_by(other) if self.held or other is None else self._held_by(other, record.lease_s))
 
     def _announce(self) -> None:
         self._news.set()
@@ -353,7 +353,7 @@ class FencedRuntime:
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         try:
-            await self._lease.confirmed()
+            await self._lease.wait_confirmed()
         except RunHeld as error:
             raise Rejected(str(error), reason="run_taken_over") from error
         return await self._runtime.invoke(session_id, payload)

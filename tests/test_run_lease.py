@@ -79,14 +79,14 @@ async def test_a_run_is_held_by_one_manager_and_the_second_is_told_by_which(mana
         await manager().begin()
     assert "Stop that one, or give this run another run_id" in str(caught.value)
     assert await record(store, first) == before
-    assert first.generation == 1
+    assert first.fencing_token == 1
     assert await first.may_delete_queue()
 
 
 async def test_a_run_whose_process_is_dead_starts_again_at_once_on_its_machine(manager):
     await start(manager(pid=ended_process()))
     second = await start(manager())
-    assert second.generation == 2
+    assert second.fencing_token == 2
 
 
 async def test_a_pid_that_is_used_again_is_no_sign_of_life(manager):
@@ -97,7 +97,7 @@ async def test_a_pid_that_is_used_again_is_no_sign_of_life(manager):
 async def test_a_released_run_is_taken_at_once_on_any_machine(manager):
     first = await start(manager())
     await first.release()
-    assert (await start(manager(machine="elsewhere"))).generation == 2
+    assert (await start(manager(machine="elsewhere"))).fencing_token == 2
 
 
 async def test_a_manager_on_another_machine_that_renews_its_lease_keeps_the_run(manager):
@@ -113,13 +113,13 @@ async def test_one_that_no_longer_renews_its_lease_loses_the_run_and_learns_it(m
     assert first._renewing is not None
     first._renewing.cancel()  # simulate a stalled process
     second = await start(manager(lease_s=1.0))
-    assert second.generation == 2
+    assert second.fencing_token == 2
     first._renewing = asyncio.create_task(first._renew())  # the stalled process resumes
     with pytest.raises(RunHeld, match=rf"taken over by another manager \(process {second.me.pid}.*far-away"):
         await first.wait_lost()
     assert not await first.may_delete_queue()
     with pytest.raises(RunHeld):
-        await first.confirmed()
+        await first.wait_confirmed()
     await first.release()
     assert (await record(store, second))["manager_id"] == second.me.id
     assert not (await record(store, second))["released"]
@@ -168,7 +168,7 @@ async def test_a_holder_that_comes_back_before_the_next_one_has_started_keeps_th
         await second.wait_lost()
     with pytest.raises(RunHeld):
         await second.claim()
-    await first.confirmed()
+    await first.wait_confirmed()
 
 
 async def test_answers_that_are_lost_and_refusals_cost_time(manager, proxy):
@@ -176,7 +176,7 @@ async def test_answers_that_are_lost_and_refusals_cost_time(manager, proxy):
         Rule("s3:PutObject", Fault.CUT_AFTER, once_each=True, path="*/lease"),
         Rule("s3:*Object", Fault.FAIL, times=5, code="SlowDown", path="*/lease"),
     ]
-    assert (await start(manager())).generation == 1
+    assert (await start(manager())).fencing_token == 1
     assert {call.fault for call in proxy.calls} >= {Fault.CUT_AFTER, Fault.FAIL}
 
 
@@ -199,7 +199,7 @@ async def test_agents_are_started_only_under_a_lease_that_is_sure(manager):
     await first._put(first._record)
     await invoking
     assert started == ["a"]
-    first.lose(RunHeld("taken"))
+    first.mark_lost(RunHeld("taken"))
     with pytest.raises(Rejected, match="taken") as caught:
         await runtime.invoke("b", b"")
     assert (caught.value.reason, caught.value.never_opened) == ("run_taken_over", True)

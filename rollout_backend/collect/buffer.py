@@ -59,7 +59,7 @@ class ResultSink(Protocol):
 
     step: int
 
-    def wants(self, rollout_id: str, attempt: int | None = None) -> bool:
+    def is_wanted(self, rollout_id: str, attempt: int | None = None) -> bool:
         """Return whether the rollout's result is wanted or, with `attempt`, this attempt's failure marker."""
         ...
 
@@ -235,7 +235,7 @@ class RolloutBuffer:
             sink = self._sinks.get(name.step)
             if sink is None:
                 self.stale += 1
-            elif not sink.wants(name.rollout_id, name.attempt):
+            elif not sink.is_wanted(name.rollout_id, name.attempt):
                 sink.record_duplicate(name.rollout_id)
             else:
                 handled = await self._fetch(sink, name, item.key, message.sent_at) is Fetched.HANDLED and handled
@@ -287,7 +287,7 @@ class RolloutBuffer:
             wanted = [
                 (key, name)
                 for key, name in found.items()
-                if (name.attempt is not None) == failure_markers and sink.wants(name.rollout_id, name.attempt)
+                if (name.attempt is not None) == failure_markers and sink.is_wanted(name.rollout_id, name.attempt)
             ]
             fetched = await asyncio.gather(*(self._try_to_fetch(sink, name, key) for key, name in wanted))
             complete = all(each is Fetched.HANDLED for each in fetched) and complete
@@ -326,7 +326,7 @@ class RolloutBuffer:
     async def _inventory(self, sink: ResultSink) -> dict[str, ResultName] | None:
         if sink.step in self._flooded:
             return None
-        found = await inventory(self._store, self._run_id, sink.step, sink.wants)
+        found = await inventory(self._store, self._run_id, sink.step, sink.is_wanted)
         if found is None:
             log.warning(
                 "more than %d objects are stored for step %d, more than this run's agents write: from now on open "
@@ -346,7 +346,7 @@ class RolloutBuffer:
         place = self._store.config.prefix, self._run_id, sink.step
         name = ResultName(sink.step, rollout_id, None)
         fetched = await self._try_to_fetch(sink, name, result_key(*place, rollout_id))
-        if fetched is Fetched.ABSENT and attempt and sink.wants(rollout_id, attempt):
+        if fetched is Fetched.ABSENT and attempt and sink.is_wanted(rollout_id, attempt):
             key = failure_marker_key(*place, rollout_id, attempt)
             fetched = await self._try_to_fetch(sink, name._replace(attempt=attempt), key)
         return fetched is not Fetched.UNKNOWN
@@ -370,7 +370,7 @@ class RolloutBuffer:
         self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None
     ) -> Fetched:
         async with self._fetching:
-            if not sink.wants(name.rollout_id, name.attempt):  # it was delivered while this call waited
+            if not sink.is_wanted(name.rollout_id, name.attempt):  # it was delivered while this call waited
                 if announced_at is not None:
                     sink.record_duplicate(name.rollout_id)
                 return Fetched.HANDLED

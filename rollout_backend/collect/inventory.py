@@ -11,7 +11,7 @@ MAX_KEYS = 50_000  # per step, 50 calls to S3. Agents may write under the prefix
 
 
 async def inventory(
-    store: ResultStore, run_id: str, step: int, wants: Callable[[str, int | None], bool]
+    store: ResultStore, run_id: str, step: int, is_wanted: Callable[[str, int | None], bool]
 ) -> dict[str, ResultName] | None:
     """Return the step's wanted results and failure markers by key, results first. None if there are too many keys.
 
@@ -30,6 +30,6 @@ async def inventory(
             name = parse_result_key(prefix, run_id, key)
         except ContractError:
             continue  # neither a result nor a failure marker
-        if wants(name.rollout_id, name.attempt):
+        if is_wanted(name.rollout_id, name.attempt):
             found[key] = name
     return dict(sorted(found.items(), key=lambda item: item[1].attempt is not None))

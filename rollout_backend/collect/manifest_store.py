@@ -1,8 +1,8 @@
 """Stores the manifests of a run's steps in S3.
 
-Invariant: each write is conditional on the version that this manager last read or wrote, and carries the generation
-of its lease on the run (see `run_lease`). So neither a delayed write of this manager nor a manager that has lost the
-run can replace a newer state.
+Invariant: each write is conditional on the version that this manager last read or wrote, and carries the fencing
+token of its lease on the run (see `run_lease`). So neither a delayed write of this manager nor a manager that has
+lost the run can replace a newer state.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rollout_backend.errors import ManifestError, ResultMissing, RunHeld, StoreE
 class ManifestStore:
     """The manifests of one run."""
 
-    def __init__(self, store: ResultStore, run_id: str, generation: int = 0, owner: str = "") -> None:
-        """`generation` and `owner` identify this manager's lease on the run."""
+    def __init__(self, store: ResultStore, run_id: str, fencing_token: int = 0, owner: str = "") -> None:
+        """`fencing_token` and `owner` identify this manager's lease on the run."""
         self._store = store
         self._run_id = run_id
-        self._generation = generation
+        self._fencing_token = fencing_token
         self._owner = owner
         self._etags: dict[int, str | None] = {}  # by step, as last read or written
 
@@ -49,7 +49,7 @@ class ManifestStore:
             ) from None
         if (manifest.run_id, manifest.step) != (self._run_id, step):
             raise ManifestError(f"{key} is the manifest of step {manifest.step} of run {manifest.run_id!r}")
-        if manifest.generation > self._generation:
+        if manifest.fencing_token > self._fencing_token:
             raise RunHeld(
                 f"run {self._run_id!r} was taken over by another manager ({manifest.owner or 'unknown'}), which has "
                 f"begun step {step}: this one stops. Run only one of them, or set another run_id for one"
@@ -65,13 +65,13 @@ class ManifestStore:
             RunHeld: another manager has taken over the run and written.
             StoreError: S3 did not store it.
         """
-        fenced = manifest.model_copy(update={"generation": self._generation, "owner": self._owner})
+        fenced = manifest.model_copy(update={"fencing_token": self._fencing_token, "owner": self._owner})
         key, body = self._key(manifest.step), fenced.model_dump_json(indent=1).encode()
         try:
             self._etags[manifest.step] = await self._store.put_if(key, body, self._etags.get(manifest.step))
         except WriteConflict as conflict:
             found = await self.read(manifest.step)
-            if found is not None and found.generation < self._generation:
+            if found is not None and found.fencing_token < self._fencing_token:
                 raise
             raise StoreError(f"{conflict}: an earlier write by this manager arrived late") from conflict
 

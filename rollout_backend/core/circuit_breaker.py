@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from agent_wrapper.contract import quarantine_prefix
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
-from rollout_backend.core.ledger import CONTAINER_LOST, NO_RESULT, Entry
+from rollout_backend.core.ledger import CONTAINER_LOST, NO_RESULT, LedgerEntry
 
 _ADVICE = {
     "access_denied": "attach the trainer's policy (output TrainerPolicyArn of the stack), and see that the "
@@ -59,7 +59,7 @@ class _Streak:
 
     since: float
     until: float
-    last: Entry
+    last: LedgerEntry
     count: int = 1
 
 
@@ -69,7 +69,7 @@ class CircuitBreaker:
     def __init__(
         self,
         settings: CircuitBreakerConfig | None = None,
-        log_of: Callable[[Entry], str] = lambda entry: f"that of session {entry.session_id}",
+        log_of: Callable[[LedgerEntry], str] = lambda entry: f"that of session {entry.session_id}",
     ) -> None:
         """Without settings it never opens. `log_of` returns the location of a lost rollout's log."""
         self._settings = settings or CircuitBreakerConfig(max_failures=None)
@@ -78,7 +78,7 @@ class CircuitBreaker:
         self._running: dict[int, int] = {}  # by step
         self.opened: str | None = None
 
-    def settled(self, entry: Entry, now: float) -> None:
+    def settled(self, entry: LedgerEntry, now: float) -> None:
         """Record a settled rollout, in the order of settlement. `now` is in seconds of any monotonic clock."""
         if entry.delivered:  # a rollout that we ended proves nothing about the infrastructure
             self._streaks.clear()
@@ -112,7 +112,7 @@ class CircuitBreaker:
         )
 
 
-def log_place(config: RolloutConfig, entry: Entry, session_log: Callable[[str | None], str]) -> str:
+def log_place(config: RolloutConfig, entry: LedgerEntry, session_log: Callable[[str | None], str]) -> str:
     """Describe where a person finds the log of a lost rollout. `session_log` is the runtime's `log_location`."""
     session = f"session {entry.session_id or 'never opened'}"
     if entry.reason == "invalid_result":

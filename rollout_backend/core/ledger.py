@@ -35,12 +35,12 @@ class Phase(StrEnum):
     SETTLED = "settled"
 
 
-class Arrival(StrEnum):
-    """What a result is when it comes in."""
+class ResultStatus(StrEnum):
+    """How the ledger counts an incoming result."""
 
     FIRST = "first"
     DUPLICATE = "duplicate"  # the rollout was settled by a result already
-    LATE = "late"  # the rollout was settled without one: timed out, cancelled, given up
+    LATE = "late"  # the rollout was settled without one: timed out or cancelled
     UNKNOWN = "unknown"  # this step never planned it
 
 
@@ -52,7 +52,7 @@ class PlannedRollout:
 
 
 @dataclass
-class Entry:
+class LedgerEntry:
     """The state of one rollout."""
 
     planned: PlannedRollout
@@ -123,15 +123,15 @@ class CallTally:
 @dataclass
 class Ledger:
     step: int
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, LedgerEntry] = field(default_factory=dict)
     duplicates: int = 0
     late: int = 0
     unknown: int = 0
-    superseded: int = 0  # failure markers of attempts that were given up before: another attempt decides
+    superseded: int = 0  # failure markers of abandoned attempts: another attempt decides
     sessions_opened: int = 0
     open_sessions: set[str] = field(default_factory=set)
     unclosed_sessions: dict[str, str] = field(default_factory=dict)  # session id -> why it would not close
-    settled: list[Entry] = field(default_factory=list)  # in the order in which they ended
+    settled: list[LedgerEntry] = field(default_factory=list)  # in the order in which they ended
     groups: dict[str, GroupState] = field(default_factory=dict)  # by task, with counts that are current
     invokes: CallTally = field(default_factory=CallTally)
     stops: CallTally = field(default_factory=CallTally)
@@ -145,13 +145,13 @@ class Ledger:
         for rollout in rollouts:
             if rollout.rollout_id in self.entries:
                 raise LedgerError(f"rollout {rollout.rollout_id!r} is planned twice in step {self.step}")
-            self.entries[rollout.rollout_id] = Entry(rollout)
+            self.entries[rollout.rollout_id] = LedgerEntry(rollout)
             self._phases[Phase.PLANNED] += 1
             group = self._group(rollout.task_id)
             group.open[rollout.rollout_id] = None
             group.replacements += rollout.replaces
 
-    def attempt(self, rollout_id: str, session_id: str, deadline: float) -> int:
+    def start_attempt(self, rollout_id: str, session_id: str, deadline: float) -> int:
         """Record an attempt in a new session, and return its number, from 1."""
         entry = self.entries[rollout_id]
         self._enter(entry, Phase.DISPATCHING)
@@ -161,11 +161,11 @@ class Ledger:
         self._open(session_id)
         return entry.attempts
 
-    def withdraw(self, rollout_id: str) -> None:
+    def undo_attempt(self, rollout_id: str) -> None:
         """Undo an attempt whose invoke was throttled. The next attempt reuses its number and session."""
         entry = self.entries[rollout_id]
         entry.attempts -= 1
-        self.give_up(rollout_id)
+        self.abandon_attempt(rollout_id)
 
     def accept(self, rollout_id: str) -> None:
         """Record that the agent runs. Do nothing if its result has arrived already."""
@@ -187,45 +187,41 @@ class Ledger:
         self._open(session_id)
         return True
 
-    def lose(self, rollout_id: str) -> None:
-        """A running attempt came to nothing: the rollout waits for its next one."""
-        self.give_up(rollout_id)
-
-    def give_up(self, rollout_id: str) -> None:
-        """The current attempt came to nothing. What its session may still say does not count, and its deadline
-        settles nothing: the next attempt has its own."""
+    def abandon_attempt(self, rollout_id: str) -> None:
+        """Drop the current attempt: its results no longer count, and the rollout waits for its next attempt."""
         entry = self.entries[rollout_id]
         entry.session_id, entry.deadline = None, None
         if entry.outcome is None:
             self._enter(entry, Phase.PLANNED)
 
-    def wants(self, rollout_id: str) -> bool:
+    def is_open(self, rollout_id: str) -> bool:
+        """Return whether the rollout is planned and not settled."""
         entry = self.entries.get(rollout_id)
         return entry is not None and entry.outcome is None
 
-    def arrive(
+    def record_result(
         self, rollout_id: str, outcome: Outcome, reason: str = "", message: str = "", *, trainable: bool = False
-    ) -> Arrival:
+    ) -> ResultStatus:
         """Record a result. Only the first result of an open rollout settles it."""
         entry = self.entries.get(rollout_id)
         if entry is None:
             self.unknown += 1
-            return Arrival.UNKNOWN
+            return ResultStatus.UNKNOWN
         if entry.outcome is not None:
             if entry.by_result:
                 self.duplicates += 1
-                return Arrival.DUPLICATE
+                return ResultStatus.DUPLICATE
             self.late += 1
-            return Arrival.LATE
+            return ResultStatus.LATE
         self._settle(entry, outcome, reason, message, by_result=True, trainable=trainable)
-        return Arrival.FIRST
+        return ResultStatus.FIRST
 
-    def again(self, rollout_id: str) -> None:
+    def record_duplicate(self, rollout_id: str) -> None:
         """Record an announcement whose rollout is settled or was never planned, or whose attempt was abandoned."""
-        if self.wants(rollout_id):
+        if self.is_open(rollout_id):
             self.superseded += 1
         else:
-            self.arrive(rollout_id, Outcome.COMPLETED)
+            self.record_result(rollout_id, Outcome.COMPLETED)
 
     def settle(self, rollout_id: str, outcome: Outcome, reason: str, message: str = "") -> bool:
         """Settle a rollout without a result. Return False if it is settled already."""
@@ -237,7 +233,7 @@ class Ledger:
 
     def _settle(
         self,
-        entry: Entry,
+        entry: LedgerEntry,
         outcome: Outcome,
         reason: str,
         message: str,
@@ -256,7 +252,7 @@ class Ledger:
         group.lost += entry.lost
         group.messages_only += reason == MESSAGES_ONLY
 
-    def _enter(self, entry: Entry, phase: Phase) -> None:
+    def _enter(self, entry: LedgerEntry, phase: Phase) -> None:
         self._phases[entry.phase] -= 1
         self._phases[phase] += 1
         entry.phase = phase
@@ -276,7 +272,7 @@ class Ledger:
         """Return how many rollouts are not settled."""
         return len(self.entries) - self._phases[Phase.SETTLED]
 
-    def open_entries(self) -> Iterator[Entry]:
+    def open_entries(self) -> Iterator[LedgerEntry]:
         return (entry for entry in self.entries.values() if entry.outcome is None)
 
     # --- sessions -----------------------------------------------------------------------------------------

@@ -35,18 +35,18 @@ class Manifest(ContractObject):
     schema_version: Literal[1] = 1
     run_id: Identifier
     step: int = Field(ge=0, le=MAX_STEP)
-    series: int = Field(default=0, ge=0)
-    """Counts the different steps that have had this number in this run."""
-    takes: int = Field(default=1, ge=1)
-    """How often this step was begun."""
+    generation: int = Field(default=0, ge=0)
+    """How many other steps had this number in this run before: a restarted trainer may plan other tasks."""
+    resume_count: int = Field(default=0, ge=0)
+    """How often this step was resumed."""
     nonce: str = Field(default_factory=lambda: secrets.token_hex(16))
     attempts_before: int = Field(default=0, ge=0)
-    """Attempts that earlier takes may have made of each rollout."""
+    """Attempts that earlier executions may have made of each rollout."""
     attempts_closed: int = Field(default=0, ge=0)
     """The sessions of this many first attempts of each rollout are certainly closed."""
     attempts: int = Field(default=1, ge=1)
-    """Attempts that this take makes of each rollout at most. Raised before a rollout needs one more: so a trainer on
-    another machine, which has no notes, stops few sessions that were never invoked."""
+    """Attempts that this execution makes of each rollout at most. Raised before a rollout needs one more: so a
+    trainer on another machine, which has no in-flight log, stops few sessions that were never invoked."""
     written_at: float
     deadline: float
     """Unix seconds when the step ends at the latest."""
@@ -54,8 +54,8 @@ class Manifest(ContractObject):
     """The model that was served when the step began, and its version if that is known."""
     sealed_by: str = ""
     """Fingerprint of the secret that seals what is sampled; empty where nothing is sealed."""
-    generation: int = Field(default=0, ge=0)
-    """The run's generation, of the manager that wrote this. A manager with a smaller one has lost the run."""
+    fencing_token: int = Field(default=0, ge=0)
+    """Fencing token of the manager that wrote this. A manager with a smaller one has lost the run."""
     owner: str = ""
     """That manager, for the message to one that has lost the run."""
     gateway: str = ""
@@ -107,22 +107,20 @@ class Manifest(ContractObject):
             return cls.model_validate(
                 {
                     **fields,
-                    "series": before.series,
-                    "takes": before.takes + 1,
+                    "generation": before.generation,
+                    "resume_count": before.resume_count + 1,
                     "nonce": before.nonce,
                     "attempts_before": before.attempts_before + before.attempts,
                     "attempts_closed": before.attempts_closed,
                     "tasks": taken,
                 }
             )
-        series = before.series + 1
-        renamed = [
-            group.model_copy(
-                update={"rollouts": tuple(rollout_id(group.task_id, i, series) for i in range(len(group.rollouts)))}
-            )
-            for group in groups
-        ]
-        return cls.model_validate({**fields, "series": series, "tasks": renamed})
+        generation = before.generation + 1
+        renamed = []
+        for group in groups:
+            ids = tuple(rollout_id(group.task_id, i, generation) for i in range(len(group.rollouts)))
+            renamed.append(group.model_copy(update={"rollouts": ids}))
+        return cls.model_validate({**fields, "generation": generation, "tasks": renamed})
 
     def matched(self, groups: Iterable[PlannedTask]) -> list[PlannedTask] | None:
         """Return each group with this manifest's rollouts of the same content; None if it is not the same step."""
@@ -138,7 +136,7 @@ class Manifest(ContractObject):
 
     @property
     def resumed(self) -> bool:
-        return self.takes > 1
+        return self.resume_count > 0
 
     def with_rollout(self, task_id: str, rollout_id: str) -> Self:
         """Return a copy with a replacement rollout of a task."""
@@ -154,21 +152,22 @@ class Manifest(ContractObject):
         return sibling_id(task.rollouts[0], len(task.rollouts))
 
     def session_id(self, rollout_id: str, attempt: int) -> str:
-        """The session of an attempt; `attempt` counts from 1 over all takes. 40 characters: runtimes want 33.
+        """The session of an attempt; `attempt` counts from 1 over all executions. 40 characters: runtimes want 33.
 
         The nonce makes it a secret of the attempt's own container: agents cannot read manifests, and a result is
         believed only if it names the session of its attempt.
         """
-        text = f"{self.nonce}/{self.series}/{rollout_id}/{attempt}"
+        text = f"{self.nonce}/{self.generation}/{rollout_id}/{attempt}"
         return f"rollout-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
     def earlier_sessions(self, rollout_id: str, besides: Container[int] = ()) -> list[str]:
-        """Return the sessions that an earlier take may have left open, the last first, `besides` these attempts."""
+        """Return the sessions that an earlier execution may have left open, the last first, `besides` these
+        attempts."""
         attempts = range(self.attempts_before, self.attempts_closed, -1)
         return [self.session_id(rollout_id, attempt) for attempt in attempts if attempt not in besides]
 
     def with_attempts(self, attempts: int) -> Self:
-        """Return a copy for a rollout that needs this many attempts in this take."""
+        """Return a copy for a rollout that needs this many attempts in this execution."""
         return self.model_copy(update={"attempts": attempts})
 
     def with_closed(self, attempts: int) -> Self:

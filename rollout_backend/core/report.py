@@ -10,7 +10,7 @@ from statistics import quantiles
 from pydantic import BaseModel, ConfigDict
 
 from agent_wrapper.contract import Outcome, Rollout, Segment
-from rollout_backend.core.ledger import CallTally, Entry, Ledger
+from rollout_backend.core.ledger import CallTally, Ledger, LedgerEntry
 from rollout_backend.core.tasks import Task
 
 
@@ -75,7 +75,7 @@ class LengthBias(_Frozen):
     """What a step that does not wait for the last leaves out. `cut_off` are those that ran and were ended from here
     (a target, a deadline, as stragglers): they took so long and were not done, and what they sampled is not known."""
 
-    finished: Lengths  # completed, and the agent's own errors; of this take
+    finished: Lengths  # completed, and the agent's own errors; of this execution
     cut_off: Lengths
 
 
@@ -95,8 +95,8 @@ class StepReport(_Frozen):
     late: int
     unknown: int
     superseded: int  # failure markers of lost attempts that another attempt had taken the place of
-    resumed: int  # rollouts that an earlier take of this step had finished
-    reattached: int = 0  # rollouts of an earlier take whose agents were still running, and were not restarted
+    resumed: int  # rollouts that an earlier execution of this step had finished
+    reattached: int = 0  # rollouts of an earlier execution whose agents were still running, and were not restarted
     refused: int  # messages put into quarantine
     unarchived: int = 0  # results that could not be written to the run's folder; they are in S3
     attempts: int
@@ -205,7 +205,7 @@ def make_report(
     deadline_reached: bool,
     took: Mapping[str, float] | None = None,
 ) -> StepReport:
-    """`took`: seconds of each rollout that began in this take, by its id."""
+    """`took`: seconds of each rollout that began in this execution, by its id."""
     entries = list(ledger.entries.values())
     by_task: dict[str, Counter[Outcome]] = {}
     for entry in entries:
@@ -273,7 +273,7 @@ def make_report(
 
 
 def _length_bias(
-    entries: Iterable[Entry], rollouts: Sequence[Rollout], took: Mapping[str, float]
+    entries: Iterable[LedgerEntry], rollouts: Sequence[Rollout], took: Mapping[str, float]
 ) -> LengthBias | None:
     cut = [
         took[entry.planned.rollout_id]

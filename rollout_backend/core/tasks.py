@@ -21,7 +21,7 @@ from rollout_backend.config import GroupConfig
 from rollout_backend.errors import TaskFileError
 
 MAX_TASK_ID = 100  # leaves room for the rollout's number in a 128-character id
-_ROLLOUT_ID = re.compile(r"(.+)\.([0-9]+)(\.s[0-9]+)?")
+_ROLLOUT_ID = re.compile(r"(.+)\.([0-9]+)(\.g[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ def planned_rollouts(tasks: Iterable[Task], group: GroupConfig) -> int:
     return sum((task.rollouts or group.size) + group.oversample for task in tasks)
 
 
-def rollout_id(task_id: str, number: int, series: int = 0) -> str:
-    """Return the id of a task's rollout. `series` counts the different steps that have had one number.
+def rollout_id(task_id: str, number: int, generation: int = 0) -> str:
+    """Return the id of a task's rollout. See `Manifest.generation`.
 
-    The id ends in a number, or in the series. So the rollouts of two tasks never share an id.
+    The id ends in a number, or in the generation. So the rollouts of two tasks never share an id.
     """
-    return f"{task_id}.{number}" + (f".s{series}" if series else "")
+    return f"{task_id}.{number}" + (f".g{generation}" if generation else "")
 
 
 def sibling_id(rollout_id: str, number: int) -> str:

@@ -30,7 +30,7 @@ class Call(IntEnum):
 
     STOP = 0  # of a session whose rollout is settled: it frees a slot
     INVOKE = 1
-    STOP_EARLIER = 2  # of a session that an earlier take may have left open
+    STOP_EARLIER = 2  # of a session that an earlier execution may have left open
 
 
 class CallQueue:

@@ -156,23 +156,23 @@ class Dispatcher:
         close: Callable[[str], Awaitable[None]],
     ) -> bool:
         await self._calls.admit(Call.INVOKE)
-        if not ledger.wants(rollout_id):
+        if not ledger.is_open(rollout_id):
             return False  # settled while it waited
         submission = await prepare(ledger.entries[rollout_id].attempts + 1)
-        if not ledger.wants(rollout_id):
+        if not ledger.is_open(rollout_id):
             return False
         session_id = submission.session_id
         may_be_open = session_id in ledger.open_sessions  # by an earlier call, which was refused
-        ledger.attempt(rollout_id, session_id, submission.deadline)
+        ledger.start_attempt(rollout_id, session_id, submission.deadline)
         try:
             with self._calls.observed(Call.INVOKE, ledger.invokes):
                 answer = await self._runtime.invoke(session_id, submission.payload)
             _check_accepted(answer)
         except RuntimeCallError as error:
             if error.refused:
-                ledger.withdraw(rollout_id)
+                ledger.undo_attempt(rollout_id)
             else:
-                ledger.give_up(rollout_id)
+                ledger.abandon_attempt(rollout_id)
             if error.never_opened and not may_be_open:
                 ledger.session_never_opened(session_id)
             elif not error.refused:

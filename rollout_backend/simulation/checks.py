@@ -80,7 +80,7 @@ class Checks:
                 continue  # an invalid failure marker changes nothing
             written_at = self._world.written_at.get(item.key, -1.0)
             is_new = item.bucket == BUCKET and name.step == step.step and written_at > self._planned_at
-            if is_new and step.wants(name.rollout_id, name.attempt) and self._seen is None:
+            if is_new and step.is_wanted(name.rollout_id, name.attempt) and self._seen is None:
                 self._seen = Violation(f"the announcement of {name.rollout_id} is deleted before its result is in")
 
     def arrived(self, step: Step) -> None:

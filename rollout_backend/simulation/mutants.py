@@ -23,7 +23,7 @@ from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.queue import Message
 from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.heartbeats import Heartbeats
-from rollout_backend.core.ledger import Arrival, Ledger
+from rollout_backend.core.ledger import Ledger, ResultStatus
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.policy import StragglerRule
 from rollout_backend.core.report import GroupResult
@@ -36,9 +36,9 @@ from rollout_backend.observe.archive import RunArchive
 from rollout_backend.run_lease import RunLease
 from rollout_backend.simulation.world import SimInFlightLog, SimStore
 from rollout_backend.step import restart as restart_module
+from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.group import Group
-from rollout_backend.step.in_flight import InFlightLog, LeftOpen
-from rollout_backend.step.last_look import LastLook
+from rollout_backend.step.in_flight import InFlightLog, OpenSessions
 from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.restart import resumable_attempts
 from rollout_backend.step.rollout_task import RolloutTask
@@ -74,10 +74,10 @@ def dedupe_by_message_id() -> Patch:
 
     def broken(
         self: Ledger, rollout_id: str, outcome: Outcome, reason: str = "", message: str = "", **more: Any
-    ) -> Arrival:
+    ) -> ResultStatus:
         trainable = bool(more.get("trainable"))
         self._settle(self.entries[rollout_id], outcome, reason, message, by_result=True, trainable=trainable)
-        return Arrival.FIRST
+        return ResultStatus.FIRST
 
     seen: WeakKeyDictionary[RolloutTask, int] = WeakKeyDictionary()  # how often each result was announced again
     group_result = Group.result
@@ -94,7 +94,7 @@ def dedupe_by_message_id() -> Patch:
             seen[task] = seen.get(task, 0) + 1
 
     return _all(
-        patch.object(Ledger, "arrive", broken),
+        patch.object(Ledger, "record_result", broken),
         patch.object(Group, "result", result),
         patch.object(Step, "record_duplicate", record_duplicate),
     )
@@ -400,13 +400,13 @@ def invalid_results_never_settled() -> Patch:
 @_mutant
 def late_results_accepted() -> Patch:
     """A rollout that was already settled still counts when its result arrives."""
-    wants = Ledger.wants
+    is_open = Ledger.is_open
 
     def broken(self: Ledger, rollout_id: str) -> bool:
         entry = self.entries.get(rollout_id)
-        return wants(self, rollout_id) or (entry is not None and not entry.by_result)
+        return is_open(self, rollout_id) or (entry is not None and not entry.by_result)
 
-    return patch.object(Ledger, "wants", broken)
+    return patch.object(Ledger, "is_open", broken)
 
 
 @_mutant
@@ -434,11 +434,11 @@ def stopped_steps_leave_sessions_open() -> Patch:
 def stragglers_cut_off_unasked() -> Patch:
     """A straggler is cut off without checking S3 for its result."""
 
-    async def broken(self: LastLook, rollouts: set[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
+    async def broken(self: AbsenceCheck, rollouts: set[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
         for rollout in sorted(rollouts, key=lambda each: each.rollout_id):
             absent(rollout)
 
-    return patch.object(LastLook, "ask", broken)
+    return patch.object(AbsenceCheck, "ask", broken)
 
 
 @_mutant
@@ -491,30 +491,30 @@ def running_agents_not_adopted() -> Patch:
 @_mutant
 def in_flight_log_incomplete() -> Patch:
     """The log of invoked sessions is incomplete, so every session that might be open is stopped."""
-    read = InFlightLog.left_open
+    read = InFlightLog.open_sessions
 
-    def broken(self: InFlightLog, step: int, nonce: str) -> LeftOpen:
-        return replace(read(self, step, nonce), complete=frozenset())
+    def broken(self: InFlightLog, step: int, nonce: str) -> OpenSessions:
+        return replace(read(self, step, nonce), complete_attempts=frozenset())
 
-    return patch.object(InFlightLog, "left_open", broken)
+    return patch.object(InFlightLog, "open_sessions", broken)
 
 
 @_mutant
 def attempts_logged_after_acceptance() -> Patch:
     """Invokes that are in flight when the trainer is killed are not in the log."""
-    return patch.object(InFlightLog, "invoked", lambda *_: None)
+    return patch.object(InFlightLog, "record_invoked", lambda *_: None)
 
 
 @_mutant
 def sessions_logged_as_stopped_too_early() -> Patch:
     """A session is logged as stopped before its stop is sent."""
-    closed = SimInFlightLog.closed
+    closed = SimInFlightLog.record_closed
 
     def broken(self: SimInFlightLog, step: int, session_id: str) -> None:
         closed(self, step, session_id)
-        self.stopped(step, session_id)
+        self.record_stopped(step, session_id)
 
-    return patch.object(SimInFlightLog, "closed", broken)
+    return patch.object(SimInFlightLog, "record_closed", broken)
 
 
 @_mutant
@@ -556,7 +556,7 @@ def keys_revoked_with_the_step() -> Patch:
     """An agent that a stop does not reach keeps sampling until its step ends."""
 
     async def broken(self: StepSessions, session_id: str, call: Call = Call.STOP) -> None:
-        self.services.in_flight.closed(self.step, session_id)
+        self.services.in_flight.record_closed(self.step, session_id)
         await self.services.closer.close(session_id, self.ledger, call)
 
     return patch.object(StepSessions, "stop", broken)

@@ -18,7 +18,7 @@ from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.heartbeats import Heard, Heartbeats
-from rollout_backend.core.ledger import Arrival, PlannedRollout
+from rollout_backend.core.ledger import PlannedRollout, ResultStatus
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
@@ -250,7 +250,7 @@ class Play:
             config,
             runtime,
             store,  # type: ignore[arg-type]
-            generation=lease.generation,
+            fencing_token=lease.fencing_token,
             owner=str(lease.me),
             buffer=buffer,
             queue_url=queue.url if queue else None,
@@ -274,7 +274,7 @@ class Play:
             queue.on_delete = lambda message: self.checks.deleted(message, step)
         self._watch(step)
         assert isinstance(services.in_flight, SimInFlightLog)
-        services.in_flight.wants = step.ledger.wants
+        services.in_flight.is_open = step.ledger.is_open
         began, finished_before = world.now(), self.checks.finished(number)
         left_out = self.checks.blocked()
         try:
@@ -295,7 +295,7 @@ class Play:
             self.outcomes[outcome.value] = self.outcomes.get(outcome.value, 0) + count
 
     def _watch(self, step: Step) -> None:
-        settle, plan, arrive = step.ledger.settle, step.ledger.plan, step.ledger.arrive
+        settle, plan, record_result = step.ledger.settle, step.ledger.plan, step.ledger.record_result
 
         def planned(rollouts: Iterable[PlannedRollout]) -> None:
             if not step.ledger.entries:
@@ -303,18 +303,18 @@ class Play:
             plan(rollouts)
 
         def watched(rollout_id: str, outcome: Outcome, reason: str, message: str = "") -> bool:
-            if step.ledger.wants(rollout_id):
+            if step.ledger.is_open(rollout_id):
                 self.checks.settled_here(step, rollout_id, outcome, reason)
                 self.world.note(f"settled here: {rollout_id} {outcome} {reason}")
             return settle(rollout_id, outcome, reason, message)
 
-        def arrived(rollout_id: str, *more: Any, **named: Any) -> Arrival:
-            found = arrive(rollout_id, *more, **named)
-            if found is Arrival.FIRST:
+        def arrived(rollout_id: str, *more: Any, **named: Any) -> ResultStatus:
+            found = record_result(rollout_id, *more, **named)
+            if found is ResultStatus.FIRST:
                 self.checks.arrived(step)
             return found
 
-        step.ledger.arrive = arrived  # type: ignore[method-assign]
+        step.ledger.record_result = arrived  # type: ignore[method-assign]
         step.ledger.settle = watched  # type: ignore[method-assign]
         step.ledger.plan = planned  # type: ignore[method-assign]
 
@@ -342,7 +342,7 @@ async def _unless_lost(step: Step, lease: RunLease) -> StepResult:
             assert lease.lost is not None
             step.abort(lease.lost)
         result = await running
-        await lease.settled()
+        await lease.try_to_confirm()
         return result
     finally:
         for task in (running, losing):

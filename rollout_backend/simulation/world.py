@@ -231,8 +231,8 @@ class World:
     def stored(self, key: str, body: bytes) -> None:
         """Check an object that a trainer has written."""
         before = self.objects.get(key)
-        if "/manifests/" in key and before is not None and _generation(before) > _generation(body):
-            self.fenced_off.append(f"generation {_generation(body)} wrote {key} after {_generation(before)}")
+        if "/manifests/" in key and before is not None and _fencing_token(before) > _fencing_token(body):
+            self.fenced_off.append(f"fencing token {_fencing_token(body)} wrote {key} after {_fencing_token(before)}")
         if key.endswith("/lease") and before is not None:
             self._check_taken(LeaseRecord.model_validate_json(before), LeaseRecord.model_validate_json(body), key)
         self.objects[key], self.put_at[key] = body, self.now()
@@ -453,8 +453,8 @@ class World:
             self.letters.append(_Letter(f"m{self.number('letter')}", body, self.wall(), self.now() + delay))
 
 
-def _generation(manifest: bytes) -> int:
-    return int(json.loads(manifest)["generation"])
+def _fencing_token(manifest: bytes) -> int:
+    return int(json.loads(manifest)["fencing_token"])
 
 
 def _calls(request: RolloutRequest) -> range:
@@ -729,12 +729,12 @@ class SimInFlightLog(InFlightLog):
         super().__init__(Path("notes"))
         self._world = world
         self._trainer = trainer
-        self.wants: Callable[[str], bool] = lambda rollout_id: False  # whether a rollout is not settled
+        self.is_open: Callable[[str], bool] = lambda rollout_id: False  # whether a rollout is not settled
 
-    def closed(self, step: int, session_id: str) -> None:
-        super().closed(step, session_id)
+    def record_closed(self, step: int, session_id: str) -> None:
+        super().record_closed(step, session_id)
         session = self._world.sessions.get(session_id)
-        if session is not None and self._world.at_work(session) and self.wants(session.request.rollout_id):
+        if session is not None and self._world.at_work(session) and self.is_open(session.request.rollout_id):
             self._world.wasted.append(session.request.rollout_id)
         self._world.given_up.setdefault(session_id, self._world.now())
 

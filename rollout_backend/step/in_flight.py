@@ -19,7 +19,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-SUFFIX = ".dispatched"  # the janitor adds to what ends so when it stops the sessions of a dead run
+SUFFIX = ".in-flight"  # the janitor appends to these files when it stops the sessions of a dead run
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class InFlightAttempt(BaseModel):
     deadline: float
 
 
-class _Take(BaseModel):
+class _Execution(BaseModel):
     """One execution of a step, which records each session of these attempts before its invoke.
 
     `boot` identifies the machine's boot: records survive the process but are not flushed to disk, so a crashed
@@ -55,7 +55,7 @@ class _Take(BaseModel):
 class _Line(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    take: _Take | None = None
+    execution: _Execution | None = None
     invoked: str | None = None
     running: InFlightAttempt | None = None
     closed: str | None = None
@@ -70,11 +70,11 @@ class _Line(BaseModel):
 
 
 @dataclass(frozen=True)
-class LeftOpen:
+class OpenSessions:
     """The sessions of earlier executions that may be open."""
 
-    noted: list[str] = field(default_factory=list)  # invoked and not known to be stopped
-    complete: frozenset[int] = frozenset()  # attempts whose invoked sessions are all recorded
+    session_ids: list[str] = field(default_factory=list)  # invoked and not known to be stopped
+    complete_attempts: frozenset[int] = frozenset()  # attempts whose invoked sessions are all recorded
 
 
 class InFlightLog:
@@ -85,38 +85,42 @@ class InFlightLog:
         self._silent: set[int] = set()  # steps whose records could not be written
         self._boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
-    def begins(self, step: int, nonce: str, first: int, last: int) -> None:
+    def record_execution(self, step: int, nonce: str, first: int, last: int) -> None:
         """Record that an execution of the step starts and may make these attempts."""
-        self._write(step, _Line(take=_Take(nonce=nonce, boot=self._boot, first=first, last=last)))
+        self._write(step, _Line(execution=_Execution(nonce=nonce, boot=self._boot, first=first, last=last)))
 
-    def invoked(self, step: int, session_id: str) -> None:
+    def record_invoked(self, step: int, session_id: str) -> None:
         """Record a session before its first invoke."""
         self._write(step, _Line(invoked=session_id))
 
-    def stopped(self, step: int, session_id: str) -> None:
+    def record_stopped(self, step: int, session_id: str) -> None:
+        """Record that a session's stop has succeeded."""
         self._write(step, _Line(stopped=session_id))
 
-    def left_open(self, step: int, nonce: str) -> LeftOpen:
-        noted: dict[str, None] = {}
-        complete: set[int] = set()
+    def open_sessions(self, step: int, nonce: str) -> OpenSessions:
+        """Return the recorded sessions of the step with this nonce that may be open."""
+        session_ids: dict[str, None] = {}
+        complete_attempts: set[int] = set()
         for line in self._read(step):
-            if line.take is not None and (line.take.nonce, line.take.boot) == (nonce, self._boot):
-                complete.update(range(line.take.first, line.take.last + 1))
+            if line.execution is not None and (line.execution.nonce, line.execution.boot) == (nonce, self._boot):
+                complete_attempts.update(range(line.execution.first, line.execution.last + 1))
             if line.invoked is not None:
-                noted[line.invoked] = None
+                session_ids[line.invoked] = None
             if line.running is not None:
-                noted[line.running.session_id] = None
+                session_ids[line.running.session_id] = None
             if line.stopped is not None:
-                noted.pop(line.stopped, None)
-        return LeftOpen(list(noted), frozenset(complete))
+                session_ids.pop(line.stopped, None)
+        return OpenSessions(list(session_ids), frozenset(complete_attempts))
 
-    def running(self, step: int, note: InFlightAttempt) -> None:
-        self._write(step, _Line(running=note))
+    def record_running(self, step: int, attempt: InFlightAttempt) -> None:
+        """Record that an agent has accepted its rollout."""
+        self._write(step, _Line(running=attempt))
 
-    def closed(self, step: int, session_id: str) -> None:
+    def record_closed(self, step: int, session_id: str) -> None:
+        """Record that a session is being closed, before its stop is sent."""
         self._write(step, _Line(closed=session_id))
 
-    def at_work(self, step: int) -> list[InFlightAttempt]:
+    def running_attempts(self, step: int) -> list[InFlightAttempt]:
         """Return the running attempts recorded by this trainer or earlier ones, in order."""
         found: dict[str, InFlightAttempt] = {}
         for line in self._read(step):
@@ -129,8 +133,8 @@ class InFlightLog:
     def _read(self, step: int) -> Iterable[_Line]:
         return filter(None, map(_Line.read, self._lines(step)))
 
-    def over(self, step: int) -> None:
-        """All of the step's sessions are closed."""
+    def delete(self, step: int) -> None:
+        """Delete the records of a step whose sessions are all closed."""
         self._forget(step)
 
     def _write(self, step: int, line: _Line) -> None:

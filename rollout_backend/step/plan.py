@@ -102,7 +102,7 @@ class StepPlan:
                 await self.services.write_manifest(newest)
                 if not self._recorded or newest.attempts > self._recorded.attempts:
                     first, last = newest.attempts_before + 1, newest.attempts_before + newest.attempts
-                    self.services.in_flight.begins(self.step, newest.nonce, first, last)
+                    self.services.in_flight.record_execution(self.step, newest.nonce, first, last)
                 self._recorded = newest
 
     async def retry(self, call: Callable[[], Awaitable[_T]]) -> _T:

@@ -80,8 +80,8 @@ async def resume(
         StoreError: S3 did not give every result until the step's deadline.
     """
     services, sessions, manifest = context.services, context.sessions, context.plan.manifest
-    records = services.in_flight.at_work(context.step)
-    left = services.in_flight.left_open(context.step, manifest.nonce)
+    records = services.in_flight.running_attempts(context.step)
+    left = services.in_flight.open_sessions(context.step, manifest.nonce)
     attempts = resumable_attempts(before, manifest, records, services.wall())
     adopted = [rollouts[rollout_id] for rollout_id in attempts]
     for rollout in adopted:  # first, so that what they have published counts
@@ -96,9 +96,9 @@ async def resume(
     left_open = [
         session_id
         for rollout_id in rollouts  # a session that has finished its rollout stays open as well
-        for session_id in manifest.earlier_sessions(rollout_id, besides=left.complete)
+        for session_id in manifest.earlier_sessions(rollout_id, besides=left.complete_attempts)
     ]
-    unused = [each for each in dict.fromkeys((*left.noted, *left_open)) if each not in kept]
+    unused = [each for each in dict.fromkeys((*left.session_ids, *left_open)) if each not in kept]
     record = manifest.resumed and not adopted  # otherwise it is recorded once the step is over
     sessions.in_background(_close_unused(unused, record, context))
     sessions.earlier_known = True

@@ -20,10 +20,10 @@ from rollout_backend.core.ledger import (
     MESSAGES_ONLY,
     NO_RESULT,
     STORE_UNAVAILABLE,
-    Arrival,
-    Entry,
     Ledger,
+    LedgerEntry,
     Phase,
+    ResultStatus,
 )
 from rollout_backend.core.policy import Stragglers
 from rollout_backend.core.session_key import SessionClaims
@@ -57,7 +57,7 @@ class StepContext:
 class RolloutTask:
     """One rollout: its entry in the ledger, its current attempt, its timing and its result."""
 
-    def __init__(self, entry: Entry, task: Task, context: StepContext) -> None:
+    def __init__(self, entry: LedgerEntry, task: Task, context: StepContext) -> None:
         self.entry = entry
         self.rollout_id = entry.planned.rollout_id
         self.adopted: InFlightAttempt | None = None  # the attempt of an earlier trainer, while it is the current one
@@ -241,7 +241,7 @@ class RolloutTask:
     def settle_with(self, rollout: Rollout) -> None:
         """Settle the rollout by its result."""
         self.result, failure = rollout, rollout.failure
-        self.context.ledger.arrive(
+        self.context.ledger.record_result(
             self.rollout_id,
             rollout.outcome,
             failure.reason if failure else MESSAGES_ONLY if rollout.messages_only else "",
@@ -252,8 +252,8 @@ class RolloutTask:
 
     def settle_as_invalid(self, message: str) -> None:
         """Settle the rollout by a result that was refused."""
-        arrival = self.context.ledger.arrive(self.rollout_id, Outcome.INFRA_ERROR, "invalid_result", message)
-        if arrival is Arrival.FIRST:
+        status = self.context.ledger.record_result(self.rollout_id, Outcome.INFRA_ERROR, "invalid_result", message)
+        if status is ResultStatus.FIRST:
             self._mark_settled()
 
     def _mark_settled(self) -> None:
@@ -324,7 +324,7 @@ class RolloutTask:
         """Close the session of the current attempt in the background, and make the next attempt."""
         session_id = self.entry.session_id
         assert session_id is not None
-        self.context.ledger.lose(self.rollout_id)
+        self.context.ledger.abandon_attempt(self.rollout_id)
         self.adopted = None
         self._abandoned = True
         self._cancel_timer()

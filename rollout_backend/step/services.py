@@ -69,18 +69,18 @@ class StepServices:
         store: ResultStore,
         *,
         limits: RuntimeConfig | None = None,
-        generation: int = 0,
+        fencing_token: int = 0,
         owner: str = "",
         **services: Any,
     ) -> Self:
         """Make the services that every run has over a runtime and a bucket. `services` are the other fields.
 
-        `limits` are those of the runtime, where they differ from the configured ones. `generation` and `owner` name
-        the manager in the manifests that it writes.
+        `limits` are those of the runtime, where they differ from the configured ones. `fencing_token` and `owner`
+        name the manager in the manifests that it writes.
         """
         limits, after = limits or config.runtime, config.group.block_task_after
         calls = CallQueue.from_config(limits)
-        manifests = ManifestStore(store, config.run_id, generation, owner)
+        manifests = ManifestStore(store, config.run_id, fencing_token, owner)
         return cls(
             config=config,
             dispatcher=Dispatcher(runtime, calls, max_sessions=limits.max_sessions, max_attempts=limits.max_attempts),

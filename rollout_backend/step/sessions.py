@@ -42,12 +42,12 @@ class StepSessions:
     def register(self, session_id: str) -> None:
         """Record a session that is about to be invoked, and watch for its heartbeats."""
         if session_id not in self.known:
-            self.services.in_flight.invoked(self.step, session_id)
+            self.services.in_flight.record_invoked(self.step, session_id)
         self.watch(session_id)
 
     def record_running(self, attempt: InFlightAttempt) -> None:
         """Record that the session's agent has accepted its rollout."""
-        self.services.in_flight.running(self.step, attempt)
+        self.services.in_flight.record_running(self.step, attempt)
 
     async def adopt(self, session_ids: Collection[str]) -> None:
         """Let the gateways serve sessions that an earlier trainer has started."""
@@ -82,12 +82,12 @@ class StepSessions:
         """Stop a session, and revoke its key: an agent that the stop does not reach must not sample further."""
         if self.leave_open:
             return
-        self.services.in_flight.closed(self.step, session_id)
+        self.services.in_flight.record_closed(self.step, session_id)
         self.services.heartbeats.forget([session_id])
         closing = self.services.closer.close(session_id, self.ledger, call)
         _, stopped = await asyncio.gather(self.revoke([session_id]), closing)
         if stopped:
-            self.services.in_flight.stopped(self.step, session_id)
+            self.services.in_flight.record_stopped(self.step, session_id)
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
         """Revoke each key once. Sessions that end during a call share the next one."""

@@ -4,7 +4,7 @@ Invariants:
 
 - nothing is dispatched before the step's manifest is in S3. A restarted step resumes from it (see `restart`);
 - a rollout is declared timed out, and a silent container lost, only after S3 has confirmed that there is no result
-  (see `last_look`); until then the rollout stays open, at most until the step's deadline;
+  (see `absence_check`); until then the rollout stays open, at most until the step's deadline;
 - each settled rollout is reported to the run's circuit breaker, and nothing is dispatched once the breaker is open;
 - however a step ends (target, deadline, abort, cancellation), every rollout is settled, every session is closed and
   every key is revoked before `run` returns; unless another manager has taken the run over, which owns them now;
@@ -27,8 +27,8 @@ from rollout_backend.core.policy import GroupPolicy, StragglerRule, Stragglers
 from rollout_backend.core.report import GroupResult, StepResult, failures_of, make_report
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld, StoreError
+from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.group import Group
-from rollout_backend.step.last_look import LastLook
 from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.restart import can_check, resume
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
@@ -37,7 +37,7 @@ from rollout_backend.step.sessions import StepSessions
 
 log = logging.getLogger(__name__)
 
-_LAST_LOOK_S = 15.0  # for the listing before a deadline is carried out
+_ABSENCE_CHECK_S = 15.0  # for the listing before a deadline is carried out
 
 
 class Step:
@@ -84,7 +84,7 @@ class Step:
             abort=self.abort,
         )
         self._changed = self._context.changed
-        self._last_look = LastLook(services.buffer, self)
+        self._absence_check = AbsenceCheck(services.buffer, self)
         self._asking: set[asyncio.Task[None]] = set()
         self._complete: set[str] = set()  # groups
         self._results: list[Rollout] = []  # in the order of their arrival
@@ -166,7 +166,7 @@ class Step:
         if self._plan.manifest.resumed:
             self._apply_policy(groups)  # the results of the earlier trainer may be enough
         for group in groups:
-            why = self._services.blocklist.why(payload_digest(group.task))
+            why = self._services.blocklist.block_reason(payload_digest(group.task))
             for rollout in group.rollouts:
                 if why is not None:
                     rollout.settle(Outcome.INFRA_ERROR, TASK_BLOCKED, why)
@@ -243,7 +243,7 @@ class Step:
 
     def _confirm_absent(self, settle: Callable[[RolloutTask], None], rollouts: Iterable[RolloutTask]) -> None:
         """Call `settle` with each rollout once S3 has confirmed that it has no result of it."""
-        fresh = self._last_look.begin(rollouts)
+        fresh = self._absence_check.begin(rollouts)
         if fresh:
             asking = asyncio.create_task(self._until_answered(fresh, settle))
             self._asking.add(asking)
@@ -252,7 +252,7 @@ class Step:
 
     async def _until_answered(self, rollouts: set[RolloutTask], settle: Callable[[RolloutTask], None]) -> None:
         with contextlib.suppress(StoreError):  # at the step's deadline, which settles them
-            await self._plan.retry(lambda: self._last_look.ask(rollouts, settle))
+            await self._plan.retry(lambda: self._absence_check.ask(rollouts, settle))
         self._changed.set()
 
     async def _reach_deadline(self) -> None:
@@ -261,8 +261,8 @@ class Step:
             asking.cancel()
         unanswered = {self.rollouts[entry.planned.rollout_id] for entry in self.ledger.open_entries()}
         try:
-            async with asyncio.timeout(_LAST_LOOK_S):
-                await self._last_look.ask(unanswered, RolloutTask.reach_step_deadline)
+            async with asyncio.timeout(_ABSENCE_CHECK_S):
+                await self._absence_check.ask(unanswered, RolloutTask.reach_step_deadline)
         except (StoreError, TimeoutError) as error:
             log.warning("step %d is out of time, and S3 fails: %s", self.step, error or "no answer in time")
         for rollout in self._open_rollouts():
@@ -313,7 +313,7 @@ class Step:
             manifest = self._plan.manifest
             await self._plan.record_closed(manifest.attempts_before + manifest.attempts)
         if self._sessions.earlier_known:
-            self._services.in_flight.over(self.step)
+            self._services.in_flight.delete(self.step)
         for fault in faults:
             if isinstance(fault, Exception):
                 raise fault
@@ -337,8 +337,8 @@ class Step:
 
     # --- the buffer's sink --------------------------------------------------------------------------------
 
-    def wants(self, rollout_id: str, attempt: int | None = None) -> bool:
-        return self.ledger.wants(rollout_id) and attempt in (None, self.rollouts[rollout_id].attempt)
+    def is_wanted(self, rollout_id: str, attempt: int | None = None) -> bool:
+        return self.ledger.is_open(rollout_id) and attempt in (None, self.rollouts[rollout_id].attempt)
 
     def session_id(self, rollout_id: str, attempt: int) -> str:
         return self._plan.manifest.session_id(rollout_id, attempt)
@@ -347,10 +347,10 @@ class Step:
         return [(rollout.rollout_id, rollout.attempt) for rollout in self._open_rollouts()]
 
     def record_duplicate(self, rollout_id: str) -> None:
-        self.ledger.again(rollout_id)
+        self.ledger.record_duplicate(rollout_id)
 
     def on_result(self, rollout: Rollout, announced_at: float | None, failure_marker: bool = False) -> None:
-        if not self.wants(rollout.rollout_id):
+        if not self.is_wanted(rollout.rollout_id):
             self.record_duplicate(rollout.rollout_id)
             return
         task = self.rollouts[rollout.rollout_id]
@@ -394,7 +394,7 @@ class Step:
         by_digest: dict[str, list[str]] = {}
         for group in self.groups.values():
             by_digest.setdefault(payload_digest(group.task), []).extend(each.rollout_id for each in group.rollouts)
-        await self._services.blocklist.step_over(self.ledger, self._plan.manifest.takes, by_digest)
+        await self._services.blocklist.record_step(self.ledger, self._plan.manifest.resume_count, by_digest)
 
     def _result(self, seconds: float, refused: int) -> StepResult:
         groups = [group.result(self.ledger) for group in self.groups.values()]

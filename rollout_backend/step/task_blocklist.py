@@ -25,23 +25,23 @@ from rollout_backend.errors import StoreError
 log = logging.getLogger(__name__)
 
 
-class Loss(BaseModel):
+class TaskLoss(BaseModel):
     """One execution of a step in which every rollout of the task was lost."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
-    take: int
+    resume_count: int
     failures: tuple[StepFailure, ...]
 
 
-class Record(BaseModel):
+class BlocklistRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     digest: str
     task_id: str
-    losses: tuple[Loss, ...]
+    losses: tuple[TaskLoss, ...]
 
 
 class Blocklist(Protocol):
@@ -51,11 +51,11 @@ class Blocklist(Protocol):
         """Read what earlier trainers of the run have recorded. Raises StoreError."""
         ...
 
-    def why(self, digest: str) -> str | None:
+    def block_reason(self, digest: str) -> str | None:
         """Return why the task is not to be dispatched; None if it is."""
         ...
 
-    async def step_over(self, ledger: Ledger, take: int, by_digest: Mapping[str, Sequence[str]]) -> None:
+    async def record_step(self, ledger: Ledger, resume_count: int, by_digest: Mapping[str, Sequence[str]]) -> None:
         """Record which tasks were lost in a step that is settled. `by_digest`: each task's rollouts."""
         ...
 
@@ -65,10 +65,12 @@ class NoBlocklist:
 
     async def read(self) -> None: ...
 
-    def why(self, digest: str) -> str | None:
+    def block_reason(self, digest: str) -> str | None:
         return None
 
-    async def step_over(self, ledger: Ledger, take: int, by_digest: Mapping[str, Sequence[str]]) -> None: ...
+    async def record_step(
+        self, ledger: Ledger, resume_count: int, by_digest: Mapping[str, Sequence[str]]
+    ) -> None: ...
 
 
 class TaskBlocklist:
@@ -79,7 +81,7 @@ class TaskBlocklist:
         self._store = store
         self._prefix = blocklist_prefix(store.config.prefix, run_id)
         self._after = after
-        self._records: dict[str, Record] | None = None
+        self._records: dict[str, BlocklistRecord] | None = None
         self._reading = asyncio.Lock()
 
     async def read(self) -> None:
@@ -90,14 +92,14 @@ class TaskBlocklist:
                 found = await asyncio.gather(*(self._record(key) for key in keys))
                 self._records = {record.digest: record for record in found if record is not None}
 
-    async def _record(self, key: str) -> Record | None:
+    async def _record(self, key: str) -> BlocklistRecord | None:
         try:
-            return Record.model_validate_json(await self._store.get(key))
+            return BlocklistRecord.model_validate_json(await self._store.get(key))
         except (ContractError, ValidationError) as error:  # at worst the task is tried again
             log.warning("%s is not a valid blocklist record and is ignored: %s", key, error)
             return None
 
-    def why(self, digest: str) -> str | None:
+    def block_reason(self, digest: str) -> str | None:
         """Return why the task is not to be dispatched; None if it is. Call `read` first."""
         record = (self._records or {}).get(digest)
         if record is None or len(record.losses) < self._after:
@@ -108,7 +110,7 @@ class TaskBlocklist:
             f"{last.reason}: {last.message}; the record is s3://{self._store.config.bucket}/{self._key(digest)}"
         )
 
-    async def step_over(self, ledger: Ledger, take: int, by_digest: Mapping[str, Sequence[str]]) -> None:
+    async def record_step(self, ledger: Ledger, resume_count: int, by_digest: Mapping[str, Sequence[str]]) -> None:
         """Record which tasks were lost in a settled step. `by_digest` maps each task to its rollouts."""
         assert self._records is not None, "read first"
         entries = {digest: [ledger.entries[each] for each in ids] for digest, ids in by_digest.items()}
@@ -123,13 +125,13 @@ class TaskBlocklist:
                 continue
             lost = [each.planned.rollout_id for each in found if each.lost]
             if lost and all(each.lost or each.reason == "group_doomed" for each in found):
-                loss = Loss(step=ledger.step, take=take, failures=failures_of(ledger, lost))
+                loss = TaskLoss(step=ledger.step, resume_count=resume_count, failures=failures_of(ledger, lost))
                 task_id = found[0].planned.task_id
-                await self._write(Record(digest=digest, task_id=task_id, losses=(*before, loss)))
-                if (why := self.why(digest)) is not None:
+                await self._write(BlocklistRecord(digest=digest, task_id=task_id, losses=(*before, loss)))
+                if (why := self.block_reason(digest)) is not None:
                     log.warning("task %s is blocked: %s", task_id, why)
 
-    async def _write(self, record: Record) -> None:
+    async def _write(self, record: BlocklistRecord) -> None:
         assert self._records is not None
         self._records[record.digest] = record
         try:

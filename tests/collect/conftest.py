@@ -113,7 +113,7 @@ class Sink:
         self.repeated: list[str] = []
         self._changed = asyncio.Event()
 
-    def wants(self, rollout_id: str, attempt: int | None = None) -> bool:
+    def is_wanted(self, rollout_id: str, attempt: int | None = None) -> bool:
         return rollout_id in self.wanted and attempt in (None, self.attempt)
 
     def session_id(self, rollout_id: str, attempt: int) -> str:

@@ -3,14 +3,14 @@ import pytest
 from agent_wrapper.contract import Outcome
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
 from rollout_backend.core.circuit_breaker import CircuitBreaker, log_place
-from rollout_backend.core.ledger import Entry, PlannedRollout
+from rollout_backend.core.ledger import LedgerEntry, PlannedRollout
 from rollout_backend.runtimes.registry import open_runtime
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456789"
 
 
 def entry(outcome=Outcome.INFRA_ERROR, reason="container_error", message="424", by_result=False):
-    return Entry(
+    return LedgerEntry(
         PlannedRollout("a.0", "a"),
         session_id="session-7",
         outcome=outcome,

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.ledger import MESSAGES_ONLY, NO_RESULT, Arrival, Ledger, Phase, PlannedRollout
+from rollout_backend.core.ledger import MESSAGES_ONLY, NO_RESULT, Ledger, Phase, PlannedRollout, ResultStatus
 from rollout_backend.errors import LedgerError
 
 IDS = ["a.0", "a.1", "b.0"]
@@ -18,10 +18,10 @@ def planned(*ids: str) -> Ledger:
 def test_a_rollout_goes_from_plan_to_settlement():
     ledger = planned("a.0")
     assert ledger.phases()[Phase.PLANNED] == 1
-    assert ledger.attempt("a.0", "s1", deadline=10.0) == 1
+    assert ledger.start_attempt("a.0", "s1", deadline=10.0) == 1
     ledger.accept("a.0")
     assert ledger.phases()[Phase.RUNNING] == 1
-    assert ledger.arrive("a.0", Outcome.COMPLETED, trainable=True) is Arrival.FIRST
+    assert ledger.record_result("a.0", Outcome.COMPLETED, trainable=True) is ResultStatus.FIRST
     ledger.session_closed("s1")
     ledger.reconcile()
     assert ledger.counts()[Outcome.COMPLETED] == 1
@@ -29,9 +29,9 @@ def test_a_rollout_goes_from_plan_to_settlement():
 
 def test_each_attempt_has_a_session_that_must_be_closed():
     ledger = planned("a.0")
-    ledger.attempt("a.0", "s1", deadline=1.0)
-    assert ledger.attempt("a.0", "s2", deadline=2.0) == 2
-    ledger.arrive("a.0", Outcome.COMPLETED)
+    ledger.start_attempt("a.0", "s1", deadline=1.0)
+    assert ledger.start_attempt("a.0", "s2", deadline=2.0) == 2
+    ledger.record_result("a.0", Outcome.COMPLETED)
     ledger.session_closed("s2")
     with pytest.raises(LedgerError, match="1 sessions open: s1"):
         ledger.reconcile()
@@ -39,20 +39,20 @@ def test_each_attempt_has_a_session_that_must_be_closed():
 
 def test_a_result_that_arrives_before_the_invokes_response_counts():
     ledger = planned("a.0")
-    ledger.attempt("a.0", "s1", deadline=1.0)
-    ledger.arrive("a.0", Outcome.COMPLETED)
+    ledger.start_attempt("a.0", "s1", deadline=1.0)
+    ledger.record_result("a.0", Outcome.COMPLETED)
     ledger.accept("a.0")
     assert ledger.entries["a.0"].phase is Phase.SETTLED
 
 
 def test_the_first_settlement_counts_and_later_ones_are_counted_separately():
     ledger = planned(*IDS)
-    ledger.arrive("a.0", Outcome.COMPLETED, trainable=True)
-    assert ledger.arrive("a.0", Outcome.AGENT_ERROR) is Arrival.DUPLICATE
+    ledger.record_result("a.0", Outcome.COMPLETED, trainable=True)
+    assert ledger.record_result("a.0", Outcome.AGENT_ERROR) is ResultStatus.DUPLICATE
     assert ledger.settle("a.1", Outcome.TIMED_OUT, "no_result")
-    assert ledger.arrive("a.1", Outcome.COMPLETED, trainable=True) is Arrival.LATE
+    assert ledger.record_result("a.1", Outcome.COMPLETED, trainable=True) is ResultStatus.LATE
     assert not ledger.settle("a.0", Outcome.CANCELLED, "x")
-    assert ledger.arrive("zzz", Outcome.COMPLETED) is Arrival.UNKNOWN
+    assert ledger.record_result("zzz", Outcome.COMPLETED) is ResultStatus.UNKNOWN
     assert (ledger.duplicates, ledger.late, ledger.unknown) == (1, 1, 1)
     assert ledger.entries["a.0"].outcome is Outcome.COMPLETED
     assert ledger.entries["a.1"].outcome is Outcome.TIMED_OUT
@@ -61,7 +61,7 @@ def test_the_first_settlement_counts_and_later_ones_are_counted_separately():
 
 def test_an_open_rollout_does_not_reconcile_and_every_line_is_printed():
     ledger = planned(*IDS)
-    ledger.arrive("a.0", Outcome.COMPLETED)
+    ledger.record_result("a.0", Outcome.COMPLETED)
     with pytest.raises(LedgerError) as caught:
         ledger.reconcile()
     assert "planned 3, settled 1" in str(caught.value)
@@ -70,7 +70,7 @@ def test_an_open_rollout_does_not_reconcile_and_every_line_is_printed():
 
 def test_an_unclosed_session_is_named_and_not_counted_as_open():
     ledger = planned("a.0")
-    ledger.attempt("a.0", "s1", deadline=1.0)
+    ledger.start_attempt("a.0", "s1", deadline=1.0)
     ledger.settle("a.0", Outcome.INFRA_ERROR, "x")
     ledger.session_unclosed("s1", "503")
     ledger.reconcile()
@@ -84,7 +84,7 @@ def test_nothing_is_planned_twice():
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["attempt", "accept", "arrive", "settle", "give_up", "replace"]),
+        st.sampled_from(["start_attempt", "accept", "record_result", "settle", "abandon_attempt", "replace"]),
         st.sampled_from(IDS),
         st.sampled_from(list(Outcome)),
     ),
@@ -99,13 +99,13 @@ def test_any_events_settle_each_rollout_in_one_class(events):
     repeats = 0
     for i, (event, rid, outcome) in enumerate(events):
         match event:
-            case "attempt":
-                if ledger.wants(rid):
-                    ledger.attempt(rid, f"s{i}", deadline=float(i))
+            case "start_attempt":
+                if ledger.is_open(rid):
+                    ledger.start_attempt(rid, f"s{i}", deadline=float(i))
             case "accept":
                 ledger.accept(rid)
-            case "arrive":
-                ledger.arrive(rid, outcome)
+            case "record_result":
+                ledger.record_result(rid, outcome)
                 repeats += rid in first
                 first.setdefault(rid, outcome)
             case "settle":
@@ -121,17 +121,17 @@ def test_counts_equal_a_full_recount(events):
     ledger = planned(*IDS)
     for i, (event, rid, outcome) in enumerate(events):
         match event:
-            case "attempt":
-                if ledger.wants(rid):
-                    ledger.attempt(rid, f"s{i}", deadline=float(i))
+            case "start_attempt":
+                if ledger.is_open(rid):
+                    ledger.start_attempt(rid, f"s{i}", deadline=float(i))
             case "accept":
                 ledger.accept(rid)
-            case "arrive":
-                ledger.arrive(rid, outcome, MESSAGES_ONLY if i % 3 else "", trainable=bool(i % 2))
+            case "record_result":
+                ledger.record_result(rid, outcome, MESSAGES_ONLY if i % 3 else "", trainable=bool(i % 2))
             case "settle":
                 ledger.settle(rid, outcome, NO_RESULT)
-            case "give_up":
-                ledger.give_up(rid)
+            case "abandon_attempt":
+                ledger.abandon_attempt(rid)
             case "replace":
                 ledger.plan([PlannedRollout(f"{rid[0]}.{i + 2}", rid[0], replaces=True)])
         entries = list(ledger.entries.values())
@@ -150,7 +150,7 @@ def test_counts_equal_a_full_recount(events):
 def test_changed_groups_are_returned_once():
     ledger = planned(*IDS)
     assert [group.task_id for group in ledger.take_changed_groups()] == ["a", "b"]
-    ledger.attempt("a.0", "s1", deadline=1.0)
+    ledger.start_attempt("a.0", "s1", deadline=1.0)
     assert ledger.take_changed_groups() == []
     ledger.settle("b.0", Outcome.CANCELLED, "x")
     assert [group.task_id for group in ledger.take_changed_groups()] == ["b"]

@@ -70,14 +70,14 @@ async def test_between_refusals_a_rollout_has_no_deadline_and_no_session(dispatc
         return ACCEPTED
 
     settled_by = []
-    withdraw = ledger.withdraw
+    undo = ledger.undo_attempt
 
     def watched(rollout_id):
-        withdraw(rollout_id)
+        undo(rollout_id)
         entry = ledger.entries[rollout_id]
         settled_by.append((entry.phase, entry.attempts, entry.deadline, entry.session_id))
 
-    runtime.invoke, ledger.withdraw = refuse, watched
+    runtime.invoke, ledger.undo_attempt = refuse, watched
     assert await dispatcher.submit("a.0", ledger, prepare, close, EVER)
     assert found == [(Phase.DISPATCHING, 1)] * 3
     assert settled_by == [(Phase.PLANNED, 0, None, None)] * 2
@@ -186,7 +186,7 @@ async def test_a_submission_that_is_cancelled_in_mid_call_stops_its_session(
 
 @pytest.mark.parametrize("call", [Call.STOP, Call.STOP_EARLIER])
 async def test_a_stop_is_repeated_until_it_gets_through(runtime, ledger, call):
-    ledger.attempt("a.0", "s1", deadline=1.0)
+    ledger.start_attempt("a.0", "s1", deadline=1.0)
     runtime.on_stop = [*[Throttled("slow")] * 8, RuntimeUnavailable("503"), None]
     assert await SessionCloser(runtime, calls(), wait=wait_none()).close("s1", ledger, call)
     assert runtime.stops == ["s1"] * 10
@@ -196,14 +196,14 @@ async def test_a_stop_is_repeated_until_it_gets_through(runtime, ledger, call):
 
 
 async def test_a_session_that_will_not_close_for_so_long_is_named(runtime, ledger):
-    ledger.attempt("a.0", "s1", deadline=1.0)
+    ledger.start_attempt("a.0", "s1", deadline=1.0)
     runtime.on_stop = [RuntimeUnavailable("503")]
     assert not await SessionCloser(runtime, calls(), give_up_s=0, wait=wait_none()).close("s1", ledger)
     assert ledger.unclosed_sessions == {"s1": "503"}
 
 
 async def test_a_stop_that_is_refused_for_good_is_not_repeated(runtime, ledger):
-    ledger.attempt("a.0", "s1", deadline=1.0)
+    ledger.start_attempt("a.0", "s1", deadline=1.0)
     runtime.on_stop = [Rejected("403", reason="access_denied")]
     await SessionCloser(runtime, calls(), wait=wait_none()).close("s1", ledger)
     assert runtime.stops == ["s1"]

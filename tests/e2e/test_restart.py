@@ -133,4 +133,4 @@ async def test_running_agents_outlive_a_killed_and_restarted_trainer(
     assert len(begun(tmp_path)) == ROLLOUTS  # no agent started again
     assert report["trainable"] == ROLLOUTS
     assert report["broken_histories"] == 0
-    assert not list((run / "steps").glob("*.dispatched"))
+    assert not list((run / "steps").glob("*.in-flight"))

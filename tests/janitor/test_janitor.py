@@ -192,7 +192,8 @@ class Cloud:
     def note(self) -> InFlightLog:
         """The run's notes, with one of an agent at work."""
         notes = InFlightLog(Path(self.settings["output_dir"]) / self.settings["run_id"] / "steps")
-        notes.running(0, InFlightAttempt(session_id=sid("a"), rollout_id="r", attempt=1, began=0.0, deadline=1.0))
+        attempt = InFlightAttempt(session_id=sid("a"), rollout_id="r", attempt=1, began=0.0, deadline=1.0)
+        notes.record_running(0, attempt)
         return notes
 
     @property
@@ -254,8 +255,8 @@ def test_a_killed_run_leaves_no_queue_and_no_session(start, cloud):
     until(lambda: not cloud.queues, "the queues are gone")
     until(lambda: not cloud.sessions, "the sessions are stopped")
     until(lambda: not janitors_of(manager.pid), "the janitor is gone")
-    assert notes.at_work(0) == []  # whoever starts the run again need not wait for them
-    assert notes.left_open(0, "nonce").noted == []  # nor stop them
+    assert notes.running_attempts(0) == []  # whoever starts the run again need not wait for them
+    assert notes.open_sessions(0, "nonce").session_ids == []  # nor stop them
     assert f"(process {manager.pid}) is dead: 1 queues and 2 sessions are left" in cloud.log
     assert "stopped 2 of 2 sessions" in cloud.log
     assert janitor != manager.pid
@@ -282,7 +283,7 @@ def test_what_is_started_again_keeps_its_queue_and_its_sessions_until_it_dies_it
     second = start()
     os.kill(janitor, signal.SIGCONT)
     until(lambda: not janitors_of(first.pid), "the first janitor is gone")
-    assert notes.at_work(0)
+    assert notes.running_attempts(0)
     assert "was started again" in cloud.log
     assert cloud.queues == {"", "-dlq"}
     assert cloud.sessions == {sid("e")}

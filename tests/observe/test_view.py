@@ -27,7 +27,7 @@ def step_result(rollouts: dict[str, Rollout | str], **more: Any) -> StepResult:
     for number, (rollout_id, found) in enumerate(rollouts.items()):
         task_id = rollout_id.rpartition(".")[0]
         ledger.plan([PlannedRollout(rollout_id, task_id)])
-        ledger.attempt(rollout_id, f"session-{number}", 100.0)
+        ledger.start_attempt(rollout_id, f"session-{number}", 100.0)
         ledger.session_closed(f"session-{number}")
         tasks.setdefault(task_id, [])
         if isinstance(found, str):
@@ -35,7 +35,7 @@ def step_result(rollouts: dict[str, Rollout | str], **more: Any) -> StepResult:
             continue
         failure = found.failure
         reason = failure.reason if failure else "messages_only" if found.messages_only else ""
-        ledger.arrive(
+        ledger.record_result(
             rollout_id, found.outcome, reason, failure.message if failure else "", trainable=found.trainable
         )
         arrived.append(found)

@@ -21,7 +21,7 @@ class Sink:
         self.arrived = []
         self.repeated = 0
 
-    def wants(self, rollout_id, attempt=None):
+    def is_wanted(self, rollout_id, attempt=None):
         return rollout_id not in self.arrived
 
     def record_duplicate(self, rollout_id):

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 
 from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.core.ledger import Entry, Ledger
+from rollout_backend.core.ledger import Ledger, LedgerEntry
 from rollout_backend.step.step import Step
 
 STEPS = 25
@@ -20,7 +20,7 @@ def held() -> dict[str, int]:
     """What there is of everything that steps make, in this process."""
     gc.collect()
     kinds = Counter(type(each) for each in gc.get_objects())
-    found = {kind.__name__: kinds[kind] for kind in (Step, Ledger, Entry, Rollout, asyncio.Event)}
+    found = {kind.__name__: kinds[kind] for kind in (Step, Ledger, LedgerEntry, Rollout, asyncio.Event)}
     return {
         **found,
         "tasks": len(asyncio.all_tasks()),

@@ -98,7 +98,7 @@ async def test_refused_results_of_an_earlier_take_do_not_open_the_breaker_again(
 
 
 def test_no_two_tasks_share_a_rollout_whatever_they_are_called():
-    tasks = ("a", "a.s1", "a.0", "a.0.s1", "a.s1.0", "0", "0.0", "s1")
+    tasks = ("a", "a.g1", "a.0", "a.0.g1", "a.g1.0", "0", "0.0", "g1")
     ids = [rollout_id(*each) for each in itertools.product(tasks, range(12), range(12))]
     assert len(set(ids)) == len(ids)
 
@@ -108,13 +108,13 @@ def test_a_step_planned_again_shares_no_rollout_with_the_one_before():
         tasks = [(Task(name, payload), 2, Sampling())]
         return Manifest.plan("r", 0, tasks, now=0, deadline=1, before=before)
 
-    first = plan("a.s1", {"q": "first"})
+    first = plan("a.g1", {"q": "first"})
     second = plan("a", {"q": "second"}, first)
-    third = plan("a.s2", {"q": "third"}, second)
+    third = plan("a.g2", {"q": "third"}, second)
     ids = [each for manifest in (first, second, third) for each in manifest.tasks[0].rollouts]
     assert len(set(ids)) == 6
-    assert second.next_rollout("a") == "a.2.s1"
-    assert third.next_rollout("a.s2") == "a.s2.2.s2"
+    assert second.next_rollout("a") == "a.2.g1"
+    assert third.next_rollout("a.g2") == "a.g2.2.g2"
 
 
 def test_session_ids_cannot_be_known_without_the_manifest():

@@ -51,10 +51,10 @@ async def kill_in_the_middle(bench, work, tmp_path, *tasks) -> list:
     started_again(bench, work, tmp_path)
     bench.agents.behave = lambda agents, request: work.behave(agents, request)
     running = asyncio.create_task(bench.step(*tasks).run())
-    notes, expected = tmp_path / "steps" / "00000000.dispatched", len(tasks)
+    notes, expected = tmp_path / "steps" / "00000000.in-flight", len(tasks)
     while len(bench.kept) < expected or sum(r.rollout_id.endswith(".1") for r in bench.agents.requests) < expected:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    while len(bench.services.in_flight.at_work(0)) < expected:  # noqa: ASYNC110
+    while len(bench.services.in_flight.running_attempts(0)) < expected:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     at_work = [request for request in bench.agents.requests if request.rollout_id.endswith(".1")]
     key, stop = manifest_key("", bench.config.run_id, 0), bench.agents.stop
@@ -85,7 +85,7 @@ async def test_only_what_was_invoked_is_stopped(open_bench, work, tmp_path):
     running = asyncio.create_task(bench.step("a").run())
     await until(lambda: len(bench.agents.requests) == 2)
     invoked = {request.session_id for request in bench.agents.requests}
-    key, notes = manifest_key("", bench.config.run_id, 0), tmp_path / "steps" / "00000000.dispatched"
+    key, notes = manifest_key("", bench.config.run_id, 0), tmp_path / "steps" / "00000000.in-flight"
     [manifest], noted = await bench.objects(key), notes.read_text()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -115,7 +115,7 @@ async def test_an_agent_at_work_is_waited_for_and_not_run_again(open_bench, work
     assert work.adopted == [request.session_id]
     assert bench.agents.stopped.count(request.session_id) == 1
     assert request.session_id in bench.revoked
-    assert bench.services.in_flight.at_work(0) == []
+    assert bench.services.in_flight.running_attempts(0) == []
     # A third take finds all of it done, and everything closed.
     started_again(bench, work, tmp_path)
     assert (await bench.step("a").run()).report.resumed == 2
@@ -229,64 +229,64 @@ def note(session: str, attempt: int = 1) -> InFlightAttempt:
 
 def test_what_is_noted_and_not_closed_is_at_work(tmp_path):
     notes = InFlightLog(tmp_path / "steps")
-    assert notes.at_work(3) == []
-    notes.running(3, note("s1"))
-    notes.closed(3, "s1")
-    notes.closed(3, "s2")  # never accepted
-    notes.running(3, note("s3", 2))
-    notes.running(4, note("s4"))
-    assert InFlightLog(tmp_path / "steps").at_work(3) == [note("s3", 2)]
-    notes.over(3)
-    assert notes.at_work(3) == []
-    assert notes.at_work(4) == [note("s4")]
+    assert notes.running_attempts(3) == []
+    notes.record_running(3, note("s1"))
+    notes.record_closed(3, "s1")
+    notes.record_closed(3, "s2")  # never accepted
+    notes.record_running(3, note("s3", 2))
+    notes.record_running(4, note("s4"))
+    assert InFlightLog(tmp_path / "steps").running_attempts(3) == [note("s3", 2)]
+    notes.delete(3)
+    assert notes.running_attempts(3) == []
+    assert notes.running_attempts(4) == [note("s4")]
 
 
 def test_what_was_invoked_and_not_stopped_may_be_open(tmp_path):
     notes = InFlightLog(tmp_path)
-    notes.begins(0, "nonce", first=1, last=1)
+    notes.record_execution(0, "nonce", first=1, last=1)
     for session in ("s1", "s2", "s3"):
-        notes.invoked(0, session)
-    notes.running(0, note("s2"))
-    notes.closed(0, "s1")
-    notes.stopped(0, "s1")
-    notes.closed(0, "s2")  # and then the trainer was killed
-    left = InFlightLog(tmp_path).left_open(0, "nonce")
-    assert left.noted == ["s2", "s3"]
-    assert left.complete == {1}
-    notes.begins(0, "nonce", first=1, last=3)  # it needs further attempts
-    notes.begins(0, "nonce", first=8, last=8)  # those from 4 to 7 were made on another machine
-    assert notes.left_open(0, "nonce").complete == {1, 2, 3, 8}
-    assert notes.left_open(0, "another step's").complete == frozenset()
-    assert notes.left_open(1, "nonce").noted == []
+        notes.record_invoked(0, session)
+    notes.record_running(0, note("s2"))
+    notes.record_closed(0, "s1")
+    notes.record_stopped(0, "s1")
+    notes.record_closed(0, "s2")  # and then the trainer was killed
+    left = InFlightLog(tmp_path).open_sessions(0, "nonce")
+    assert left.session_ids == ["s2", "s3"]
+    assert left.complete_attempts == {1}
+    notes.record_execution(0, "nonce", first=1, last=3)  # it needs further attempts
+    notes.record_execution(0, "nonce", first=8, last=8)  # those from 4 to 7 were made on another machine
+    assert notes.open_sessions(0, "nonce").complete_attempts == {1, 2, 3, 8}
+    assert notes.open_sessions(0, "another step's").complete_attempts == frozenset()
+    assert notes.open_sessions(1, "nonce").session_ids == []
 
 
 def test_notes_of_a_machine_that_went_down_name_sessions_and_prove_nothing(tmp_path):
     notes = InFlightLog(tmp_path)
     notes._boot = "before"
-    notes.begins(0, "nonce", first=1, last=1)
-    notes.invoked(0, "s1")
-    left = InFlightLog(tmp_path).left_open(0, "nonce")
-    assert (left.noted, left.complete) == (["s1"], frozenset())
+    notes.record_execution(0, "nonce", first=1, last=1)
+    notes.record_invoked(0, "s1")
+    left = InFlightLog(tmp_path).open_sessions(0, "nonce")
+    assert (left.session_ids, left.complete_attempts) == (["s1"], frozenset())
 
 
 def test_a_line_that_was_cut_off_hides_no_other(tmp_path):
     notes = InFlightLog(tmp_path)
-    notes.running(0, note("s1"))
-    with (tmp_path / "00000000.dispatched").open("a") as file:
+    notes.record_running(0, note("s1"))
+    with (tmp_path / "00000000.in-flight").open("a") as file:
         file.write('\n{"closed": "s')
-    InFlightLog(tmp_path).running(0, note("s2"))
-    assert InFlightLog(tmp_path).at_work(0) == [note("s1"), note("s2")]
+    InFlightLog(tmp_path).record_running(0, note("s2"))
+    assert InFlightLog(tmp_path).running_attempts(0) == [note("s1"), note("s2")]
 
 
 def test_where_notes_cannot_be_written_there_are_none(tmp_path, monkeypatch):
     notes = InFlightLog(tmp_path)
-    notes.running(0, note("s1"))
+    notes.record_running(0, note("s1"))
 
     def full(step, text):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(notes, "_append", full)
-    notes.closed(0, "s1")
+    notes.record_closed(0, "s1")
     monkeypatch.undo()
-    notes.running(0, note("s2"))
-    assert notes.at_work(0) == []  # or the session that was closed would be waited for
+    notes.record_running(0, note("s2"))
+    assert notes.running_attempts(0) == []  # or the session that was closed would be waited for

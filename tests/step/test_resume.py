@@ -273,7 +273,7 @@ async def test_a_trainer_with_another_secret_runs_all_of_it_anew_and_says_why(op
     await begin_and_die(bench, "a")
     sealed_by(bench, "another machine's secret " * 2)
     result = await bench.step("a").run()
-    assert [request.rollout_id for request in bench.agents.requests] == ["a.0.s1", "a.1.s1"]
+    assert [request.rollout_id for request in bench.agents.requests] == ["a.0.g1", "a.1.g1"]
     assert result.report.outcomes[Outcome.COMPLETED] == 2
     assert result.report.resumed == 0
     assert await bench.quarantined() == []

@@ -116,7 +116,7 @@ async def test_a_lost_announcement_is_found_among_others(open_bench, monkeypatch
 
     bench.agents.behave = one_is_lost
     step = bench.step()
-    monkeypatch.setattr(step._last_look, "ask", too_late)
+    monkeypatch.setattr(step._absence_check, "ask", too_late)
     result = await step.run()
     ended_well(step, result, bench.agents)
     assert result.report.outcomes[Outcome.COMPLETED] == 1

@@ -28,7 +28,7 @@ async def agent(context: RolloutContext) -> dict[str, object]:
     - `baseline`: the reward of the greedy session, whose number is "greedy".
     """
     payload, seen = context.payload, Path(os.environ["SEEN"])
-    first = str(context.rollout_id).partition(".s")[0]  # a step that is planned again appends its generation
+    first = str(context.rollout_id).partition(".g")[0]  # a step that is planned again appends its generation
     task, _, number = first.rpartition(".")
     rewards = {str(i): reward for i, reward in enumerate(payload["rewards"])}
     if task.endswith("-greedy"):  # REMAX's baseline

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _LISTED = 50  # from this many rollouts on, S3 is listed first: a call returns 1,000 keys
 
 
-class LastLook:
+class AbsenceCheck:
     """The rollouts of one step that are out of time and whose results S3 is asked for."""
 
     def __init__(self, buffer: RolloutBuffer, sink: ResultSink) -> None:
@@ -50,13 +50,13 @@ class LastLook:
 
         async def ask(rollout: RolloutTask) -> None:
             attempt, rollout_id = rollout.attempt, rollout.rollout_id
-            if self._sink.wants(rollout_id) and (listed is None or rollout_id in listed):
+            if self._sink.is_wanted(rollout_id) and (listed is None or rollout_id in listed):
                 async with self._asking:
                     if not await self._buffer.fetch_by_key(self._sink, rollout_id, attempt):
                         return
             rollouts.discard(rollout)
             self._pending.discard(rollout)
-            if self._sink.wants(rollout_id) and rollout.attempt == attempt:
+            if self._sink.is_wanted(rollout_id) and rollout.attempt == attempt:
                 absent(rollout)
             rollout.watch_time()
 
