@@ -76,7 +76,7 @@ def _value(field: Schema) -> str:
     if field["type"] == "object":
         return f"map of {_value(field['additionalProperties'])}"
     plain = {"string": "text", "number": "number", "integer": "whole number", "boolean": "true or false"}
-    name = "path" if field.get("format") == "path" else plain[field["type"]]
+    name = field["format"] if field.get("format") in ("path", "import path") else plain[field["type"]]
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {field[key]:g}" for key, sign in signs.items() if key in field]
     return ", ".join([name, *bounds])

@@ -19,11 +19,12 @@ from rollout_backend.config.rollout import RolloutConfig
 from rollout_backend.config.router import RouterConfig
 from rollout_backend.config.runtimes import RUNTIME_KINDS, AgentCoreConfig, HttpConfig, RuntimeConfig
 from rollout_backend.config.section import Seconds
-from rollout_backend.config.serving import ServingConfig
+from rollout_backend.config.serving import ENGINE_KINDS, ServingConfig
 from rollout_backend.config.storage import StorageConfig
 from rollout_backend.config.timeouts import TimeoutConfig
 
 __all__ = [
+    "ENGINE_KINDS",
     "ENV_PREFIX",
     "RUNTIME_KINDS",
     "AgentCoreConfig",

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     BeforeValidator,
     Field,
-    ImportString,
     SerializeAsAny,
-    TypeAdapter,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from rollout_backend.config.section import Rate, Seconds, Section
+from rollout_backend.config.section import Rate, Seconds, Section, import_kind, kind_choices
 
 _IMAGE = (
     r"\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(?:\.cn)?/(?:[a-z0-9]+(?:[._-]+[a-z0-9]+)*/)*"
@@ -225,13 +222,10 @@ def _config_class(kind: object) -> type[RuntimeConfig]:
     known = RUNTIME_KINDS.get(str(kind))
     if known is not None:
         return known
-    choices = f"{', '.join(RUNTIME_KINDS)}, or the import path of a RuntimeConfig subclass"
+    choices = kind_choices(RUNTIME_KINDS, "a RuntimeConfig subclass")
     if kind is None:
         raise ValueError(f"kind is missing: it is one of {choices}")
-    try:
-        found = TypeAdapter(ImportString[Any]).validate_python(kind)
-    except ValidationError as error:
-        raise ValueError(f"kind {kind!r} is none of {choices}: {error.errors()[0]['msg']}") from None
+    found = import_kind(kind, choices)
     if not (isinstance(found, type) and issubclass(found, RuntimeConfig)):
         raise ValueError(f"kind {kind!r} is not a subclass of RuntimeConfig")  # noqa: TRY004  # pydantic reports it
     return found

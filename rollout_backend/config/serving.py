@@ -1,19 +1,37 @@
-"""The `serving` section."""
+"""The `serving` section.
+
+To add a kind of engine, write a subclass of `EngineFactory` in a module of `rollout_backend/serving/`, and add its
+import path to `ENGINE_KINDS`. A kind that is not in `ENGINE_KINDS` is the import path of such a subclass in any
+package, such as `my_package.my_engine.MyEngineFactory`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from rollout_backend.config.section import Seconds, Section
+from rollout_backend.config.section import Seconds, Section, import_kind, kind_choices
+
+ENGINE_KINDS: Mapping[str, str] = {
+    "process": "rollout_backend.serving.local_engine.LocalEngineFactory",
+    "ray": "rollout_backend.serving.ray_engine.RayEngineFactory",
+    "external": "rollout_backend.serving.external_engine.ExternalEngineFactory",
+}
+"""Import path of the `EngineFactory` of each kind. It is imported when a run starts, because Ray is slow to
+import."""
 
 
 class ServingConfig(Section):
-    kind: Literal["process", "ray", "external"] = "process"
+    kind: str = Field(
+        default="process",
+        json_schema_extra={"anyOf": [{"enum": [*ENGINE_KINDS]}, {"type": "string", "format": "import path"}]},
+    )
     """`process`: SGLang servers on this machine. `ray`: one actor per server, placed on the cluster's GPUs.
-    `external`: servers at `urls` that somebody else operates."""
+    `external`: servers at `urls` that somebody else operates. Any other value is the import path of an
+    `EngineFactory` subclass in your own package."""
     servers: int = Field(default=1, ge=1)
     """Number of servers, for `process` and `ray`."""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -43,6 +61,13 @@ class ServingConfig(Section):
     once no engine is left, or when the router or a gateway exceeds it."""
     restart_window_s: Seconds = 3600.0
     """How long a restart counts towards `max_restarts`."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str) -> str:
+        if kind not in ENGINE_KINDS:
+            import_kind(kind, kind_choices(ENGINE_KINDS, "an EngineFactory subclass"))
+        return kind
 
     @model_validator(mode="after")
     def _kinds(self) -> Self:

@@ -1,10 +1,11 @@
 """What an engine is: a server of the model that is started, watched and stopped. And how it is probed.
 
-An `Engine` is not restartable: its kind makes a new one. `registry` lists the kinds.
+An `Engine` is not restartable: its factory makes a new one. `rollout_backend.config.serving` lists the kinds.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -38,21 +39,24 @@ class Engine(Protocol):
 
 
 MakeEngine = Callable[[int], Engine]
-"""Makes the engine with a number, from 0; called again for each restart."""
+"""See `EngineFactory.make`."""
 
 
-class EngineKind(Protocol):
+class EngineFactory(ABC):
     """Makes the engines of one `serving.kind`."""
 
     count: int  # how many to start with
 
-    def __init__(self, config: RolloutConfig, log_dir: Path) -> None: ...
+    @abstractmethod
+    def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
+        """Set `count`. Start nothing yet."""
 
-    async def open(self) -> None:
+    async def open(self) -> None:  # noqa: B027  # most kinds prepare nothing
         """Prepare before the first engine is made. Raise StartupError or ConfigError."""
-        ...
 
-    def make(self, number: int) -> Engine: ...
+    @abstractmethod
+    def make(self, number: int) -> Engine:
+        """Make the engine with a number, from 0; called again for each restart."""
 
 
 PROBE = "/model_info"

@@ -28,7 +28,7 @@ from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import MakeEngine
 from rollout_backend.serving.engine_routing import EngineRouting, EngineSupervisor, RouterSupervisor
 from rollout_backend.serving.external_engine import ExternalEngine
-from rollout_backend.serving.registry import engine_kind
+from rollout_backend.serving.registry import engine_factory
 from rollout_backend.serving.router import Router
 from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, SupervisorGroup
 
@@ -62,8 +62,8 @@ class EngineFleet:
         probing: Probing | None = None,
     ) -> None:
         """`make_engine` decides what an engine is; by default `serving.kind` does."""
-        self._kind = engine_kind(config, log_dir)
-        self._make_engine = make_engine or self._kind.make
+        self._factory = engine_factory(config, log_dir)
+        self._make_engine = make_engine or self._factory.make
         self._startup_timeout_s = config.serving.startup_timeout_s
         self._on_event = on_event
         self._limits = RestartLimits(config.serving.max_restarts, config.serving.restart_window_s)
@@ -72,7 +72,7 @@ class EngineFleet:
         self._probing = probing or Probing()
         self._router_supervisor = RouterSupervisor(self._routing, self._limits, on_event, self._probing)
         self._supervisors = SupervisorGroup()
-        self._next_number = self._kind.count
+        self._next_number = self._factory.count
         self._following = asyncio.Lock()
 
     @property
@@ -114,9 +114,9 @@ class EngineFleet:
             ConfigError: the CPU engine is not installed.
         """
         try:
-            await self._kind.open()
+            await self._factory.open()
             make = self._make_engine
-            self._routing.engines = [self._supervisor(number, make) for number in range(self._kind.count)]
+            self._routing.engines = [self._supervisor(number, make) for number in range(self._factory.count)]
             await self._router_supervisor.start()
             self._router_supervisor.report("started")
             for engine in self._engines:

@@ -8,18 +8,15 @@ from pathlib import Path
 
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import StartupError
-from rollout_backend.serving.engine import PROBE, answers
+from rollout_backend.serving.engine import PROBE, EngineFactory, answers
 
 
-class ExternalEngines:
+class ExternalEngineFactory(EngineFactory):
     """Makes the engines of `serving.kind=external`."""
 
     def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
         self.count = len(config.serving.urls)
         self._serving = config.serving
-
-    async def open(self) -> None:
-        return
 
     def make(self, number: int) -> ExternalEngine:
         return ExternalEngine(f"engine-{number}", self._serving.urls[number], self._serving.startup_timeout_s)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollout_backend.config import ModelConfig, RolloutConfig, ServingConfig
 from rollout_backend.errors import StartupError
-from rollout_backend.serving.engine import is_healthy
+from rollout_backend.serving.engine import EngineFactory, is_healthy
 from rollout_backend.serving.server_process import ServerProcess, free_port
 from rollout_backend.serving.sglang import Command, engine_command
 
@@ -18,16 +18,13 @@ MakeCommand = Callable[[ModelConfig, ServingConfig, str, int, int], Command]
 """Like `engine_command`: model, serving, host, port, first GPU. Another one starts another kind of server."""
 
 
-class LocalEngines:
+class LocalEngineFactory(EngineFactory):
     """Makes the engines of `serving.kind=process`."""
 
     def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
         self.count = config.serving.servers
         self._config = config
         self._log_dir = log_dir
-
-    async def open(self) -> None:
-        return
 
     def make(self, number: int) -> LocalEngine:
         name, serving = f"engine-{number}", self._config.serving

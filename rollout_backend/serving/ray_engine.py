@@ -11,12 +11,13 @@ from pathlib import Path
 
 from rollout_backend.config import ModelConfig, RolloutConfig, ServingConfig
 from rollout_backend.errors import StartupError
+from rollout_backend.serving.engine import EngineFactory
 from rollout_backend.serving.local_engine import LocalEngine, MakeCommand
 from rollout_backend.serving.ray_actor import RayActor, join_cluster
 from rollout_backend.serving.sglang import engine_command
 
 
-class RayEngines:
+class RayEngineFactory(EngineFactory):
     """Makes the engines of `serving.kind=ray`."""
 
     def __init__(self, config: RolloutConfig, log_dir: Path, command: MakeCommand = engine_command) -> None:

@@ -1,26 +1,28 @@
-"""The kinds of engines.
+"""Find the implementation of `serving.kind`.
 
-To add a kind, implement `engine.EngineKind` in a module here, list it below, and add its name to `serving.kind` in
-`rollout_backend/config/serving.py`.
+To add a kind, see `rollout_backend.config.serving`.
 """
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
+from typing import Any
 
-from rollout_backend.config import RolloutConfig
-from rollout_backend.serving.engine import EngineKind
+from pydantic import ImportString, TypeAdapter
 
-ENGINE_KINDS = {  # `serving.kind` -> the class, in a module that is imported when it is used: Ray is slow to import
-    "process": "rollout_backend.serving.local_engine:LocalEngines",
-    "ray": "rollout_backend.serving.ray_engine:RayEngines",
-    "external": "rollout_backend.serving.external_engine:ExternalEngines",
-}
+from rollout_backend.config import ENGINE_KINDS, RolloutConfig
+from rollout_backend.errors import ConfigError
+from rollout_backend.serving.engine import EngineFactory
 
 
-def engine_kind(config: RolloutConfig, log_dir: Path) -> EngineKind:
-    """Return what makes the engines of `serving.kind`."""
-    module, _, name = ENGINE_KINDS[config.serving.kind].partition(":")
-    kind: type[EngineKind] = getattr(importlib.import_module(module), name)
-    return kind(config, log_dir)
+def engine_factory(config: RolloutConfig, log_dir: Path) -> EngineFactory:
+    """Make the factory that `serving.kind` names.
+
+    Raises:
+        ConfigError: the import path names no subclass of EngineFactory.
+    """
+    kind = config.serving.kind
+    found = TypeAdapter(ImportString[Any]).validate_python(ENGINE_KINDS.get(kind, kind))
+    if not (isinstance(found, type) and issubclass(found, EngineFactory)):
+        raise ConfigError(f"serving.kind: {kind!r} is not a subclass of EngineFactory")
+    return found(config, log_dir)

@@ -13,7 +13,7 @@ import pytest
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import is_healthy
 from rollout_backend.serving.engine_fleet import EngineFleet
-from rollout_backend.serving.ray_engine import RayEngine, RayEngines
+from rollout_backend.serving.ray_engine import RayEngine, RayEngineFactory
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
@@ -60,7 +60,7 @@ def test_fleet_does_not_import_ray():
 async def test_killed_ray_engine_is_restarted(ray, command, make_config, tmp_path, until):
     config = make_config(serving={"kind": "ray", "startup_timeout_s": 30})
     events = []
-    make_engine = RayEngines(config, tmp_path, command).make
+    make_engine = RayEngineFactory(config, tmp_path, command).make
     async with EngineFleet(config, tmp_path, events.append, make_engine=make_engine) as fleet:
         assert ray.available_resources().get("GPU", 0) == 0  # the actor holds the GPU
         (url,) = fleet.engine_urls
