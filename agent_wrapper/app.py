@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, Rollout, RolloutRequest, Trajectory
 from agent_wrapper.errors import EntrypointError
-from agent_wrapper.heartbeat import beat
+from agent_wrapper.heartbeat import send_heartbeats
 from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, failed
 from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.runner import Agent, Returned
@@ -248,7 +248,7 @@ class RolloutApp:
         from starlette.responses import JSONResponse
 
         assert self._agent is not None
-        call = self._agent.start(RolloutContext.of_environment(payload))
+        call = self._agent.start(RolloutContext.from_environment(payload))
         result = await asyncio.wrap_future(call.future)
         if isinstance(result, Returned):
             try:
@@ -308,7 +308,7 @@ class RolloutApp:
         if endpoint.heartbeat_url is None or every_s is None:
             return
         try:
-            await beat(endpoint.heartbeat_url, endpoint.api_key, every_s)
+            await send_heartbeats(endpoint.heartbeat_url, endpoint.api_key, every_s)
         except Exception:  # no rollout may fail for it
             logger.exception("rollout %s sends no more heartbeats", job.request.rollout_id)
         else:
@@ -318,7 +318,7 @@ class RolloutApp:
     async def _roll_out(self, job: _Job, payload: dict[str, Any]) -> Rollout:
         request, started_at = job.request, time.time()
         preparing = asyncio.create_task(self._prepare(request))
-        context = RolloutContext.of_request(request, payload)
+        context = RolloutContext.from_request(request, payload)
         ending = await self._play(job, context)
         preparing.cancel()
         finished_at = time.time()

@@ -23,7 +23,7 @@ def new_session(region: str | None) -> boto3.Session:
     return boto3.Session(botocore_session=core, region_name=region)
 
 
-def read_ahead() -> None:
+def preload_models() -> None:
     """Load the models of S3 and SQS."""
     session = new_session("us-east-1")
     for service in ("s3", "sqs"):  # with placeholder credentials, so that botocore searches for none

@@ -55,7 +55,7 @@ class RolloutContext:
         return {k: v for k, v in endpoint.items() if v} | {"timeout": timeout, "max_retries": _MAX_RETRIES}
 
     @classmethod
-    def of_request(cls, request: RolloutRequest, payload: dict[str, Any]) -> RolloutContext:
+    def from_request(cls, request: RolloutRequest, payload: dict[str, Any]) -> RolloutContext:
         """For a request that has arrived just now."""
         now = time.time()
         remaining_s = request.deadline - now if request.remaining_s is None else request.remaining_s
@@ -71,7 +71,7 @@ class RolloutContext:
         )
 
     @classmethod
-    def of_environment(cls, payload: dict[str, Any], env: Mapping[str, str] | None = None) -> RolloutContext:
+    def from_environment(cls, payload: dict[str, Any], env: Mapping[str, str] | None = None) -> RolloutContext:
         """In deployment: OPENAI_BASE_URL, OPENAI_API_KEY and ROLLOUT_MODEL, each "" if unset."""
         env = os.environ if env is None else env
         return cls(

@@ -16,8 +16,8 @@ logger = logging.getLogger("agent_wrapper")
 _TIMEOUT_S = 10.0
 
 
-async def beat(url: str, api_key: str, every_s: float) -> None:
-    """Sends heartbeats. Returns once the gateway answers that the session is closed for good."""
+async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
+    """Send heartbeats. Return once the gateway answers that the session is closed for good."""
     verify = await asyncio.to_thread(_certificates, url.startswith("https://"))
     import httpx
 

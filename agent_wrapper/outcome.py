@@ -46,7 +46,7 @@ from agent_wrapper.contract import (
 )
 from agent_wrapper.contract.codec import MAX_DEPTH, check_packed
 from agent_wrapper.errors import AgentFailure
-from agent_wrapper.plain import check_plain
+from agent_wrapper.json_values import check_json_value
 from agent_wrapper.runner import Raised, Returned
 from agent_wrapper.trajectory import TrajectoryUnavailable
 
@@ -223,7 +223,7 @@ def _key(key: object) -> str:
 def _json(key: object, value: object) -> Any:
     try:
         plain = json.loads(json.dumps(value, allow_nan=False))
-        check_plain(plain, "it", _EXTRAS_DEPTH)
+        check_json_value(plain, "it", _EXTRAS_DEPTH)
         msgpack.packb([key, plain])  # the stored form has no integers over 64 bits
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{key!r} cannot be stored as JSON: {error}") from None

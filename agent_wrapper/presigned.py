@@ -33,14 +33,14 @@ def put_once(url: str, body: bytes, budget_s: float) -> bool:
     import tenacity
 
     retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(httpx.TransportError) | tenacity.retry_if_result(_is_passing),
+        retry=tenacity.retry_if_exception_type(httpx.TransportError) | tenacity.retry_if_result(_is_transient),
         stop=tenacity.stop_before_delay(budget_s),
         wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5),
         retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,  # as it was, last
     )
     verify = not url.startswith("http://")
     timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
-    _keep_quiet()
+    _redact_logs()
     try:
         with httpx.Client(timeout=timeout, verify=verify) as client:
             response: httpx.Response = retrying(client.put, url, content=body, headers=PUT_HEADERS)
@@ -54,11 +54,11 @@ def put_once(url: str, body: bytes, budget_s: float) -> bool:
     return True
 
 
-def _is_passing(response: httpx.Response) -> bool:
+def _is_transient(response: httpx.Response) -> bool:
     return response.status_code in (408, 409, 429) or response.status_code >= 500
 
 
-def _keep_quiet() -> None:
+def _redact_logs() -> None:
     """Remove signatures from httpx's log, which contains complete URLs if the agent enables it."""
     logger = logging.getLogger("httpx")
     if _without_signature not in logger.filters:

@@ -29,7 +29,7 @@ logger = logging.getLogger("agent_wrapper")
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 20.0
 _CONNECTIONS = 32
-_PASSING_CODES = frozenset(
+_TRANSIENT_CODES = frozenset(
     {"ConditionalRequestConflict", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
 )
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ class PublishError(Exception):
     """The result could not be written. The message says why, and names the key."""
 
 
-class Written(StrEnum):
+class WriteOutcome(StrEnum):
     """Which attempt wrote the object."""
 
     NOW = "now"
@@ -66,7 +66,7 @@ class Publisher:
 
     def publish(
         self, target: ResultTarget, key: str, body: bytes, budget_s: float, url: str | None = None
-    ) -> Written:
+    ) -> WriteOutcome:
         """Write `body` under `key` unless the key exists, and announce it. Each takes at most about `budget_s`.
 
         With `url`, which is presigned for that key, the write needs no credentials.
@@ -77,17 +77,17 @@ class Publisher:
         where = f"s3://{target.bucket}/{key}"
         try:
             if url is not None:
-                written = Written.NOW if put_once(url, body, budget_s) else Written.UNSEEN
+                written = WriteOutcome.NOW if put_once(url, body, budget_s) else WriteOutcome.UNSEEN
             else:
                 written = self._write(target, key, body, budget_s)
         except Exception as error:
             raise PublishError(f"cannot write {where}: {type(error).__name__}: {error}") from error
         match written:
-            case Written.BEFORE:
+            case WriteOutcome.BEFORE:
                 logger.info("%s: an earlier write of this attempt had succeeded", where)
-            case Written.BY_ANOTHER:
+            case WriteOutcome.BY_ANOTHER:
                 logger.warning("%s: another attempt wrote its result first; this result is dropped", where)
-            case Written.UNSEEN:
+            case WriteOutcome.UNSEEN:
                 logger.warning(
                     "%s: the key exists, and the object could not be read to see which attempt wrote it", where
                 )
@@ -98,7 +98,7 @@ class Publisher:
                 logger.warning("%s was written but could not be announced on %s: %s", where, target.queue_url, error)
         return written
 
-    def _write(self, target: ResultTarget, key: str, body: bytes, budget_s: float) -> Written:
+    def _write(self, target: ResultTarget, key: str, body: bytes, budget_s: float) -> WriteOutcome:
         from botocore.exceptions import ClientError
 
         s3: S3Client = self._client("s3", target.region)
@@ -117,13 +117,13 @@ class Publisher:
             if _status(error) != 412:
                 raise
         else:
-            return Written.NOW
+            return WriteOutcome.NOW
         try:
             there = _retry(budget_s, lambda: s3.get_object(Bucket=target.bucket, Key=key)["Body"].read())
         except Exception:  # the role may lack s3:GetObject, and need not have it
             logger.debug("cannot read %s", key, exc_info=True)
-            return Written.UNSEEN
-        return Written.BEFORE if there == body else Written.BY_ANOTHER
+            return WriteOutcome.UNSEEN
+        return WriteOutcome.BEFORE if there == body else WriteOutcome.BY_ANOTHER
 
     def _announce(self, target: ResultTarget, key: str, budget_s: float) -> None:
         sqs: SQSClient = self._client("sqs", target.region)
@@ -154,19 +154,19 @@ def _retry(budget_s: float, call: Callable[[], _T]) -> _T:
     import tenacity
 
     return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(_is_passing),
+        retry=tenacity.retry_if_exception(_is_transient),
         stop=tenacity.stop_before_delay(budget_s),
         wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5),
         reraise=True,
     )(call)
 
 
-def _is_passing(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
 
     if isinstance(error, ClientError):
         status = _status(error)
-        return error.response["Error"]["Code"] in _PASSING_CODES or status in (409, 429) or status >= 500
+        return error.response["Error"]["Code"] in _TRANSIENT_CODES or status in (409, 429) or status >= 500
     return isinstance(error, (ConnectionError, HTTPClientError))  # no connection, cut, timed out
 
 

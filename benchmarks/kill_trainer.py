@@ -32,7 +32,7 @@ from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.local.sessions import Limits
+from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
 from rollout_backend.serving.server_process import ServerProcess
 
@@ -101,7 +101,7 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
     draw = random.Random(seed)
     began, killed = time.monotonic(), 0
     with ScriptedEngine(answer) as engine:
-        async with LocalCloud(AGENT, run_dir=work / "cloud", limits=Limits(grace_s=2.0)) as cloud:
+        async with LocalCloud(AGENT, run_dir=work / "cloud", limits=EmulatorLimits(grace_s=2.0)) as cloud:
             base: dict[str, Any] = {
                 "run_id": RUN,
                 "model": {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 4096},

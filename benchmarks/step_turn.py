@@ -86,7 +86,7 @@ def make_step(rollouts: int) -> Step:
         queue_url=None,
         endpoint=lambda claims: ModelEndpoint(base_url="http://g", api_key="k", name="m", trajectory_url="http://g"),
         revoke=nothing,
-        keep=lambda rollout: True,
+        archive=lambda rollout: True,
         read_manifest=nothing,
         write_manifest=nothing,
     )

@@ -172,25 +172,25 @@ def was_sent(error: BaseException) -> bool:
     return isinstance(cause, aiohttp.ClientOSError) and not isinstance(cause, aiohttp.ClientConnectorError)
 
 
-def expired(error: ClientError) -> bool:
+def is_expired(error: ClientError) -> bool:
     """Whether the service takes the credentials no more. Those that renew themselves are renewed long before, so no
     later try does better."""
     return code_of(error) in _EXPIRED
 
 
-def throttled(error: ClientError) -> bool:
+def is_throttled(error: ClientError) -> bool:
     """Whether the service refuses for its rate alone. SQS says so with status 400."""
     return status_of(error) == 429 or code_of(error) in _THROTTLED
 
 
-def denied(error: BaseException) -> bool:
+def is_denied(error: BaseException) -> bool:
     """Return whether IAM does not allow the call."""
     return isinstance(error, ClientError) and code_of(error) in _DENIED
 
 
-def end_if_expired(error: BaseException, what: str) -> None:
+def raise_if_expired(error: BaseException, what: str) -> None:
     """Raises CredentialsExpired if that is why `what` did not do as it was asked."""
-    if isinstance(error, ClientError) and expired(error):
+    if isinstance(error, ClientError) and is_expired(error):
         raise CredentialsExpired(
             f"the AWS credentials have expired ({what} says {code_of(error)}). Get new ones (aws sso login, or the "
             "three of AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN) and start the run again under "
@@ -216,7 +216,7 @@ def _refusal(error: ClientError, what: str, setting: str) -> str:
     """What a service's error code says about `what`, and what to do about it."""
     code, status = code_of(error), status_of(error)
     said = f"{code}: {message_of(error)}"
-    if expired(error):
+    if is_expired(error):
         return f"{what} refuses us: {said}. The AWS credentials have expired: get new ones, e.g. aws sso login"
     if code in _UNKNOWN_CREDENTIALS:
         return f"{what} refuses us: {said}. AWS does not know these credentials: check AWS_PROFILE or the access key"
@@ -227,7 +227,7 @@ def _refusal(error: ClientError, what: str, setting: str) -> str:
             f"{what} refuses us: {said}. The secret access key does not belong to the access key, or a proxy changes "
             "requests: check AWS_SECRET_ACCESS_KEY and aws.endpoint_url"
         )
-    if throttled(error) or status >= 500:
+    if is_throttled(error) or status >= 500:
         return f"{what} was not reached: {said}. The service is busy: start the run again later"
     if status == 301 or code in _OTHER_REGION:
         return f"{what} is in another region ({said}): set aws.region"

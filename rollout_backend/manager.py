@@ -37,23 +37,23 @@ from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.retokenize import Retokenizer
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
-from rollout_backend.core.circuit_breaker import CircuitBreaker, log_place
+from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.core.heartbeats import Heartbeats
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.seal import Sealer
-from rollout_backend.core.tasks import Task, planned_rollouts, unique
+from rollout_backend.core.tasks import Task, check_unique, planned_rollouts
 from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import CircuitOpen, RunHeld, ServingError
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.observe.progress import Progress
 from rollout_backend.preflight import check_storage
-from rollout_backend.run_lease import FencedRuntime, Holder, RunLease
+from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.runtimes.registry import open_runtime
 from rollout_backend.serving.engine_fleet import EngineFleet, ServerState
 from rollout_backend.serving.gateway_fleet import GatewayFleet
-from rollout_backend.serving.relay_process import DialerProcess, behind_relay
+from rollout_backend.serving.relay_process import DialerProcess, public_gateway_config
 from rollout_backend.serving.run_secret import key_secret, run_secret
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.step.in_flight import InFlightLog
@@ -144,7 +144,7 @@ class RolloutManager:
         stack.push_async_callback(store.aclose)
         await check_storage(config, store)
         lease = RunLease(
-            store, config.run_id, Holder.this_process(), config.janitor.lease_s, on_status=self._on_status
+            store, config.run_id, LeaseHolder.this_process(), config.janitor.lease_s, on_status=self._on_status
         )
         stack.push_async_callback(lease.release)
         await lease.begin()
@@ -180,7 +180,7 @@ class RolloutManager:
         self._fleet = fleet
         self._on_status("starting the gateway")
         gateway = GatewayFleet(
-            behind_relay(config),
+            public_gateway_config(config),
             fleet.router_url,
             logs,
             key_secret(secret, config.run_id),
@@ -211,7 +211,7 @@ class RolloutManager:
         heartbeat_s = config.timeouts.heartbeat_s
         heartbeats = Heartbeats(heartbeat_s or math.inf, config.gateway.processes, same_machine=gateway.same_machine)
         self._watching = [
-            *([asyncio.create_task(heartbeats.listen(gateway.heard))] if heartbeat_s is not None else []),
+            *([asyncio.create_task(heartbeats.poll(gateway.heartbeats))] if heartbeat_s is not None else []),
             asyncio.create_task(buffer.run(config.queue.receivers)),
             asyncio.create_task(fleet.failed()),
             asyncio.create_task(gateway.failed()),
@@ -239,7 +239,7 @@ class RolloutManager:
             queue_url=queue.url if queue is not None and presigner is None else None,
             endpoint=gateway.endpoint,
             revoke=gateway.revoke,
-            keep=self.archive.keep,
+            archive=self.archive.write_rollout,
             sealed_by=sealer.fingerprint if sealer is not None else "",
             gateway=gateway.identity,
             in_flight=InFlightLog(config.run_dir / "steps"),
@@ -247,7 +247,7 @@ class RolloutManager:
             adopt=adopt,
             presign=presigner.urls if presigner is not None else None,
             breaker=CircuitBreaker(
-                config.circuit_breaker, lambda entry: log_place(config, entry, runtime.log_location)
+                config.circuit_breaker, lambda entry: describe_log(config, entry, runtime.log_location)
             ),
         )
 
@@ -298,7 +298,7 @@ class RolloutManager:
         """
         assert self._services is not None, "enter the manager first: async with RolloutManager(config) as manager"
         assert self._lease is not None
-        wanted = unique(tasks)
+        wanted = check_unique(tasks)
         log.info("%s", check_ramp(self.config, self._limits, planned_rollouts(wanted, self.config.group)))
         number = next(self._numbers) if step is None else step
         served = f"{self.config.model.path}@{weights}"
@@ -326,7 +326,7 @@ class RolloutManager:
             raise
         finally:
             del self._steps[number]
-        self.archive.keep_report(result.report)
+        self.archive.write_report(result.report)
         return result
 
     async def follow_engines(self, urls: Sequence[str]) -> None:

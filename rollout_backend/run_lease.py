@@ -29,7 +29,7 @@ from typing import Protocol, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent_wrapper.contract import lease_key
-from rollout_backend.collect.store import Stored
+from rollout_backend.collect.store import StoredObject
 from rollout_backend.config import StorageConfig
 from rollout_backend.errors import Rejected, ResultMissing, RolloutBackendError, RunHeld, StoreError, WriteConflict
 from rollout_backend.runtimes.base import SessionCalls
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _CLOCK_S = 2.0  # S3 timestamps have a resolution of 1 s
-_PATIENCE_S = 300.0  # for S3, while a run starts and before a step returns
+_RETRY_S = 300.0  # for S3, while a run starts and before a step returns
 _PAUSE_S = 2.0  # between two tries
 _SURE = 0.75  # of a lease, counted from the renewal: so long no other manager can have the run
 
 
-class Holder(BaseModel):
+class LeaseHolder(BaseModel):
     """A manager's process."""
 
     model_config = ConfigDict(frozen=True)
@@ -87,9 +87,9 @@ class LeaseRecord(BaseModel):
 
     manager_id: str | None = None
     fencing_token: int = 0
-    holder: Holder | None = None
+    holder: LeaseHolder | None = None
     released: bool = False
-    starting: Holder | None = None
+    starting: LeaseHolder | None = None
     """A manager that has found the run given up and is starting everything else. It holds the run only afterwards."""
     renewals: int = 0
     lease_s: float = 60.0
@@ -100,9 +100,9 @@ class LeaseStore(Protocol):
     @property
     def config(self) -> StorageConfig: ...
 
-    async def fetch(self, key: str) -> Stored: ...
+    async def fetch(self, key: str) -> StoredObject: ...
 
-    async def put_if(self, key: str, body: bytes, etag: str | None) -> str: ...
+    async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class RunLease:
         self,
         store: LeaseStore,
         run_id: str,
-        me: Holder,
+        me: LeaseHolder,
         lease_s: float,
         *,
-        is_dead: Callable[[Holder], bool] = Holder.is_dead,
+        is_dead: Callable[[LeaseHolder], bool] = LeaseHolder.is_dead,
         on_status: Callable[[str], object] = lambda text: None,
     ) -> None:
         """Prepare a hold on a run; nothing is written yet. Each wait is reported to the given callback."""
@@ -174,12 +174,12 @@ class RunLease:
             StoreError: S3 did not answer for some minutes.
         """
         while True:
-            seen = await self._given_up()
+            seen = await self._wait_available()
             self._was_free = seen.record.manager_id is None or seen.record.released
             self.before = seen.record.manager_id
             self._etag = seen.etag
             try:
-                await self._patiently(lambda: self._put(seen.record.model_copy(update={"starting": self.me})))  # noqa: B023
+                await self._retry(lambda: self._put(seen.record.model_copy(update={"starting": self.me})))  # noqa: B023
                 break
             except WriteConflict:  # another one was first, or the holder is back
                 continue
@@ -192,10 +192,10 @@ class RunLease:
             while self.lost is None and not self.held:
                 record = self._record.model_copy(update={**claimed, "fencing_token": self._record.fencing_token + 1})
                 try:
-                    await self._patiently(lambda: self._put(record))  # noqa: B023
+                    await self._retry(lambda: self._put(record))  # noqa: B023
                     self.held = True
                 except WriteConflict:
-                    await self._patiently(self._settle_conflict)
+                    await self._retry(self._resolve_conflict)
         if self.lost is not None:
             raise self.lost
 
@@ -220,12 +220,10 @@ class RunLease:
         manager has taken the run over. Raises RunHeld.
         """
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_RETRY_S):
                 await self.wait_confirmed()
         except TimeoutError:
-            log.warning(
-                "the run's lease could not be renewed for %g s; another manager may hold the run", _PATIENCE_S
-            )
+            log.warning("the run's lease could not be renewed for %g s; another manager may hold the run", _RETRY_S)
 
     async def release(self) -> None:
         """Give the run up, so that the next start need not wait for anything."""
@@ -246,20 +244,20 @@ class RunLease:
 
     # --- what is on record --------------------------------------------------------------------------------
 
-    async def _given_up(self) -> _Seen:
+    async def _wait_available(self) -> _Seen:
         """Return the record once no other manager has the run. One on another machine is given the time in which it
         would renew its lease. Raises RunHeld."""
-        first = seen = await self._patiently(self._read)
+        first = seen = await self._retry(self._read)
         while (other := self._active(seen)) is not None:
             lease_s = seen.record.lease_s
             if other.machine == self.me.machine or seen.etag != first.etag:
                 raise self._held_by(other, lease_s)
             self._on_status(f"the run is held by {other}: waiting up to {lease_s:g} s for a sign of life of it")
             await asyncio.sleep(lease_s / 8)
-            seen = await self._patiently(self._read)
+            seen = await self._retry(self._read)
         return seen
 
-    def _active(self, seen: _Seen) -> Holder | None:
+    def _active(self, seen: _Seen) -> LeaseHolder | None:
         """The manager that has the run and has not given it up."""
         record = seen.record
         other = record.starting or (None if record.released else record.holder)
@@ -283,7 +281,7 @@ class RunLease:
         sent_at = asyncio.get_running_loop().time()
         # The count makes each write differ from all others.
         record = record.model_copy(update={"renewals": record.renewals + 1, "lease_s": self._lease_s})
-        self._etag = await self._store.put_if(self.key, record.model_dump_json(indent=1).encode(), self._etag)
+        self._etag = await self._store.put_if_match(self.key, record.model_dump_json(indent=1).encode(), self._etag)
         self._record, self._renewed_at = record, sent_at
         self._announce()
 
@@ -297,14 +295,14 @@ class RunLease:
                         await self._put(self._record)
                         pause = self._lease_s / 4
                     except WriteConflict:
-                        await self._settle_conflict()
+                        await self._resolve_conflict()
                         pause = 0.0
             except RolloutBackendError as error:  # expired credentials too: the calls of the run itself end it then
                 if pause != _PAUSE_S:
                     log.warning("%s: the run's lease cannot be renewed; no agent is started meanwhile", error)
                 pause = min(_PAUSE_S, self._lease_s / 4)
 
-    async def _settle_conflict(self) -> None:
+    async def _resolve_conflict(self) -> None:
         """After a conflict: what is on record is another manager's, or still this one's under another ETag."""
         seen = await self._read()
         record = seen.record
@@ -320,23 +318,23 @@ class RunLease:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def _patiently(self, call: Callable[[], Awaitable[_T]]) -> _T:
+    async def _retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """Repeat a call while S3 does not answer. Raises StoreError after some minutes."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + _PATIENCE_S
+        until = loop.time() + _RETRY_S
         while True:
             with contextlib.suppress(StoreError) if loop.time() < until else contextlib.nullcontext():
                 return await call()
             await asyncio.sleep(_PAUSE_S)
 
-    def _held_by(self, other: Holder, lease_s: float) -> RunHeld:
+    def _held_by(self, other: LeaseHolder, lease_s: float) -> RunHeld:
         return RunHeld(
             f"run {self._run_id!r} is held by another manager ({other}). Stop that one, or give this run another "
             f"run_id. If it is dead, the run can be started {lease_s:g} s (janitor.lease_s) after its last "
             "sign of life"
         )
 
-    def _taken_by(self, other: Holder | None) -> RunHeld:
+    def _taken_by(self, other: LeaseHolder | None) -> RunHeld:
         return RunHeld(
             f"run {self._run_id!r} was taken over by another manager ({other or 'unknown'}), because this one "
             f"({self.me}) had not renewed its lease. This one stops and leaves sessions, queue and manifests to the "

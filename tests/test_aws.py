@@ -64,7 +64,7 @@ async def test_what_s3_and_sqs_say_of_expired_credentials_ends_the_run(proxy, st
     for call in (
         store.get("a"),
         store.put("a", b""),
-        store.put_if("a", b"", None),
+        store.put_if_match("a", b"", None),
         anext(store.keys("a")),
         queue.receive(),
     ):

@@ -23,7 +23,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.errors import Rejected, RunHeld, StoreError, WriteConflict
 from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
 from rollout_backend.manager import RolloutManager
-from rollout_backend.run_lease import FencedRuntime, Holder, RunLease
+from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 
 LONG = 600.0
 Open = Callable[..., RunLease]
@@ -48,7 +48,7 @@ async def manager(store, run_id) -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
 
         def make(lease_s: float = LONG, on_status: Callable[[str], object] = str, **who: Any) -> RunLease:
-            me = Holder.this_process().model_copy(update=who)
+            me = LeaseHolder.this_process().model_copy(update=who)
             made = RunLease(store, run_id, me, lease_s, on_status=on_status)
             stack.push_async_callback(made.release)
             return made
@@ -221,7 +221,7 @@ def collect(monkeypatch, tmp_path) -> Callable[[RunLease], Awaitable[StepResult]
     settings = {"run_id": "r", "output_dir": tmp_path, "model": {"path": tmp_path}, "storage": {"bucket": "bucket"}}
     made = RolloutManager(RolloutConfig.parse({**settings, "runtime": {"kind": "http", "url": "http://agents"}}))
     made._services = object()  # type: ignore[assignment]
-    monkeypatch.setattr(made.archive, "keep_report", lambda report: None)
+    monkeypatch.setattr(made.archive, "write_report", lambda report: None)
 
     async def run(lease: RunLease) -> StepResult:
         made._lease = lease
@@ -245,7 +245,7 @@ async def test_a_step_returns_only_to_a_manager_that_still_has_the_run(manager, 
 async def test_a_step_returns_though_s3_does_not_answer_for_minutes(manager, collect, monkeypatch, caplog):
     first = await start(manager())
     first._renewed_at -= LONG
-    monkeypatch.setattr(run_lease, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(run_lease, "_RETRY_S", 0.1)
     assert (await collect(first)).step == 0
     assert "another manager may hold the run" in caplog.text
 
@@ -296,14 +296,14 @@ async def test_an_own_write_that_lands_late_is_replaced(store, run_id):
 
 async def test_a_write_under_a_condition(store, run_id):
     key = f"{run_id}/a"
-    first = await store.put_if(key, b"1", None)
+    first = await store.put_if_match(key, b"1", None)
     with pytest.raises(WriteConflict):
-        await store.put_if(key, b"2", None)
-    second = await store.put_if(key, b"2", first)
+        await store.put_if_match(key, b"2", None)
+    second = await store.put_if_match(key, b"2", first)
     with pytest.raises(WriteConflict):
-        await store.put_if(key, b"3", first)
+        await store.put_if_match(key, b"3", first)
     with pytest.raises(WriteConflict):
-        await store.put_if(f"{run_id}/never", b"3", second)
+        await store.put_if_match(f"{run_id}/never", b"3", second)
     stored = await store.fetch(key)
     assert (stored.body, stored.etag) == (b"2", second)
     assert 0 <= stored.age_s < 60
@@ -311,7 +311,7 @@ async def test_a_write_under_a_condition(store, run_id):
 
 async def test_a_write_whose_answer_is_lost_is_found_done(store, proxy, run_id):
     proxy.rules.append(Rule("s3:PutObject", Fault.CUT_AFTER, times=1))
-    etag = await store.put_if(f"{run_id}/a", b"1", None)
+    etag = await store.put_if_match(f"{run_id}/a", b"1", None)
     proxy.rules.append(Rule("s3:PutObject", Fault.CUT_AFTER, times=1))
-    await store.put_if(f"{run_id}/a", b"2", etag)
+    await store.put_if_match(f"{run_id}/a", b"2", etag)
     assert await store.get(f"{run_id}/a") == b"2"

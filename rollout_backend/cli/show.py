@@ -27,7 +27,7 @@ def _show(rollout_id: str, run_dir: Path | None, as_json: bool) -> None:
     from rollout_backend.observe.view import print_rollout
 
     folder = run_dir or _newest_run(Path("runs"))
-    found = RunArchive(folder).find(rollout_id)
+    found = RunArchive(folder).find_rollout(rollout_id)
     if not found:
         raise ConfigError(f"{folder} holds no rollout {rollout_id!r}; name another run with --run-dir")
     for path in found:

@@ -84,7 +84,7 @@ class ResultSink(Protocol):
         ...
 
 
-class Fetched(Enum):
+class FetchStatus(Enum):
     """The outcome of fetching one object from S3."""
 
     HANDLED = "handled"  # delivered to the step, as a result or as invalid
@@ -92,7 +92,7 @@ class Fetched(Enum):
     UNKNOWN = "unknown"  # S3 did not answer, or did not accept the quarantine record: retry later
 
 
-class Handled(Enum):
+class MessageStatus(Enum):
     """What becomes of a message."""
 
     DONE = "done"  # it is deleted
@@ -198,18 +198,20 @@ class RolloutBuffer:
             done = await asyncio.gather(
                 *(
                     _log_defects(
-                        f"message {message.message_id}", self._handle_message(queue, message), Handled.UNKNOWN
+                        f"message {message.message_id}", self._handle_message(queue, message), MessageStatus.UNKNOWN
                     )
                     for message in messages
                 )
             )
         finally:
             hiding.cancel()
-        finished = [message for message, state in zip(messages, done, strict=True) if state is Handled.DONE]
-        others = [message for message, state in zip(messages, done, strict=True) if state is Handled.OF_ANOTHER_RUN]
+        finished = [message for message, state in zip(messages, done, strict=True) if state is MessageStatus.DONE]
+        others = [
+            message for message, state in zip(messages, done, strict=True) if state is MessageStatus.OF_ANOTHER_RUN
+        ]
         try:
             await queue.delete(finished)
-            await queue.give_back(others)
+            await queue.release(others)
         except AWS_ERRORS as error:
             log.warning("%d messages will be received again: %s", len(finished) + len(others), error)
 
@@ -218,18 +220,18 @@ class RolloutBuffer:
         while True:
             await asyncio.sleep(queue.visibility_s / 2)
             try:
-                await queue.extend(messages)
+                await queue.extend_visibility(messages)
             except AWS_ERRORS as error:
                 log.warning("%d messages may be received again while they are handled: %s", len(messages), error)
 
-    async def _handle_message(self, queue: AnnouncementQueue, message: Message) -> Handled:
+    async def _handle_message(self, queue: AnnouncementQueue, message: Message) -> MessageStatus:
         try:
             items = [item for item in Announcement.decode(message.body) if not self._is_trainer_object(item)]
-            if queue.is_shared and message.receives < _RECEIVES and any(map(self._is_of_another_run, items)):
-                return Handled.OF_ANOTHER_RUN
+            if queue.is_shared and message.receive_count < _RECEIVES and any(map(self._is_of_another_run, items)):
+                return MessageStatus.OF_ANOTHER_RUN
             results = [(self._parse_key(item), item) for item in items]
         except ContractError as error:
-            return Handled.DONE if await self._refuse(message, error) else Handled.UNKNOWN
+            return MessageStatus.DONE if await self._refuse(message, error) else MessageStatus.UNKNOWN
         handled = True
         for name, item in results:
             sink = self._sinks.get(name.step)
@@ -238,8 +240,8 @@ class RolloutBuffer:
             elif not sink.is_wanted(name.rollout_id, name.attempt):
                 sink.record_duplicate(name.rollout_id)
             else:
-                handled = await self._fetch(sink, name, item.key, message.sent_at) is Fetched.HANDLED and handled
-        return Handled.DONE if handled else Handled.UNKNOWN
+                handled = await self._fetch(sink, name, item.key, message.sent_at) is FetchStatus.HANDLED and handled
+        return MessageStatus.DONE if handled else MessageStatus.UNKNOWN
 
     def _is_trainer_object(self, item: Announcement) -> bool:
         """Return whether it names an object that a trainer wrote, such as a manifest or a quarantine record.
@@ -290,7 +292,7 @@ class RolloutBuffer:
                 if (name.attempt is not None) == failure_markers and sink.is_wanted(name.rollout_id, name.attempt)
             ]
             fetched = await asyncio.gather(*(self._try_to_fetch(sink, name, key) for key, name in wanted))
-            complete = all(each is Fetched.HANDLED for each in fetched) and complete
+            complete = all(each is FetchStatus.HANDLED for each in fetched) and complete
         return complete
 
     async def list_when_idle(self, sink: ResultSink, config: CollectConfig) -> None:
@@ -346,42 +348,42 @@ class RolloutBuffer:
         place = self._store.config.prefix, self._run_id, sink.step
         name = ResultName(sink.step, rollout_id, None)
         fetched = await self._try_to_fetch(sink, name, result_key(*place, rollout_id))
-        if fetched is Fetched.ABSENT and attempt and sink.is_wanted(rollout_id, attempt):
+        if fetched is FetchStatus.ABSENT and attempt and sink.is_wanted(rollout_id, attempt):
             key = failure_marker_key(*place, rollout_id, attempt)
             fetched = await self._try_to_fetch(sink, name._replace(attempt=attempt), key)
-        return fetched is not Fetched.UNKNOWN
+        return fetched is not FetchStatus.UNKNOWN
 
-    async def _try_to_fetch(self, sink: ResultSink, name: ResultName, key: str) -> Fetched:
-        return await _log_defects(key, self._fetch(sink, name, key), Fetched.UNKNOWN)
+    async def _try_to_fetch(self, sink: ResultSink, name: ResultName, key: str) -> FetchStatus:
+        return await _log_defects(key, self._fetch(sink, name, key), FetchStatus.UNKNOWN)
 
     # --- either way ---------------------------------------------------------------------------------------
 
     async def _fetch(
         self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None = None
-    ) -> Fetched:
+    ) -> FetchStatus:
         """Fetch a result or failure marker and deliver it. A key is fetched by one caller at a time."""
         if key in self._refused_markers.get(sink.step, ()):
-            return Fetched.HANDLED
+            return FetchStatus.HANDLED
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with lock:
             return await self._fetch_unlocked(sink, name, key, announced_at)
 
     async def _fetch_unlocked(
         self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None
-    ) -> Fetched:
+    ) -> FetchStatus:
         async with self._fetching:
             if not sink.is_wanted(name.rollout_id, name.attempt):  # it was delivered while this call waited
                 if announced_at is not None:
                     sink.record_duplicate(name.rollout_id)
-                return Fetched.HANDLED
+                return FetchStatus.HANDLED
             try:
                 data = await self._store.get(key)
             except ResultMissing:
                 self.dangling += announced_at is not None
-                return Fetched.ABSENT
+                return FetchStatus.ABSENT
             except StoreError as error:
                 log.warning("%s; it is retried", error)
-                return Fetched.UNKNOWN
+                return FetchStatus.UNKNOWN
             except ContractError as error:
                 return await self._reject(sink, name, key, error, b"")
             try:
@@ -392,19 +394,19 @@ class RolloutBuffer:
         if self._retokenize is not None:
             rollout = await self._retokenize(rollout)
         sink.on_result(rollout, announced_at, name.attempt is not None)
-        return Fetched.HANDLED
+        return FetchStatus.HANDLED
 
     async def _reject(
         self, sink: ResultSink, name: ResultName, key: str, error: ContractError, evidence: bytes
-    ) -> Fetched:
+    ) -> FetchStatus:
         log.warning("%s is invalid: %s", key, error)
         if not await self._quarantine(key, error, evidence):
-            return Fetched.UNKNOWN
+            return FetchStatus.UNKNOWN
         if name.attempt is None:
             sink.on_invalid_result(name.rollout_id, error)
         else:
             self._refused_markers[sink.step].add(key)
-        return Fetched.HANDLED
+        return FetchStatus.HANDLED
 
     async def _quarantine(self, what: str, error: ContractError, evidence: bytes) -> bool:
         try:

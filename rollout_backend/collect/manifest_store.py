@@ -68,7 +68,7 @@ class ManifestStore:
         fenced = manifest.model_copy(update={"fencing_token": self._fencing_token, "owner": self._owner})
         key, body = self._key(manifest.step), fenced.model_dump_json(indent=1).encode()
         try:
-            self._etags[manifest.step] = await self._store.put_if(key, body, self._etags.get(manifest.step))
+            self._etags[manifest.step] = await self._store.put_if_match(key, body, self._etags.get(manifest.step))
         except WriteConflict as conflict:
             found = await self.read(manifest.step)
             if found is not None and found.fencing_token < self._fencing_token:

@@ -43,7 +43,7 @@ class Message:
     receipt: str
     message_id: str
     sent_at: float  # unix seconds, by SQS's clock
-    receives: int = 1  # including this one
+    receive_count: int = 1  # including this one
 
 
 class AnnouncementQueue:
@@ -79,12 +79,12 @@ class AnnouncementQueue:
             what = f"queue {config.url or name}"
             try:
                 if config.url is not None:
-                    await _try_out(sqs, config.url)
+                    await _probe(sqs, config.url)
                     url, dead_url = config.url, None
                 else:
                     url, dead_url = await _create(sqs, config, name)
             except (ClientError, BotoCoreError) as error:
-                if isinstance(error, ClientError) and aws.denied(error):
+                if isinstance(error, ClientError) and aws.is_denied(error):
                     raise _not_allowed(what, config, error) from error
                 raise aws.preflight_error(error, what, "queue.url") from error
             return cls(config, url, dead_url, sqs, stack.pop_all())
@@ -104,7 +104,7 @@ class AnnouncementQueue:
                 AttributeNames=["SentTimestamp", "ApproximateReceiveCount"],
             )
         except ClientError as error:
-            aws.end_if_expired(error, "SQS")
+            aws.raise_if_expired(error, "SQS")
             raise
         return [
             Message(
@@ -112,7 +112,7 @@ class AnnouncementQueue:
                 receipt=item["ReceiptHandle"],
                 message_id=item["MessageId"],
                 sent_at=int(item["Attributes"]["SentTimestamp"]) / 1000,
-                receives=int(item["Attributes"]["ApproximateReceiveCount"]),
+                receive_count=int(item["Attributes"]["ApproximateReceiveCount"]),
             )
             for item in reply.get("Messages", ())
         ]
@@ -131,17 +131,17 @@ class AnnouncementQueue:
         """Whether other runs may use the queue too: this run has not created it."""
         return self.dead_url is None
 
-    async def extend(self, messages: Sequence[Message]) -> None:
+    async def extend_visibility(self, messages: Sequence[Message]) -> None:
         """Hide messages for another `visibility_s`. Raises one of AWS_ERRORS."""
         await self._hide(messages, lambda message: self.visibility_s)
 
-    async def give_back(self, messages: Sequence[Message]) -> None:
+    async def release(self, messages: Sequence[Message]) -> None:
         """Let another receiver have messages: at first at once, then after a pause. Raises one of AWS_ERRORS.
 
         Of two runs, each receives the wrong message half of the time: a doubling pause would hide one message in ten
         for half a minute.
         """
-        await self._hide(messages, lambda message: message.receives // _RECEIVES_PER_PAUSE_S)
+        await self._hide(messages, lambda message: message.receive_count // _RECEIVES_PER_PAUSE_S)
 
     async def _hide(self, messages: Sequence[Message], seconds: Callable[[Message], int]) -> None:
         for start in range(0, len(messages), _BATCH):
@@ -205,14 +205,14 @@ async def check_queue(config: QueueConfig, aws_config: AwsConfig) -> None:
     await queue.aclose()
 
 
-async def _try_out(sqs: Any, url: str) -> None:
+async def _probe(sqs: Any, url: str) -> None:
     """Make the calls of a run without changing the queue: a message received here is visible again at once."""
     await sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["QueueArn"])
     await sqs.receive_message(QueueUrl=url, MaxNumberOfMessages=1, WaitTimeSeconds=0, VisibilityTimeout=0)
     try:
         await sqs.delete_message(QueueUrl=url, ReceiptHandle="not-a-receipt")
     except ClientError as error:
-        if aws.denied(error):
+        if aws.is_denied(error):
             raise  # any other error is about the receipt, which is invalid on purpose
 
 
@@ -269,4 +269,4 @@ def _deleted_recently(error: BaseException | None) -> bool:
 
 
 def _is_busy(error: BaseException) -> bool:
-    return isinstance(error, ClientError) and (aws.throttled(error) or aws.status_of(error) >= 500)
+    return isinstance(error, ClientError) and (aws.is_throttled(error) or aws.status_of(error) >= 500)

@@ -37,7 +37,7 @@ _NO_ETAG = '"00000000000000000000000000000000"'  # matches no object
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredObject:
     """An object that was read."""
 
     body: bytes
@@ -113,7 +113,7 @@ class ResultStore:
         try:
             yield
         except (ClientError, BotoCoreError) as error:
-            if aws.denied(error):
+            if aws.is_denied(error):
                 raise PreflightError(
                     f"bucket {config.bucket!r}: these credentials may not call {operation} under "
                     f"{config.prefix + 'runs/'!r}. Attach the stack's TrainerPolicyArn to the trainer's role, and "
@@ -125,7 +125,7 @@ class ResultStore:
         """Return an object's bytes. Raises the same errors as `fetch`."""
         return (await self.fetch(key)).body
 
-    async def fetch(self, key: str) -> Stored:
+    async def fetch(self, key: str) -> StoredObject:
         """Return an object. A truncated body is read again.
 
         Raises:
@@ -141,7 +141,7 @@ class ResultStore:
         )
         try:
             async with asyncio.timeout(_GET_S):
-                stored: Stored = await retrying(self._read, key)
+                stored: StoredObject = await retrying(self._read, key)
         except ClientError as error:
             raise await self._explain_refusal(key, error) from error
         except aws.NO_ANSWER as error:
@@ -160,7 +160,7 @@ class ResultStore:
         missing = ResultMissing(f"nothing is stored under {key!r}")
         if code == "NoSuchKey":
             return missing
-        aws.end_if_expired(error, "S3")
+        aws.raise_if_expired(error, "S3")
         refused = StoreError(f"S3 refused {key!r}: {error}")
         if not 400 <= aws.status_of(error) < 500 or _TRANSIENT.search(code):
             return refused
@@ -184,10 +184,10 @@ class ResultStore:
         async with reply["Body"] as body:
             return bool(await body.read())
 
-    async def _read(self, key: str) -> Stored:
+    async def _read(self, key: str) -> StoredObject:
         """Read an object once. Raises ContractError if it exceeds the cap, or one of `aws.CALL_ERRORS`."""
         reply = await self._s3.get_object(Bucket=self.config.bucket, Key=key)
-        return Stored(await self._body(reply), str(reply.get("ETag", "")), _age_s(reply))
+        return StoredObject(await self._body(reply), str(reply.get("ETag", "")), _age_s(reply))
 
     async def _body(self, reply: Any) -> bytes:
         headers = reply["ResponseMetadata"]["HTTPHeaders"]
@@ -213,11 +213,11 @@ class ResultStore:
         try:
             await self._s3.put_object(Bucket=self.config.bucket, Key=key, Body=body, ContentType="application/json")
         except aws.CALL_ERRORS as error:
-            aws.end_if_expired(error, "S3")
+            aws.raise_if_expired(error, "S3")
             raise StoreError(f"writing {key!r} to S3 failed: {error}") from error
         self._readable = key
 
-    async def put_if(self, key: str, body: bytes, etag: str | None) -> str:
+    async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str:
         """Write a small object if it still has this ETag or, with None, if it does not exist. Return its new ETag.
 
         If a response is lost, the retry conflicts with the first write. On a conflict, the stored object is therefore
@@ -235,7 +235,7 @@ class ResultStore:
             self._readable = key
             return str(reply["ETag"])
         except aws.CALL_ERRORS as error:
-            aws.end_if_expired(error, "S3")
+            aws.raise_if_expired(error, "S3")
             if not isinstance(error, ClientError) or aws.code_of(error) not in _CONFLICTS:
                 raise StoreError(f"writing {key!r} to S3 failed: {error}") from error
         with contextlib.suppress(ResultMissing):
@@ -258,7 +258,7 @@ class ResultStore:
                 for item in page.get("Contents", ()):
                     yield str(item["Key"])
         except aws.CALL_ERRORS as error:
-            aws.end_if_expired(error, "S3")
+            aws.raise_if_expired(error, "S3")
             raise StoreError(f"listing {prefix!r} in S3 failed: {error}") from error
 
     async def quarantine(self, run_id: str, what: str, reason: str, evidence: bytes) -> str:

@@ -78,7 +78,7 @@ class CircuitBreaker:
         self._running: dict[int, int] = {}  # by step
         self.opened: str | None = None
 
-    def settled(self, entry: LedgerEntry, now: float) -> None:
+    def record_settled(self, entry: LedgerEntry, now: float) -> None:
         """Record a settled rollout, in the order of settlement. `now` is in seconds of any monotonic clock."""
         if entry.delivered:  # a rollout that we ended proves nothing about the infrastructure
             self._streaks.clear()
@@ -89,7 +89,7 @@ class CircuitBreaker:
             else:
                 streak.until, streak.last, streak.count = now, entry, streak.count + 1
 
-    def judge(self, step: int, running: int) -> None:
+    def evaluate(self, step: int, running: int) -> None:
         """Open if the failures suffice. `running` is the number of the step's rollouts whose agents run."""
         self._running[step] = running
         if not running:
@@ -112,7 +112,7 @@ class CircuitBreaker:
         )
 
 
-def log_place(config: RolloutConfig, entry: LedgerEntry, session_log: Callable[[str | None], str]) -> str:
+def describe_log(config: RolloutConfig, entry: LedgerEntry, session_log: Callable[[str | None], str]) -> str:
     """Describe where a person finds the log of a lost rollout. `session_log` is the runtime's `log_location`."""
     session = f"session {entry.session_id or 'never opened'}"
     if entry.reason == "invalid_result":

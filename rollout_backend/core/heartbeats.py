@@ -20,7 +20,7 @@ _AGENTS_RETRY_S = 300.0  # as long as agents retry a model call: see `RolloutCon
 
 
 @dataclass(frozen=True)
-class Heard:
+class HeartbeatReport:
     """The sessions that a gateway has heard from since it was last asked."""
 
     beats: frozenset[str] = frozenset()  # sent a heartbeat
@@ -54,7 +54,7 @@ class Heartbeats:
             self._watched.discard(session_id)
             self._last.pop(session_id, None)
 
-    def observe(self, now: float, answers: Sequence[Heard | None]) -> None:
+    def observe(self, now: float, answers: Sequence[HeartbeatReport | None]) -> None:
         """Takes in what each gateway answered; None: it did not."""
         for gateway, heard in zip(self._gateways, answers, strict=True):
             if heard is None:
@@ -74,12 +74,12 @@ class Heartbeats:
                 self._last[session_id] = gateway, gateway.proven_s
 
     @property
-    def lost(self) -> set[str]:
+    def lost_sessions(self) -> set[str]:
         """The sessions that have missed `MISSED` heartbeats."""
         limit = MISSED * self._every_s
         return {name for name, (gateway, at) in self._last.items() if gateway.proven_s - at >= limit}
 
-    async def listen(self, ask: Callable[[], Awaitable[Sequence[Heard | None]]]) -> None:
+    async def poll(self, ask: Callable[[], Awaitable[Sequence[HeartbeatReport | None]]]) -> None:
         """Asks the gateways again and again, until it is cancelled."""
         loop = asyncio.get_running_loop()
         while True:

@@ -55,7 +55,7 @@ class Image:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedImage:
     """An image and the prompt tokens `[start, end)` that represent it."""
 
     start: int

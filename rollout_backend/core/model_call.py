@@ -39,10 +39,10 @@ class ModelCall:
     n: int = 1
     logprobs: bool = False
     stream: bool = False
-    wishes: Mapping[str, float | int] = field(default_factory=dict)
+    sampling: Mapping[str, float | int] = field(default_factory=dict)
     """Sampling settings that the agent gave (temperature, top_p, top_k, seed, and others by their name in OpenAI's
     API). The trainer's own win, unless the settings let the agent decide."""
-    own: Any = None
+    dialect_data: Any = None
     """Private data of the dialect, which it needs to write the response."""
 
 

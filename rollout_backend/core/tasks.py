@@ -16,7 +16,7 @@ from typing import Any
 
 from agent_wrapper.contract import REQUEST_FIELD, Sampling
 from agent_wrapper.contract.codec import MAX_DEPTH
-from agent_wrapper.plain import check_plain
+from agent_wrapper.json_values import check_json_value
 from rollout_backend.config import GroupConfig
 from rollout_backend.errors import TaskFileError
 
@@ -42,7 +42,7 @@ class Task:
         if REQUEST_FIELD in self.payload:
             raise TaskFileError(f"the payload of task {self.task_id!r} must not have a field {REQUEST_FIELD!r}")
         try:
-            check_plain(dict(self.payload), "payload", MAX_DEPTH)
+            check_json_value(dict(self.payload), "payload", MAX_DEPTH)
         except ValueError as error:
             raise TaskFileError(f"task {self.task_id!r} cannot reach an agent: {error}") from None
 
@@ -73,7 +73,7 @@ def task_of(rollout_id: str) -> str:
     return match[1] if match is not None else rollout_id
 
 
-def unique(tasks: Iterable[Task]) -> tuple[Task, ...]:
+def check_unique(tasks: Iterable[Task]) -> tuple[Task, ...]:
     """The tasks of one step.
 
     Raises:
@@ -101,7 +101,7 @@ def read_tasks(path: str | Path) -> tuple[Task, ...]:
             tasks.append(_task(row, default_id=f"task-{i:05d}"))
         except TaskFileError as error:
             raise TaskFileError(f"{path}, {where}: {error}") from None
-    return unique(tasks)
+    return check_unique(tasks)
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, object]]:

@@ -229,8 +229,8 @@ class AnthropicMessages(Dialect):
                 f"messages.{len(request.messages) - 1}",
                 "the conversation must end with a user message; this model cannot continue a prefilled reply",
             )
-        wishes = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
-        wishes |= {
+        sampling = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
+        sampling |= {
             "thinking": bool(request.thinking) or None,
             "reasoning_effort": bool(request.output_config and request.output_config.effort) or None,
         }
@@ -240,7 +240,7 @@ class AnthropicMessages(Dialect):
             max_new_tokens=request.max_tokens,
             stop=request.stop_sequences or (),
             stream=bool(request.stream),
-            wishes={name: value for name, value in wishes.items() if value is not None},
+            sampling={name: value for name, value in sampling.items() if value is not None},
         )
 
     def parse_count(self, body: bytes) -> ModelCall:

@@ -22,7 +22,7 @@ from rollout_backend.dialects.image_reader import ImageReader
 
 MAX_CHOICES = 16
 _TEXT_ONLY = "parts of type 'image_url' are not supported, only text is"
-_WISHES = (
+_SAMPLING = (
     *("temperature", "top_p", "top_k", "seed"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"),
     *("reasoning_effort", "verbosity"),
@@ -168,7 +168,7 @@ class OpenAIChat(Dialect):
         request = _read(body)
         if request.top_logprobs:
             raise refused("top_logprobs", "only the logprobs of sampled tokens are available")
-        wishes = {name: getattr(request, name) for name in _WISHES}
+        sampling = {name: getattr(request, name) for name in _SAMPLING}
         choice = request.tool_choice or _ToolChoice(type="auto")
         if choice.type == "function" and choice.function is None:
             raise refused("tool_choice.function", "is missing; name the function that must be called")
@@ -188,12 +188,12 @@ class OpenAIChat(Dialect):
             logprobs=bool(request.logprobs),
             stream=bool(request.stream),
             # Of some, only their presence counts: they are always overridden.
-            wishes={
+            sampling={
                 name: value if isinstance(value, (int, float)) else bool(value)
-                for name, value in wishes.items()
+                for name, value in sampling.items()
                 if value is not None
             },
-            own=bool(request.stream_options and request.stream_options.include_usage),
+            dialect_data=bool(request.stream_options and request.stream_options.include_usage),
         )
         if call.tool_choice == "required":
             wire.check_forced(call.tool_name, call.tools)
@@ -307,7 +307,7 @@ def _logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 class _Events:
     def __init__(self, call: ModelCall, head: Mapping[str, Any]) -> None:
-        self._include_usage: bool = call.own
+        self._include_usage: bool = call.dialect_data
         self._n = call.n
         self._head = head
         self._calls = [0] * call.n  # tool calls written so far, by choice

@@ -238,8 +238,8 @@ class OpenAIResponses(Dialect):
         choice = request.tool_choice or _ToolChoice(type="auto")
         if choice.type == "function" and choice.name is None:
             raise refused("tool_choice.name", "is missing; name the function that must be called")
-        wishes = {name: getattr(request, name) for name in ("temperature", "top_p")}
-        wishes |= {
+        sampling = {name: getattr(request, name) for name in ("temperature", "top_p")}
+        sampling |= {
             "reasoning_effort": bool(request.reasoning) or None,
             "verbosity": bool(request.text and request.text.verbosity) or None,
         }
@@ -256,8 +256,8 @@ class OpenAIResponses(Dialect):
             json_schema=_json_schema(request),
             max_new_tokens=request.max_output_tokens,
             stream=bool(request.stream),
-            wishes={name: value for name, value in wishes.items() if value is not None},
-            own=_echo(request),
+            sampling={name: value for name, value in sampling.items() if value is not None},
+            dialect_data=_echo(request),
         )
         if call.tool_choice == "required":
             wire.check_forced(call.tool_name, call.tools)

@@ -49,7 +49,7 @@ class ResponseWriter:
             "store": False,
             "background": False,
             "previous_response_id": None,
-            **(call.own or {}),
+            **(call.dialect_data or {}),
         }
 
     def start(self) -> Iterator[Event]:

@@ -25,7 +25,7 @@ from rollout_backend.errors import OutcomeUnknown, RuntimeCallError
 log = logging.getLogger(__name__)
 
 
-class Call(IntEnum):
+class CallKind(IntEnum):
     """The kinds of calls; where they compete, the lower value goes first."""
 
     STOP = 0  # of a session whose rollout is settled: it frees a slot
@@ -39,14 +39,14 @@ class CallQueue:
         self._invokes = AdaptiveRate(invoke_per_s)
         self._stops = AdaptiveRate(stop_per_s)
         self._shared = AdaptiveRate(calls_per_s) if calls_per_s is not None else None
-        self._waiting: dict[Call, deque[asyncio.Future[None]]] = {call: deque() for call in Call}
+        self._waiting: dict[CallKind, deque[asyncio.Future[None]]] = {call: deque() for call in CallKind}
         self._timer: asyncio.TimerHandle | None = None
 
     @classmethod
     def from_config(cls, rates: RuntimeConfig) -> Self:
         return cls(rates.invoke_per_s, rates.stop_per_s, rates.calls_per_s)
 
-    async def admit(self, call: Call) -> None:
+    async def admit(self, call: CallKind) -> None:
         """Wait until a call of this kind may be sent."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting[call].append(turn)
@@ -61,7 +61,7 @@ class CallQueue:
             raise
 
     @contextmanager
-    def observed(self, call: Call, tally: CallTally) -> Iterator[None]:
+    def track(self, call: CallKind, tally: CallTally) -> Iterator[None]:
         """Report what comes of the call in this block to its rate and to the step's tally."""
         sent_at = asyncio.get_running_loop().time()
         try:
@@ -77,28 +77,28 @@ class CallQueue:
         else:
             self._granted(call, sent_at, tally)
 
-    def _refused(self, call: Call, error: RuntimeCallError, sent_at: float, tally: CallTally) -> None:
+    def _refused(self, call: CallKind, error: RuntimeCallError, sent_at: float, tally: CallTally) -> None:
         rate, now = self._adaptive(call), asyncio.get_running_loop().time()
         if rate.rate == rate.ceiling:  # once for each time that it leaves its ceiling, not for each refusal
-            what = "invokes" if call is Call.INVOKE else "stops"
+            what = "invokes" if call is CallKind.INVOKE else "stops"
             log.warning("the runtime refuses %s (%s): they slow down, and are repeated", what, error)
         rate.refused(sent_at, now)
         tally.refused(now)
         self._serve()
 
-    def _granted(self, call: Call, sent_at: float, tally: CallTally) -> None:
+    def _granted(self, call: CallKind, sent_at: float, tally: CallTally) -> None:
         self._adaptive(call).granted(sent_at)
         tally.granted(asyncio.get_running_loop().time())
         self._serve()
 
-    def _rates(self, call: Call) -> tuple[AdaptiveRate, ...]:
-        own = self._invokes if call is Call.INVOKE else self._stops
+    def _rates(self, call: CallKind) -> tuple[AdaptiveRate, ...]:
+        own = self._invokes if call is CallKind.INVOKE else self._stops
         return (own,) if self._shared is None else (own, self._shared)
 
-    def _adaptive(self, call: Call) -> AdaptiveRate:
+    def _adaptive(self, call: CallKind) -> AdaptiveRate:
         """Return the rate that answers change. A refused invoke may have met a quota of new sessions or of active
         ones, which bound no stop; a refused stop can only have met the quota of calls."""
-        return self._invokes if call is Call.INVOKE else self._shared or self._stops
+        return self._invokes if call is CallKind.INVOKE else self._shared or self._stops
 
     def _serve(self) -> None:
         """Admit every call that may go now, and come back when the next one may."""

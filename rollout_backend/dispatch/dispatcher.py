@@ -30,7 +30,7 @@ from tenacity.wait import WaitBaseT
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Ledger
-from rollout_backend.dispatch.call_queue import Call, CallQueue
+from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import (
     OutcomeUnknown,
     Rejected,
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _BETWEEN_ATTEMPTS = wait_exponential_jitter(multiplier=5, exp_base=3, max=300, jitter=1.0)
 # Short, for the queue paces the calls: it only keeps one rollout that conflicts from taking every turn.
 _AFTER_REFUSAL = wait_exponential_jitter(multiplier=0.5, max=5, jitter=0.5)
-_ANOTHER_ATTEMPT = (RuntimeUnavailable, Unsigned, OutcomeUnknown, StartTimeout)
+_RETRYABLE = (RuntimeUnavailable, Unsigned, OutcomeUnknown, StartTimeout)
 _ACCEPTED = frozenset({"accepted", "running", "finished"})
 
 
@@ -107,7 +107,7 @@ class Dispatcher:
             return last
 
         attempts = AsyncRetrying(
-            retry=retry_if_exception(lambda error: isinstance(error, _ANOTHER_ATTEMPT) and not _refused(error)),
+            retry=retry_if_exception(lambda error: isinstance(error, _RETRYABLE) and not _refused(error)),
             stop=stop_after_attempt(self._max_attempts - ledger.entries[rollout_id].attempts),
             wait=self._wait,
             before_sleep=_log_retry(rollout_id, "attempt", logging.WARNING),
@@ -155,7 +155,7 @@ class Dispatcher:
         prepare: Callable[[int], Awaitable[Submission]],
         close: Callable[[str], Awaitable[None]],
     ) -> bool:
-        await self._calls.admit(Call.INVOKE)
+        await self._calls.admit(CallKind.INVOKE)
         if not ledger.is_open(rollout_id):
             return False  # settled while it waited
         submission = await prepare(ledger.entries[rollout_id].attempts + 1)
@@ -165,7 +165,7 @@ class Dispatcher:
         may_be_open = session_id in ledger.open_sessions  # by an earlier call, which was refused
         ledger.start_attempt(rollout_id, session_id, submission.deadline)
         try:
-            with self._calls.observed(Call.INVOKE, ledger.invokes):
+            with self._calls.track(CallKind.INVOKE, ledger.invokes):
                 answer = await self._runtime.invoke(session_id, submission.payload)
             _check_accepted(answer)
         except RuntimeCallError as error:

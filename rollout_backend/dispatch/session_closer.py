@@ -3,7 +3,7 @@
 Invariants:
 
 - `close` records each session in its ledger, as closed or as unclosed, before it returns;
-- a failed stop that can be retried is retried for at least `give_up_s`, so throttling and outages cost no session.
+- a failed stop that can be retried is retried for at least `retry_s`, so throttling and outages cost no session.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 from tenacity.wait import WaitBaseT
 
 from rollout_backend.core.ledger import Ledger
-from rollout_backend.dispatch.call_queue import Call, CallQueue
+from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import (
     OutcomeUnknown,
     QuotaExceeded,
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 
 _PAUSE = wait_exponential_jitter(multiplier=0.2, max=10, jitter=0.5)
 # A stop may be repeated without harm.
-_AGAIN = (Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, Unsigned, OutcomeUnknown)
+_RETRYABLE = (Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, Unsigned, OutcomeUnknown)
 _LEAST_TRIES = 8  # so that a long queue of stops is not mistaken for a long outage
 
 
 class SessionCloser:
     def __init__(
-        self, runtime: SessionCalls, calls: CallQueue, *, give_up_s: float = 180.0, wait: WaitBaseT = _PAUSE
+        self, runtime: SessionCalls, calls: CallQueue, *, retry_s: float = 180.0, wait: WaitBaseT = _PAUSE
     ) -> None:
-        """`give_up_s` counts from a session's first stop that failed; `wait` is the pause between two tries."""
+        """`retry_s` counts from a session's first stop that failed; `wait` is the pause between two tries."""
         self._runtime = runtime
         self._calls = calls
-        self._give_up_s = give_up_s
+        self._retry_s = retry_s
         self._wait = wait
 
-    async def close(self, session_id: str, ledger: Ledger, call: Call = Call.STOP) -> bool:
+    async def close(self, session_id: str, ledger: Ledger, call: CallKind = CallKind.STOP) -> bool:
         """Return whether the session is closed; if not, the ledger names it as unclosed."""
         now = asyncio.get_running_loop().time
         failed_at: float | None = None
@@ -53,9 +53,11 @@ class SessionCloser:
         def enough(state: RetryCallState) -> bool:
             nonlocal failed_at
             failed_at = now() if failed_at is None else failed_at
-            return state.attempt_number >= _LEAST_TRIES and now() - failed_at >= self._give_up_s
+            return state.attempt_number >= _LEAST_TRIES and now() - failed_at >= self._retry_s
 
-        retrying = AsyncRetrying(retry=retry_if_exception_type(_AGAIN), stop=enough, wait=self._wait, reraise=True)
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_RETRYABLE), stop=enough, wait=self._wait, reraise=True
+        )
         try:
             async for attempt in retrying:
                 with attempt:
@@ -67,7 +69,7 @@ class SessionCloser:
         ledger.session_closed(session_id)
         return True
 
-    async def _stop(self, session_id: str, ledger: Ledger, call: Call) -> None:
+    async def _stop(self, session_id: str, ledger: Ledger, call: CallKind) -> None:
         await self._calls.admit(call)
-        with self._calls.observed(call, ledger.stops):
+        with self._calls.track(call, ledger.stops):
             await self._runtime.stop(session_id)

@@ -14,8 +14,8 @@ from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.session_key import KeyRefused, SessionClaims, verify
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_requests import bearer
-from rollout_backend.gateway.journal import refuse_lost
-from rollout_backend.gateway.sharding import refuse_foreign
+from rollout_backend.gateway.journal import check_journal
+from rollout_backend.gateway.sharding import check_shard
 
 
 class Authenticator:
@@ -39,8 +39,8 @@ class Authenticator:
             raise ApiError(
                 401, f"{error}; use the api_key of this rollout's request", code="invalid_api_key"
             ) from None
-        refuse_foreign(claims.session_id, self._settings.shard, self._settings.gateway.processes)
-        refuse_lost(claims, self._journal_id)
+        check_shard(claims.session_id, self._settings.shard, self._settings.gateway.processes)
+        check_journal(claims, self._journal_id)
         return claims
 
     def require_control_key(self, request: Request) -> None:

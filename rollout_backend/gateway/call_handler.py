@@ -24,7 +24,7 @@ from rollout_backend.gateway import journal_records
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.http_requests import read_body, unless_disconnected
+from rollout_backend.gateway.http_requests import cancel_on_disconnect, read_body
 from rollout_backend.gateway.in_flight_call import InFlightCall
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor, call_digest
 from rollout_backend.gateway.retries import RequestKey
@@ -157,9 +157,9 @@ class CallHandler:
         delivered = streams = False
         try:
             if call.stream:
-                await unless_disconnected(request, running.wait_for_more(0, self._settings.keepalive_s))
+                await cancel_on_disconnect(request, running.wait_for_more(0, self._settings.keepalive_s))
             else:
-                await unless_disconnected(request, asyncio.wait({running.task}))
+                await cancel_on_disconnect(request, asyncio.wait({running.task}))
             if not call.stream or running.done:
                 answer = running.outcome()
             if not call.stream:

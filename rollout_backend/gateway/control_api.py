@@ -38,7 +38,7 @@ class ControlApi:
         self._gate = gate
         self._max_body_bytes = max_body_bytes
         self.routes = [
-            Route("/control/heard", self.heard, methods=["POST"]),
+            Route("/control/heartbeats", self.heartbeats, methods=["POST"]),
             Route("/control/revoke", self.revoke, methods=["POST"]),
             Route("/control/adopt", self.adopt, methods=["POST"]),
             Route("/control/pause", self.pause, methods=["POST"]),
@@ -46,9 +46,9 @@ class ControlApi:
             Route("/control/stats", self.stats, methods=["GET"]),
         ]
 
-    async def heard(self, request: Request) -> Response:
+    async def heartbeats(self, request: Request) -> Response:
         self._authenticator.require_control_key(request)
-        heard = self._registry.heard()
+        heard = self._registry.take_heartbeats()
         return JSONResponse({"beats": sorted(heard.beats), "calls": sorted(heard.calls)})
 
     async def revoke(self, request: Request) -> Response:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agent_wrapper.contract import ImageSpan
-from rollout_backend.core.images import Image, Placed, image_names
+from rollout_backend.core.images import Image, PlacedImage, image_names
 from rollout_backend.gateway.engine_client import Completion
 from rollout_backend.rendering.image_positions import collapsed
 from rollout_backend.rendering.segments import Place, SegmentRecorder
@@ -50,7 +50,7 @@ class Prompt:
     split_reason: str
     known: int = 0  # how many of the ids belong to the conversation that this call continues
     defaults: _Defaults = field(default_factory=dict)
-    images: Sequence[Placed] = ()  # in the order of their tokens
+    images: Sequence[PlacedImage] = ()  # in the order of their tokens
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Conversations:
 
     def _rendered(
         self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
-    ) -> tuple[list[int], tuple[Placed, ...]]:
+    ) -> tuple[list[int], tuple[PlacedImage, ...]]:
         names = image_names(messages)
         if not names:
             return self._bundle.render(messages, tools), ()
@@ -170,11 +170,11 @@ class Conversations:
 
     def _bridged(
         self, place: Place, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
-    ) -> tuple[list[int], tuple[Placed, ...]] | None:
+    ) -> tuple[list[int], tuple[PlacedImage, ...]] | None:
         """Return the conversation at `place` extended by these messages; None if the renderer cannot extend it."""
         prompt, completion = self.recorder.prompt_ids(place), self.recorder.completion_ids(place)
         earlier = [
-            Placed(span.start, span.end, self._images[span.sha256])
+            PlacedImage(span.start, span.end, self._images[span.sha256])
             for span in self.recorder.images(place.segment, place.start)
         ]
         names = image_names(messages)

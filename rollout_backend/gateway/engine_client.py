@@ -37,7 +37,7 @@ from tenacity import (
 )
 
 from agent_wrapper.contract import VersionSpan
-from rollout_backend.core.images import Placed
+from rollout_backend.core.images import PlacedImage
 from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.generation_gate import GateClosed
@@ -121,7 +121,7 @@ class _Request:
     input_ids: Sequence[int]
     params: Mapping[str, Any]
     routing_key: str
-    images: Sequence[Placed]
+    images: Sequence[PlacedImage]
     progress: Progress | None
     stops: StopStrings | None
     resumable: bool
@@ -207,7 +207,7 @@ class EngineClient:
         sampling_params: Mapping[str, Any],
         routing_key: str,
         *,
-        images: Sequence[Placed] = (),
+        images: Sequence[PlacedImage] = (),
         progress: Progress | None = None,
         stops: StopStrings | None = None,
         resumable: bool = True,

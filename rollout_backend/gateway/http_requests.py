@@ -31,7 +31,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def unless_disconnected(request: Request, waiting: Coroutine[Any, Any, Any]) -> None:
+async def cancel_on_disconnect(request: Request, waiting: Coroutine[Any, Any, Any]) -> None:
     """Wait for `waiting`, but not after the client has hung up: then raise ClientDisconnect."""
     task = asyncio.ensure_future(waiting)
     gone = asyncio.ensure_future(_disconnected(request))

@@ -43,7 +43,7 @@ class InFlightCall:
         running = cls(replace(call, messages=()))
         running.id, running.created, running.prompt_tokens = answer.id, answer.created, answer.prompt_tokens
         running.delivered = True  # as far as is known
-        running.say(_deltas_of(answer))
+        running.emit(_deltas_of(answer))
         running._task = asyncio.get_running_loop().create_future()
         running._task.set_result(answer)
         return running
@@ -72,11 +72,11 @@ class InFlightCall:
         task.add_done_callback(self._ended)
         return task
 
-    def rendered(self, prompt_tokens: int) -> None:
+    def set_prompt_tokens(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self._notify()
 
-    def say(self, deltas: Sequence[Delta]) -> None:
+    def emit(self, deltas: Sequence[Delta]) -> None:
         if deltas:
             self.deltas += deltas
             self._notify()

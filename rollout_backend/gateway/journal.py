@@ -50,7 +50,7 @@ _COMPACT_FROM = 1000  # expired names
 log = logging.getLogger(__name__)
 
 
-def refuse_lost(claims: SessionClaims, journal_id: str) -> None:
+def check_journal(claims: SessionClaims, journal_id: str) -> None:
     """Raise ApiError (410) for a session that started in another journal: its earlier turns are not here."""
     if claims.journal_id != journal_id:
         raise ApiError(
@@ -80,7 +80,7 @@ def prepare(folder: Path, wait_s: float = _WAIT_S) -> str:
         raise ConfigError(f"the gateway's journal cannot be kept in {folder}: {error.strerror}") from None
 
 
-def last_port(folder: Path) -> int:
+def read_port(folder: Path) -> int:
     """Return the port of the folder's last gateway; 0 if unknown."""
     try:
         return int((folder / "port").read_text())
@@ -88,7 +88,7 @@ def last_port(folder: Path) -> int:
         return 0
 
 
-def keep_port(folder: Path, port: int) -> None:
+def write_port(folder: Path, port: int) -> None:
     write_file(folder / "port", str(port).encode(), private=True)
 
 

@@ -113,7 +113,7 @@ class ModelCallExecutor:
         call, state = running.call, session.state
         prompt = await self._thread.run(self._thread.prepare, session.conversations, call)
         forced = await self._thread.run(self._constraints.params, call, prompt.ids)
-        running.rendered(len(prompt.ids))
+        running.set_prompt_tokens(len(prompt.ids))
         requests = [
             _ChoiceRequest(
                 running, prompt, self._params(session, call, prompt, i) | forced, state.id, i, bool(forced)
@@ -190,7 +190,7 @@ class ModelCallExecutor:
             if call.tool_choice == "required":
                 _check_called(reply, completion)
             logprobs = await thread.run(thread.logprobs, call, completion.token_ids, completion.logprobs)
-            running.say(at_once(reply.message, request.index, logprobs or ()))
+            running.emit(at_once(reply.message, request.index, logprobs or ()))
         else:
             parser = await thread.run(thread.stream_parser, call, request.prompt, request.index)
             completion = await self._stream(request, parser, stops)
@@ -199,7 +199,7 @@ class ModelCallExecutor:
             logprobs = await thread.run(thread.logprobs, call, completion.token_ids, completion.logprobs)
             sent = sum(len(delta.logprobs) for delta in running.deltas if delta.choice == request.index)
             spoken = len(completion.token_ids) - thread.has_end(completion.token_ids)
-            running.say(with_logprobs(rest, (logprobs or ())[sent:spoken]))
+            running.emit(with_logprobs(rest, (logprobs or ())[sent:spoken]))
         choice = Choice(reply.message, reply.finish_reason, len(completion.token_ids), completion.matched, logprobs)
         if request.forced:
             completion = replace(completion, logprobs=(None,) * len(completion.token_ids))
@@ -293,7 +293,7 @@ class _LiveStream:
                         self._running.call, self._tokens[begin:sent], self._logprobs[begin:sent]
                     )
                     deltas = with_logprobs(deltas, entries or ())
-                self._running.say(deltas)
+                self._running.emit(deltas)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PACE_S):
                     await self._ended.wait()

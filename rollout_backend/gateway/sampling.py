@@ -85,7 +85,7 @@ def engine_params(
     if sampling.seed is not None:
         values["seed"] = zlib.crc32(f"{sampling.seed}/{seed_salt}".encode())
     overridden = []
-    for name, asked in call.wishes.items():
+    for name, asked in call.sampling.items():
         if name not in _FIELDS:
             if asked:
                 overridden.append(name)

@@ -9,7 +9,7 @@
     POST /v1/rollout/heartbeat      reports that the session's container is alive     session key
     POST /control/revoke            {"session_ids": [...]}: closes sessions           control key
     POST /control/adopt             {"session_ids": [...]}: lets sessions of an earlier trainer continue  control key
-    POST /control/heard             the sessions heard from since the last request    control key
+    POST /control/heartbeats             the sessions heard from since the last request    control key
     POST /control/pause             holds model calls; returns once none is at an engine  control key
     POST /control/resume            releases them                                     control key
     GET  /control/stats             GatewayStats                                      control key
@@ -176,7 +176,7 @@ class Gateway:
         return Response(sealed, media_type="application/octet-stream")
 
     async def heartbeat(self, request: Request) -> Response:
-        self._registry.beat(self._authenticator.session(request))
+        self._registry.record_heartbeat(self._authenticator.session(request))
         return Response(status_code=204)
 
     async def health(self, _: Request) -> Response:

@@ -20,7 +20,7 @@ from typing import Any
 
 from agent_wrapper.contract import Trajectory
 from rollout_backend.core.api_error import journal_unwritable, session_closed
-from rollout_backend.core.heartbeats import Heard
+from rollout_backend.core.heartbeats import HeartbeatReport
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway import journal_records
@@ -102,7 +102,7 @@ class SessionRegistry:
         self._sealer = sealer
         self._sessions: dict[str, SessionState] = {}
         self._journal = journal
-        self._beats: set[str] = set()  # since the last call of `heard`
+        self._beats: set[str] = set()  # since the last call of `take_heartbeats`
         self._calls: set[str] = set()
         self._closed = dict(journal.closed) if journal is not None else {}  # name -> remembered until
 
@@ -114,7 +114,7 @@ class SessionRegistry:
     def closed_count(self) -> int:
         return len(self._sessions) - self.open_count + len(self._closed)
 
-    def beat(self, claims: SessionClaims) -> None:
+    def record_heartbeat(self, claims: SessionClaims) -> None:
         """Record a heartbeat of the session's container.
 
         Raises:
@@ -124,9 +124,9 @@ class SessionRegistry:
             raise session_closed("revoked, or sealed long ago")
         self._beats.add(claims.session_id)
 
-    def heard(self) -> Heard:
+    def take_heartbeats(self) -> HeartbeatReport:
         """Return the sessions heard from since the last call."""
-        heard = Heard(frozenset(self._beats), frozenset(self._calls))
+        heard = HeartbeatReport(frozenset(self._beats), frozenset(self._calls))
         self._beats.clear()
         self._calls.clear()
         return heard
@@ -178,7 +178,7 @@ class SessionRegistry:
         self._close_all({session.id: session.expires_at for session in over})
         self._closed = {name: until for name, until in self._closed.items() if until > now}
         if len(self._calls) > _MAX_HEARD:  # the trainer does not poll
-            self.heard()
+            self.take_heartbeats()
         if self._journal is not None:
             try:
                 self._journal.sweep(self._closed, now, self._token_s)

@@ -13,7 +13,7 @@ def shard_of(session_id: str, shards: int) -> int:
     return int.from_bytes(digest, "big") % shards
 
 
-def refuse_foreign(session_id: str, shard: int, shards: int) -> None:
+def check_shard(session_id: str, shard: int, shards: int) -> None:
     """Raise ApiError (421), which names the right shard, if the session does not belong to `shard`."""
     owner = shard_of(session_id, shards)
     if owner != shard:

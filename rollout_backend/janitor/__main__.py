@@ -33,7 +33,7 @@ log = logging.getLogger("janitor")
 
 
 @dataclass
-class Books:
+class RunState:
     """What the run has reported."""
 
     run: dict[str, Any] = field(default_factory=dict)  # its first report: see `janitor_process`
@@ -66,25 +66,25 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("botocore").setLevel(logging.WARNING)
-    manager, books = int(sys.argv[1]), Books()
-    watch(manager, books)
-    if books.done or not (books.queues or books.sessions):
+    manager, state = int(sys.argv[1]), RunState()
+    watch(manager, state)
+    if state.done or not (state.queues or state.sessions):
         return
-    grace_s, per_s = float(books.run["grace_s"]), float(books.run["stop_per_s"])
+    grace_s, per_s = float(state.run["grace_s"]), float(state.run["stop_per_s"])
     log.info(
         "run %s (process %d) is dead: %d queues and %d sessions are left; removing them in %g s unless it restarts",
-        books.run["run_id"],
+        state.run["run_id"],
         manager,
-        len(books.queues),
-        len(books.sessions),
+        len(state.queues),
+        len(state.sessions),
         grace_s,
     )
-    signal.alarm(int(grace_s + _RESTART_S + _CLEANUP_S + len(books.sessions) / per_s))
+    signal.alarm(int(grace_s + _RESTART_S + _CLEANUP_S + len(state.sessions) / per_s))
     time.sleep(grace_s)
-    clean_up(books)
+    clean_up(state)
 
 
-def watch(manager: int, books: Books) -> None:
+def watch(manager: int, state: RunState) -> None:
     """Read until the run is done or dead. Its death shows as the end of the pipe or, if a forked child keeps the pipe
     open, as the end of the process."""
     os.set_blocking(0, False)
@@ -93,14 +93,14 @@ def watch(manager: int, books: Books) -> None:
     death = _pidfd(manager)
     if death is not None:
         poll.register(death, select.POLLIN)
-    while not books.done:
+    while not state.done:
         ready = {fd for fd, _ in poll.poll()}
-        ended = _drain(books)
+        ended = _drain(state)
         if ended or death in ready:
             return
 
 
-def _drain(books: Books) -> bool:
+def _drain(state: RunState) -> bool:
     """Read what is available. Return True at the end of the pipe."""
     while True:
         try:
@@ -109,7 +109,7 @@ def _drain(books: Books) -> bool:
             return False
         if not data:
             return True
-        books.read(data)
+        state.read(data)
 
 
 def _pidfd(pid: int) -> int | None:
@@ -119,9 +119,9 @@ def _pidfd(pid: int) -> int | None:
         return None
 
 
-def clean_up(books: Books) -> None:
+def clean_up(state: RunState) -> None:
     """Delete the run's queues and stop its sessions, unless another manager holds the run."""
-    run = books.run
+    run = state.run
     s3 = _s3_client(run["aws"])
     while (starting := _starting(s3, run)) is not None:  # they become that manager's, unless its start fails
         log.info("run %s is being started again (%s): waiting for that start to end", run["run_id"], starting)
@@ -129,9 +129,9 @@ def clean_up(books: Books) -> None:
     if (now := _lease(s3, run)[0].get("manager_id")) not in (None, run["manager_id"], run["before"]):
         log.info("run %s was started again (%s): nothing to clean up", run["run_id"], now)
         return
-    _delete_queues(run["aws"], books.queues)
-    if books.sessions:
-        sessions = list(books.sessions)
+    _delete_queues(run["aws"], state.queues)
+    if state.sessions:
+        sessions = list(state.sessions)
         _record(run, "closed", sessions)  # otherwise a later start would wait for these agents
         _record(run, "stopped", stop_sessions(run["cleanup"], float(run["stop_per_s"]), sessions))
 

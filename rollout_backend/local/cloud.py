@@ -1,4 +1,4 @@
-"""The embedded cloud: S3 and SQS (moto) and an AgentCore stand-in on this machine, for the duration of a block.
+"""The embedded cloud: S3 and SQS (moto) and an AgentCore emulator on this machine, for the duration of a block.
 
 Invariants:
 
@@ -24,8 +24,8 @@ import aiohttp
 from aiobotocore.session import AioSession
 
 from rollout_backend.errors import CloudLost, ConfigError, StartupError
-from rollout_backend.local.sessions import Limits
-from rollout_backend.local.stand_in import ROLE, StandInSettings
+from rollout_backend.local.agentcore_emulator import ROLE, EmulatorSettings
+from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
 IMAGE = "000000000000.dkr.ecr.{region}.amazonaws.com/local/agent:latest"  # the agent's image
@@ -125,7 +125,7 @@ class LocalStorage(_Startable):
 
 
 class LocalRuntime(_Startable):
-    """The AgentCore stand-in for one agent, in a separate process.
+    """The AgentCore emulator for one agent, in a separate process.
 
     `agent` is a Python file, run in its folder by `python` (default: this interpreter), or a command, run in the
     current folder. With `preload` a file's sessions are forked from an interpreter that has imported its libraries,
@@ -145,7 +145,7 @@ class LocalRuntime(_Startable):
         env: Mapping[str, str],
         region: str = "us-east-1",
         python: Path | None = None,
-        limits: Limits = Limits(),  # noqa: B008  # frozen
+        limits: EmulatorLimits = EmulatorLimits(),  # noqa: B008  # frozen
         preload: bool = PRELOAD,
         images: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
@@ -158,7 +158,7 @@ class LocalRuntime(_Startable):
         self.endpoint_url = f"http://{_LOOPBACK}:{port}"
         self.session_logs = (run_dir / "sessions").absolute()
         own = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "ROLLOUT__"))}
-        settings = StandInSettings(
+        settings = EmulatorSettings(
             arn=self.arn,
             command=command,
             images={self.image: command, **{name: tuple(other) for name, other in (images or {}).items()}},
@@ -171,14 +171,14 @@ class LocalRuntime(_Startable):
             limits=limits,
         )
         self.process = ServerProcess(
-            "the AgentCore stand-in",
-            [sys.executable, "-m", "rollout_backend.local.stand_in"],
+            "the AgentCore emulator",
+            [sys.executable, "-m", "rollout_backend.local.agentcore_emulator"],
             run_dir / "agentcore.log",
             stdin=settings.model_dump_json().encode(),
         )
 
     async def start(self) -> None:
-        """Start the stand-in. Raise StartupError, with the end of its log."""
+        """Start the emulator. Raise StartupError, with the end of its log."""
         await self.process.start()
         try:
             await self.process.wait_healthy(lambda: _answers(self._sessions_url), _START_S)
@@ -187,13 +187,13 @@ class LocalRuntime(_Startable):
             raise
 
     async def stop(self) -> None:
-        """End every session, then the stand-in."""
+        """End every session, then the emulator."""
         await self.process.stop(self.limits.grace_s + 5.0)
 
     async def sessions(self) -> dict[str, Any]:
         """Return the open `sessions`: {id, pid, status, since}, the number of `ending` processes, and `counters`."""
         if not self.process.running:
-            raise StartupError(f"the AgentCore stand-in is not running. {self.process.tail()}")
+            raise StartupError(f"the AgentCore emulator is not running. {self.process.tail()}")
         async with aiohttp.ClientSession() as http, http.get(self._sessions_url) as response:
             return dict(json.loads(await response.read()))
 
@@ -237,7 +237,7 @@ class LocalCloud(_Startable):
         region: str = "us-east-1",
         python: Path | None = None,
         env: Mapping[str, str] | None = None,
-        limits: Limits = Limits(),  # noqa: B008  # frozen
+        limits: EmulatorLimits = EmulatorLimits(),  # noqa: B008  # frozen
         preload: bool = PRELOAD,
     ) -> None:
         self.storage = LocalStorage(run_dir=run_dir, bucket=bucket, region=region)
@@ -272,7 +272,7 @@ class LocalCloud(_Startable):
                 **which,
                 "endpoint_url": self.runtime.endpoint_url,
                 "max_sessions": limits.max_sessions,
-                # Below the stand-in's rates, which allow a burst.
+                # Below the emulator's rates, which allow a burst.
                 "invoke_per_s": limits.invoke_per_s * 0.9,
                 "stop_per_s": limits.stop_per_s * 0.9,
                 # Few sessions start concurrently on few cores, so the others wait.
@@ -288,7 +288,7 @@ class LocalCloud(_Startable):
         """Wait until a part of the cloud ends while it should run; `RolloutManager` takes this as `wait_lost`.
 
         Raises:
-            CloudLost: moto or the AgentCore stand-in has ended; with the end of its log.
+            CloudLost: moto or the AgentCore emulator has ended; with the end of its log.
         """
         parts = {
             asyncio.create_task(process.wait()): process for process in (self.storage.process, self.runtime.process)
@@ -318,7 +318,7 @@ class LocalCloud(_Startable):
             self._stack = stack.pop_all()
 
     async def stop(self) -> None:
-        """End the sessions, then the stand-in, then S3 and SQS; return once all have ended."""
+        """End the sessions, then the emulator, then S3 and SQS; return once all have ended."""
         await self._stack.aclose()
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for the control plane of AWS Bedrock AgentCore Runtime, which creates runtimes from images.
+"""An emulator of the control plane of AWS Bedrock AgentCore Runtime, which creates runtimes from images.
 
 An image is a name in ECR's form, mapped to a command on this machine. A runtime passes through the service's states,
 its endpoint DEFAULT changes a little later, and refusals have the service's messages.
@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rollout_backend.local.sessions import ServiceError
+from rollout_backend.local.session_pool import ServiceError
 
 _NAME = r"[a-zA-Z][a-zA-Z0-9_]{0,47}"
 _IMAGE = r"\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com/[a-z0-9._/-]+(?::[^:@]{1,300})?(?:@.+)?"

@@ -59,7 +59,7 @@ class Fault(StrEnum):
 class Rule:
     """Which calls fail, and how. The first rule that hits a call applies."""
 
-    operation: str  # as in `Call`; a glob pattern: `s3:*`
+    operation: str  # as in `ProxiedCall`; a glob pattern: `s3:*`
     fault: Fault
     share: float = 1.0  # of the matching calls, by the proxy's seed
     times: int | None = None  # at most this many hits
@@ -78,7 +78,7 @@ class Rule:
         if self.fault is Fault.DROP and self.operation != "sqs:SendMessage":
             raise ValueError(f"{self.operation} cannot be dropped: the answer is known for sqs:SendMessage only")
 
-    def hit(self, call: Call, body: bytes, seed: int) -> bool:
+    def hit(self, call: ProxiedCall, body: bytes, seed: int) -> bool:
         """Return whether the rule hits this call, and count a hit."""
         pairs = (call.operation, self.operation), (call.access_key, self.access_key), (call.path, self.path)
         if not all(fnmatchcase(value, pattern) for value, pattern in pairs):
@@ -98,7 +98,7 @@ class Rule:
 
 
 @dataclass
-class Call:
+class ProxiedCall:
     """One call."""
 
     operation: str
@@ -115,7 +115,7 @@ class FaultProxy(HttpProxy):
     def __init__(self, upstream: str, rules: Iterable[Rule] = (), seed: int = 0) -> None:
         super().__init__()
         self.rules = list(rules)
-        self.calls: list[Call] = []
+        self.calls: list[ProxiedCall] = []
         self._upstream = upstream.rstrip("/")
         self._seed = seed
 
@@ -125,7 +125,7 @@ class FaultProxy(HttpProxy):
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        call = Call(*_named(request), headers=frozenset(name.lower() for name in request.headers))
+        call = ProxiedCall(*_named(request), headers=frozenset(name.lower() for name in request.headers))
         self.calls.append(call)
         rule = next((rule for rule in self.rules if rule.hit(call, body, self._seed)), None)
         call.fault = rule.fault if rule is not None else None
@@ -184,7 +184,7 @@ def _named(request: web.Request) -> tuple[str, str, str]:
     return f"s3:{'ListObjects' if listing else verb + whose}", request.path, access_key
 
 
-def _error(call: Call, rule: Rule) -> web.Response:
+def _error(call: ProxiedCall, rule: Rule) -> web.Response:
     message = "An injected fault."
     if call.operation.startswith("s3:"):
         text = f"<?xml version='1.0'?><Error><Code>{escape(rule.code)}</Code><Message>{message}</Message></Error>"

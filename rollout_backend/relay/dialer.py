@@ -25,7 +25,7 @@ from yarl import URL
 
 from rollout_backend.relay import handshake
 from rollout_backend.relay.channel import Channel, chunks
-from rollout_backend.relay.errors import error_body, error_headers
+from rollout_backend.relay.error_responses import error_body, error_headers
 from rollout_backend.relay.exchange import CLOSE_TIMEOUT_S, CallLost, Close, Exchange, Link, LinkClosed
 from rollout_backend.relay.frames import (
     MAX_FRAME,
@@ -40,7 +40,7 @@ from rollout_backend.relay.frames import (
     Welcome,
 )
 from rollout_backend.relay.relay_settings import DialerSettings
-from rollout_backend.relay.routes import METHODS, passed, route
+from rollout_backend.relay.routes import METHODS, forwarded_headers, route
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class Dialer(Exchange):
             await link.close(Close.WRONG_KEY)
             raise
         if relay != self._relay:
-            self.lose(CallLost(502, "the relay restarted"))
+            self.fail_calls(CallLost(502, "the relay restarted"))
             self._relay = relay
         return link
 
@@ -149,13 +149,13 @@ class Dialer(Exchange):
         hello = handshake.hello(key, challenge, self._settings.dialer_id)
         await link.send_now(hello)
         welcome = await link.receive()
-        if not isinstance(welcome, Welcome) or not handshake.is_relay(key, challenge, hello, welcome.proof):
+        if not isinstance(welcome, Welcome) or not handshake.verify_relay(key, challenge, hello, welcome.proof):
             raise RelayRefused(f"{self._settings.url} does not know the key: it is not the expected relay")
         return challenge.relay_id
 
     # --- calls --------------------------------------------------------------------------------------------
 
-    def opened(self, frame: Open) -> None:
+    def on_open(self, frame: Open) -> None:
         channel = self.channels.get(frame.call)
         if channel is None:
             if len(self._tasks) >= self._settings.max_calls:
@@ -164,21 +164,21 @@ class Dialer(Exchange):
             self._tasks[frame.call] = asyncio.create_task(self._call(channel))
         channel.offer(frame)
 
-    def cancelled(self, call: int) -> None:
+    def on_cancel(self, call: int) -> None:
         self.channels.pop(call, None)
         if (task := self._tasks.get(call)) is not None:
             task.cancel()
 
-    def unknown_there(self, channel: Channel) -> None:
-        self.cancelled(channel.call)  # no agent waits for it
+    def on_unknown_call(self, channel: Channel) -> None:
+        self.on_cancel(channel.call)  # no agent waits for it
 
-    def lose(self, failure: CallLost) -> None:
-        super().lose(failure)
+    def fail_calls(self, failure: CallLost) -> None:
+        super().fail_calls(failure)
         for task in self._tasks.values():
             task.cancel()
 
     async def _end_calls(self) -> None:
-        self.lose(CallLost(503, "the training side is stopping"))
+        self.fail_calls(CallLost(503, "the training side is stopping"))
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _call(self, channel: Channel) -> None:
@@ -208,7 +208,7 @@ class Dialer(Exchange):
             await _answer(channel, 404, "no such gateway or path")
             return
         try:
-            headers = CIMultiDict(passed(opened.headers))
+            headers = CIMultiDict(forwarded_headers(opened.headers))
             if not opened.has_body:
                 headers.popall("Content-Length", None)
             async with self._http.request(
@@ -218,7 +218,7 @@ class Dialer(Exchange):
                 data=_body(channel) if opened.has_body else None,
                 allow_redirects=False,
             ) as response:
-                head = passed(response.headers.items())
+                head = forwarded_headers(response.headers.items())
                 begun = True
                 await channel.send(lambda call, seq: Head(call, seq, response.status, head))
                 async for read in response.content.iter_any():

@@ -132,7 +132,7 @@ class Exchange:
         self.linked = asyncio.Event()
         self._link: Link | None = None
         self._reconnect_s = reconnect_s
-        self._giving_up: asyncio.TimerHandle | None = None
+        self._reconnect_timer: asyncio.TimerHandle | None = None
 
     def send(self, packed: bytes) -> None:
         if self._link is not None:
@@ -157,51 +157,51 @@ class Exchange:
                     frame = await link.receive()
                     if self._link is not link:  # a newer link replaced it
                         raise LinkClosed(None)
-                    self._take(frame)
+                    self._handle_frame(frame)
             finally:
                 if self._link is link:
                     self.detach()
 
     def _attach(self, link: Link, wanted: dict[int, int]) -> None:
         self._link = link
-        if self._giving_up is not None:
-            self._giving_up.cancel()
-            self._giving_up = None
+        if self._reconnect_timer is not None:
+            self._reconnect_timer.cancel()
+            self._reconnect_timer = None
         for call, channel in list(self.channels.items()):
             if call in wanted:
                 channel.resume(wanted[call])
             else:
-                self.unknown_there(channel)
+                self.on_unknown_call(channel)
         self.linked.set()
 
     def detach(self) -> None:
         """Drop the link. Calls wait for the next one, for `reconnect_s` at most."""
         self._link = None
         self.linked.clear()
-        if self._giving_up is None:
+        if self._reconnect_timer is None:
             loop = asyncio.get_running_loop()
-            self._giving_up = loop.call_later(self._reconnect_s, self._give_up)
+            self._reconnect_timer = loop.call_later(self._reconnect_s, self._on_reconnect_timeout)
 
-    def lose(self, failure: CallLost) -> None:
+    def fail_calls(self, failure: CallLost) -> None:
         """End all calls in flight, and forget them."""
         lost = list(self.channels.values())
         self.channels.clear()
         for channel in lost:
             channel.fail(failure)
 
-    def _give_up(self) -> None:
-        self._giving_up = None
-        self.lose(CallLost(504, f"the other side did not reconnect within {self._reconnect_s:g} s"))
+    def _on_reconnect_timeout(self) -> None:
+        self._reconnect_timer = None
+        self.fail_calls(CallLost(504, f"the other side did not reconnect within {self._reconnect_s:g} s"))
 
-    def _take(self, frame: Frame) -> None:
+    def _handle_frame(self, frame: Frame) -> None:
         match frame:
             case Ack():
                 if (channel := self.channels.get(frame.call)) is not None:
                     channel.acknowledged(frame.consumed)
             case Cancel():
-                self.cancelled(frame.call)
+                self.on_cancel(frame.call)
             case Open():
-                self.opened(frame)
+                self.on_open(frame)
             case Head() | Chunk() | End() | Abort():
                 # An unknown call was given up on this side; the other side gets a Cancel or Resume.
                 if (channel := self.channels.get(frame.call)) is not None:
@@ -211,13 +211,13 @@ class Exchange:
 
     # --- what a side overrides ----------------------------------------------------------------------------
 
-    def opened(self, frame: Open) -> None:
+    def on_open(self, frame: Open) -> None:
         """Handle a call that the other side opens, or opens again after a cut."""
         raise FrameError("an Open from the side that opens no calls")
 
-    def cancelled(self, call: int) -> None:
+    def on_cancel(self, call: int) -> None:
         raise FrameError("a Cancel from the side that opens no calls")
 
-    def unknown_there(self, channel: Channel) -> None:
+    def on_unknown_call(self, channel: Channel) -> None:
         """Handle a call that the other side did not name on a new link."""
         raise NotImplementedError

@@ -45,7 +45,7 @@ def hello(key: str, challenge: Challenge, dialer_id: str) -> Hello:
     return Hello(VERSION, dialer_id, nonce, proof)
 
 
-def is_dialer(key: str, challenge: Challenge, hello: Hello) -> bool:
+def verify_dialer(key: str, challenge: Challenge, hello: Hello) -> bool:
     wanted = prove(key, "dialer", challenge.relay_id, challenge.nonce, hello.dialer_id, hello.nonce)
     return hmac.compare_digest(wanted, hello.proof)
 
@@ -54,5 +54,5 @@ def relay_proof(key: str, challenge: Challenge, hello: Hello) -> bytes:
     return prove(key, "relay", challenge.relay_id, challenge.nonce, hello.dialer_id, hello.nonce)
 
 
-def is_relay(key: str, challenge: Challenge, hello: Hello, proof: bytes) -> bool:
+def verify_relay(key: str, challenge: Challenge, hello: Hello, proof: bytes) -> bool:
     return hmac.compare_digest(relay_proof(key, challenge, hello), proof)

@@ -32,7 +32,7 @@ from multidict import CIMultiDict
 
 from rollout_backend.relay import handshake
 from rollout_backend.relay.channel import Channel, chunks
-from rollout_backend.relay.errors import error_body, error_headers
+from rollout_backend.relay.error_responses import error_body, error_headers
 from rollout_backend.relay.exchange import CLOSE_TIMEOUT_S, CallLost, Close, Exchange, Link, LinkClosed
 from rollout_backend.relay.frames import (
     MAX_FRAME,
@@ -50,7 +50,7 @@ from rollout_backend.relay.frames import (
     encode,
 )
 from rollout_backend.relay.relay_settings import RelaySettings
-from rollout_backend.relay.routes import METHODS, passed, route
+from rollout_backend.relay.routes import METHODS, forwarded_headers, route
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Relay(Exchange):
                     raise FrameError(f"a {type(hello).__name__} instead of a Hello")
                 if hello.version != VERSION:
                     raise _DialerRefused(Close.WRONG_VERSION, f"this relay speaks version {VERSION}")
-                if not handshake.is_dialer(key, challenge, hello):
+                if not handshake.verify_dialer(key, challenge, hello):
                     raise _DialerRefused(Close.WRONG_KEY, "wrong key")
                 if hello.dialer_id in self._replaced:
                     raise _DialerRefused(Close.REPLACED, "another dialer has taken over")
@@ -142,7 +142,7 @@ class Relay(Exchange):
             if self._dialer:
                 log.warning("another dialer has taken over; the calls of the first one end")
                 self._replaced.append(self._dialer)
-            self.lose(CallLost(503, "another training side has taken over this relay"))
+            self.fail_calls(CallLost(503, "another training side has taken over this relay"))
             self._dialer = dialer_id
             why: int = Close.REPLACED
         else:
@@ -163,7 +163,7 @@ class Relay(Exchange):
             if closing is not None:
                 await asyncio.gather(closing, return_exceptions=True)
 
-    def unknown_there(self, channel: Channel) -> None:
+    def on_unknown_call(self, channel: Channel) -> None:
         if channel.untouched:  # the other side has not received it yet
             channel.resume(0)
         else:
@@ -177,7 +177,7 @@ class Relay(Exchange):
         if route(request.raw_path) is None or request.method not in METHODS:
             return _error(404, "the relay forwards only calls of /v1/")
         try:
-            headers = passed(request.headers.items())
+            headers = forwarded_headers(request.headers.items())
         except ValueError as error:
             return _error(431, str(error))
         if (request.content_length or 0) > settings.max_body_bytes:
@@ -227,7 +227,7 @@ class Relay(Exchange):
                 self.send(encode(Cancel(channel.call)))
 
     async def _shut_down(self, _: web.Application) -> None:
-        self.lose(CallLost(503, "the relay is stopping"))
+        self.fail_calls(CallLost(503, "the relay is stopping"))
         if self._current is not None:
             await self._current.close(WSCloseCode.GOING_AWAY, "the relay is stopping")
 

@@ -35,7 +35,7 @@ def route(path: str) -> tuple[str, str] | None:
     return match[1] or "", path[match.start(2) :]
 
 
-def passed(headers: Iterable[tuple[str, str]]) -> Headers:
+def forwarded_headers(headers: Iterable[tuple[str, str]]) -> Headers:
     """Return the end-to-end headers.
 
     Raises:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_backend.core.images import Image, Placed
+from rollout_backend.core.images import Image, PlacedImage
 
 _RENDERERS = frozenset({"qwen3-vl"})  # those that represent an image by one repeated token
 _PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"})
@@ -45,7 +45,7 @@ class Vision:
 
     def expanded(
         self, ids: Sequence[int], images: Sequence[Image], start: int = 0
-    ) -> tuple[list[int], tuple[Placed, ...]]:
+    ) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """Return the ids with each image token repeated to its image's length.
 
         `start` is the number of tokens that precede these ids in the prompt.
@@ -64,12 +64,12 @@ class Vision:
                 image = next(remaining)
                 n = self.tokens(image)
                 at = start + len(expanded)
-                placed.append(Placed(at, at + n, image))
+                placed.append(PlacedImage(at, at + n, image))
             expanded += [token] * n
         return expanded, tuple(placed)
 
 
-def collapsed(ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
+def collapsed(ids: Sequence[int], placed: Sequence[PlacedImage]) -> list[int]:
     """Return the ids with one token for each image, which is the form that engines take."""
     found: list[int] = []
     at = 0

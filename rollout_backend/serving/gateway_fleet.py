@@ -26,7 +26,7 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_f
 
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.heartbeats import Heard
+from rollout_backend.core.heartbeats import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import RolloutBackendError, ServingError
 from rollout_backend.gateway.sharding import shard_of
@@ -57,7 +57,7 @@ class Shard(Protocol):
 
     async def adopt(self, session_ids: Iterable[str]) -> None: ...
 
-    async def heard(self) -> Heard: ...
+    async def heartbeats(self) -> HeartbeatReport: ...
 
     async def pause(self) -> None: ...
 
@@ -208,9 +208,9 @@ class GatewayFleet:
         sends = (instruct(number, ids) for number, ids in by_shard.items())
         _raise_first(await asyncio.gather(*sends, return_exceptions=True))
 
-    async def heard(self) -> list[Heard | None]:
+    async def heartbeats(self) -> list[HeartbeatReport | None]:
         """Return what each shard has heard since the last call; None for a shard that does not answer."""
-        answers = await asyncio.gather(*(shard.heard() for shard in self._shards), return_exceptions=True)
+        answers = await asyncio.gather(*(shard.heartbeats() for shard in self._shards), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, RolloutBackendError):
                 raise answer

@@ -20,7 +20,7 @@ import aiohttp
 
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import GatewayConfig, RolloutConfig
-from rollout_backend.core.heartbeats import Heard
+from rollout_backend.core.heartbeats import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims, issue
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.gateway import journal as journals
@@ -136,7 +136,7 @@ class GatewayProcess:
             await self._process.start()
             await self._process.wait_healthy(self._healthy, config.gateway.startup_timeout_s)
             if self._journal is not None:
-                journals.keep_port(self._journal, port)
+                journals.write_port(self._journal, port)
         except BaseException:
             await self.stop()
             raise
@@ -146,7 +146,7 @@ class GatewayProcess:
         fixed = self._port or (self._config.gateway.port and self._config.gateway.port + self._shard)
         if fixed:
             return require_port(self._host, fixed, self._name, "gateway.port")
-        last = journals.last_port(self._journal) if self._journal is not None else 0
+        last = journals.read_port(self._journal) if self._journal is not None else 0
         try:
             return require_port(self._host, last, self._name, "gateway.port")
         except StartupError:
@@ -192,14 +192,14 @@ class GatewayProcess:
         self._adopted.update(wanted)  # also after a restart
         await self._control("POST", "/control/adopt", {"session_ids": wanted})
 
-    async def heard(self) -> Heard:
+    async def heartbeats(self) -> HeartbeatReport:
         """Return the sessions that were heard from since the last call.
 
         Raises:
             ServingError: the gateway does not answer.
         """
-        heard = await self._control("POST", "/control/heard")
-        return Heard(frozenset(heard["beats"]), frozenset(heard["calls"]))
+        heard = await self._control("POST", "/control/heartbeats")
+        return HeartbeatReport(frozenset(heard["beats"]), frozenset(heard["calls"]))
 
     async def pause(self) -> None:
         """Hold model calls, also after a restart; return once none is at an engine.

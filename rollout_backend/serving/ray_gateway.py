@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rollout_backend.config import GatewayConfig, RolloutConfig
-from rollout_backend.core.heartbeats import Heard
+from rollout_backend.core.heartbeats import HeartbeatReport
 from rollout_backend.errors import StartupError
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.serving.gateway_process import GatewayProcess, gateway_name
@@ -85,8 +85,8 @@ class RayGateway(RayActor):
     async def adopt(self, session_ids: Iterable[str]) -> None:
         await self.call("adopt", list(session_ids))
 
-    async def heard(self) -> Heard:
-        heard: Heard = await self.call("heard")
+    async def heartbeats(self) -> HeartbeatReport:
+        heard: HeartbeatReport = await self.call("heartbeats")
         return heard
 
     async def pause(self) -> None:

@@ -19,7 +19,7 @@ from rollout_backend.serving.server_process import ServerProcess
 _ASK_TIMEOUT = aiohttp.ClientTimeout(total=5)
 
 
-def behind_relay(config: RolloutConfig) -> RolloutConfig:
+def public_gateway_config(config: RolloutConfig) -> RolloutConfig:
     """Return the settings for the gateways: with a relay, their public URL is the relay's."""
     if config.relay is None:
         return config

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from agent_wrapper.contract import ContractError, Outcome, ResultName, Rollout
 from rollout_backend.collect import buffer as buffer_module
-from rollout_backend.collect.buffer import Fetched, RolloutBuffer
+from rollout_backend.collect.buffer import FetchStatus, RolloutBuffer
 from rollout_backend.collect.decode import ResultDecoder
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.queue import Message
@@ -27,7 +27,7 @@ from rollout_backend.core.ledger import Ledger, ResultStatus
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.policy import StragglerRule
 from rollout_backend.core.report import GroupResult
-from rollout_backend.dispatch.call_queue import Call
+from rollout_backend.dispatch.call_queue import CallKind
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.errors import QuotaExceeded, RuntimeUnavailable, Throttled
@@ -128,7 +128,7 @@ def results_fetched_concurrently() -> Patch:
 
     async def broken(
         self: RolloutBuffer, sink: Any, name: Any, key: str, announced_at: float | None = None
-    ) -> Fetched:
+    ) -> FetchStatus:
         return await self._fetch_unlocked(sink, name, key, announced_at)
 
     return patch.object(RolloutBuffer, "_fetch", broken)
@@ -229,7 +229,7 @@ def writes_are_unconditional() -> Patch:
         await self.put(key, body)
         return ""
 
-    return patch.object(SimStore, "put_if", broken)
+    return patch.object(SimStore, "put_if_match", broken)
 
 
 @_mutant
@@ -238,7 +238,7 @@ def unconfirmed_leases_start_agents() -> Patch:
 
     async def broken(self: RunLease) -> None: ...
 
-    return patch.object(RunLease, "confirmed", broken)
+    return patch.object(RunLease, "wait_confirmed", broken)
 
 
 @_mutant
@@ -247,7 +247,7 @@ def steps_return_without_a_lease() -> Patch:
 
     async def broken(self: RunLease) -> None: ...
 
-    return patch.object(RunLease, "settled", broken)
+    return patch.object(RunLease, "try_to_confirm", broken)
 
 
 @_mutant
@@ -335,7 +335,7 @@ def stops_abandoned_in_an_outage() -> Patch:
     make = SessionCloser.__init__
 
     def broken(self: SessionCloser, *args: Any, **more: Any) -> None:
-        make(self, *args, **{**more, "give_up_s": 0.0})
+        make(self, *args, **{**more, "retry_s": 0.0})
 
     return patch.object(SessionCloser, "__init__", broken)
 
@@ -344,7 +344,7 @@ def stops_abandoned_in_an_outage() -> Patch:
 def stops_not_retried() -> Patch:
     """A refused stop is not retried and counts as done."""
 
-    async def broken(self: SessionCloser, session_id: str, ledger: Ledger, call: Call = Call.STOP) -> bool:
+    async def broken(self: SessionCloser, session_id: str, ledger: Ledger, call: CallKind = CallKind.STOP) -> bool:
         with contextlib.suppress(Exception):
             await self._stop(session_id, ledger, call)
         ledger.session_closed(session_id)
@@ -381,7 +381,7 @@ def forged_failure_markers_end_rollouts() -> Patch:
     """An invalid failure marker ends its rollout, although the result may still arrive."""
     reject = RolloutBuffer._reject
 
-    async def broken(self: RolloutBuffer, sink: Any, name: ResultName, *more: Any) -> Fetched:
+    async def broken(self: RolloutBuffer, sink: Any, name: ResultName, *more: Any) -> FetchStatus:
         return await reject(self, sink, name._replace(attempt=None), *more)
 
     return patch.object(RolloutBuffer, "_reject", broken)
@@ -391,8 +391,8 @@ def forged_failure_markers_end_rollouts() -> Patch:
 def invalid_results_never_settled() -> Patch:
     """An invalid result is neither rejected nor settled, so each listing fetches it again."""
 
-    async def broken(self: RolloutBuffer, *_: Any) -> Fetched:
-        return Fetched.UNKNOWN
+    async def broken(self: RolloutBuffer, *_: Any) -> FetchStatus:
+        return FetchStatus.UNKNOWN
 
     return patch.object(RolloutBuffer, "_reject", broken)
 
@@ -412,7 +412,7 @@ def late_results_accepted() -> Patch:
 @_mutant
 def breaker_never_opens() -> Patch:
     """The run continues after any number of failures for one reason."""
-    return patch.object(CircuitBreaker, "judge", lambda *_: None)
+    return patch.object(CircuitBreaker, "evaluate", lambda *_: None)
 
 
 @_mutant
@@ -466,7 +466,7 @@ def full_disk_ends_the_run() -> Patch:
 @_mutant
 def blocklist_ignored() -> Patch:
     """Tasks on the blocklist are dispatched again."""
-    return patch.object(TaskBlocklist, "why", lambda *_: None)
+    return patch.object(TaskBlocklist, "block_reason", lambda *_: None)
 
 
 @_mutant
@@ -477,7 +477,7 @@ def lost_journals_pass_for_complete() -> Patch:
         return resumable_attempts(before and before.model_copy(update={"gateway": now.gateway}), now, notes, wall)
 
     return _all(
-        patch.object(journal, "refuse_lost", lambda *_: None),
+        patch.object(journal, "check_journal", lambda *_: None),
         patch.object(restart_module, "resumable_attempts", broken),
     )
 
@@ -555,7 +555,7 @@ def adopted_sessions_left_open() -> Patch:
 def keys_revoked_with_the_step() -> Patch:
     """An agent that a stop does not reach keeps sampling until its step ends."""
 
-    async def broken(self: StepSessions, session_id: str, call: Call = Call.STOP) -> None:
+    async def broken(self: StepSessions, session_id: str, call: CallKind = CallKind.STOP) -> None:
         self.services.in_flight.record_closed(self.step, session_id)
         await self.services.closer.close(session_id, self.ledger, call)
 
@@ -565,7 +565,7 @@ def keys_revoked_with_the_step() -> Patch:
 @_mutant
 def silent_deaths_unnoticed() -> Patch:
     """A container that died silently is awaited until its agent's deadline."""
-    return patch.object(Heartbeats, "lost", set())
+    return patch.object(Heartbeats, "lost_sessions", set())
 
 
 @_mutant

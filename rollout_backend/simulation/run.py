@@ -17,13 +17,13 @@ from agent_wrapper.contract import Announcement, ModelEndpoint, Outcome
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.circuit_breaker import CircuitBreaker
-from rollout_backend.core.heartbeats import Heard, Heartbeats
+from rollout_backend.core.heartbeats import HeartbeatReport, Heartbeats
 from rollout_backend.core.ledger import PlannedRollout, ResultStatus
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, RunHeld, StoreError
-from rollout_backend.run_lease import FencedRuntime, Holder, RunLease
+from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.simulation.checks import Checks, Violation
 from rollout_backend.simulation.clock import Deadlock, VirtualLoop
 from rollout_backend.simulation.faults import Faults
@@ -164,7 +164,7 @@ class Play:
     async def _life(self, trainer: Trainer) -> None:
         store = SimStore(self.world, trainer)
 
-        def dead(holder: Holder) -> bool:
+        def dead(holder: LeaseHolder) -> bool:
             return holder.machine == trainer.machine and not self.world.trainers[holder.pid].alive
 
         me = self.world.holder_of(trainer)
@@ -195,13 +195,13 @@ class Play:
         # If heartbeats may be cut off, the agents are on other machines.
         heartbeats = Heartbeats(HEARTBEAT_S, same_machine=not world.faults.cut_off)
 
-        async def heard() -> list[Heard | None]:
+        async def heard() -> list[HeartbeatReport | None]:
             if not trainer.alive:
                 raise Killed
             return [world.heard(trainer)]
 
         services = self._services(trainer, store, runtime, queue, buffer, heartbeats, lease)
-        listening = asyncio.create_task(heartbeats.listen(heard))
+        listening = asyncio.create_task(heartbeats.poll(heard))
         receiving = asyncio.create_task(buffer.run(2))
         try:
             while self._done < len(self._steps):
@@ -256,7 +256,7 @@ class Play:
             queue_url=queue.url if queue else None,
             endpoint=endpoint,
             revoke=revoke,
-            keep=SimArchive(world).keep,
+            archive=SimArchive(world).write_rollout,
             wall=world.wall,
             breaker=CircuitBreaker(config.circuit_breaker),
             heartbeats=heartbeats,

@@ -39,10 +39,10 @@ from agent_wrapper.contract import (
     quarantine_prefix,
 )
 from rollout_backend.collect.queue import Message
-from rollout_backend.collect.store import Stored
+from rollout_backend.collect.store import StoredObject
 from rollout_backend.config import StorageConfig
 from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.heartbeats import Heard
+from rollout_backend.core.heartbeats import HeartbeatReport
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dispatch.token_bucket import TokenBucket
@@ -59,7 +59,7 @@ from rollout_backend.errors import (
 )
 from rollout_backend.gateway import journal as journals
 from rollout_backend.observe.archive import RunArchive
-from rollout_backend.run_lease import Holder, LeaseRecord
+from rollout_backend.run_lease import LeaseHolder, LeaseRecord
 from rollout_backend.simulation.capacity import Outage, Refusal
 from rollout_backend.simulation.faults import Faults
 from rollout_backend.step.in_flight import InFlightLog
@@ -200,9 +200,9 @@ class World:
     def note(self, what: str) -> None:
         self.history.append(f"{self.now():9.3f} {what}")
 
-    def holder_of(self, trainer: Trainer) -> Holder:
+    def holder_of(self, trainer: Trainer) -> LeaseHolder:
         number, where = trainer.number, trainer.machine
-        return Holder(id=f"trainer-{number}", host=where, machine=where, pid=number, since=self.wall())
+        return LeaseHolder(id=f"trainer-{number}", host=where, machine=where, pid=number, since=self.wall())
 
     def starts(self, trainer: Trainer) -> None:
         """Start the trainer's gateway."""
@@ -283,7 +283,7 @@ class World:
             and claims.journal_id == self.journal.journal_id
         )
 
-    def heard(self, trainer: Trainer) -> Heard:
+    def heard(self, trainer: Trainer) -> HeartbeatReport:
         """Return the sessions whose heartbeats arrived since the last call. Wrappers send them until they publish."""
         beats = set()
         for session in self.sessions.values():
@@ -297,7 +297,7 @@ class World:
             if arrives:
                 session.heard_by = trainer.number
                 beats.add(session.id)
-        return Heard(frozenset(beats))
+        return HeartbeatReport(frozenset(beats))
 
     def _gone(self, session: Session) -> None:
         if self.sessions.get(session.id) is session and session.stopping:
@@ -355,7 +355,7 @@ class World:
                 return False
             await asyncio.sleep(1.0)
         try:
-            journals.refuse_lost(claims, self.journal.journal_id)
+            journals.check_journal(claims, self.journal.journal_id)
         except ApiError:
             return False
         return request.session_id not in self.journal.revoked
@@ -503,7 +503,7 @@ class SimStore:
     async def get(self, key: str) -> bytes:
         return (await self.fetch(key)).body
 
-    async def fetch(self, key: str) -> Stored:
+    async def fetch(self, key: str) -> StoredObject:
         await self._call("GET")
         if "/steps/" in key:
             await self._reads_slowly(key)
@@ -513,7 +513,7 @@ class SimStore:
             self._world.absent_at[key] = self._world.now()
             raise ResultMissing(f"nothing is stored under {key!r}")
         body = self._world.objects[key]
-        return Stored(body, _etag(body), self._world.now() - self._world.put_at.get(key, 0.0))
+        return StoredObject(body, _etag(body), self._world.now() - self._world.put_at.get(key, 0.0))
 
     async def _reads_slowly(self, key: str) -> None:
         if key in self.reading:
@@ -527,7 +527,7 @@ class SimStore:
     async def put(self, key: str, body: bytes) -> None:
         await self._put(key, body, lambda: None)
 
-    async def put_if(self, key: str, body: bytes, etag: str | None) -> str:
+    async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str:
         def check() -> None:
             stored = self._world.objects.get(key)
             if stored != body and etag != (None if stored is None else _etag(stored)):
@@ -610,7 +610,7 @@ class SimQueue:
         gone = {message.receipt for message in messages}
         self._world.letters = [letter for letter in self._world.letters if letter.id not in gone]
 
-    async def extend(self, messages: Sequence[Message]) -> None:
+    async def extend_visibility(self, messages: Sequence[Message]) -> None:
         await self._world.passes(0.05)
         self._check()
         held = {message.receipt for message in messages}
@@ -618,7 +618,7 @@ class SimQueue:
             if letter.id in held:
                 letter.visible_at = self._world.now() + self.visibility_s
 
-    async def give_back(self, messages: Sequence[Message]) -> None:
+    async def release(self, messages: Sequence[Message]) -> None:
         if not messages:
             return
         await self._world.passes(0.05)

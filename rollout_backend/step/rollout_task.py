@@ -280,7 +280,7 @@ class RolloutTask:
 
     def lose_container(self) -> None:
         """Retry after the container died silently, or settle the rollout if no attempt is left."""
-        if self.entry.session_id not in self._services.heartbeats.lost:
+        if self.entry.session_id not in self._services.heartbeats.lost_sessions:
             return  # it was heard again while S3 was asked
         message = (
             f"session {self.entry.session_id} sent heartbeats and fell silent while others were heard: its container "

@@ -48,7 +48,7 @@ class StepServices:
     queue_url: str | None
     endpoint: Callable[[SessionClaims], ModelEndpoint]
     revoke: Callable[[Iterable[str]], Awaitable[None]]
-    keep: Callable[[Rollout], bool]  # writes each result that arrives to the run's folder; False if it could not
+    archive: Callable[[Rollout], bool]  # writes each result that arrives to the run's folder; False if it could not
     read_manifest: Callable[[int], Awaitable[Manifest | None]]
     write_manifest: Callable[[Manifest], Awaitable[None]]
     wall: Callable[[], float] = time.time  # unix seconds

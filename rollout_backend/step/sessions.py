@@ -15,7 +15,7 @@ from collections.abc import Collection, Coroutine, Iterable
 from typing import Any
 
 from rollout_backend.core.ledger import Ledger
-from rollout_backend.dispatch.call_queue import Call
+from rollout_backend.dispatch.call_queue import CallKind
 from rollout_backend.errors import ServingError
 from rollout_backend.step.in_flight import InFlightAttempt
 from rollout_backend.step.services import StepServices
@@ -69,7 +69,7 @@ class StepSessions:
     async def close_earlier(self, session_ids: Collection[str]) -> None:
         """Close sessions that earlier trainers may have left open, at a lower priority than this step's."""
         await self.revoke(session_ids)
-        await asyncio.gather(*(self.stop(session_id, Call.STOP_EARLIER) for session_id in session_ids))
+        await asyncio.gather(*(self.stop(session_id, CallKind.STOP_EARLIER) for session_id in session_ids))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run work that closes sessions. The step does not end before it is done."""
@@ -78,7 +78,7 @@ class StepSessions:
         closing.add_done_callback(self._closing.discard)
         return closing
 
-    async def stop(self, session_id: str, call: Call = Call.STOP) -> None:
+    async def stop(self, session_id: str, call: CallKind = CallKind.STOP) -> None:
         """Stop a session, and revoke its key: an agent that the stop does not reach must not sample further."""
         if self.leave_open:
             return

@@ -226,7 +226,7 @@ class Step:
         heartbeats = self._services.heartbeats
         if now >= self._silence_checked_at + heartbeats.poll_s:
             self._silence_checked_at = now
-            self._confirm_absent(RolloutTask.lose_container, self._silent(heartbeats.lost))
+            self._confirm_absent(RolloutTask.lose_container, self._silent(heartbeats.lost_sessions))
         return min(next_at, self._silence_checked_at + heartbeats.poll_s)
 
     def _silent(self, session_ids: Collection[str]) -> list[RolloutTask]:
@@ -358,7 +358,7 @@ class Step:
             task.abandon_adopted()
             self.record_duplicate(rollout.rollout_id)
             return
-        self._unarchived += not self._services.keep(rollout)
+        self._unarchived += not self._services.archive(rollout)
         self._results.append(rollout)
         self.groups[task.entry.planned.task_id].arrived.append(rollout)
         now = self._services.wall()
@@ -378,9 +378,9 @@ class Step:
         breaker, now = self._services.breaker, asyncio.get_running_loop().time()
         settled = self.ledger.settled
         for i in range(max(self._reported_to_breaker, self.resumed), len(settled)):
-            breaker.settled(settled[i], now)
+            breaker.record_settled(settled[i], now)
         self._reported_to_breaker = len(settled)
-        breaker.judge(self.step, self.ledger.phases()[Phase.RUNNING])
+        breaker.evaluate(self.step, self.ledger.phases()[Phase.RUNNING])
         if breaker.opened is not None and self._aborted is None:
             self.abort(CircuitOpen(breaker.opened))
 

@@ -40,7 +40,7 @@ from rollout_backend.verl import preflight, row_formats
 from rollout_backend.verl.advantage import needs_row_uids, row_uid
 from rollout_backend.verl.dataset import payload_of
 from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
-from rollout_backend.verl.row_images import load_vision
+from rollout_backend.verl.row_images import load_vision_inputs
 from rollout_backend.verl.rows import Rows, rows_of
 from rollout_backend.verl.server_list import ServerList
 from rollout_backend.verl.step_numbers import StepNumbers
@@ -82,7 +82,7 @@ class CloudAgentLoopManager:
         self._logprobs = not self.settings.collect.retokenize  # every row has the same fields
         self._lengths = int(self._rollout.prompt_length), int(self._rollout.response_length)
         self._pad_token_id = _pad_token_id(self.settings.model.path)
-        self._vision = load_vision(self.settings.model.path, wanted=self.settings.gateway.max_images > 0)
+        self._vision = load_vision_inputs(self.settings.model.path, wanted=self.settings.gateway.max_images > 0)
         self._blocking = BlockingRolloutManager(self.settings, on_serving=_log_serving_event)
         manager = self._blocking.manager
         self._servers = ServerList(engine_urls(addresses), self._urls, manager.follow_engines)

@@ -96,7 +96,7 @@ def staleness(tokens: Iterable[tuple[int, float, int]], current: int) -> dict[st
     }
 
 
-class Tally:
+class PartitionCounts:
     """Counts by partition. The thread that writes rows adds; the thread that takes batches takes."""
 
     def __init__(self) -> None:
@@ -113,5 +113,5 @@ class Tally:
             return self._counts.pop(partition, Counter())
 
 
-TALLY = Tally()
+TALLY = PartitionCounts()
 """Shared by the manager and the sampler: verl makes both in one process and connects them by nothing else."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.verl.row_images import Vision
+from rollout_backend.verl.row_images import VisionInputs
 from rollout_backend.verl.rows import Row, Rows
 
 # --- v1: TransferQueue ------------------------------------------------------------------------------------
@@ -23,7 +23,7 @@ def v1_fields(
     base: Mapping[str, Any],
     reward_extra_info: Mapping[str, Any] | None = None,
     logprobs: bool = True,
-    vision: Vision | None = None,
+    vision: VisionInputs | None = None,
 ) -> dict[str, Any]:
     """Return the TransferQueue fields of a row: unpadded 1-D tensors, the same set of fields for every row.
 
@@ -88,7 +88,9 @@ def _check_logprobs(row: Row, wanted: bool) -> None:
         raise ValueError("a re-tokenized row has no logprobs: pass logprobs=False for every row of the run")
 
 
-def _multi_modal(row: Row, ids: torch.Tensor, vision: Vision | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _multi_modal(
+    row: Row, ids: torch.Tensor, vision: VisionInputs | None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     if vision is not None:
         return vision.inputs(ids, row.images)
     if row.images:
@@ -126,7 +128,7 @@ def legacy_batch(
     response_length: int,
     pad_token_id: int,
     logprobs: bool = True,
-    vision: Vision | None = None,
+    vision: VisionInputs | None = None,
 ) -> LegacyBatch:
     """Return B rollouts as P = `prompt_length` + R = `response_length` columns. A missing rollout is None in `slots`.
 

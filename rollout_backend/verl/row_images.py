@@ -30,7 +30,7 @@ class SeenImage:
     data: bytes = field(repr=False)
 
 
-class Vision:
+class VisionInputs:
     """Prepares the images of one run.
 
     `processor` is verl's: it has the model's `image_processor`, `image_token_id` and `get_rope_index`.
@@ -74,7 +74,7 @@ class Vision:
         }
 
 
-def load_vision(model: Path, wanted: bool) -> Vision | None:
+def load_vision_inputs(model: Path, wanted: bool) -> VisionInputs | None:
     """Return the image preparation for the model in this folder; None if the model takes text only.
 
     Raises:
@@ -86,7 +86,7 @@ def load_vision(model: Path, wanted: bool) -> Vision | None:
 
     processor = hf_processor(str(model), local_files_only=True)
     if type(processor).__name__ == _PROCESSOR:
-        return Vision(processor)
+        return VisionInputs(processor)
     if wanted:
         raise ConfigError(
             f"{model} takes images, but verl cannot load the processor that prepares them for training: install its "

@@ -12,20 +12,20 @@ from agent_wrapper import RolloutContext
 
 def test_in_deployment_the_environment_decides():
     env = {"OPENAI_BASE_URL": "http://model/v1", "OPENAI_API_KEY": "secret", "ROLLOUT_MODEL": "m"}
-    context = RolloutContext.of_environment({"x": 1}, env)
+    context = RolloutContext.from_environment({"x": 1}, env)
     assert (context.base_url, context.api_key, context.model) == ("http://model/v1", "secret", "m")
     assert (context.training, context.rollout_id, context.remaining_s) == (False, None, math.inf)
     assert "secret" not in repr(context)
 
 
 def test_what_the_environment_leaves_unset_is_left_to_the_client():
-    context = RolloutContext.of_environment({}, {})
+    context = RolloutContext.from_environment({}, {})
     assert set(context.openai_kwargs()) == {"timeout", "max_retries"}
 
 
 def test_a_call_may_last_until_the_deadline():
     context = dataclasses.replace(
-        RolloutContext.of_environment({}, {"OPENAI_API_KEY": "k"}), deadline=time.time() + 100, rollout_id="r"
+        RolloutContext.from_environment({}, {"OPENAI_API_KEY": "k"}), deadline=time.time() + 100, rollout_id="r"
     )
     assert 99 < context.openai_kwargs()["timeout"] <= 100
     late = dataclasses.replace(context, deadline=time.time() - 5)
@@ -34,11 +34,11 @@ def test_a_call_may_last_until_the_deadline():
 
 
 def test_the_settings_are_what_the_client_takes():
-    context = RolloutContext.of_environment({}, {"OPENAI_BASE_URL": "http://model/v1", "OPENAI_API_KEY": "k"})
+    context = RolloutContext.from_environment({}, {"OPENAI_BASE_URL": "http://model/v1", "OPENAI_API_KEY": "k"})
     with openai.OpenAI(**context.openai_kwargs()) as client:
         assert str(client.base_url) == "http://model/v1/"
 
 
 def test_it_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        RolloutContext.of_environment({}, {}).model = "other"  # type: ignore[misc]
+        RolloutContext.from_environment({}, {}).model = "other"  # type: ignore[misc]

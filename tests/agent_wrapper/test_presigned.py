@@ -13,7 +13,7 @@ from botocore.config import Config
 
 from agent_wrapper.contract import Outcome, RolloutRequest
 from agent_wrapper.presigned import PutRefused, put_once
-from agent_wrapper.publish import Publisher, PublishError, Written
+from agent_wrapper.publish import Publisher, PublishError, WriteOutcome
 
 NO_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "",
@@ -140,8 +140,8 @@ def test_the_publisher_goes_by_the_url(cloud, cued):
     publisher = Publisher()
     publisher.prepare(target)
     url = sign(cloud, "presigned/publisher")
-    assert publisher.publish(target, "presigned/publisher", b"result", 5, url) is Written.NOW
-    assert publisher.publish(target, "presigned/publisher", b"result", 5, url) is Written.UNSEEN
+    assert publisher.publish(target, "presigned/publisher", b"result", 5, url) is WriteOutcome.NOW
+    assert publisher.publish(target, "presigned/publisher", b"result", 5, url) is WriteOutcome.UNSEEN
     assert publisher._clients == {}, "no client of AWS was made"
     with pytest.raises(PublishError, match=rf"cannot write s3://{cloud.bucket}/k: PutRefused: S3 answered 403"):
         publisher.publish(target, "k", b"result", 5, cued((403, b"")).url)

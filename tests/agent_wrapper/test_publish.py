@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from agent_wrapper.contract import ResultTarget
-from agent_wrapper.publish import Publisher, PublishError, Written
+from agent_wrapper.publish import Publisher, PublishError, WriteOutcome
 
 
 @pytest.fixture
@@ -30,17 +30,17 @@ def key(request) -> str:
 
 
 def test_a_result_is_written_and_announced(publisher, cloud, target, key):
-    assert publisher.publish(target, key, b"result", budget_s=5) is Written.NOW
+    assert publisher.publish(target, key, b"result", budget_s=5) is WriteOutcome.NOW
     assert cloud.s3.get_object(Bucket=cloud.bucket, Key=key)["Body"].read() == b"result"
     assert cloud.receive(target.queue_url) == [key]
 
 
 def test_without_a_queue_nothing_is_announced(publisher, cloud, key):
-    assert publisher.publish(ResultTarget(bucket=cloud.bucket), key, b"result", budget_s=5) is Written.NOW
+    assert publisher.publish(ResultTarget(bucket=cloud.bucket), key, b"result", budget_s=5) is WriteOutcome.NOW
     assert cloud.s3.get_object(Bucket=cloud.bucket, Key=key)["Body"].read() == b"result"
 
 
-@pytest.mark.parametrize(("body", "written"), [(b"first", Written.BEFORE), (b"second", Written.BY_ANOTHER)])
+@pytest.mark.parametrize(("body", "written"), [(b"first", WriteOutcome.BEFORE), (b"second", WriteOutcome.BY_ANOTHER)])
 def test_the_first_write_stands_and_is_announced_again(publisher, cloud, target, key, body, written):
     publisher.publish(target, key, b"first", budget_s=5)
     assert cloud.receive(target.queue_url) == [key]
@@ -51,7 +51,7 @@ def test_the_first_write_stands_and_is_announced_again(publisher, cloud, target,
 
 def test_one_of_many_writers_wins(publisher, cloud, target, key):
     bodies = [f"writer {i}".encode() for i in range(8)]
-    found: list[Written] = []
+    found: list[WriteOutcome] = []
     threads = [
         threading.Thread(target=lambda body=body: found.append(publisher.publish(target, key, body, budget_s=10)))
         for body in bodies
@@ -60,7 +60,7 @@ def test_one_of_many_writers_wins(publisher, cloud, target, key):
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(found) == [Written.BY_ANOTHER] * 7 + [Written.NOW]
+    assert sorted(found) == [WriteOutcome.BY_ANOTHER] * 7 + [WriteOutcome.NOW]
 
 
 def test_a_missing_bucket_is_told_at_once(publisher, target, key):
@@ -71,7 +71,7 @@ def test_a_missing_bucket_is_told_at_once(publisher, target, key):
 
 def test_a_failed_announcement_does_not_lose_the_result(publisher, cloud, target, key, caplog):
     gone = target.model_copy(update={"queue_url": f"{target.queue_url}-gone"})
-    assert publisher.publish(gone, key, b"result", budget_s=1) is Written.NOW
+    assert publisher.publish(gone, key, b"result", budget_s=1) is WriteOutcome.NOW
     assert cloud.s3.get_object(Bucket=cloud.bucket, Key=key)["Body"].read() == b"result"
     assert "was written but could not be announced" in caplog.text
 
@@ -148,21 +148,21 @@ def faulty(publisher, monkeypatch) -> Iterator[FaultyS3]:
 @pytest.mark.parametrize("cues", [["409"], ["503", "500", "409"], ["429"]])
 def test_a_passing_refusal_is_tried_again(faulty, publisher, cloud, target, key, cues):
     faulty.cues = list(cues)
-    assert publisher.publish(target, key, b"result", budget_s=30) is Written.NOW
+    assert publisher.publish(target, key, b"result", budget_s=30) is WriteOutcome.NOW
     assert faulty.puts == len(cues) + 1
     assert cloud.receive(target.queue_url) == [key]
 
 
 def test_a_lost_answer_is_recognised(faulty, publisher, cloud, target, key):
     faulty.cues = ["store and hang up"]
-    assert publisher.publish(target, key, b"result", budget_s=30) is Written.BEFORE
+    assert publisher.publish(target, key, b"result", budget_s=30) is WriteOutcome.BEFORE
     assert cloud.receive(target.queue_url) == [key]
 
 
 def test_a_role_that_may_not_read_still_announces(faulty, publisher, cloud, target, key):
     faulty.stored = b"somebody's"
     faulty.cues = ["store", "403 on GET"]
-    assert publisher.publish(target, key, b"result", budget_s=5) is Written.UNSEEN
+    assert publisher.publish(target, key, b"result", budget_s=5) is WriteOutcome.UNSEEN
     assert cloud.receive(target.queue_url) == [key]
 
 

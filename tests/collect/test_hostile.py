@@ -12,7 +12,7 @@ import pytest
 from agent_wrapper.contract import Failure, Outcome, Rollout, failure_marker_key
 from rollout_backend.collect import buffer as buffer_module
 from rollout_backend.collect import inventory as inventory_module
-from rollout_backend.collect.buffer import Handled, RolloutBuffer
+from rollout_backend.collect.buffer import MessageStatus, RolloutBuffer
 from rollout_backend.collect.decode import _LARGE_BYTES
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.errors import StoreError
@@ -55,7 +55,7 @@ async def test_a_result_of_another_session_is_rejected_with_evidence(
         await run.announce(key)
         [message] = await run.queue.receive()
         buffer.attach(sink)
-        assert await buffer._handle_message(run.queue, message) is Handled.DONE
+        assert await buffer._handle_message(run.queue, message) is MessageStatus.DONE
     else:
         assert await buffer.sweep(sink)
     assert sink.arrived == []

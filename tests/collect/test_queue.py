@@ -230,5 +230,5 @@ async def test_a_message_stays_hidden_while_it_is_extended(open_queue, sqs):
     await sqs.send_message(QueueUrl=queue.url, MessageBody="x")
     [message] = await queue.receive()
     await sqs.change_message_visibility(QueueUrl=queue.url, ReceiptHandle=message.receipt, VisibilityTimeout=1)
-    await queue.extend([message])
+    await queue.extend_visibility([message])
     assert [await queue.receive() for _ in range(2)] == [[], []]  # 2 s; without the extension it reappears after 1 s

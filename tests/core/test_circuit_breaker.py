@@ -2,7 +2,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
-from rollout_backend.core.circuit_breaker import CircuitBreaker, log_place
+from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.core.ledger import LedgerEntry, PlannedRollout
 from rollout_backend.runtimes.registry import open_runtime
 
@@ -25,8 +25,8 @@ def opened(entries, max_failures=3, min_span_s=0.0, every_s=1.0, running=0):
         CircuitBreakerConfig(max_failures=max_failures, min_span_s=min_span_s), lambda entry: "the log"
     )
     for i, each in enumerate(entries):
-        breaker.settled(each, i * every_s)
-        breaker.judge(0, running)
+        breaker.record_settled(each, i * every_s)
+        breaker.evaluate(0, running)
     return breaker.opened
 
 
@@ -84,23 +84,23 @@ def test_it_stays_closed_while_more_rollouts_run_than_failed():
     assert opened([entry()] * 30, running=200) is None
     assert opened([entry()] * 30, running=30)
     breaker = CircuitBreaker(CircuitBreakerConfig(max_failures=3, min_span_s=0))
-    breaker.judge(0, running=5)
+    breaker.evaluate(0, running=5)
     for i in range(4):
-        breaker.settled(entry(), i)
-        breaker.judge(1, running=0)
+        breaker.record_settled(entry(), i)
+        breaker.evaluate(1, running=0)
     assert breaker.opened is None, "those of another step count"
-    breaker.judge(0, running=0)
+    breaker.evaluate(0, running=0)
     assert breaker.opened
 
 
 def test_it_can_be_disabled_and_once_open_stays_open():
     assert opened([entry()] * 1000, max_failures=None) is None
     breaker = CircuitBreaker(CircuitBreakerConfig(max_failures=1, min_span_s=0))
-    breaker.settled(entry(message="the first"), 0.0)
-    breaker.judge(0, 0)
-    breaker.settled(entry(Outcome.COMPLETED, "", by_result=True), 1.0)
-    breaker.settled(entry(message="the second"), 2.0)
-    breaker.judge(0, 0)
+    breaker.record_settled(entry(message="the first"), 0.0)
+    breaker.evaluate(0, 0)
+    breaker.record_settled(entry(Outcome.COMPLETED, "", by_result=True), 1.0)
+    breaker.record_settled(entry(message="the second"), 2.0)
+    breaker.evaluate(0, 0)
     assert "the first" in breaker.opened
 
 
@@ -118,6 +118,6 @@ async def test_the_message_names_the_log(runtime, reason, place):
     config = RolloutConfig.parse({"run_id": "r", "model": {"path": "m"}, "storage": storage, "runtime": runtime})
     opened = await open_runtime(config.runtime)
     try:
-        assert place in log_place(config, entry(reason=reason), opened.log_location)
+        assert place in describe_log(config, entry(reason=reason), opened.log_location)
     finally:
         await opened.aclose()

@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from rollout_backend.core.heartbeats import Heard, Heartbeats
+from rollout_backend.core.heartbeats import HeartbeatReport, Heartbeats
 
 EVERY_S = 15.0
 
@@ -27,8 +27,8 @@ class Bench:
             self.now += self.heartbeats.poll_s
             due = next(self._polls) % 5
             beats = {s for i, s in enumerate(self.sessions) if heard and i % 5 == due and s not in self.dead}
-            self.heartbeats.observe(self.now, [Heard(frozenset(beats)) if gateway_up else None])
-        return self.heartbeats.lost
+            self.heartbeats.observe(self.now, [HeartbeatReport(frozenset(beats)) if gateway_up else None])
+        return self.heartbeats.lost_sessions
 
 
 def test_a_session_that_becomes_silent_while_others_beat_is_lost_within_a_minute():
@@ -46,7 +46,7 @@ def test_an_agent_that_never_sent_a_heartbeat_is_never_lost():
     bench.dead = {"by-hand"}
     for _ in range(10):
         bench.now += 3
-        bench.heartbeats.observe(bench.now, [Heard(calls=frozenset({"by-hand"}))])
+        bench.heartbeats.observe(bench.now, [HeartbeatReport(calls=frozenset({"by-hand"}))])
     assert bench.play(3600) == set()
 
 
@@ -56,7 +56,7 @@ def test_a_model_call_counts_as_a_heartbeat():
     bench.dead = {"b"}
     for _ in range(10):
         assert bench.play(30) == set()
-        bench.heartbeats.observe(bench.now, [Heard(calls=frozenset({"b"}))])
+        bench.heartbeats.observe(bench.now, [HeartbeatReport(calls=frozenset({"b"}))])
     assert bench.play(60) == {"b"}
 
 
@@ -107,15 +107,15 @@ def test_each_gateways_heartbeats_count_only_for_its_own_sessions():
     heartbeats = Heartbeats(EVERY_S, 2)
     for session in ("a", "b"):
         heartbeats.watch(session)
-    beats = [Heard(frozenset({"a"})), Heard(frozenset({"b"}))]
+    beats = [HeartbeatReport(frozenset({"a"})), HeartbeatReport(frozenset({"b"}))]
     for i in range(20):
         heartbeats.observe(3.0 * i, beats)
     for i in range(20, 60):
-        heartbeats.observe(3.0 * i, [beats[0], Heard()])
-    assert heartbeats.lost == set(), "the second gateway is cut off from the network"
+        heartbeats.observe(3.0 * i, [beats[0], HeartbeatReport()])
+    assert heartbeats.lost_sessions == set(), "the second gateway is cut off from the network"
     for i in range(60, 100):
-        heartbeats.observe(3.0 * i, [beats[0], Heard(frozenset({"unwatched"}))])
-    assert heartbeats.lost == {"b"}
+        heartbeats.observe(3.0 * i, [beats[0], HeartbeatReport(frozenset({"unwatched"}))])
+    assert heartbeats.lost_sessions == {"b"}
 
 
 def test_a_session_that_beats_again_is_not_lost():

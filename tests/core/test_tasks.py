@@ -9,7 +9,7 @@ import pytest
 from pydantic_core import from_json
 
 from agent_wrapper.contract.codec import MAX_DEPTH
-from rollout_backend.core.tasks import MAX_TASK_ID, Task, read_tasks, unique
+from rollout_backend.core.tasks import MAX_TASK_ID, Task, check_unique, read_tasks
 from rollout_backend.errors import TaskFileError
 
 
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_read(tmp_path, name, content, match):
 
 def test_two_tasks_with_the_same_id_are_refused():
     with pytest.raises(TaskFileError, match="'a' occurs twice"):
-        unique([Task("a", {}), Task("b", {}), Task("a", {})])
+        check_unique([Task("a", {}), Task("b", {}), Task("a", {})])
 
 
 def test_a_task_id_leaves_room_for_the_rollout_number():

@@ -5,7 +5,7 @@ from tenacity import wait_none
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Phase
-from rollout_backend.dispatch.call_queue import Call, CallQueue
+from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.errors import (
@@ -33,7 +33,7 @@ def dispatcher(runtime):
 
 @pytest.fixture
 def close(runtime, ledger):
-    closer = SessionCloser(runtime, calls(), give_up_s=0, wait=wait_none())
+    closer = SessionCloser(runtime, calls(), retry_s=0, wait=wait_none())
     return lambda session_id: closer.close(session_id, ledger)
 
 
@@ -184,7 +184,7 @@ async def test_a_submission_that_is_cancelled_in_mid_call_stops_its_session(
     assert not ledger.open_sessions
 
 
-@pytest.mark.parametrize("call", [Call.STOP, Call.STOP_EARLIER])
+@pytest.mark.parametrize("call", [CallKind.STOP, CallKind.STOP_EARLIER])
 async def test_a_stop_is_repeated_until_it_gets_through(runtime, ledger, call):
     ledger.start_attempt("a.0", "s1", deadline=1.0)
     runtime.on_stop = [*[Throttled("slow")] * 8, RuntimeUnavailable("503"), None]
@@ -198,7 +198,7 @@ async def test_a_stop_is_repeated_until_it_gets_through(runtime, ledger, call):
 async def test_a_session_that_will_not_close_for_so_long_is_named(runtime, ledger):
     ledger.start_attempt("a.0", "s1", deadline=1.0)
     runtime.on_stop = [RuntimeUnavailable("503")]
-    assert not await SessionCloser(runtime, calls(), give_up_s=0, wait=wait_none()).close("s1", ledger)
+    assert not await SessionCloser(runtime, calls(), retry_s=0, wait=wait_none()).close("s1", ledger)
     assert ledger.unclosed_sessions == {"s1": "503"}
 
 

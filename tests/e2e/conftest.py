@@ -19,7 +19,7 @@ from anyio.from_thread import start_blocking_portal
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import BYTE_MODEL, Script, ScriptedEngine
-from rollout_backend.local.sessions import Limits
+from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
 
 AGENT = """
@@ -82,7 +82,7 @@ class Bench:
     manager: RolloutManager
 
 
-LIMITS = Limits(grace_s=2.0)
+LIMITS = EmulatorLimits(grace_s=2.0)
 
 
 @pytest.fixture(scope="session")

@@ -102,7 +102,10 @@ def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("moto.server", "moto (local S3 and SQS)"), ("rollout_backend.local.stand_in", "the AgentCore stand-in")],
+    [
+        ("moto.server", "moto (local S3 and SQS)"),
+        ("rollout_backend.local.agentcore_emulator", "the AgentCore emulator"),
+    ],
 )
 def test_a_demo_fails_with_the_reason_if_its_cloud_dies(demo, module, name):
     def hold(prompt: str) -> str:
@@ -125,7 +128,7 @@ def test_a_demo_fails_with_the_reason_if_its_cloud_dies(demo, module, name):
     assert "Its log," in text
     assert "NOT reconcile" not in text
     deadline = time.monotonic() + 30
-    while left := running(below):  # a guard process ends the sessions of a killed stand-in
+    while left := running(below):  # a guard process ends the sessions of a killed emulator
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
@@ -147,5 +150,5 @@ def test_an_interrupted_demo_stops_everything_it_started(demo, number):
         output = process.communicate(timeout=150)[0]
     assert process.returncode == 130, output
     assert "interrupted; everything that was started is stopped" in output.replace("\n", " ")
-    assert len(below) >= 6  # moto, the stand-in, its forker, sessions, router, gateway
+    assert len(below) >= 6  # moto, the emulator, its forker, sessions, router, gateway
     assert not running(below)

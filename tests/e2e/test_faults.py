@@ -41,7 +41,7 @@ from rollout_backend.errors import CredentialsExpired
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
 from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.local.sessions import Limits
+from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
 from rollout_backend.serving.server_process import ServerProcess
 
@@ -264,7 +264,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
                 FaultProxy(storage.endpoint_url, seed=2) as trainer,
             ):
                 env = {**storage.environ, "AWS_ENDPOINT_URL": agents.url}
-                limits = Limits(grace_s=2.0)
+                limits = EmulatorLimits(grace_s=2.0)
                 async with LocalRuntime(AGENT, run_dir=folder / "cloud", env=env, limits=limits) as runtime:
                     yield World(folder, storage, runtime, agents, trainer, model, [one, other])
         model.let_go()
@@ -630,7 +630,7 @@ async def test_expiring_credentials_are_renewed(
         for name in world.storage.environ.keys() - given.keys():
             monkeypatch.delenv(name)
         env = {**given, **role, "AWS_ENDPOINT_URL": world.agents.url}
-        async with LocalRuntime(AGENT, run_dir=tmp_path, env=env, limits=Limits(grace_s=2.0)) as runtime:
+        async with LocalRuntime(AGENT, run_dir=tmp_path, env=env, limits=EmulatorLimits(grace_s=2.0)) as runtime:
             there = {**world.tree()["runtime"], "arn": runtime.arn, "endpoint_url": runtime.endpoint_url}
             async with world.run("renewed", runtime=there) as manager, world.faults():
                 config = manager.config

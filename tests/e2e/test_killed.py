@@ -17,7 +17,7 @@ import yaml
 
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.local.sessions import Limits
+from rollout_backend.local.session_pool import EmulatorLimits
 
 pytestmark = [
     pytest.mark.slow,  # tests/janitor kills a run, too
@@ -47,7 +47,7 @@ async def test_a_killed_run_leaves_no_process_session_or_queue(
     agent: Path, base_settings: dict[str, Any], held_back: Callable[[str], str], tmp_path: Path
 ) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"payload": {}}\n')
-    limits = Limits(grace_s=2.0)
+    limits = EmulatorLimits(grace_s=2.0)
     with ScriptedEngine(held_back) as engine:
         async with LocalCloud(agent, run_dir=tmp_path / "logs", limits=limits) as cloud:
             tree = {**base_settings, **cloud.settings(by_image=True), "run_id": "killed", "janitor": {"grace_s": 0.5}}

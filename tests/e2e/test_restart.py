@@ -19,7 +19,7 @@ import yaml
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.local.sessions import Limits
+from rollout_backend.local.session_pool import EmulatorLimits
 
 AGENT = """
 import asyncio
@@ -100,7 +100,7 @@ async def test_running_agents_outlive_a_killed_and_restarted_trainer(
     lines = [json.dumps({"payload": {"folder": str(tmp_path), "i": i}}) for i in range(2)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
     with ScriptedEngine(("Seven.", "Yes.")) as engine:
-        async with LocalCloud(patient, run_dir=tmp_path / "logs", limits=Limits(grace_s=2.0)) as cloud:
+        async with LocalCloud(patient, run_dir=tmp_path / "logs", limits=EmulatorLimits(grace_s=2.0)) as cloud:
             tree = {**base_settings, **cloud.settings(by_image=True), "run_id": "killed"}
             tree["serving"] = {"kind": "external", "urls": [engine.url]}
             tree["timeouts"] = {**base_settings["timeouts"], "agent_s": 100, "collection_s": 150, "token_s": 200}

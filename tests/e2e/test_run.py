@@ -34,7 +34,7 @@ async def test_tasks_become_validated_rollouts(open_run):
             assert math.isnan(logprob) != bool(mask)
     assert all(body["sampling_params"]["temperature"] == 0.5 for body in run.engine.requests)
     assert report.sampled_tokens == 4 * len("The answer is 7.x")
-    kept = run.manager.archive.find("a.1")
+    kept = run.manager.archive.find_rollout("a.1")
     assert [Rollout.decode(path.read_bytes()).rollout_id for path in kept] == ["a.1"]
     stored = json.loads((run.config.run_dir / "steps" / "00000000.json").read_text())
     assert stored["planned"] == 4

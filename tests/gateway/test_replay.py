@@ -220,7 +220,7 @@ async def test_what_is_kept_is_the_answer_and_not_what_was_asked():
     running.join()
 
     async def work() -> Answer:
-        running.say([Delta("text", letter) for letter in "abc"])
+        running.emit([Delta("text", letter) for letter in "abc"])
         return Answer("i", 0, "m", (Choice(message, "stop", 4),), 1)
 
     await running.start(work())

@@ -48,10 +48,10 @@ def test_what_the_trainer_left_open_is_not_sent():
 
 
 def test_an_agents_seed_differs_between_choices():
-    assert [params(allowed=["seed"], wishes={"seed": 5}, choice=i)["sampling_seed"] for i in range(2)] == [5, 6]
+    assert [params(allowed=["seed"], sampling={"seed": 5}, choice=i)["sampling_seed"] for i in range(2)] == [5, 6]
 
 
 def test_wishes_that_change_nothing_are_not_counted():
-    call = ModelCall("m", [], wishes={"temperature": 1.0, "top_p": 0.5, "min_p": 0.0, "presence_penalty": 1})
+    call = ModelCall("m", [], sampling={"temperature": 1.0, "top_p": 0.5, "min_p": 0.0, "presence_penalty": 1})
     asked = engine_params(call, Sampling(), (), Budget(1, 10), [])
     assert asked.overridden == ["top_p", "presence_penalty"]

@@ -588,7 +588,7 @@ def test_heartbeats_are_handed_over_once_and_open_no_session(serve, held):
         return httpx.post(f"{gateway.url}/v1/rollout/heartbeat", headers=headers).status_code
 
     def heard() -> dict[str, list[str]]:
-        return httpx.post(f"{gateway.url}/control/heard", headers=gateway.control).json()
+        return httpx.post(f"{gateway.url}/control/heartbeats", headers=gateway.control).json()
 
     assert [beat("s1"), beat("s1"), beat("s2")] == [204] * 3
     assert gateway.seal("s3").status_code == 200
@@ -609,7 +609,7 @@ def test_the_control_api_needs_its_own_key(serve):
         assert httpx.get(f"{gateway.url}/control/stats", headers=headers).status_code == 401
         body = {"session_ids": ["s1"]}
         assert httpx.post(f"{gateway.url}/control/revoke", json=body, headers=headers).status_code == 401
-        assert httpx.post(f"{gateway.url}/control/heard", headers=headers).status_code == 401
+        assert httpx.post(f"{gateway.url}/control/heartbeats", headers=headers).status_code == 401
     assert gateway.seal().status_code == 200
     bad = httpx.post(f"{gateway.url}/control/revoke", json={"ids": []}, headers=gateway.control)
     assert bad.status_code == 400

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from agent_wrapper.heartbeat import beat
+from agent_wrapper.heartbeat import send_heartbeats
 from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError, ServingError, StartupError
@@ -128,13 +128,13 @@ async def test_each_gateway_tells_what_it_has_heard(fleet, claims):
     assert fleet.same_machine
     sessions = [session_of(0), session_of(1)]
     beating = [
-        asyncio.create_task(beat(endpoint.heartbeat_url, endpoint.api_key, 0.1))
+        asyncio.create_task(send_heartbeats(endpoint.heartbeat_url, endpoint.api_key, 0.1))
         for endpoint in map(fleet.endpoint, map(claims, sessions))
     ]
     heard: list[set[str]] = [set(), set()]
     async with asyncio.timeout(20):
         while not all(heard):
-            for answer, known in zip(await fleet.heard(), heard, strict=True):
+            for answer, known in zip(await fleet.heartbeats(), heard, strict=True):
                 known.update(answer.beats)
     assert heard == [{sessions[0]}, {sessions[1]}]
     await fleet.revoke(sessions)
@@ -142,7 +142,7 @@ async def test_each_gateway_tells_what_it_has_heard(fleet, claims):
         await asyncio.gather(*beating)  # they end once the sessions are closed
     fleet._shards[1]._process._process.kill()
     await fleet._shards[1].wait()
-    assert [answer is None for answer in await fleet.heard()] == [False, True]
+    assert [answer is None for answer in await fleet.heartbeats()] == [False, True]
 
 
 async def a_key_is_good_at_its_own_shard_only(fleet, claims):

@@ -29,9 +29,9 @@ from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
 from rollout_backend.local.iam_proxy import Access, IamProxy, allowed
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.local.sessions import Limits
+from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
-from rollout_backend.run_lease import Holder, RunLease
+from rollout_backend.run_lease import LeaseHolder, RunLease
 from rollout_backend.runtimes.registry import open_runtime
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def services(
             script,
             run_dir=folder / "logs",
             env={**storage.environ, "AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "agent"},
-            limits=Limits(grace_s=2.0),
+            limits=EmulatorLimits(grace_s=2.0),
             preload=False,
         )
         with portal.wrap_async_context_manager(runtime):
@@ -210,7 +210,7 @@ async def test_the_janitor_puts_a_killed_run_in_order_with_the_trainers_role(dep
         ends.push_async_callback(store.aclose)
         runtime = await open_runtime(config.runtime)
         ends.push_async_callback(runtime.aclose)
-        lease = RunLease(store, config.run_id, Holder.this_process(), config.janitor.lease_s)
+        lease = RunLease(store, config.run_id, LeaseHolder.this_process(), config.janitor.lease_s)
         await lease.begin()
         janitor = await Janitor.start(config, lease, runtime, log)
         queue = await AnnouncementQueue.open(config.queue, config.aws, queue_name(config.storage, config.run_id))

@@ -1,4 +1,4 @@
-"""Runs that die without a word, and what is left: real processes, real SQS and S3, the sessions of the stand-in."""
+"""Runs that die without a word, and what is left: real processes, real SQS and S3, the sessions of the emulator."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rollout_backend.collect.queue import queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import StorageConfig, load_config
 from rollout_backend.errors import QuotaExceeded
-from rollout_backend.janitor.__main__ import Books
+from rollout_backend.janitor.__main__ import RunState
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
-from rollout_backend.local.sessions import Limits
-from rollout_backend.run_lease import Holder, RunLease
+from rollout_backend.local.session_pool import EmulatorLimits
+from rollout_backend.run_lease import LeaseHolder, RunLease
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog
 
@@ -54,14 +54,14 @@ from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import load_config
 from rollout_backend.janitor.janitor_process import Janitor
-from rollout_backend.run_lease import Holder, RunLease
+from rollout_backend.run_lease import LeaseHolder, RunLease
 from rollout_backend.runtimes.registry import open_runtime
 
 async def main():
     config = load_config(base=json.loads(sys.argv[1]), env={})
     store = await ResultStore.open(config.storage, config.aws)
     runtime = await open_runtime(config.runtime)
-    me = Holder.this_process().model_copy(update=json.loads(sys.argv[2]))
+    me = LeaseHolder.this_process().model_copy(update=json.loads(sys.argv[2]))
     lease = RunLease(store, config.run_id, me, config.janitor.lease_s)
     await lease.begin()
     janitor = await Janitor.start(config, lease, runtime, config.run_dir / "janitor.log")
@@ -205,7 +205,9 @@ class Cloud:
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalRuntime, Any]]:
     folder = tmp_path_factory.mktemp("runtime")
     (folder / "agent.py").write_text(APP)
-    local = LocalRuntime(folder / "agent.py", run_dir=folder, env={}, preload=False, limits=Limits(grace_s=1.0))
+    local = LocalRuntime(
+        folder / "agent.py", run_dir=folder, env={}, preload=False, limits=EmulatorLimits(grace_s=1.0)
+    )
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(local):
         yield local, portal
 
@@ -384,7 +386,7 @@ async def test_a_run_goes_on_without_its_janitor(cloud, caplog, tmp_path):
     config = load_config(base=cloud.settings, env={})
     store = await ResultStore.open(config.storage, config.aws)
     runtime = await AgentCoreRuntime.open(config.runtime)
-    lease = RunLease(store, config.run_id, Holder.this_process(), 60.0)
+    lease = RunLease(store, config.run_id, LeaseHolder.this_process(), 60.0)
     janitor = await Janitor.start(config, lease, runtime, tmp_path / "janitor.log")
     [pid] = janitors_of(os.getpid())
     os.kill(pid, signal.SIGKILL)
@@ -405,7 +407,7 @@ async def test_a_session_that_never_opened_is_not_told_of(cloud, tmp_path):
     config = load_config(base=cloud.settings, env={})
     told: list[tuple[str, str]] = []
 
-    class Heard(Janitor):
+    class HeartbeatReport(Janitor):
         def session_opened(self, session_id: str) -> None:
             told.append(("opened", session_id))
 
@@ -417,7 +419,7 @@ async def test_a_session_that_never_opened_is_not_told_of(cloud, tmp_path):
             raise QuotaExceeded("too many")
 
     runtime = await Full.open(config.runtime)
-    watched = Heard(None).watch(runtime)
+    watched = HeartbeatReport(None).watch(runtime)
     with pytest.raises(QuotaExceeded):
         await watched.invoke("x", b"{}")
     assert told == [("opened", "x"), ("closed", "x")]
@@ -427,7 +429,7 @@ async def test_a_session_that_never_opened_is_not_told_of(cloud, tmp_path):
 def test_the_books_are_read_in_pieces_of_any_size():
     lines = [{"run": {"run_id": "r"}}, {"queue": "q", "dead": "d"}, {"opened": "a"}, {"opened": "b"}, {"closed": "a"}]
     data = b"".join(json.dumps(line).encode() + b"\n" for line in lines) + b'{"opened": "cut o'
-    whole, pieces = Books(), Books()
+    whole, pieces = RunState(), RunState()
     whole.read(data)
     for i in range(len(data)):
         pieces.read(data[i : i + 1])

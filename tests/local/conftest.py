@@ -1,4 +1,4 @@
-"""An AgentCore stand-in with a small app, in this process's event loop."""
+"""An AgentCore emulator with a small app, in this process's event loop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import uvicorn
 from botocore.config import Config
 
-from rollout_backend.local.sessions import Limits
-from rollout_backend.local.stand_in import StandIn, StandInSettings
+from rollout_backend.local.agentcore_emulator import AgentCoreEmulator, EmulatorSettings
+from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.serving.server_process import free_port
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
@@ -94,7 +94,7 @@ ThreadingHTTPServer((os.environ["HOST"], int(os.environ["PORT"])), Handler).serv
 class Runtime:
     """A running stand-in with a real client."""
 
-    def __init__(self, plane: StandIn, url: str, client: Any) -> None:
+    def __init__(self, plane: AgentCoreEmulator, url: str, client: Any) -> None:
         self.plane = plane
         self.url = url
         self.client = client
@@ -142,14 +142,14 @@ StartRuntime = Callable[..., Awaitable[Runtime]]
 
 @pytest.fixture
 async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime]:
-    """Start a stand-in; keyword arguments are its limits, `env` and `preload`."""
+    """Start an emulator; keyword arguments are its limits, `env` and `preload`."""
     async with AsyncExitStack() as stack:
 
         async def start(
             env: dict[str, str] | None = None, preload: tuple[str, ...] | None = None, **limits: float
         ) -> Runtime:
             port = free_port()
-            settings = StandInSettings(
+            settings = EmulatorSettings(
                 arn=ARN,
                 command=(sys.executable, str(app)),
                 cwd=app.parent,
@@ -157,9 +157,9 @@ async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime
                 log_dir=tmp_path,
                 port=port,
                 preload=preload,
-                limits=Limits(**{"ping_every_s": 0.1, "grace_s": 2.0, **limits}),
+                limits=EmulatorLimits(**{"ping_every_s": 0.1, "grace_s": 2.0, **limits}),
             )
-            plane = StandIn(settings)
+            plane = AgentCoreEmulator(settings)
             server = uvicorn.Server(uvicorn.Config(plane.app(), port=port, log_level="error", lifespan="on"))
             serving = asyncio.create_task(server.serve())
 

@@ -1,4 +1,4 @@
-"""The stand-in, called by a real `bedrock-agentcore` client."""
+"""The emulator, called by a real `bedrock-agentcore` client."""
 
 from __future__ import annotations
 

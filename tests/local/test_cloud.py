@@ -16,7 +16,7 @@ import pytest
 from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.local.cloud import LocalCloud, LocalRuntime
-from rollout_backend.local.sessions import Limits
+from rollout_backend.local.session_pool import EmulatorLimits
 
 SESSION = "a" * 40
 
@@ -157,8 +157,8 @@ asyncio.run(main())
     await until_gone(mark)
 
 
-async def test_limits_apply_to_the_stand_in(app, tmp_path):
-    cloud = LocalCloud(app, run_dir=tmp_path, limits=Limits(max_sessions=1))
+async def test_limits_apply_to_the_emulator(app, tmp_path):
+    cloud = LocalCloud(app, run_dir=tmp_path, limits=EmulatorLimits(max_sessions=1))
     assert cloud.settings()["runtime"]["max_sessions"] == 1
     async with cloud:
         await invoke(cloud)
@@ -171,7 +171,7 @@ async def test_limits_apply_to_the_stand_in(app, tmp_path):
 
 
 def test_invalid_settings_of_the_program_are_refused():
-    program = [sys.executable, "-m", "rollout_backend.local.stand_in"]
+    program = [sys.executable, "-m", "rollout_backend.local.agentcore_emulator"]
     ended = subprocess.run(program, input='{"arn": "x", "prot": 1}', capture_output=True, text=True)
     assert ended.returncode == 1
     assert "prot" in ended.stderr

@@ -16,7 +16,7 @@ from aiohttp import web
 from botocore.exceptions import ClientError, ConnectionError, HTTPClientError, ReadTimeoutError
 
 from rollout_backend import aws
-from rollout_backend.local.fault_proxy import Call, Fault, FaultProxy, Rule
+from rollout_backend.local.fault_proxy import Fault, FaultProxy, ProxiedCall, Rule
 
 CUT = (ConnectionError, HTTPClientError)
 ODD_KEY = "a folder/ü+%41 ~'()&=?#"
@@ -69,7 +69,7 @@ async def test_calls_without_a_rule_pass_unchanged() -> None:
         headers = {"Host": "bucket.example", "Authorization": "AWS4 Credential=AK/20260101/r/s3/aws4_request, x"}
         path = "/b/a%20%C3%BC%2B%2541?x-id=a%2Fb&empty="
         answer = await client.put(f"{proxy.url}{path}", content=b"\0\1\2", headers=headers)
-        call = Call("s3:PutObject", "/b/a ü+%41", "AK", None, 207)
+        call = ProxiedCall("s3:PutObject", "/b/a ü+%41", "AK", None, 207)
         assert proxy.calls == [call]
     await runner.cleanup()
     [(method, raw_path, came, body)] = seen
@@ -193,14 +193,14 @@ def test_seed_hits_the_same_calls_in_any_order() -> None:
 
     def hit(order: list[str], seed: int) -> set[str]:
         rule = Rule("s3:Get*", Fault.FAIL, share=0.2)
-        return {path for path in order if rule.hit(Call("s3:GetObject", path, ""), b"", seed)}
+        return {path for path in order if rule.hit(ProxiedCall("s3:GetObject", path, ""), b"", seed)}
 
     assert hit(paths, 1) == hit(paths[::-1], 1) != hit(paths, 2)
     assert 20 < len(hit(paths, 1)) < 60
 
 
 def test_rule_stops_after_its_maximum_of_hits() -> None:
-    call, body = Call("sqs:SendMessage", "/", "AK"), json.dumps({"MessageBody": "x"}).encode()
+    call, body = ProxiedCall("sqs:SendMessage", "/", "AK"), json.dumps({"MessageBody": "x"}).encode()
     few = Rule("sqs:*", Fault.FAIL, times=2)
     assert [few.hit(call, body, 0) for _ in range(4)] == [True, True, False, False]
     each = Rule("sqs:*", Fault.FAIL, once_each=True)

@@ -27,61 +27,61 @@ def report(step: int, planned: int = 0) -> StepReport:
 
 def test_a_kept_rollout_is_found_by_its_id(archive, make_rollout):
     rollout = make_rollout("task-a.0", step=7, extras={"x": [1]})
-    archive.keep(rollout)
-    [path] = archive.find("task-a.0")
+    archive.write_rollout(rollout)
+    [path] = archive.find_rollout("task-a.0")
     assert path == archive.run_dir / "rollouts" / "00000007" / "task-a.0"
     assert Rollout.decode(path.read_bytes()).encode() == rollout.encode()
 
 
 def test_results_of_several_steps_are_found_oldest_first(archive, make_rollout):
     for step in (10, 9, 100):
-        archive.keep(make_rollout("task-a.0", step=step))
-    assert [path.parent.name for path in archive.find("task-a.0")] == ["00000009", "00000010", "00000100"]
+        archive.write_rollout(make_rollout("task-a.0", step=step))
+    assert [path.parent.name for path in archive.find_rollout("task-a.0")] == ["00000009", "00000010", "00000100"]
 
 
 @pytest.mark.parametrize(
     "wanted", ["task-a", "task-a.", "*", "task-a.[0]", "task-a.0/../task-a.0", ".task-a.0.part", ""]
 )
 def test_an_id_is_not_a_pattern_or_a_path(archive, make_rollout, wanted):
-    archive.keep(make_rollout("task-a.0"))
-    assert archive.find(wanted) == []
+    archive.write_rollout(make_rollout("task-a.0"))
+    assert archive.find_rollout(wanted) == []
 
 
 def test_an_empty_archive_finds_nothing(archive):
-    assert archive.find("task-a.0") == []
+    assert archive.find_rollout("task-a.0") == []
 
 
 def test_keeping_a_rollout_again_replaces_it(archive, make_rollout):
     for reward in (0.0, 1.0):
-        archive.keep(make_rollout(reward=reward))
-    [path] = archive.find("task-a.0")
+        archive.write_rollout(make_rollout(reward=reward))
+    [path] = archive.find_rollout("task-a.0")
     assert Rollout.decode(path.read_bytes()).reward == 1.0
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_failed_write_keeps_the_old_file_and_warns_once(archive, make_rollout, monkeypatch, caplog):
-    archive.keep(make_rollout(reward=0.0))
+    archive.write_rollout(make_rollout(reward=0.0))
 
     def cut(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", cut)
-    assert not archive.keep(make_rollout(reward=1.0))
-    assert not archive.keep(make_rollout("task-b.0"))
-    assert archive.keep_report(report(3, planned=2)) is None
+    assert not archive.write_rollout(make_rollout(reward=1.0))
+    assert not archive.write_rollout(make_rollout("task-b.0"))
+    assert archive.write_report(report(3, planned=2)) is None
     assert caplog.text.count("No space left on device") == 1
     assert "Free space on the disk of output_dir" in caplog.text
     monkeypatch.undo()
-    [path] = archive.find("task-a.0")
+    [path] = archive.find_rollout("task-a.0")
     assert Rollout.decode(path.read_bytes()).reward == 0.0
-    assert archive.find("task-b.0") == []
-    assert archive.keep(make_rollout("task-b.0"))
-    assert len(archive.find("task-b.0")) == 1
+    assert archive.find_rollout("task-b.0") == []
+    assert archive.write_rollout(make_rollout("task-b.0"))
+    assert len(archive.find_rollout("task-b.0")) == 1
 
 
 def test_a_kept_report_is_read_back(archive):
-    path = archive.keep_report(report(3, planned=2))
+    path = archive.write_report(report(3, planned=2))
     assert path == archive.run_dir / "steps" / "00000003.json"
     assert StepReport.model_validate_json(path.read_bytes()) == report(3, planned=2)
-    archive.keep_report(report(3, planned=5))
+    archive.write_report(report(3, planned=5))
     assert StepReport.model_validate_json(path.read_bytes()).planned == 5

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollout_backend.relay import handshake
 from rollout_backend.relay.channel import WINDOW, Channel, chunks
-from rollout_backend.relay.errors import error_body, error_headers
+from rollout_backend.relay.error_responses import error_body, error_headers
 from rollout_backend.relay.exchange import CallLost
 from rollout_backend.relay.frames import (
     MAX_CALLS,
@@ -32,7 +32,7 @@ from rollout_backend.relay.frames import (
     decode,
     encode,
 )
-from rollout_backend.relay.routes import passed, route
+from rollout_backend.relay.routes import forwarded_headers, route
 
 ALL = [
     Challenge(1, "r" * 32, b"n" * 32),
@@ -114,8 +114,8 @@ CHALLENGE = Challenge(1, "r" * 32, b"1" * 32)
 def test_both_sides_prove_that_they_know_the_key():
     said = handshake.hello(K, CHALLENGE, "d" * 32)
     proof = handshake.relay_proof(K, CHALLENGE, said)
-    assert handshake.is_dialer(K, CHALLENGE, said)
-    assert handshake.is_relay(K, CHALLENGE, said, proof)
+    assert handshake.verify_dialer(K, CHALLENGE, said)
+    assert handshake.verify_relay(K, CHALLENGE, said, proof)
     assert proof != said.proof  # otherwise a relay could reflect it
     assert K.encode() not in encode(said) + proof
 
@@ -130,11 +130,11 @@ def test_both_sides_prove_that_they_know_the_key():
 )
 def test_proof_is_valid_for_one_handshake(other):
     said = handshake.hello(K, CHALLENGE, "d" * 32)
-    assert not handshake.is_dialer(K, CHALLENGE, said._replace(**other))
-    assert not handshake.is_dialer("x" * 32, CHALLENGE, said)
-    assert not handshake.is_dialer(K, CHALLENGE._replace(nonce=b"9" * 32), said)
-    assert not handshake.is_dialer(K, CHALLENGE._replace(relay_id="s" * 32), said)
-    assert not handshake.is_relay(K, CHALLENGE, said, said.proof)
+    assert not handshake.verify_dialer(K, CHALLENGE, said._replace(**other))
+    assert not handshake.verify_dialer("x" * 32, CHALLENGE, said)
+    assert not handshake.verify_dialer(K, CHALLENGE._replace(nonce=b"9" * 32), said)
+    assert not handshake.verify_dialer(K, CHALLENGE._replace(relay_id="s" * 32), said)
+    assert not handshake.verify_relay(K, CHALLENGE, said, said.proof)
 
 
 # --- routes -----------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_refused_paths(path):
 def test_hop_by_hop_headers_are_removed():
     sent = [("Host", "a"), ("Connection", "keep-alive, X-Own"), ("X-Own", "1"), ("Transfer-Encoding", "chunked"),
             ("TE", "x"), ("Upgrade", "h2c"), ("Authorization", "Bearer k"), ("Content-Length", "3"), ("a", "1"), ("a", "2")]  # fmt: skip  # noqa: E501
-    assert passed(sent) == (("Authorization", "Bearer k"), ("Content-Length", "3"), ("a", "1"), ("a", "2"))
+    assert forwarded_headers(sent) == (("Authorization", "Bearer k"), ("Content-Length", "3"), ("a", "1"), ("a", "2"))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_hop_by_hop_headers_are_removed():
 )
 def test_invalid_headers_are_refused(header):
     with pytest.raises(ValueError, match="headers"):
-        passed([header])
+        forwarded_headers([header])
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])

@@ -16,7 +16,7 @@ from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
-from rollout_backend.serving.relay_process import DialerProcess, behind_relay
+from rollout_backend.serving.relay_process import DialerProcess, public_gateway_config
 from rollout_backend.serving.server_process import free_port
 
 USER = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -58,7 +58,7 @@ async def training_side(tmp_path: Path):
             relay = settings.relay.model_copy(update={"public_url": agents_url})
             settings = settings.model_copy(update={"relay": relay})
             engine = stack.enter_context(ScriptedEngine(script))
-            fleet = GatewayFleet(behind_relay(settings), engine.url, tmp_path / "logs")
+            fleet = GatewayFleet(public_gateway_config(settings), engine.url, tmp_path / "logs")
             stack.push_async_callback(fleet.stop)
             await fleet.start()
             dialer = DialerProcess(relay, fleet.urls, tmp_path / "logs" / "relay.log")
@@ -175,12 +175,12 @@ async def test_unreachable_relay_is_reported(key, tmp_path):
 def test_endpoints_point_to_the_relay(section, agents, key):
     settings = config("wss://x", key, relay={**section, "key": key})
     assert settings.relay.agents_url == agents
-    assert behind_relay(settings).gateway.public_url == f"{agents}/s/{{shard}}"
+    assert public_gateway_config(settings).gateway.public_url == f"{agents}/s/{{shard}}"
 
 
 def test_settings_are_unchanged_without_a_relay(key):
     settings = config("wss://x", key, relay=None)
-    assert behind_relay(settings) is settings
+    assert public_gateway_config(settings) is settings
 
 
 def test_key_is_read_from_the_environment_and_hidden(tmp_path, key):

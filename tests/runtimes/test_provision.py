@@ -1,4 +1,4 @@
-"""A runtime made from an image: what is to be done, and real clients doing it against the stand-in."""
+"""A runtime made from an image: what is to be done, and real clients doing it against the emulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import uvicorn
 
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.errors import PreflightError
-from rollout_backend.local.stand_in import ROLE, StandIn, StandInSettings
+from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator, EmulatorSettings
 from rollout_backend.runtimes.agentcore.control import control_client, make_runtime, preview_runtime
 from rollout_backend.runtimes.agentcore.provision import MARK, Action, RuntimeSpec, plan
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
@@ -192,7 +192,7 @@ async def start_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
 
         async def start(**more: object) -> Cloud:
             port = free_port()
-            settings = StandInSettings.model_validate(
+            settings = EmulatorSettings.model_validate(
                 {
                     "arn": ARN,
                     "command": [sys.executable, str(tmp_path / "app.py"), "first"],
@@ -205,7 +205,7 @@ async def start_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
                     **more,
                 }
             )
-            app = StandIn(settings).app()
+            app = AgentCoreEmulator(settings).app()
             server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="on"))
             serving = asyncio.create_task(server.serve())
 
@@ -223,7 +223,7 @@ async def start_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
 
 async def test_a_runtime_is_made_once_and_then_used_as_it_is(start_cloud):
     cloud = await start_cloud()
-    assert await cloud.look() == f"runtime {NAME}: would be made from {IMAGE}"
+    assert await cloud.preview() == f"runtime {NAME}: would be made from {IMAGE}"
     assert await cloud.names() == ["first"]
     arn = await cloud.make(environment={"GREETING": "hello"})
     # Made, and then updated: the service makes a runtime that it would refuse to invoke.
@@ -268,7 +268,7 @@ async def test_a_runtime_whose_deletion_failed_is_never_ready(start_cloud):
         await client.delete_agent_runtime(agentRuntimeId=arn.rsplit("/", 1)[1])
     while (await cloud.describe(arn))["status"] == "DELETING":  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    assert await cloud.look() == f"runtime {NAME}: DELETE_FAILED; would be deleted and made again from {IMAGE}"
+    assert await cloud.preview() == f"runtime {NAME}: DELETE_FAILED; would be deleted and made again from {IMAGE}"
     with pytest.raises(PreflightError, match="DELETE_FAILED, not READY"):
         await cloud.invoke(arn)
     cloud.told.clear()
@@ -336,7 +336,7 @@ async def test_an_image_that_is_not_there_is_told_and_mended(start_cloud):
     with pytest.raises(PreflightError, match=r"CREATE_FAILED: .*does not exist.*missing.*runtime\.image") as caught:
         await cloud.make(image=MISSING)
     assert ROLE in str(caught.value)
-    assert "CREATE_FAILED; would be deleted and made again" in await cloud.look()
+    assert "CREATE_FAILED; would be deleted and made again" in await cloud.preview()
     arn = await cloud.make()  # the one that failed is deleted first
     assert cloud.told[-3].startswith(f"deleting runtime {NAME}")
     assert await cloud.invoke(arn) == {"image": IMAGE, "greeting": None}
@@ -347,7 +347,7 @@ async def test_a_failed_update_is_told_leaves_the_old_version_served_and_is_mend
     arn = await cloud.make()
     with pytest.raises(PreflightError, match=r"UPDATE_FAILED: .*does not exist"):
         await cloud.make(image=MISSING)
-    assert await cloud.look() == f"runtime {NAME}: would be updated (image)"
+    assert await cloud.preview() == f"runtime {NAME}: would be updated (image)"
     assert await cloud.make() == arn
     assert await cloud.invoke(arn) == {"image": IMAGE, "greeting": None}
 
@@ -372,7 +372,7 @@ async def test_a_wait_has_an_end(start_cloud):
     cloud = await start_cloud(transition_s=60)
     with pytest.raises(PreflightError, match=r"not ready after 0\.5 s.*runtime\.ready_timeout_s"):
         await make_runtime(cloud.config().model_copy(update={"ready_timeout_s": 0.5}))
-    assert await cloud.look() == f"runtime {NAME}: CREATING"
+    assert await cloud.preview() == f"runtime {NAME}: CREATING"
 
 
 async def test_a_control_plane_that_does_not_answer(monkeypatch):

@@ -35,7 +35,7 @@ from rollout_backend.errors import (
     Throttled,
 )
 from rollout_backend.local.cloud import LocalRuntime
-from rollout_backend.local.sessions import Limits
+from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime, _to_call_error
 from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.http import SESSION_HEADER, HttpRuntime
@@ -77,7 +77,7 @@ async def open_agentcore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asy
     async with AsyncExitStack() as stack:
 
         async def open_(**limits: float) -> tuple[AgentCoreRuntime, LocalRuntime]:
-            local = LocalRuntime(agent, run_dir=tmp_path, env={}, limits=Limits(**limits), preload=False)
+            local = LocalRuntime(agent, run_dir=tmp_path, env={}, limits=EmulatorLimits(**limits), preload=False)
             await stack.enter_async_context(local)
             config = AgentCoreConfig(arn=local.arn, endpoint_url=local.endpoint_url, read_timeout_s=30)
             runtime = await AgentCoreRuntime.open(config)

@@ -63,7 +63,7 @@ class SimRun:
             queue_url=queue.url,
             endpoint=self._endpoint,
             revoke=self._revoke,
-            keep=lambda rollout: None,
+            archive=lambda rollout: None,
             wall=self.world.wall,
             breaker=self.breaker,
             gateway=self.world.journal.journal_id,

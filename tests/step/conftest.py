@@ -27,7 +27,7 @@ from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.retokenize import Retokenizer
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import ModelConfig, RolloutConfig, load_config
-from rollout_backend.core.circuit_breaker import CircuitBreaker, log_place
+from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
@@ -230,11 +230,12 @@ async def open_bench(
                     base_url="http://gateway/v1", api_key="key", name="m", trajectory_url="http://gateway/t"
                 ),
                 revoke=revoke,
-                keep=lambda rollout: bench.kept.append(rollout) or True,
+                archive=lambda rollout: bench.kept.append(rollout) or True,
                 read_manifest=manifests.read,
                 write_manifest=manifests.write,
                 breaker=CircuitBreaker(
-                    config.circuit_breaker, lambda entry: log_place(config, entry, lambda session: config.runtime.url)
+                    config.circuit_breaker,
+                    lambda entry: describe_log(config, entry, lambda session: config.runtime.url),
                 ),
                 blocklist=TaskBlocklist(store, config.run_id, config.group.block_task_after or 10**6),
             )

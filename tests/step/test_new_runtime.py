@@ -11,7 +11,7 @@ import pytest
 from agent_wrapper.contract import Outcome
 from rollout_backend import preflight
 from rollout_backend.config import RuntimeConfig, load_config
-from rollout_backend.core.circuit_breaker import CircuitBreaker, log_place
+from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
@@ -85,7 +85,7 @@ async def open_toy(open_bench: Any, monkeypatch: pytest.MonkeyPatch, *overrides:
         dispatcher=Dispatcher(runtime, calls, max_sessions=4, max_attempts=2),
         closer=SessionCloser(runtime, calls),
         breaker=CircuitBreaker(
-            bench.config.circuit_breaker, lambda entry: log_place(bench.config, entry, runtime.log_location)
+            bench.config.circuit_breaker, lambda entry: describe_log(bench.config, entry, runtime.log_location)
         ),
     )
     return bench

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.heartbeats import Heard, Heartbeats
+from rollout_backend.core.heartbeats import HeartbeatReport, Heartbeats
 
 
 class Ward:
@@ -23,7 +23,7 @@ class Ward:
         bench.services = replace(bench.services, heartbeats=self._heartbeats)
 
     def hear(self, *sessions: str) -> None:
-        self._heartbeats.observe(next(self._now), [Heard(frozenset({"another", *sessions}))])
+        self._heartbeats.observe(next(self._now), [HeartbeatReport(frozenset({"another", *sessions}))])
 
     def fall_silent(self, *sessions: str) -> None:
         self.hear(*sessions)

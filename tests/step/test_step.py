@@ -54,7 +54,7 @@ async def test_a_full_disk_costs_the_local_copies_alone(open_bench, tmp_path, ca
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_file(path, data)
 
-    bench.services = replace(bench.services, keep=RunArchive(tmp_path, write).keep)
+    bench.services = replace(bench.services, archive=RunArchive(tmp_path, write).write_rollout)
     step = bench.step("task-a", "task-b")
     result = await step.run()
     ended_well(step, result, bench.agents)

@@ -23,7 +23,7 @@ import yaml
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.report import StepReport
 from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.sessions import Limits
+from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.local.verl_cpu.environment import environment, overrides
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
 from rollout_backend.serving.server_process import ServerProcess
@@ -273,7 +273,7 @@ async def training_in(work: Path, tasks: list[Task], prompts: int, *more: str, *
     """Prepare a run; `more` overrides verl's settings."""
     seen = work / "seen"
     seen.mkdir()
-    agent, env, limits = HERE / "trainer_agent.py", {"SEEN": str(seen)}, Limits(grace_s=2.0)
+    agent, env, limits = HERE / "trainer_agent.py", {"SEEN": str(seen)}, EmulatorLimits(grace_s=2.0)
     async with LocalCloud(agent, run_dir=work / "cloud", env=env, limits=limits) as cloud:
         run = Training(work, cloud, tasks, prompts, more, **how)
         try:

@@ -17,7 +17,7 @@ from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, Ver
 from rollout_backend.core.report import GroupResult, StepFailure
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
-from rollout_backend.verl.metrics import CLASSES, TALLY, Tally, as_metrics, count_group, staleness
+from rollout_backend.verl.metrics import CLASSES, TALLY, PartitionCounts, as_metrics, count_group, staleness
 from rollout_backend.verl.row_formats import v1_tag
 from rollout_backend.verl.rows import Rows, rows_of
 
@@ -153,7 +153,7 @@ def test_staleness_is_weighted_by_tokens() -> None:
 
 
 def test_a_tally_is_taken_once_per_partition() -> None:
-    tally = Tally()
+    tally = PartitionCounts()
     tally.add("train", Counter(a=1))
     tally.add("val", Counter(a=5))
     tally.add("train", Counter(a=1, b=2))

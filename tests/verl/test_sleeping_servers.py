@@ -19,7 +19,7 @@ from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.sessions import Limits
+from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.local.verl_cpu.replica_server import SGLangServer
 from rollout_backend.local.verl_cpu.replica_settings import ServerSettings, model_of
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
@@ -138,7 +138,7 @@ async def backend(server: SGLangServer, work: Path, environ: Any) -> AsyncIterat
     seen.mkdir()
     agent = HERE / "trainer_agent.py"
     async with LocalCloud(
-        agent, run_dir=work / "cloud", env={"SEEN": str(seen)}, limits=Limits(grace_s=2.0)
+        agent, run_dir=work / "cloud", env={"SEEN": str(seen)}, limits=EmulatorLimits(grace_s=2.0)
     ) as cloud:
         environ(cloud.environ)
         config = load_config(

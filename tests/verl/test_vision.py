@@ -24,7 +24,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.rendering import image_positions as of_gateway
 from rollout_backend.verl import row_images as of_verl
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields
-from rollout_backend.verl.row_images import SeenImage, Vision, load_vision
+from rollout_backend.verl.row_images import SeenImage, VisionInputs, load_vision_inputs
 from rollout_backend.verl.rows import rows_of
 
 PAD, VIDEO_PAD, START, END = 60, 61, 62, 63
@@ -82,7 +82,7 @@ def processor():
 
 @pytest.fixture(scope="module")
 def vision(processor):
-    return Vision(processor)
+    return VisionInputs(processor)
 
 
 def picture(colour: str, width: int, height: int) -> bytes:
@@ -143,7 +143,7 @@ def row_of(rollout: Rollout, lengths=(64, 64)):
 
 
 def test_the_gateway_and_this_environments_processor_count_the_same_tokens(processor):
-    gateway = of_gateway.Vision(PAD, (PAD, VIDEO_PAD), processor.image_processor)
+    gateway = of_gateway.VisionInputs(PAD, (PAD, VIDEO_PAD), processor.image_processor)
     sizes = {TALL: (64, 96), WIDE: (160, 64)}
     images = [Image(data, "", "image/png", width, height) for data, (width, height) in sizes.items()]
     assert [gateway.tokens(image) for image in images] == [6, 10]
@@ -250,23 +250,23 @@ def folder(tmp_path):
 
 
 def test_a_text_model_needs_no_processor(tmp_path):
-    assert load_vision(tmp_path, wanted=True) is None
+    assert load_vision_inputs(tmp_path, wanted=True) is None
 
 
 def test_a_processor_that_cannot_be_loaded_is_reported_at_start(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # verl's warnings
         with pytest.raises(ConfigError, match=r"cannot load the processor.*gateway\.max_images=0"):
-            load_vision(folder, wanted=True)
-        assert load_vision(folder, wanted=False) is None
+            load_vision_inputs(folder, wanted=True)
+        assert load_vision_inputs(folder, wanted=False) is None
 
 
 def test_verls_processor_is_used(folder, processor, monkeypatch):
     monkeypatch.setattr("verl.utils.tokenizer.hf_processor", lambda path, **_: processor)
-    found = load_vision(folder, wanted=True)
+    found = load_vision_inputs(folder, wanted=True)
     assert found is not None
     assert found.image_token == PAD
-    assert isinstance(found, of_verl.Vision)
+    assert isinstance(found, of_verl.VisionInputs)
     ids = torch.tensor(np.array([1, START, *[PAD] * 6, END, 2]))
     inputs, positions = found.inputs(ids, [SeenImage(2, 8, TALL)])
     assert inputs["pixel_values"].shape[0] == 24

@@ -76,7 +76,7 @@ async def make_runtime(config: AgentCoreConfig, on_status: Callable[[str], objec
 async def preview_runtime(config: AgentCoreConfig) -> str:
     """Describe what `make_runtime` would do. Raises PreflightError."""
     async with control_client(config) as client:
-        return await RuntimeMaker(config, client).look()
+        return await RuntimeMaker(config, client).preview()
 
 
 class RuntimeMaker:
@@ -93,7 +93,7 @@ class RuntimeMaker:
         self._version = 0  # what we made: an older one that still shows is not the answer yet
         self._asked: list[Action] = []
 
-    async def look(self) -> str:
+    async def preview(self) -> str:
         """Describe what `make` would do. Changes nothing.
 
         Raises:

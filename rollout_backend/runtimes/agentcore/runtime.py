@@ -104,7 +104,7 @@ class AgentCoreRuntime(AgentRuntime):
         try:
             return dict(await getattr(self._control, operation)(**arguments))
         except ClientError as error:
-            if aws.denied(error):
+            if aws.is_denied(error):
                 return {}
             raise aws.preflight_error(error, name, setting) from error
         except BotoCoreError as error:
@@ -189,7 +189,7 @@ def _check_lifetime(described: Mapping[str, Any], session_s: float) -> None:
 
 def _to_call_error(error: ClientError) -> RuntimeCallError:
     text = f"{aws.code_of(error)}: {aws.message_of(error)}"
-    if aws.expired(error):
+    if aws.is_expired(error):
         return Rejected(text, reason="credentials_expired")
     match aws.status_of(error):
         case 429:

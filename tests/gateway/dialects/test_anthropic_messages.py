@@ -148,8 +148,8 @@ def test_the_line_for_billing_is_no_part_of_the_prompt():
 def test_sampling_and_limits():
     call = parse(stop_sequences=["x", "y"], temperature=0.5, top_p=0.9, top_k=3, stream=True)
     assert (call.max_new_tokens, call.stop, call.stream) == (5, ("x", "y"), True)
-    assert call.wishes == {"temperature": 0.5, "top_p": 0.9, "top_k": 3}
-    assert parse().wishes == {}
+    assert call.sampling == {"temperature": 0.5, "top_p": 0.9, "top_k": 3}
+    assert parse().sampling == {}
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def test_what_is_asked_of_the_model():
         parallel_tool_calls=False,
     )
     assert (call.max_new_tokens, call.stop, call.n, call.logprobs, call.stream) == (4, ("x",), 2, True, True)
-    assert call.wishes == {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "logit_bias": True}
+    assert call.sampling == {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "logit_bias": True}
     assert not call.parallel_tool_calls
-    assert parse() == ModelCall("m", [{"role": "user", "content": "a"}], own=False)
+    assert parse() == ModelCall("m", [{"role": "user", "content": "a"}], dialect_data=False)
 
 
 @pytest.mark.parametrize(

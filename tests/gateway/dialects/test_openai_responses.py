@@ -120,7 +120,7 @@ def test_only_the_text_of_reasoning_is_kept(hidden):
 def test_sampling_and_limits():
     got = parse(max_output_tokens=9, temperature=0.5, top_p=0.9, parallel_tool_calls=False, stream=True)
     assert (got.max_new_tokens, got.stream, got.parallel_tool_calls) == (9, True, False)
-    assert got.wishes == {"temperature": 0.5, "top_p": 0.9}
+    assert got.sampling == {"temperature": 0.5, "top_p": 0.9}
     assert parse().parallel_tool_calls
 
 
@@ -516,7 +516,9 @@ def test_whatever_the_body_it_is_read_or_refused(nonsense):
         assert error.status == 400
         assert json.dumps(DIALECT.error_body(error), ensure_ascii=False).encode()
     else:
-        json.dumps([got.messages, got.tools, got.json_schema, got.own], ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(
+            [got.messages, got.tools, got.json_schema, got.dialect_data], ensure_ascii=False, allow_nan=False
+        ).encode()
 
 
 @given(SAMPLED)

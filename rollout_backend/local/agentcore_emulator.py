@@ -1,13 +1,13 @@
-"""A stand-in for AWS Bedrock AgentCore Runtime, for agents on this machine.
+"""An emulator of AWS Bedrock AgentCore Runtime, for agents on this machine.
 
 It implements the service's REST protocol: `bedrock-agentcore` and `bedrock-agentcore-control` clients need only a
 different `endpoint_url`. Each session is a fresh process of the user's app, which gets what AWS gives a container:
-PORT, the session's header, pings, SIGTERM. `sessions` runs the sessions and `control_plane` creates the runtimes. One
-runtime exists from the start; others are created from `images`.
+PORT, the session's header, pings, SIGTERM. `session_pool` runs the sessions and `control_plane` creates the runtimes.
+One runtime exists from the start; others are created from `images`.
 
 It does not verify signatures (it only requires one), isolate sessions from the machine, or support qualifiers.
 
-    python -m rollout_backend.local.stand_in < settings.json
+    python -m rollout_backend.local.agentcore_emulator < settings.json
 
 `GET /_local/sessions` lists the sessions. After `PUT /_local/outage` with {"code": "ThrottlingException"} every call
 of the data plane fails with that error until {"code": null}; with "after": true an invoke is executed first. AWS has
@@ -36,10 +36,10 @@ from starlette.routing import Route
 
 from rollout_backend.dispatch.token_bucket import TokenBucket
 from rollout_backend.local.control_plane import ControlPlane, RuntimeRecord, check_signed
-from rollout_backend.local.sessions import (
+from rollout_backend.local.session_pool import (
     COUNTERS,
     SESSION_HEADER,
-    Limits,
+    EmulatorLimits,
     RuntimeSession,
     ServiceError,
     SessionPool,
@@ -52,8 +52,8 @@ _CUSTOM_HEADER = "x-amzn-bedrock-agentcore-runtime-custom-"
 _PASSED_HEADERS = ("content-type", "accept", "x-amzn-trace-id", "traceparent", "tracestate", "baggage")
 
 
-class StandInSettings(BaseModel):
-    """The stand-in's settings, read as JSON from stdin because `env` may hold secrets."""
+class EmulatorSettings(BaseModel):
+    """The emulator's settings, read as JSON from stdin because `env` may hold secrets."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -79,10 +79,10 @@ class StandInSettings(BaseModel):
     preload: tuple[str, ...] | None = None
     """With a command of the form [PYTHON, SCRIPT]: fork sessions from an interpreter that has imported the script's
     libraries and these modules. None: run the command each time."""
-    limits: Limits = Limits()
+    limits: EmulatorLimits = EmulatorLimits()
 
 
-class Outage(BaseModel):
+class InjectedOutage(BaseModel):
     """How every call of the data plane is refused. Without a code none is."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -99,18 +99,18 @@ class Outage(BaseModel):
             raise ServiceError(self.code, "An outage, as requested")
 
 
-class StandIn:
+class AgentCoreEmulator:
     """The two calls of the data plane, for every runtime of the control plane.
 
     The checks run in AWS's order: signature, name, form, rate, quota. The quota is per runtime.
     """
 
-    def __init__(self, settings: StandInSettings) -> None:
+    def __init__(self, settings: EmulatorSettings) -> None:
         self._settings = settings
         self._invokes = TokenBucket(settings.limits.invoke_per_s)
         self._stops = TokenBucket(settings.limits.stop_per_s)
         self._calls = TokenBucket(settings.limits.calls_per_s) if settings.limits.calls_per_s else None
-        self._outage = Outage()
+        self._outage = InjectedOutage()
         self._pools: dict[str, SessionPool] = {}  # by the runtime's ARN
         self._control = ControlPlane(
             region=settings.arn.split(":")[3],
@@ -201,7 +201,7 @@ class StandIn:
         return Response(content, headers=headers)
 
     async def _set_outage(self, request: Request) -> Response:
-        self._outage = Outage.model_validate_json(await request.body())
+        self._outage = InjectedOutage.model_validate_json(await request.body())
         return JSONResponse({})
 
     async def _stop(self, request: Request) -> Response:
@@ -258,7 +258,7 @@ async def _service_error(request: Request, error: Exception) -> Response:
     return JSONResponse(body, error.status, headers={"x-amzn-errortype": error.code})
 
 
-def _first_definition(settings: StandInSettings) -> dict[str, Any]:
+def _first_definition(settings: EmulatorSettings) -> dict[str, Any]:
     """Return the definition of the runtime that exists from the start, as if created from the first image."""
     limits, image = settings.limits, next(iter(settings.images), "none")
     return {
@@ -273,7 +273,7 @@ def _first_definition(settings: StandInSettings) -> dict[str, Any]:
     }
 
 
-def _spawner(settings: StandInSettings, command: Sequence[str], env: Mapping[str, str]) -> Spawner:
+def _spawner(settings: EmulatorSettings, command: Sequence[str], env: Mapping[str, str]) -> Spawner:
     env = {**settings.env, **env}
     if settings.preload is None or len(command) != 2:
         return CommandSpawner(command, env)
@@ -284,13 +284,13 @@ def _spawner(settings: StandInSettings, command: Sequence[str], env: Mapping[str
 
 def main(read: Callable[[], str] = sys.stdin.read) -> None:
     try:
-        settings = StandInSettings.model_validate_json(read())
+        settings = EmulatorSettings.model_validate_json(read())
     except ValidationError as error:
-        sys.exit(f"the stand-in's settings are invalid: {error}")
+        sys.exit(f"the emulator's settings are invalid: {error}")
     settings.log_dir.mkdir(parents=True, exist_ok=True)
     os.chdir(settings.cwd)  # sessions inherit it
     uvicorn.run(
-        StandIn(settings).app(),
+        AgentCoreEmulator(settings).app(),
         host=settings.host,
         port=settings.port,
         log_level="warning",

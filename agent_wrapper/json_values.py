@@ -11,7 +11,7 @@ import math
 _MAX_INTEGER_BITS = 10_000  # parsers stop at 4,300 digits
 
 
-def check_plain(value: object, where: str, max_depth: int) -> None:
+def check_json_value(value: object, where: str, max_depth: int) -> None:
     """Check a value of dicts, lists, tuples, texts, finite numbers, booleans and None.
 
     Raises:

@@ -37,8 +37,8 @@ _REQUEST_S = 900.0  # a synchronous request may take 15 minutes
 _PING_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
-class Limits(BaseModel):
-    """Quotas and timeouts of the stand-in. The defaults are AWS's, or what a laptop can run."""
+class EmulatorLimits(BaseModel):
+    """Quotas and timeouts of the emulator. The defaults are AWS's, or what a laptop can run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -112,7 +112,7 @@ class RuntimeSession:
 
 
 class SessionPool:
-    def __init__(self, spawner: Spawner, limits: Limits, log_dir: Path) -> None:
+    def __init__(self, spawner: Spawner, limits: EmulatorLimits, log_dir: Path) -> None:
         self.counters: Counter[str] = Counter()
         self._spawners = [spawner]  # the last one starts new sessions
         self._limits = limits
@@ -189,7 +189,7 @@ class SessionPool:
         for spawner in self._spawners:
             await spawner.close()
 
-    def use(self, spawner: Spawner, limits: Limits) -> None:
+    def use(self, spawner: Spawner, limits: EmulatorLimits) -> None:
         """Start new sessions with another spawner. Running sessions are not affected."""
         self._spawners.append(spawner)
         self._limits = limits
@@ -310,7 +310,7 @@ class SessionPool:
 
 
 def _free_ports() -> Iterator[int]:
-    start = random.randrange(len(_PORTS))  # noqa: S311  # another stand-in may run on this machine
+    start = random.randrange(len(_PORTS))  # noqa: S311  # another emulator may run on this machine
     for i in itertools.count(start):
         port = _PORTS[i % len(_PORTS)]
         with socket.socket() as probe:
