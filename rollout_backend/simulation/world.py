@@ -222,8 +222,8 @@ class World:
         for key, body in self.objects.items():
             if "/manifests/" in key:
                 manifest = Manifest.parse(json.loads(body))
-                lines = (json.loads(line).get("take") for line in self.notes.get(manifest.step, []))
-                last = max((take["last"] for take in lines if take), default=0)
+                lines = (json.loads(line).get("execution") for line in self.notes.get(manifest.step, []))
+                last = max((each["last"] for each in lines if each), default=0)
                 if max(last, manifest.attempts_closed) < manifest.attempts_before + manifest.attempts:
                     return True
         return False
