@@ -1,4 +1,4 @@
-"""Receives announcements, fetches the results that they name, validates them and delivers them to their step.
+"""Receives announcements, lists the prefix when idle, and has the results of both fetched for their step.
 
 Invariants:
 
@@ -7,10 +7,6 @@ Invariants:
   exceptions over one of them only CredentialsExpired leaves this module.
 - An announcement gives access to this run's results only. A message about another run that shares the queue is left
   to that run, until it was received 20 times.
-- A result counts only if it names the session that the manifest assigns to its rollout and attempt. Only that
-  attempt's container knows the session id, so no container can write a result for another.
-- An invalid failure marker changes nothing: the rollout's result can still arrive. An invalid result occupies the
-  rollout's only key permanently, so the rollout ends as `invalid_result` and is replaced.
 
 Steps `attach` and `detach`; the receivers run as long as the run.
 """
@@ -20,11 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from enum import Enum
-from typing import Protocol, TypeVar
-from weakref import WeakValueDictionary
+from typing import TypeVar
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
 
@@ -39,11 +33,14 @@ from agent_wrapper.contract import (
 )
 from agent_wrapper.contract.keys import ID_PATTERN
 from rollout_backend.collect.decode import ResultDecoder
+from rollout_backend.collect.fetcher import FetchStatus, ResultFetcher
 from rollout_backend.collect.inventory import MAX_KEYS, inventory
+from rollout_backend.collect.quarantine import Quarantine
 from rollout_backend.collect.queue import AWS_ERRORS, AnnouncementQueue, Message
+from rollout_backend.collect.sink import ResultSink
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import CollectConfig
-from rollout_backend.errors import CredentialsExpired, ResultMissing, StoreError
+from rollout_backend.errors import CredentialsExpired, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -52,44 +49,6 @@ IDLE_INTERVALS = 3  # a step is listed after this many `collect.list_after_idle_
 _T = TypeVar("_T")
 
 _RECEIVES = 20  # by then the run that a message is for has received it, or has ended
-
-
-class ResultSink(Protocol):
-    """The interface of a step towards the buffer."""
-
-    step: int
-
-    def is_wanted(self, rollout_id: str, attempt: int | None = None) -> bool:
-        """Return whether the rollout's result is wanted or, with `attempt`, this attempt's failure marker."""
-        ...
-
-    def record_duplicate(self, rollout_id: str) -> None:
-        """Count an announcement that is not wanted: settled already, never planned, or of an abandoned attempt."""
-        ...
-
-    def on_result(self, rollout: Rollout, announced_at: float | None, failure_marker: bool = False) -> None:
-        """Accept a valid result or failure marker. `announced_at` is None if it was found by listing."""
-        ...
-
-    def on_invalid_result(self, rollout_id: str, error: ContractError) -> None:
-        """Settle a rollout whose result is invalid."""
-        ...
-
-    def session_id(self, rollout_id: str, attempt: int) -> str:
-        """Return the session id that this attempt's result must name."""
-        ...
-
-    def pending(self) -> list[tuple[str, int]]:
-        """Return the rollouts that are not settled, each with the number of its current attempt."""
-        ...
-
-
-class FetchStatus(Enum):
-    """The outcome of fetching one object from S3."""
-
-    HANDLED = "handled"  # delivered to the step, as a result or as invalid
-    ABSENT = "absent"  # S3 answered that the object does not exist
-    UNKNOWN = "unknown"  # S3 did not answer, or did not accept the quarantine record: retry later
 
 
 class MessageStatus(Enum):
@@ -120,21 +79,19 @@ class RolloutBuffer:
             store: Where results are read.
             queue: Where announcements are received. None: results are found only by `sweep`.
             max_fetches: How many objects are fetched at once.
-            retokenize: Renders rollouts that carry only messages into tokens, where possible.
+            retokenize: See `ResultFetcher`.
             verify: See `ResultDecoder`.
             text_format: See `ResultDecoder`.
         """
         self._run_id = run_id
         self._store = store
         self._queue = queue
-        self._retokenize = retokenize
-        self._decoder = ResultDecoder(run_id, store.config.max_result_bytes, text_format=text_format, verify=verify)
+        decoder = ResultDecoder(run_id, store.config.max_result_bytes, text_format=text_format, verify=verify)
+        self._quarantine = Quarantine(store, run_id)
+        self._fetcher = ResultFetcher(store, decoder, self._quarantine, max_fetches, retokenize)
         self.max_fetches = max_fetches
-        self._fetching = asyncio.Semaphore(max_fetches)
         self._batches = max(1, 2 * max_fetches // 10)  # of 10 messages, so one waits for each that is being fetched
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by key
         self._sinks: dict[int, ResultSink] = {}
-        self._refused_markers: dict[int, set[str]] = defaultdict(set)  # keys, by step
         self._flooded: set[int] = set()  # steps whose listing is too long to finish
         self.refused = 0  # malformed messages, and messages that name objects outside this run
         self.stale = 0  # announcements for steps that have ended or not begun
@@ -148,7 +105,7 @@ class RolloutBuffer:
 
     def detach(self, sink: ResultSink) -> None:
         del self._sinks[sink.step]
-        self._refused_markers.pop(sink.step, None)
+        self._fetcher.forget(sink.step)
         self._flooded.discard(sink.step)
 
     # --- by announcement ----------------------------------------------------------------------------------
@@ -174,7 +131,7 @@ class RolloutBuffer:
                 async for attempt in retrying:  # without an end: meanwhile results are found by listing
                     with attempt:
                         messages = await self._receive_once(queue)
-                batch = handling.create_task(self._handle(queue, messages))
+                batch = handling.create_task(self.handle(queue, messages))
                 batch.add_done_callback(lambda _: room.release())
 
     async def _receive_once(self, queue: AnnouncementQueue) -> list[Message]:
@@ -190,15 +147,16 @@ class RolloutBuffer:
             self.last_announcement_at = asyncio.get_running_loop().time()
         return messages
 
-    async def _handle(self, queue: AnnouncementQueue, messages: list[Message]) -> None:
+    async def handle(self, queue: AnnouncementQueue, messages: list[Message]) -> None:
+        """Deliver the results that these messages name, and delete the messages that are done."""
         if not messages:
             return
         hiding = asyncio.create_task(self._keep_hidden(queue, messages))
         try:
             done = await asyncio.gather(
                 *(
-                    _log_defects(
-                        f"message {message.message_id}", self._handle_message(queue, message), MessageStatus.UNKNOWN
+                    log_defects(
+                        f"message {message.message_id}", self.handle_message(queue, message), MessageStatus.UNKNOWN
                     )
                     for message in messages
                 )
@@ -224,7 +182,8 @@ class RolloutBuffer:
             except AWS_ERRORS as error:
                 log.warning("%d messages may be received again while they are handled: %s", len(messages), error)
 
-    async def _handle_message(self, queue: AnnouncementQueue, message: Message) -> MessageStatus:
+    async def handle_message(self, queue: AnnouncementQueue, message: Message) -> MessageStatus:
+        """Deliver the results that this message names."""
         try:
             items = [item for item in Announcement.decode(message.body) if not self._is_trainer_object(item)]
             if queue.is_shared and message.receive_count < _RECEIVES and any(map(self._is_of_another_run, items)):
@@ -240,7 +199,9 @@ class RolloutBuffer:
             elif not sink.is_wanted(name.rollout_id, name.attempt):
                 sink.record_duplicate(name.rollout_id)
             else:
-                handled = await self._fetch(sink, name, item.key, message.sent_at) is FetchStatus.HANDLED and handled
+                fetched = await self._fetcher.fetch(sink, name, item.key, message.sent_at)
+                self.dangling += fetched is FetchStatus.ABSENT
+                handled = handled and fetched is FetchStatus.HANDLED
         return MessageStatus.DONE if handled else MessageStatus.UNKNOWN
 
     def _is_trainer_object(self, item: Announcement) -> bool:
@@ -266,7 +227,7 @@ class RolloutBuffer:
     async def _refuse(self, message: Message, error: ContractError) -> bool:
         self.refused += 1
         log.warning("message %s is refused: %s", message.message_id, error)
-        return await self._quarantine(f"message {message.message_id}", error, message.body.encode())
+        return await self._quarantine.record(f"message {message.message_id}", error, message.body.encode())
 
     # --- by listing ---------------------------------------------------------------------------------------
 
@@ -282,10 +243,7 @@ class RolloutBuffer:
         if found is None:
             return all(await asyncio.gather(*(self.fetch_by_key(sink, *each) for each in sink.pending())))
         complete = True
-        for failure_markers in (
-            False,
-            True,
-        ):  # results first: they settle rollouts
+        for failure_markers in (False, True):  # results first: they settle rollouts
             wanted = [
                 (key, name)
                 for key, name in found.items()
@@ -354,70 +312,10 @@ class RolloutBuffer:
         return fetched is not FetchStatus.UNKNOWN
 
     async def _try_to_fetch(self, sink: ResultSink, name: ResultName, key: str) -> FetchStatus:
-        return await _log_defects(key, self._fetch(sink, name, key), FetchStatus.UNKNOWN)
-
-    # --- either way ---------------------------------------------------------------------------------------
-
-    async def _fetch(
-        self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None = None
-    ) -> FetchStatus:
-        """Fetch a result or failure marker and deliver it. A key is fetched by one caller at a time."""
-        if key in self._refused_markers.get(sink.step, ()):
-            return FetchStatus.HANDLED
-        lock = self._locks.setdefault(key, asyncio.Lock())
-        async with lock:
-            return await self._fetch_unlocked(sink, name, key, announced_at)
-
-    async def _fetch_unlocked(
-        self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None
-    ) -> FetchStatus:
-        async with self._fetching:
-            if not sink.is_wanted(name.rollout_id, name.attempt):  # it was delivered while this call waited
-                if announced_at is not None:
-                    sink.record_duplicate(name.rollout_id)
-                return FetchStatus.HANDLED
-            try:
-                data = await self._store.get(key)
-            except ResultMissing:
-                self.dangling += announced_at is not None
-                return FetchStatus.ABSENT
-            except StoreError as error:
-                log.warning("%s; it is retried", error)
-                return FetchStatus.UNKNOWN
-            except ContractError as error:
-                return await self._reject(sink, name, key, error, b"")
-            try:
-                rollout = await self._decoder.decode(data, name)
-                _check_session(sink, rollout)
-            except ContractError as error:
-                return await self._reject(sink, name, key, error, data)
-        if self._retokenize is not None:
-            rollout = await self._retokenize(rollout)
-        sink.on_result(rollout, announced_at, name.attempt is not None)
-        return FetchStatus.HANDLED
-
-    async def _reject(
-        self, sink: ResultSink, name: ResultName, key: str, error: ContractError, evidence: bytes
-    ) -> FetchStatus:
-        log.warning("%s is invalid: %s", key, error)
-        if not await self._quarantine(key, error, evidence):
-            return FetchStatus.UNKNOWN
-        if name.attempt is None:
-            sink.on_invalid_result(name.rollout_id, error)
-        else:
-            self._refused_markers[sink.step].add(key)
-        return FetchStatus.HANDLED
-
-    async def _quarantine(self, what: str, error: ContractError, evidence: bytes) -> bool:
-        try:
-            await self._store.quarantine(self._run_id, what, str(error), evidence)
-        except StoreError as failure:
-            log.warning("%s; it is retried", failure)
-            return False
-        return True
+        return await log_defects(key, self._fetcher.fetch(sink, name, key), FetchStatus.UNKNOWN)
 
 
-async def _log_defects(what: str, work: Awaitable[_T], failed: _T) -> _T:
+async def log_defects(what: str, work: Awaitable[_T], failed: _T) -> _T:
     """Await the handling of one message or object, and return `failed` if it raises.
 
     A defect in this code is logged and retried later instead of ending the run. Expired credentials are raised,
@@ -430,14 +328,3 @@ async def _log_defects(what: str, work: Awaitable[_T], failed: _T) -> _T:
     except Exception:
         log.exception("handling %s failed; it is retried", what)
         return failed
-
-
-def _check_session(sink: ResultSink, rollout: Rollout) -> None:
-    """Raise ContractError unless this attempt's container wrote it: only that container knows the session id."""
-    expected = sink.session_id(rollout.rollout_id, rollout.attempt)
-    if rollout.session_id != expected:
-        raise ContractError(
-            "session_id",
-            f"is not that of attempt {rollout.attempt} of {rollout.rollout_id!r}: another container wrote this. Set "
-            "storage.presigned=true to prevent it",
-        )

@@ -3,8 +3,8 @@
 Invariants:
 
 - Large results are decoded one at a time, so that several hostile ones together cannot exhaust the memory.
-- A decoded result satisfies the contract, belongs to its key, and has a valid seal if it needs one. The buffer checks
-  its session, see `ResultSink.session_id`.
+- A decoded result satisfies the contract, belongs to its key, and has a valid seal if it needs one. The fetcher
+  checks its session, see `ResultSink.session_id`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,10 @@ from weakref import WeakKeyDictionary
 
 from agent_wrapper.contract import ContractError, Outcome, ResultName, Rollout
 from rollout_backend.collect import buffer as buffer_module
-from rollout_backend.collect.buffer import FetchStatus, RolloutBuffer
+from rollout_backend.collect import fetcher as fetcher_module
+from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.decode import ResultDecoder
+from rollout_backend.collect.fetcher import FetchStatus, KeyLocks, ResultFetcher
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.queue import Message
 from rollout_backend.core.circuit_breaker import CircuitBreaker
@@ -58,14 +60,14 @@ def _mutant(make: Callable[[], Patch]) -> Callable[[], Patch]:
 @_mutant
 def delete_before_store() -> Patch:
     """A message is deleted as soon as it is received."""
-    handle = RolloutBuffer._handle
+    handle = RolloutBuffer.handle
 
     async def broken(self: RolloutBuffer, queue: Any, messages: list[Message]) -> None:
         with contextlib.suppress(OSError):
             await queue.delete(messages)
         await handle(self, queue, messages)
 
-    return patch.object(RolloutBuffer, "_handle", broken)
+    return patch.object(RolloutBuffer, "handle", broken)
 
 
 @_mutant
@@ -125,13 +127,7 @@ def listed_only_when_idle() -> Patch:
 @_mutant
 def results_fetched_concurrently() -> Patch:
     """A listing fetches a result while an announcement's fetch is in flight."""
-
-    async def broken(
-        self: RolloutBuffer, sink: Any, name: Any, key: str, announced_at: float | None = None
-    ) -> FetchStatus:
-        return await self._fetch_unlocked(sink, name, key, announced_at)
-
-    return patch.object(RolloutBuffer, "_fetch", broken)
+    return patch.object(KeyLocks, "of", lambda *_: asyncio.Lock())
 
 
 @_mutant
@@ -153,7 +149,7 @@ def defects_escape() -> Patch:
     async def broken(what: str, work: Any, failed: Any) -> Any:
         return await work
 
-    return patch.object(buffer_module, "_log_defects", broken)
+    return patch.object(buffer_module, "log_defects", broken)
 
 
 @_mutant
@@ -366,35 +362,35 @@ def results_unchecked() -> Patch:
 
     return _all(
         patch.object(ResultDecoder, "decode", broken),
-        patch.object(buffer_module, "_check_session", lambda *_: None),
+        patch.object(fetcher_module, "check_session", lambda *_: None),
     )
 
 
 @_mutant
 def sessions_unchecked() -> Patch:
     """A result counts even if another session wrote it."""
-    return patch.object(buffer_module, "_check_session", lambda *_: None)
+    return patch.object(fetcher_module, "check_session", lambda *_: None)
 
 
 @_mutant
 def forged_failure_markers_end_rollouts() -> Patch:
     """An invalid failure marker ends its rollout, although the result may still arrive."""
-    reject = RolloutBuffer._reject
+    reject = ResultFetcher.reject
 
-    async def broken(self: RolloutBuffer, sink: Any, name: ResultName, *more: Any) -> FetchStatus:
+    async def broken(self: ResultFetcher, sink: Any, name: ResultName, *more: Any) -> FetchStatus:
         return await reject(self, sink, name._replace(attempt=None), *more)
 
-    return patch.object(RolloutBuffer, "_reject", broken)
+    return patch.object(ResultFetcher, "reject", broken)
 
 
 @_mutant
 def invalid_results_never_settled() -> Patch:
     """An invalid result is neither rejected nor settled, so each listing fetches it again."""
 
-    async def broken(self: RolloutBuffer, *_: Any) -> FetchStatus:
+    async def broken(self: ResultFetcher, *_: Any) -> FetchStatus:
         return FetchStatus.UNKNOWN
 
-    return patch.object(RolloutBuffer, "_reject", broken)
+    return patch.object(ResultFetcher, "reject", broken)
 
 
 @_mutant

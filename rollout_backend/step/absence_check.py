@@ -13,7 +13,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from rollout_backend.collect.buffer import ResultSink, RolloutBuffer
+from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.sink import ResultSink
 from rollout_backend.errors import StoreError
 from rollout_backend.step.rollout_task import RolloutTask
 

@@ -55,7 +55,7 @@ async def test_a_result_of_another_session_is_rejected_with_evidence(
         await run.announce(key)
         [message] = await run.queue.receive()
         buffer.attach(sink)
-        assert await buffer._handle_message(run.queue, message) is MessageStatus.DONE
+        assert await buffer.handle_message(run.queue, message) is MessageStatus.DONE
     else:
         assert await buffer.sweep(sink)
     assert sink.arrived == []

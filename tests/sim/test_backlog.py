@@ -9,6 +9,7 @@ import pytest
 
 from agent_wrapper.contract import Announcement, result_key
 from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.decode import ResultDecoder
 from rollout_backend.simulation.clock import VirtualLoop
 from rollout_backend.simulation.faults import Faults
 from rollout_backend.simulation.world import BUCKET, SimQueue, SimStore, Trainer, World
@@ -49,6 +50,14 @@ class SlowStore(SimStore):
         return key.encode()
 
 
+@pytest.fixture(autouse=True)
+def _any_object_is_a_result(monkeypatch):
+    async def decode(decoder, data, name):
+        return SimpleNamespace(rollout_id=name.rollout_id, attempt=1, session_id="s")
+
+    monkeypatch.setattr(ResultDecoder, "decode", decode)
+
+
 @pytest.mark.parametrize("seconds", [2.0, 30.0])
 def test_a_backlog_at_slow_s3_is_fetched_once_and_waits_in_the_queue(seconds):
     count, fetches = 400, 32
@@ -57,11 +66,6 @@ def test_a_backlog_at_slow_s3_is_fetched_once_and_waits_in_the_queue(seconds):
         world, trainer, sink = World(1, Faults()), Trainer(1), Sink()
         store, queue = SlowStore(world, trainer, seconds), SimQueue(world, trainer)
         buffer = RolloutBuffer("simulated", store, queue, fetches)
-
-        async def decode(data, name):
-            return SimpleNamespace(rollout_id=name.rollout_id, attempt=1, session_id="s")
-
-        buffer._decoder.decode = decode
         buffer.attach(sink)
         for i in range(count):
             world.send(Announcement(bucket=BUCKET, key=result_key("", "simulated", 0, f"t{i}.0")).encode())
@@ -91,11 +95,6 @@ def test_results_are_fetched_once_by_whoever_hears_of_them_first():
         world, trainer, sink = World(1, Faults()), Trainer(1), Sink()
         store = SlowStore(world, trainer, 5.0)
         buffer = RolloutBuffer("simulated", store, None, 4)
-
-        async def decode(data, name):
-            return SimpleNamespace(rollout_id=name.rollout_id, attempt=1, session_id="s")
-
-        buffer._decoder.decode = decode
         world.objects = {result_key("", "simulated", 0, f"t{i}.0"): b"" for i in range(8)}
         await asyncio.gather(*(buffer.sweep(sink) for _ in range(3)))
         return store, sink

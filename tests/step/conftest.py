@@ -137,6 +137,7 @@ class Bench:
         self.services = services
         self.kept: list[Rollout] = []
         self.revoked: list[str] = []
+        self.verify: Callable[[Rollout], None] = lambda rollout: None  # the check of seals
 
     def step(self, *tasks: str, number: int = 0, **more: Any) -> Step:
         """Each task's payload is its id up to a colon, which is no part of the payload."""
@@ -201,6 +202,7 @@ async def open_bench(
                 queue,
                 config.collect.max_fetches,
                 retokenizer,
+                verify=lambda rollout: bench.verify(rollout),
                 text_format=config.collect.text_format,
             )
             receiving = asyncio.create_task(buffer.run(config.queue.receivers))

@@ -226,7 +226,7 @@ def test_what_decides_whether_a_task_is_the_same():
 def sealed_by(bench, secret: str) -> None:
     """From now on the run checks seals as one does that has this secret; the agents carry such seals."""
     sealer = Sealer(secret)
-    bench.services.buffer._decoder._verify = sealer.check
+    bench.verify = sealer.check
     bench.services = replace(bench.services, sealed_by=sealer.fingerprint)
 
     def result(agents, request, **more):
