@@ -56,7 +56,7 @@ from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.relay_process import DialerProcess, public_gateway_config
 from rollout_backend.serving.run_secret import key_secret, run_secret
 from rollout_backend.serving.supervisor import ServingEvent
-from rollout_backend.step.in_flight import InFlightLog
+from rollout_backend.step.in_flight import InFlightLog, StepFiles
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
 
@@ -242,7 +242,7 @@ class RolloutManager:
             archive=self.archive.write_rollout,
             sealed_by=sealer.fingerprint if sealer is not None else "",
             gateway=gateway.identity,
-            in_flight=InFlightLog(config.run_dir / "steps"),
+            in_flight=InFlightLog(StepFiles(config.run_dir / "steps")),
             heartbeats=heartbeats,
             adopt=adopt,
             presign=presigner.urls if presigner is not None else None,

@@ -722,13 +722,33 @@ class SimArchive(RunArchive):
         super().__init__(Path("run"), write)
 
 
+class SimLines:
+    """Replaces `StepFiles`."""
+
+    def __init__(self, world: World, trainer: Trainer) -> None:
+        self._world = world
+        self._trainer = trainer
+
+    def append(self, step: int, line: str) -> None:
+        if not self._trainer.alive:
+            raise Killed
+        self._world.notes.setdefault(step, []).append(line)
+
+    def read(self, step: int) -> list[str]:
+        return self._world.notes.get(step, [])
+
+    def delete(self, step: int) -> None:
+        if not self._trainer.alive:
+            raise Killed
+        self._world.notes.pop(step, None)
+
+
 class SimInFlightLog(InFlightLog):
     """The in-flight log in the simulated run directory."""
 
     def __init__(self, world: World, trainer: Trainer) -> None:
-        super().__init__(Path("notes"))
+        super().__init__(SimLines(world, trainer))
         self._world = world
-        self._trainer = trainer
         self.is_open: Callable[[str], bool] = lambda rollout_id: False  # whether a rollout is not settled
 
     def record_closed(self, step: int, session_id: str) -> None:
@@ -737,16 +757,3 @@ class SimInFlightLog(InFlightLog):
         if session is not None and self._world.at_work(session) and self.is_open(session.request.rollout_id):
             self._world.wasted.append(session.request.rollout_id)
         self._world.given_up.setdefault(session_id, self._world.now())
-
-    def _append(self, step: int, text: str) -> None:
-        if not self._trainer.alive:
-            raise Killed
-        self._world.notes.setdefault(step, []).append(text)
-
-    def _lines(self, step: int) -> list[str]:
-        return [line.strip() for line in self._world.notes.get(step, [])]
-
-    def _forget(self, step: int) -> None:
-        if not self._trainer.alive:
-            raise Killed
-        self._world.notes.pop(step, None)

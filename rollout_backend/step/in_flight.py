@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -77,11 +77,58 @@ class OpenSessions:
     complete_attempts: frozenset[int] = frozenset()  # attempts whose invoked sessions are all recorded
 
 
-class InFlightLog:
-    """The records of a run, one file per step."""
+class StepLines(Protocol):
+    """Lines of text for each step that outlive this process."""
+
+    def append(self, step: int, line: str) -> None:
+        """Raises OSError."""
+        ...
+
+    def read(self, step: int) -> Iterable[str]: ...
+
+    def delete(self, step: int) -> None: ...
+
+
+class StepFiles:
+    """One file per step, in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def append(self, step: int, line: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._path(step).open("a") as file:
+            file.write(f"\n{line}")  # the last line may have been truncated when its writer was killed
+
+    def read(self, step: int) -> list[str]:
+        try:
+            return self._path(step).read_text(errors="replace").split("\n")
+        except FileNotFoundError:
+            return []
+
+    def delete(self, step: int) -> None:
+        self._path(step).unlink(missing_ok=True)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"{step:08d}{SUFFIX}"
+
+
+class NoLines:
+    """Keeps nothing: every session that a manifest names may be open."""
+
+    def append(self, step: int, line: str) -> None: ...
+
+    def read(self, step: int) -> list[str]:
+        return []
+
+    def delete(self, step: int) -> None: ...
+
+
+class InFlightLog:
+    """The records of a run."""
+
+    def __init__(self, lines: StepLines) -> None:
+        self._lines = lines
         self._silent: set[int] = set()  # steps whose records could not be written
         self._boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
@@ -131,54 +178,21 @@ class InFlightLog:
         return list(found.values())
 
     def _read(self, step: int) -> Iterable[_Line]:
-        return filter(None, map(_Line.read, self._lines(step)))
+        return filter(None, map(_Line.read, self._lines.read(step)))
 
     def delete(self, step: int) -> None:
         """Delete the records of a step whose sessions are all closed."""
-        self._forget(step)
+        self._lines.delete(step)
 
     def _write(self, step: int, line: _Line) -> None:
         if step in self._silent:
             return
         try:
-            self._append(step, f"\n{line.model_dump_json(exclude_none=True)}")
+            self._lines.append(step, line.model_dump_json(exclude_none=True))
         except OSError as error:
             log.warning(
                 "running agents cannot be recorded (%s): a restarted trainer would dispatch their rollouts again",
                 error,
             )
             self._silent.add(step)
-            self._forget(step)
-
-    # --- files --------------------------------------------------------------------------------------------
-
-    def _append(self, step: int, text: str) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with self._path(step).open("a") as file:
-            file.write(text)
-
-    def _lines(self, step: int) -> list[str]:
-        try:
-            return self._path(step).read_text(errors="replace").split("\n")
-        except FileNotFoundError:
-            return []
-
-    def _forget(self, step: int) -> None:
-        self._path(step).unlink(missing_ok=True)
-
-    def _path(self, step: int) -> Path:
-        return self._folder / f"{step:08d}{SUFFIX}"
-
-
-class NoInFlightLog(InFlightLog):
-    """Records nothing: every session that a manifest names may be open."""
-
-    def __init__(self) -> None:
-        super().__init__(Path())
-
-    def _append(self, step: int, text: str) -> None: ...
-
-    def _lines(self, step: int) -> list[str]:
-        return []
-
-    def _forget(self, step: int) -> None: ...
+            self._lines.delete(step)

@@ -30,7 +30,7 @@ from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.runtimes.base import SessionCalls
-from rollout_backend.step.in_flight import InFlightLog, NoInFlightLog
+from rollout_backend.step.in_flight import InFlightLog, NoLines
 from rollout_backend.step.task_blocklist import Blocklist, NoBlocklist, TaskBlocklist
 
 
@@ -57,7 +57,7 @@ class StepServices:
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     blocklist: Blocklist = field(default_factory=NoBlocklist)
     gateway: str = ""  # names addresses and journals of the gateways; empty: no session outlives this trainer
-    in_flight: InFlightLog = field(default_factory=NoInFlightLog)
+    in_flight: InFlightLog = field(default_factory=lambda: InFlightLog(NoLines()))
     heartbeats: Heartbeats = field(default_factory=lambda: Heartbeats(math.inf))  # none are sent
     adopt: Callable[[Collection[str]], Awaitable[None]] = _no_adoption  # serves sessions of earlier trainers
 

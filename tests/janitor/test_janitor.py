@@ -27,7 +27,7 @@ from rollout_backend.local.cloud import LocalRuntime, LocalStorage
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.run_lease import LeaseHolder, RunLease
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
-from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog
+from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog, StepFiles
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -191,7 +191,7 @@ class Cloud:
 
     def note(self) -> InFlightLog:
         """The run's notes, with one of an agent at work."""
-        notes = InFlightLog(Path(self.settings["output_dir"]) / self.settings["run_id"] / "steps")
+        notes = InFlightLog(StepFiles(Path(self.settings["output_dir"]) / self.settings["run_id"] / "steps"))
         attempt = InFlightAttempt(session_id=sid("a"), rollout_id="r", attempt=1, began=0.0, deadline=1.0)
         notes.record_running(0, attempt)
         return notes

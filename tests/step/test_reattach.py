@@ -8,7 +8,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome, manifest_key
 from rollout_backend.core.manifest import Manifest
-from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog
+from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog, StepFiles
 
 
 @dataclass
@@ -39,7 +39,7 @@ def work(tmp_path) -> Work:
 
 def started_again(bench, work, tmp_path, gateway="here"):
     bench.services = replace(
-        bench.services, gateway=gateway, in_flight=InFlightLog(tmp_path / "steps"), adopt=work.adopt
+        bench.services, gateway=gateway, in_flight=InFlightLog(StepFiles(tmp_path / "steps")), adopt=work.adopt
     )
     bench.agents.requests.clear()
     bench.agents.stopped.clear()
@@ -228,21 +228,21 @@ def note(session: str, attempt: int = 1) -> InFlightAttempt:
 
 
 def test_what_is_noted_and_not_closed_is_at_work(tmp_path):
-    notes = InFlightLog(tmp_path / "steps")
+    notes = InFlightLog(StepFiles(tmp_path / "steps"))
     assert notes.running_attempts(3) == []
     notes.record_running(3, note("s1"))
     notes.record_closed(3, "s1")
     notes.record_closed(3, "s2")  # never accepted
     notes.record_running(3, note("s3", 2))
     notes.record_running(4, note("s4"))
-    assert InFlightLog(tmp_path / "steps").running_attempts(3) == [note("s3", 2)]
+    assert InFlightLog(StepFiles(tmp_path / "steps")).running_attempts(3) == [note("s3", 2)]
     notes.delete(3)
     assert notes.running_attempts(3) == []
     assert notes.running_attempts(4) == [note("s4")]
 
 
 def test_what_was_invoked_and_not_stopped_may_be_open(tmp_path):
-    notes = InFlightLog(tmp_path)
+    notes = InFlightLog(StepFiles(tmp_path))
     notes.record_execution(0, "nonce", first=1, last=1)
     for session in ("s1", "s2", "s3"):
         notes.record_invoked(0, session)
@@ -250,7 +250,7 @@ def test_what_was_invoked_and_not_stopped_may_be_open(tmp_path):
     notes.record_closed(0, "s1")
     notes.record_stopped(0, "s1")
     notes.record_closed(0, "s2")  # and then the trainer was killed
-    left = InFlightLog(tmp_path).open_sessions(0, "nonce")
+    left = InFlightLog(StepFiles(tmp_path)).open_sessions(0, "nonce")
     assert left.session_ids == ["s2", "s3"]
     assert left.complete_attempts == {1}
     notes.record_execution(0, "nonce", first=1, last=3)  # it needs further attempts
@@ -261,31 +261,32 @@ def test_what_was_invoked_and_not_stopped_may_be_open(tmp_path):
 
 
 def test_notes_of_a_machine_that_went_down_name_sessions_and_prove_nothing(tmp_path):
-    notes = InFlightLog(tmp_path)
+    notes = InFlightLog(StepFiles(tmp_path))
     notes._boot = "before"
     notes.record_execution(0, "nonce", first=1, last=1)
     notes.record_invoked(0, "s1")
-    left = InFlightLog(tmp_path).open_sessions(0, "nonce")
+    left = InFlightLog(StepFiles(tmp_path)).open_sessions(0, "nonce")
     assert (left.session_ids, left.complete_attempts) == (["s1"], frozenset())
 
 
 def test_a_line_that_was_cut_off_hides_no_other(tmp_path):
-    notes = InFlightLog(tmp_path)
+    notes = InFlightLog(StepFiles(tmp_path))
     notes.record_running(0, note("s1"))
     with (tmp_path / "00000000.in-flight").open("a") as file:
         file.write('\n{"closed": "s')
-    InFlightLog(tmp_path).record_running(0, note("s2"))
-    assert InFlightLog(tmp_path).running_attempts(0) == [note("s1"), note("s2")]
+    InFlightLog(StepFiles(tmp_path)).record_running(0, note("s2"))
+    assert InFlightLog(StepFiles(tmp_path)).running_attempts(0) == [note("s1"), note("s2")]
 
 
 def test_where_notes_cannot_be_written_there_are_none(tmp_path, monkeypatch):
-    notes = InFlightLog(tmp_path)
+    files = StepFiles(tmp_path)
+    notes = InFlightLog(files)
     notes.record_running(0, note("s1"))
 
-    def full(step, text):
+    def full(step, line):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(notes, "_append", full)
+    monkeypatch.setattr(files, "append", full)
     notes.record_closed(0, "s1")
     monkeypatch.undo()
     notes.record_running(0, note("s2"))
