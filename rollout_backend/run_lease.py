@@ -95,6 +95,12 @@ class LeaseRecord(BaseModel):
     lease_s: float = 60.0
     """Of the manager that wrote this: it renews its lease several times within it."""
 
+    def manager(self, age_s: float) -> LeaseHolder | None:
+        """Return the manager that has the run and has not given it up. `age_s`: since this record was written."""
+        if age_s > self.lease_s + _CLOCK_S:
+            return None
+        return self.starting or (None if self.released else self.holder)
+
 
 class LeaseStore(Protocol):
     @property
@@ -258,12 +264,9 @@ class RunLease:
         return seen
 
     def _active(self, seen: _Seen) -> LeaseHolder | None:
-        """The manager that has the run and has not given it up."""
-        record = seen.record
-        other = record.starting or (None if record.released else record.holder)
-        if other is None or other.id == self.me.id or self._is_dead(other):
-            return None
-        return other if seen.age_s <= record.lease_s + _CLOCK_S else None
+        """Return the other manager that has the run, as far as this machine can tell."""
+        other = seen.record.manager(seen.age_s)
+        return None if other is None or other.id == self.me.id or self._is_dead(other) else other
 
     async def _read(self) -> _Seen:
         try:

@@ -61,7 +61,7 @@ class SessionCloser:
         try:
             async for attempt in retrying:
                 with attempt:
-                    await self._stop(session_id, ledger, call)
+                    await self.stop_once(session_id, ledger, call)
         except RuntimeCallError as error:
             log.warning("session %s would not close: %s", session_id, error)
             ledger.session_unclosed(session_id, str(error))
@@ -69,7 +69,8 @@ class SessionCloser:
         ledger.session_closed(session_id)
         return True
 
-    async def _stop(self, session_id: str, ledger: Ledger, call: CallKind) -> None:
+    async def stop_once(self, session_id: str, ledger: Ledger, call: CallKind) -> None:
+        """Send one stop, when it is its turn. Raises RuntimeCallError."""
         await self._calls.admit(call)
         with self._calls.track(call, ledger.stops):
             await self._runtime.stop(session_id)

@@ -33,18 +33,19 @@ class RunArchive:
     def write_rollout(self, rollout: Rollout) -> bool:
         """Write a result. Return False if the write failed."""
         path = self.run_dir / "rollouts" / f"{rollout.step:08d}" / rollout.rollout_id
-        return self._try_to_write(path, rollout.encode())
+        return self.try_to_write(path, rollout.encode())
 
     def write_report(self, report: StepReport) -> Path | None:
         """Write a step's report and return its path; None if the write failed."""
         path = self.run_dir / "steps" / f"{report.step:08d}.json"
-        return path if self._try_to_write(path, report.model_dump_json(indent=1).encode()) else None
+        return path if self.try_to_write(path, report.model_dump_json(indent=1).encode()) else None
 
     def find_rollout(self, rollout_id: str) -> list[Path]:
         """Return the paths of results with that id, one per step, oldest first."""
         return sorted(path for path in self.run_dir.glob("rollouts/*/*") if path.name == rollout_id)
 
-    def _try_to_write(self, path: Path, data: bytes) -> bool:
+    def try_to_write(self, path: Path, data: bytes) -> bool:
+        """Write a file. Return False if the disk refuses it; the first failure is logged."""
         try:
             self.write(path, data)
         except OSError as error:

@@ -35,7 +35,7 @@ from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.errors import QuotaExceeded, RuntimeUnavailable, Throttled
 from rollout_backend.gateway import journal
 from rollout_backend.observe.archive import RunArchive
-from rollout_backend.run_lease import RunLease
+from rollout_backend.run_lease import LeaseRecord, RunLease
 from rollout_backend.simulation.world import SimInFlightLog, SimStore
 from rollout_backend.step import restart as restart_module
 from rollout_backend.step.absence_check import AbsenceCheck
@@ -74,12 +74,11 @@ def delete_before_store() -> Patch:
 def dedupe_by_message_id() -> Patch:
     """Results are deduplicated by message, so a result that is announced twice counts twice."""
 
-    def broken(
-        self: Ledger, rollout_id: str, outcome: Outcome, reason: str = "", message: str = "", **more: Any
-    ) -> ResultStatus:
-        trainable = bool(more.get("trainable"))
-        self._settle(self.entries[rollout_id], outcome, reason, message, by_result=True, trainable=trainable)
-        return ResultStatus.FIRST
+    record_result = Ledger.record_result
+
+    def broken(self: Ledger, rollout_id: str, *result: Any, **more: Any) -> ResultStatus:
+        self.entries[rollout_id].outcome = None  # as if nothing had arrived
+        return record_result(self, rollout_id, *result, **more)
 
     seen: WeakKeyDictionary[RolloutTask, int] = WeakKeyDictionary()  # how often each result was announced again
     group_result = Group.result
@@ -204,17 +203,21 @@ def manifest_writes_overtake() -> Patch:
     async def unordered(self: StepPlan) -> None:
         await self.services.write_manifest(self.manifest)
 
-    async def unconditional(self: ManifestStore, manifest: Manifest) -> None:
+    async def unconditional(self: SimStore, key: str, body: bytes, etag: str | None) -> str:
+        if "/manifests/" not in key:
+            return await put_if(self, key, body, etag)
         await asyncio.sleep(10 * random())  # noqa: S311  # so that they overtake each other often
-        await self._store.put(self._key(manifest.step), manifest.model_dump_json().encode())
+        await self.put(key, body)
+        return ""
 
-    return _all(patch.object(StepPlan, "record", unordered), patch.object(ManifestStore, "write", unconditional))
+    put_if = SimStore.put_if_match
+    return _all(patch.object(StepPlan, "record", unordered), patch.object(SimStore, "put_if_match", unconditional))
 
 
 @_mutant
 def active_leases_taken_over() -> Patch:
     """A manager takes over a run although another one renews its lease."""
-    return patch.object(RunLease, "_active", lambda *_: None)
+    return patch.object(LeaseRecord, "manager", lambda *_: None)
 
 
 @_mutant
@@ -342,7 +345,7 @@ def stops_not_retried() -> Patch:
 
     async def broken(self: SessionCloser, session_id: str, ledger: Ledger, call: CallKind = CallKind.STOP) -> bool:
         with contextlib.suppress(Exception):
-            await self._stop(session_id, ledger, call)
+            await self.stop_once(session_id, ledger, call)
         ledger.session_closed(session_id)
         return True
 
@@ -456,7 +459,7 @@ def full_disk_ends_the_run() -> Patch:
         self.write(path, data)
         return True
 
-    return patch.object(RunArchive, "_try_to_write", broken)
+    return patch.object(RunArchive, "try_to_write", broken)
 
 
 @_mutant
