@@ -1,4 +1,4 @@
-"""Limits of the simulated runtime: outages, and a quota below the configured rate."""
+"""Limits of the agent runtime: outages, and a quota below the configured rate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from rollout_backend.dispatch.token_bucket import TokenBucket
 from rollout_backend.errors import QuotaExceeded, RuntimeCallError, RuntimeUnavailable, Throttled
+from rollout_backend.simulation.environment import Environment
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,30 @@ class Outage:
     def draw(cls, random: Random) -> Outage:
         since = random.random() * 60
         return cls(REFUSALS[random.choice(sorted(REFUSALS))], since, since + 60)
+
+    def is_on(self, now: float) -> bool:
+        return self.since <= now < self.until
+
+
+@dataclass
+class Limits:
+    """What the runtime grants."""
+
+    outage: Outage | None = None
+    quota: TokenBucket | None = None
+
+    @classmethod
+    def draw(cls, env: Environment, planned: int | None) -> Limits:
+        """`planned` is the number of rollouts of a step; None in a history of small steps."""
+        outage = Outage.draw(env.random) if env.chance("outage") else None
+        per_s = env.random.choice([1.0, 3.0]) * (1 if planned is None else planned / 32)
+        return cls(outage, TokenBucket(per_s) if env.chance("hidden_quota") else None)
+
+    def refusal(self, now: float) -> Refusal | None:
+        """Return how calls are refused, if there is an outage now."""
+        return self.outage.refusal if self.outage is not None and self.outage.is_on(now) else None
+
+    def take(self, now: float) -> None:
+        """Raises Throttled if this call is above the quota."""
+        if self.quota is not None and not self.quota.try_take(now):
+            raise Throttled("above the quota")

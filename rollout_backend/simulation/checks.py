@@ -11,7 +11,10 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.core.ledger import STORE_UNAVAILABLE
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.report import StepResult
-from rollout_backend.simulation.world import BUCKET, HEARTBEAT_S, Trainer, World
+from rollout_backend.simulation.gateway import HEARTBEAT_S
+from rollout_backend.simulation.s3 import BUCKET
+from rollout_backend.simulation.trainer import Trainer
+from rollout_backend.simulation.world import World
 from rollout_backend.step.step import Step
 
 _REFUSALS = ("throttled", "quota_exceeded", "runtime_conflict")
@@ -33,12 +36,12 @@ class Checks:
 
     def __init__(self, world: World, config: RolloutConfig) -> None:
         self._world = world
+        self._bucket = world.bucket
+        self._audit = world.audit
         self._config = config
         self.unclosed: set[str] = set()  # sessions that reports name as not closed
         self._planned_at = 0.0
-        self._seen: Violation | None = (
-            None  # raised at the step's end, because it occurred in a task whose exception is not awaited
-        )
+        self._seen: Violation | None = None  # raised at the step's end: exceptions of its tasks are not awaited
 
     def key(self, step: int, rollout_id: str) -> str:
         return result_key("", self._config.run_id, step, rollout_id)
@@ -46,18 +49,19 @@ class Checks:
     def finished(self, step: int) -> set[str]:
         """Return the keys of the step's readable results in S3."""
         prefix = self.key(step, "")
-        return {key for key in self._world.objects if key.startswith(prefix) and "~" not in key and self._intact(key)}
+        keys = [key for key in self._bucket.objects if key.startswith(prefix) and "~" not in key]
+        return {key for key in keys if self._intact(key)}
 
     def _intact(self, key: str) -> bool:
         try:
-            rollout = Rollout.decode(self._world.objects[key])
+            rollout = Rollout.decode(self._bucket.objects[key])
         except ContractError:
             return False
         return self._is_its_own(rollout)
 
     def _is_its_own(self, rollout: Rollout) -> bool:
         """Return whether one of this rollout's own sessions wrote it."""
-        claims = self._world.keys.get(rollout.session_id)
+        claims = self._world.gateway.keys.get(rollout.session_id)
         return claims is not None and claims.rollout_id == rollout.rollout_id
 
     def planned(self) -> None:
@@ -76,16 +80,16 @@ class Checks:
                 name = parse_result_key("", self._config.run_id, item.key)
             except ContractError:
                 continue
-            if name.attempt is not None and item.key in self._world.objects and not self._intact(item.key):
+            if name.attempt is not None and item.key in self._bucket.objects and not self._intact(item.key):
                 continue  # an invalid failure marker changes nothing
-            written_at = self._world.written_at.get(item.key, -1.0)
+            written_at = self._bucket.written_at.get(item.key, -1.0)
             is_new = item.bucket == BUCKET and name.step == step.step and written_at > self._planned_at
             if is_new and step.is_wanted(name.rollout_id, name.attempt) and self._seen is None:
                 self._seen = Violation(f"the announcement of {name.rollout_id} is deleted before its result is in")
 
     def arrived(self, step: Step) -> None:
         """Check, when a result arrives, that its step was listed within the guaranteed interval."""
-        tried = self._world.list_tried.get(self.key(step.step, ""), 0.0)
+        tried = self._bucket.list_tried.get(self.key(step.step, ""), 0.0)
         ago = self._world.now() - max(self._planned_at, tried)
         most = 3 * self._config.collect.list_after_idle_s + 5.0 + 60 * self._world.faults.slow_gets
         if ago > most and self._seen is None:
@@ -98,8 +102,8 @@ class Checks:
             _hold(step.deadline_reached, f"{rollout_id} is abandoned because of S3 before the step's deadline")
         elif outcome is Outcome.TIMED_OUT and key in self.finished(step.step):
             asked = max(
-                self._world.absent_at.get(key, float("-inf")),
-                self._world.listed_at.get(self.key(step.step, ""), float("-inf")),
+                self._bucket.absent_at.get(key, float("-inf")),
+                self._bucket.listed_at.get(self.key(step.step, ""), float("-inf")),
             )
             ago = self._world.now() - asked
             most = 1.0 + 15 * self._world.faults.slow_gets
@@ -114,19 +118,19 @@ class Checks:
 
     def _noticed(self, session_id: str | None) -> None:
         """Check that no dead container is awaited until its deadline if its silence was detectable."""
-        died_at = self._world.died.get(session_id or "")
-        if died_at is None or self._world.faults.cut_off or self._world.faults.s3 or self._world.s3_outages:
+        died_at = self._audit.died.get(session_id or "")
+        if died_at is None or self._world.faults.cut_off or self._world.faults.s3 or self._bucket.outages:
             return  # no other session may be heard, or S3 is unavailable
-        silent_s = self._world.now() - max(died_at, self._world.started_at)
+        silent_s = self._world.now() - max(died_at, self._world.gateway.started_at)
         _hold(silent_s < _SILENCE_S, f"{session_id} was silent for {silent_s:.0f} s without being detected")
 
     def _lags_behind(self, step: Step, rollout_id: str) -> None:
         """Check a straggler by the world's own times of session starts and results."""
-        began = {key: at for at, key in self._world.invoked}  # the last attempt
+        began = {key: at for at, key in self._audit.started}  # the last attempt
         took = [
-            self._world.written_at[key] - began[key]
+            self._bucket.written_at[key] - began[key]
             for key in self.finished(step.step)
-            if self._world.written_at[key] > max(began[key], self._planned_at)
+            if self._bucket.written_at[key] > max(began[key], self._planned_at)
         ]
         ran = self._world.now() - began[self.key(step.step, rollout_id)]
         _hold(bool(took), f"{rollout_id} is a straggler, and nothing is finished")
@@ -140,14 +144,14 @@ class Checks:
     def blocked(self) -> set[str]:
         """Return the payload digests of the tasks that are on the blocklist in S3."""
         after, found = self._config.group.block_task_after, set()
-        for key, body in self._world.objects.items():
+        for key, body in self._bucket.objects.items():
             if "/task-blocklist/" in key and after is not None and len(json.loads(body)["losses"]) >= after:
                 found.add(key.rpartition("/")[2].removesuffix(".json"))
         return found
 
     def left_out(self, step: Step, digests: set[str], began: float) -> None:
         """Check that no task was dispatched that was on the blocklist before the step began."""
-        invoked = {key for at, key in self._world.invoked if at >= began}
+        invoked = {key for at, key in self._audit.started if at >= began}
         for group in step.groups.values():
             keys = {self.key(step.step, rollout_id) for rollout_id in (each.rollout_id for each in group.rollouts)}
             if payload_digest(group.task) in digests:
@@ -180,7 +184,7 @@ class Checks:
     def refused(self, holder: str, another: bool) -> None:
         """Check a manager that was refused the run or lost it. `another`: another manager may hold the run."""
         _hold(another, f"{holder} is refused, and no other manager is alive")
-        _hold(self._world.holder != holder, f"{holder} holds the run and stops")
+        _hold(self._world.holder.id != holder, f"{holder} holds the run and stops")
 
     def gave_up(self, began: float) -> None:
         """Check a step that ended because S3 did not answer."""
@@ -205,11 +209,11 @@ class Checks:
         limit = self._config.timeouts.collection_s + _CLOSING_S
         _hold(seconds <= limit, f"the step took {seconds:.0f} s, more than {limit:.0f} s")
         self._check_results(step, result)
-        repeated = [key for at, key in world.invoked if at >= began and key in finished_before]
+        repeated = [key for at, key in self._audit.started if at >= began and key in finished_before]
         _hold(not repeated, f"finished rollouts were run again: {repeated}")
         missed = finished_before - {self.key(step.step, rollout.rollout_id) for rollout in result.rollouts}
         _hold(not missed, f"finished rollouts were left out: {missed}")
-        if world.holder != world.holder_of(trainer).id:
+        if world.holder.id != trainer.id:
             return  # another manager has taken over the run and the step's sessions
         used = {session.id for session in world.sessions.values() if session.request.step == step.step}
         _hold(used <= self.unclosed, f"sessions are open after the step: {used - self.unclosed}")
@@ -220,7 +224,7 @@ class Checks:
         for entry in step.ledger.entries.values():
             key = self.key(step.step, entry.planned.rollout_id)
             refused = entry.reason == "invalid_result"
-            _hold(not refused or key in self._world.objects, f"{key} is invalid, but there is no such result")
+            _hold(not refused or key in self._bucket.objects, f"{key} is invalid, but there is no such result")
         for rollout in result.rollouts:
             _hold(self._is_its_own(rollout), f"{rollout.rollout_id} is taken from {rollout.session_id!r}")
             settled = step.ledger.entries[rollout.rollout_id].outcome
@@ -232,21 +236,15 @@ class Checks:
         ids = Counter(rollout.rollout_id for rollout in trained)
         _hold(all(count == 1 for count in ids.values()), f"rollouts are trained more than once: {ids}")
         for rollout in trained:
-            truth = self._world.truth.get(self.key(step.step, rollout.rollout_id))
+            truth = self._world.agents.results.get(self.key(step.step, rollout.rollout_id))
             _hold(truth is not None, f"{rollout.rollout_id} is trained, and no agent ever finished it")
             assert truth is not None
             _hold(truth.reward is not None, f"{rollout.rollout_id} ended as {truth.outcome} and is trained")
             _hold(truth.encode() == rollout.encode(), f"{rollout.rollout_id} is trained with other content")
 
     def run_ended(self) -> None:
-        _hold(not self._world.in_part, f"the rest of a trajectory is returned as the whole: {self._world.in_part}")
-        _hold(not self._world.wasted, f"run again while an agent was running: {self._world.wasted}")
-        _hold(not self._world.fenced_off, f"two managers act at once: {self._world.fenced_off}")
-        _hold(not self._world.unrecorded, f"started without being in a manifest: {self._world.unrecorded}")
-        _hold(not self._world.sampled_on, f"agents sampled after their session was closed: {self._world.sampled_on}")
-        vain = self._world.stopped_in_vain
-        _hold(not vain, f"{len(vain)} sessions were stopped without an invoke, such as {vain[:1]}")
-        _hold(not self._world.read_twice, f"fetched twice at the same time: {self._world.read_twice}")
-        _hold(not self._world.used_twice, f"sessions were started again after their end: {self._world.used_twice}")
+        violation = self._world.evidence.violation()
+        if violation is not None:
+            raise Violation(violation)
         still_open = {session.id for session in self._world.sessions.values()}
         _hold(still_open <= self.unclosed, f"sessions are open after the run: {still_open - self.unclosed}")

@@ -36,7 +36,7 @@ from rollout_backend.errors import QuotaExceeded, RuntimeUnavailable, Throttled
 from rollout_backend.gateway import journal
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.run_lease import LeaseRecord, RunLease
-from rollout_backend.simulation.world import SimInFlightLog, SimStore
+from rollout_backend.simulation.s3 import SimStore
 from rollout_backend.step import restart as restart_module
 from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.group import Group
@@ -203,15 +203,13 @@ def manifest_writes_overtake() -> Patch:
     async def unordered(self: StepPlan) -> None:
         await self.services.write_manifest(self.manifest)
 
-    async def unconditional(self: SimStore, key: str, body: bytes, etag: str | None) -> str:
-        if "/manifests/" not in key:
-            return await put_if(self, key, body, etag)
+    async def overtaking(self: ManifestStore, manifest: Manifest) -> None:
         await asyncio.sleep(10 * random())  # noqa: S311  # so that they overtake each other often
-        await self.put(key, body)
-        return ""
+        await self.read(manifest.step)  # the write is conditional on the manifest that S3 holds by now
+        await write(self, manifest)
 
-    put_if = SimStore.put_if_match
-    return _all(patch.object(StepPlan, "record", unordered), patch.object(SimStore, "put_if_match", unconditional))
+    write = ManifestStore.write
+    return _all(patch.object(StepPlan, "record", unordered), patch.object(ManifestStore, "write", overtaking))
 
 
 @_mutant
@@ -507,13 +505,13 @@ def attempts_logged_after_acceptance() -> Patch:
 @_mutant
 def sessions_logged_as_stopped_too_early() -> Patch:
     """A session is logged as stopped before its stop is sent."""
-    closed = SimInFlightLog.record_closed
+    closed = InFlightLog.record_closed
 
-    def broken(self: SimInFlightLog, step: int, session_id: str) -> None:
+    def broken(self: InFlightLog, step: int, session_id: str) -> None:
         closed(self, step, session_id)
         self.record_stopped(step, session_id)
 
-    return patch.object(SimInFlightLog, "record_closed", broken)
+    return patch.object(InFlightLog, "record_closed", broken)
 
 
 @_mutant

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.circuit_breaker import CircuitBreaker
-from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
 from rollout_backend.simulation.clock import VirtualLoop
 from rollout_backend.simulation.faults import Faults
-from rollout_backend.simulation.world import BUCKET, SimInFlightLog, SimQueue, SimRuntime, SimStore, Trainer, World
+from rollout_backend.simulation.gateway import SimGateway
+from rollout_backend.simulation.run_directory import SimInFlightLog
+from rollout_backend.simulation.runtime import SimRuntime
+from rollout_backend.simulation.s3 import BUCKET, SimStore
+from rollout_backend.simulation.sqs import SimQueue
+from rollout_backend.simulation.trainer import Trainer
+from rollout_backend.simulation.world import World
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
 
@@ -48,10 +52,11 @@ class SimRun:
         self.config = config
         self.world = world or World(1, Faults())
         self.trainer = Trainer(number)
-        self.world.starts(self.trainer)
-        self.store = SimStore(self.world, self.trainer)
-        self.runtime = SimRuntime(self.world, self.trainer, max_sessions=100_000)
-        queue = SimQueue(self.world, self.trainer)
+        self.world.start_trainer(self.trainer)
+        self.store = SimStore(self.world.bucket, self.trainer)
+        self.runtime = SimRuntime(self.world.runtime, self.trainer, max_sessions=100_000)
+        gateway = SimGateway(self.world.gateway, self.trainer)
+        queue = SimQueue(self.world.queue, self.trainer)
         self.buffer = RolloutBuffer(config.run_id, self.store, queue, config.collect.max_fetches)  # type: ignore[arg-type]
         self.receiving = asyncio.create_task(self.buffer.run(config.queue.receivers))
         self.breaker = CircuitBreaker(config.circuit_breaker)
@@ -61,14 +66,14 @@ class SimRun:
             self.store,
             buffer=self.buffer,
             queue_url=queue.url,
-            endpoint=self._endpoint,
-            revoke=self._revoke,
+            endpoint=gateway.endpoint,
+            revoke=gateway.revoke,
             archive=lambda rollout: None,
             wall=self.world.wall,
             breaker=self.breaker,
-            gateway=self.world.journal.journal_id,
-            in_flight=SimInFlightLog(self.world, self.trainer),
-            adopt=self._adopt,
+            gateway=self.world.gateway.journal.journal_id,
+            in_flight=SimInFlightLog(self.world.run_directory, self.world.audit, self.trainer),
+            adopt=gateway.adopt,
         )
 
     def step(self, tasks: int, number: int = 0) -> Step:
@@ -83,17 +88,6 @@ class SimRun:
         for task in (running, self.receiving):
             task.cancel()
         await asyncio.gather(running, self.receiving, return_exceptions=True)
-
-    async def _revoke(self, sessions: Iterable[str]) -> None:
-        self.world.journal.revoked.update(sessions)
-
-    async def _adopt(self, sessions: Collection[str]) -> None:
-        self.world.adopted.update(sessions)
-
-    def _endpoint(self, claims: SessionClaims) -> ModelEndpoint:
-        more = {"journal_id": self.world.journal.journal_id, "trainer_incarnation": str(self.trainer.number)}
-        self.world.keys[claims.session_id] = claims.model_copy(update=more)
-        return ModelEndpoint(base_url="https://g/v1", api_key="k", name="m", trajectory_url="https://g/t")
 
 
 @pytest.fixture

@@ -12,7 +12,10 @@ from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.decode import ResultDecoder
 from rollout_backend.simulation.clock import VirtualLoop
 from rollout_backend.simulation.faults import Faults
-from rollout_backend.simulation.world import BUCKET, SimQueue, SimStore, Trainer, World
+from rollout_backend.simulation.s3 import BUCKET, SimStore
+from rollout_backend.simulation.sqs import SimQueue
+from rollout_backend.simulation.trainer import Trainer
+from rollout_backend.simulation.world import World
 
 
 class Sink:
@@ -40,7 +43,7 @@ class Sink:
 
 class SlowStore(SimStore):
     def __init__(self, world, trainer, seconds):
-        super().__init__(world, trainer)
+        super().__init__(world.bucket, trainer)
         self.seconds = seconds
         self.gets = []
 
@@ -64,18 +67,18 @@ def test_a_backlog_at_slow_s3_is_fetched_once_and_waits_in_the_queue(seconds):
 
     async def play():
         world, trainer, sink = World(1, Faults()), Trainer(1), Sink()
-        store, queue = SlowStore(world, trainer, seconds), SimQueue(world, trainer)
+        store, queue = SlowStore(world, trainer, seconds), SimQueue(world.queue, trainer)
         buffer = RolloutBuffer("simulated", store, queue, fetches)
         buffer.attach(sink)
         for i in range(count):
-            world.send(Announcement(bucket=BUCKET, key=result_key("", "simulated", 0, f"t{i}.0")).encode())
+            world.queue.send(Announcement(bucket=BUCKET, key=result_key("", "simulated", 0, f"t{i}.0")).encode())
         receiving = asyncio.create_task(buffer.run(2))
         most = 0
         while len(sink.arrived) < count:
             await asyncio.sleep(seconds / 4)
-            most = max(most, sum(letter.receives > 0 for letter in world.letters))
+            most = max(most, sum(letter.receives > 0 for letter in world.queue.letters))
             if len(sink.arrived) == count // 2:
-                world.objects = dict.fromkeys(store.gets, b"")
+                world.bucket.objects = dict.fromkeys(store.gets, b"")
                 await buffer.sweep(sink)  # finds what is in hand
         await asyncio.sleep(10)
         receiving.cancel()
@@ -84,7 +87,7 @@ def test_a_backlog_at_slow_s3_is_fetched_once_and_waits_in_the_queue(seconds):
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         world, store, sink, most = runner.run(play())
     assert len(store.gets) == len(sink.arrived) == count
-    assert (world.letters, world.dead_letters, sink.repeated) == ([], [], 0)
+    assert (world.queue.letters, world.queue.dead_letters, sink.repeated) == ([], [], 0)
     assert most <= 3 * fetches
 
 
@@ -95,7 +98,7 @@ def test_results_are_fetched_once_by_whoever_hears_of_them_first():
         world, trainer, sink = World(1, Faults()), Trainer(1), Sink()
         store = SlowStore(world, trainer, 5.0)
         buffer = RolloutBuffer("simulated", store, None, 4)
-        world.objects = {result_key("", "simulated", 0, f"t{i}.0"): b"" for i in range(8)}
+        world.bucket.objects = {result_key("", "simulated", 0, f"t{i}.0"): b"" for i in range(8)}
         await asyncio.gather(*(buffer.sweep(sink) for _ in range(3)))
         return store, sink
 

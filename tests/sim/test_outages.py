@@ -33,9 +33,9 @@ def completed(result, rollouts: int) -> None:
 def test_a_minute_of_refusals_loses_nothing(play, make_run, make_config, kind, rollouts, since):
     async def work():
         run = make_run(make_config(runtime={"invoke_per_s": 6}))
-        run.world.outage = Outage(REFUSALS[kind], since, since + 60)
+        run.world.limits.outage = Outage(REFUSALS[kind], since, since + 60)
         result = await run.step(rollouts // GROUP).run()
-        return result, run.world.outage.invokes, dict(run.world.sessions)
+        return result, run.world.limits.outage.invokes, dict(run.world.sessions)
 
     result, invokes, sessions = play(work())
     completed(result, rollouts)
@@ -50,7 +50,7 @@ def test_a_minute_of_refusals_loses_nothing(play, make_run, make_config, kind, r
 def test_a_minute_without_s3_loses_nothing(play, make_run, make_config, refused, rollouts, since):
     async def work():
         run = make_run(make_config(runtime={"invoke_per_s": 6}))
-        run.world.s3_outages = dict.fromkeys(refused, (since, since + 60))
+        run.world.bucket.outages = dict.fromkeys(refused, (since, since + 60))
         return await run.step(rollouts // GROUP).run(), dict(run.world.sessions)
 
     result, sessions = play(work())
@@ -63,7 +63,7 @@ def test_a_quota_below_the_configured_rate_is_found(play, make_run, make_config)
 
     async def work():
         run = make_run(make_config(runtime={"invoke_per_s": 40}))
-        run.world.quota = TokenBucket(8)
+        run.world.limits.quota = TokenBucket(8)
         return await run.step(12).run()
 
     result = play(work())
@@ -77,7 +77,7 @@ def test_a_quota_below_the_configured_rate_is_found(play, make_run, make_config)
 def test_a_quota_that_both_kinds_share_is_kept_by_both(play, make_run, make_config, rollouts):
     async def work(**rates):
         run = make_run(make_config(runtime={"invoke_per_s": 50, "stop_per_s": 50, **rates}))
-        run.world.quota = TokenBucket(25)
+        run.world.limits.quota = TokenBucket(25)
         return await run.step(rollouts // GROUP).run()
 
     result = play(work(calls_per_s=24))
@@ -91,8 +91,8 @@ def test_where_nothing_is_refused_the_configured_rate_holds(play, make_run, make
     async def work():
         run = make_run(make_config(runtime={"invoke_per_s": 10}))
         result = await run.step(8).run()
-        first = run.world.invoked[0][0]
-        return result, [at - first for at, _ in run.world.invoked]
+        first = run.world.audit.started[0][0]
+        return result, [at - first for at, _ in run.world.audit.started]
 
     result, invoked = play(work())
     completed(result, 64)
@@ -103,7 +103,7 @@ def test_where_nothing_is_refused_the_configured_rate_holds(play, make_run, make
 def test_a_refusal_that_does_not_end_is_named_when_the_time_is_up(play, make_run, make_config):
     async def work():
         run = make_run(make_config(timeouts={"collection_s": 600}))
-        run.world.outage = Outage(REFUSALS["429"], 0.0, float("inf"))
+        run.world.limits.outage = Outage(REFUSALS["429"], 0.0, float("inf"))
         return await run.step(1).run()
 
     result = play(work())
@@ -115,16 +115,16 @@ def test_a_refusal_that_does_not_end_is_named_when_the_time_is_up(play, make_run
 def test_an_outage_that_opens_every_session_all_the_same_is_bounded_by_attempts(play, make_run, make_config):
     async def work():
         run = make_run(make_config(circuit_breaker={"max_failures": None}))
-        run.world.outage = Outage(REFUSALS["500 after"], 0.0, float("inf"))
+        run.world.limits.outage = Outage(REFUSALS["500 after"], 0.0, float("inf"))
         step = run.step(1)
         stop, run.runtime.stop = run.runtime.stop, None
 
         async def stopped(session_id):
-            run.world.outage, outage = None, run.world.outage
+            run.world.limits.outage, outage = None, run.world.limits.outage
             try:
                 await stop(session_id)
             finally:
-                run.world.outage = outage
+                run.world.limits.outage = outage
 
         run.runtime.stop = stopped
         return await step.run(), dict(run.world.sessions)
@@ -140,8 +140,8 @@ def test_waiters_of_a_step_that_is_over_delay_no_other_step(play, make_run, make
         run = make_run(make_config(group={"target_groups": 1}))
         await run.step(32).run()
         began = run.world.now()
-        run.world.invoked.clear()
+        run.world.audit.started.clear()
         await run.step(32, number=1).run()
-        return run.world.invoked[0][0] - began
+        return run.world.audit.started[0][0] - began
 
     assert play(work()) < 3

@@ -8,8 +8,10 @@ import pytest
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Ledger, Phase, PlannedRollout
 from rollout_backend.errors import LedgerError
+from rollout_backend.simulation.agents import calls_of
 from rollout_backend.simulation.faults import Faults
-from rollout_backend.simulation.world import Journal, World, _calls
+from rollout_backend.simulation.gateway import Journal
+from rollout_backend.simulation.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +28,14 @@ def test_a_restart_stops_what_may_be_open_and_dispatches_meanwhile(play, make_ru
         config = make_config(timeouts={"collection_s": 3600, "token_s": 5400})
         first = make_run(config, world)
         await first.killed_at(first.step(32), 5.0)
-        invoked = len(world.asked_for)
-        world.journal = Journal("journal-2")
+        invoked = len(world.audit.asked_for)
+        world.gateway.journal = Journal("journal-2")
         if other_machine:
-            world.notes.clear()
-            world.notes_lost = True
+            world.run_directory.lose()
+            world.audit.log_lost = True
         second = make_run(config, world, number=2)
-        world.invoked.clear()
-        began, stopped = world.now(), len(world.stopped)
+        world.audit.started.clear()
+        began, stopped = world.now(), len(world.audit.stopped)
         step = second.step(32)
         waits = []
         close = second.services.closer.close
@@ -47,8 +49,8 @@ def test_a_restart_stops_what_may_be_open_and_dispatches_meanwhile(play, make_ru
 
         second.services.closer.close = timed
         result = await step.run()
-        first_minute = sum(at - began < 60 for at, _ in world.invoked)
-        stops_of_earlier = len(world.stopped) - stopped - result.report.sessions_opened
+        first_minute = sum(at - began < 60 for at, _ in world.audit.started)
+        stops_of_earlier = len(world.audit.stopped) - stopped - result.report.sessions_opened
         return result.report, invoked, stops_of_earlier, first_minute, max(waits)
 
     report, invoked, stops, first_minute, longest = play(work())
@@ -71,10 +73,10 @@ def test_a_result_that_comes_while_a_step_begins_again_stays_settled(
         async def agent(request):
             slow = request.rollout_id.endswith(".0.0") or request.rollout_id == "t0-1.0"
             await asyncio.sleep(200 if slow else 12)
-            world.journal.calls[request.session_id] = list(_calls(request))
-            return world._ended(request, Outcome.COMPLETED, calls=world.journal.calls[request.session_id])
+            calls = world.gateway.journal.calls[request.session_id] = list(calls_of(request))
+            return world.agents.make_result(request, Outcome.COMPLETED, calls=calls)
 
-        monkeypatch.setattr(world, "_play", agent)
+        monkeypatch.setattr(world.agents, "play", agent)
         config = make_config(group={"size": 4, "straggler_after": straggler_after, "straggler_factor": 1.0})
         first = make_run(config, world)
         await first.killed_at(first.step(2), 6.0)

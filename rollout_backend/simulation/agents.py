@@ -1,0 +1,200 @@
+"""The agents: deterministic ones, each in the wrapper of its container.
+
+An agent outlives the trainer that started it. While the trainer's gateway is down, it retries for a while. The
+wrapper publishes its result: a PUT to S3 that may fail, then an announcement that may be lost or repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+
+from agent_wrapper.contract import Announcement, Failure, Outcome, Rollout, RolloutRequest, Segment, Turn, VersionSpan
+from rollout_backend.simulation.environment import Environment
+from rollout_backend.simulation.gateway import Gateway
+from rollout_backend.simulation.s3 import BUCKET, Bucket
+from rollout_backend.simulation.session import Session
+from rollout_backend.simulation.session_audit import SessionAudit
+from rollout_backend.simulation.sqs import Queue
+
+
+class Agents:
+    """Runs the agent of each session."""
+
+    def __init__(
+        self,
+        env: Environment,
+        bucket: Bucket,
+        queue: Queue,
+        gateway: Gateway,
+        audit: SessionAudit,
+        sessions: dict[str, Session],
+    ) -> None:
+        self.results: dict[str, Rollout] = {}  # by key: the real result, with every call
+        self._env = env
+        self._bucket = bucket
+        self._queue = queue
+        self._gateway = gateway
+        self._audit = audit
+        self._sessions = sessions
+
+    async def run(self, request: RolloutRequest) -> None:
+        """Run the container of a session. Its process stays until it is stopped or idle for long."""
+        if self._env.chance("dies"):
+            await self._env.passes(20)
+            self._die(request)
+            return
+        hangs = self._env.chance("hangs")
+        try:
+            rollout = await self.play(request)
+            if hangs:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:  # the container is stopped
+            rollout = self.make_result(request, Outcome.INFRA_ERROR, "terminated")
+            await asyncio.sleep(0.2)
+        await self._publish(request, rollout)
+
+    def _die(self, request: RolloutRequest) -> None:
+        self._env.note(f"session dies: {request.rollout_id} attempt {request.attempt}")
+        session = self._sessions.pop(request.session_id, None)
+        if session is not None and session.heard_by is not None:
+            self._audit.died[request.session_id] = self._env.now()
+
+    async def play(self, request: RolloutRequest) -> Rollout:
+        """Make the agent's model calls, and return its result."""
+        env = self._env
+        left_s = request.deadline - env.wall()
+        try:
+            async with asyncio.timeout(max(left_s, 0.0)):
+                for call in calls_of(request):
+                    await env.passes(8)
+                    patience_s = 40 * env.random.random()
+                    if env.chance("model_fails") or not await self._gateway.is_reached(request, patience_s):
+                        return self.make_result(request, Outcome.INFRA_ERROR, "model_unavailable")
+                    self._gateway.journal.calls.setdefault(request.session_id, []).append(call)
+                    self._audit.samples(request)
+                if env.chance("agent_error"):
+                    return self.make_result(request, Outcome.AGENT_ERROR, "agent_exception")
+                if not await self._gateway.is_reached(request, left_s, to_seal=True):
+                    return self.make_result(request, Outcome.INFRA_ERROR, "trajectory_unavailable")
+        except TimeoutError:
+            return self.make_result(request, Outcome.TIMED_OUT, "agent_deadline")
+        sealed = self._gateway.journal.calls[request.session_id]
+        return self.make_result(request, Outcome.COMPLETED, calls=sealed)
+
+    def make_result(
+        self, request: RolloutRequest, outcome: Outcome, reason: str = "", calls: Sequence[int] = ()
+    ) -> Rollout:
+        """Return the result of a session whose trajectory has these calls."""
+        completed = outcome is Outcome.COMPLETED
+        # Agents are deterministic: the samples follow from the rollout id, and are the same in each attempt.
+        own = Random(request.rollout_id)  # noqa: S311
+        return Rollout(
+            run_id=request.run_id,
+            step=request.step,
+            task_id=request.task_id,
+            rollout_id=request.rollout_id,
+            attempt=request.attempt,
+            session_id=request.session_id,
+            outcome=outcome,
+            reward=float(own.random() < 0.5) if completed else None,
+            failure=None if completed else Failure(reason=reason, message="as the world would have it"),
+            segments=_segments(request, calls) if completed else (),
+            started_at=self._env.wall(),
+            finished_at=self._env.wall(),
+        )
+
+    # --- publishing ---------------------------------------------------------------------------------------
+
+    async def _publish(self, request: RolloutRequest, rollout: Rollout) -> None:
+        key = request.key_for(rollout.outcome)
+        if self._env.chance("forged"):
+            self._forge(request)
+        body = rollout.encode()
+        if rollout.outcome is Outcome.COMPLETED:  # all calls, not only those that the gateway returned
+            whole = rollout.model_copy(update={"segments": _segments(request, calls_of(request))})
+            if whole.encode() != body:
+                self._env.evidence.in_part.append(request.rollout_id)
+            rollout = whole
+        if self._env.chance("malformed"):
+            body = body[: len(body) // 2]
+        await self._put(request, key, body, rollout)
+        if key not in self._bucket.objects:
+            self._env.note(f"lost: the result of {request.rollout_id} could not be written")
+        elif request.result.queue_url is not None:
+            await self._announce(key)
+
+    async def _put(self, request: RolloutRequest, key: str, body: bytes, rollout: Rollout) -> None:
+        for _ in range(4):
+            await self._env.passes(0.3)
+            if self._env.chance("put_fails"):
+                continue
+            if request.session_id in self._sessions and rollout.outcome is Outcome.INFRA_ERROR:
+                self._sessions[request.session_id].noticed = True
+            if self._bucket.put_new(key, body):
+                self._bucket.written_at[key] = self._env.now()
+                self.results[key] = rollout
+                self._env.note(f"written: {key.rpartition('/')[2]} {rollout.outcome}")
+            if not self._env.chance("put_cut"):
+                break
+
+    async def _announce(self, key: str) -> None:
+        message = Announcement(bucket=BUCKET, key=key).encode()
+        await self._env.passes(0.2)
+        if not self._env.chance("announce_lost"):
+            self._queue.send(message)
+        if self._env.chance("announce_twice"):
+            await self._env.passes(30)
+            self._queue.send(message)
+        if self._env.chance("junk"):
+            self._queue.send(self._env.random.choice(_junk(key)))
+
+    def _forge(self, hostile: RolloutRequest) -> None:
+        """Write an object for another rollout of the step, which a container can do with the agent's role."""
+        env, step = self._env, hostile.key.rpartition("/")[0]
+        others = [session.request for session in self._sessions.values() if session.request.key.startswith(step)]
+        others = [request for request in others if request.rollout_id != hostile.rollout_id]
+        if not others:
+            return
+        victim = env.random.choice(others)
+        outcome = env.random.choice([Outcome.COMPLETED, Outcome.TIMED_OUT, Outcome.INFRA_ERROR, Outcome.INFRA_ERROR])
+        session_id = env.random.choice([hostile.session_id, "rollout-made-up", ""])
+        rollout = self.make_result(victim, outcome, "forged", calls=calls_of(victim))
+        key = victim.key_for(outcome)
+        if self._bucket.put_new(key, rollout.model_copy(update={"session_id": session_id}).encode()):
+            env.note(f"forged: {key.rpartition('/')[2]} {outcome}")
+        if victim.result.queue_url is not None:
+            self._queue.send(Announcement(bucket=BUCKET, key=key).encode())
+
+
+def calls_of(request: RolloutRequest) -> range:
+    """Return the model calls of the rollout's agent."""
+    return range(Random(request.rollout_id).randint(1, 6))  # noqa: S311
+
+
+def _segments(request: RolloutRequest, calls: Sequence[int]) -> tuple[Segment, ...]:
+    """Return one conversation: each call has one given and three sampled tokens."""
+    ids = [Random(f"{request.rollout_id} {call}").randrange(1000) for call in calls for _ in range(4)]  # noqa: S311
+    spans = [VersionSpan(version="0", start=at, end=at + 3) for at in range(1, len(ids), 4)]
+    turns = [Turn(start=s.start, end=s.end, finish_reason="stop", weight_versions=(s,)) for s in spans]
+    segment = Segment.parse(
+        {
+            "token_ids": ids,
+            "response_mask": [0, 1, 1, 1] * len(calls),
+            "logprobs": [None, -0.5, -0.25, -0.125] * len(calls),
+            "turns": [turn.model_dump() for turn in turns],
+        }
+    )
+    return (segment,)
+
+
+def _junk(key: str) -> list[str]:
+    """Return messages that name nothing of this step, for the result under this key."""
+    return [
+        "{",
+        Announcement(bucket="somebody-elses", key=key).encode(),
+        Announcement(bucket=BUCKET, key=key + ".never").encode(),
+        Announcement(bucket=BUCKET, key=key.replace("/steps/0", "/steps/9")).encode(),
+        Announcement(bucket=BUCKET, key=key.partition("~")[0] + "~77").encode(),
+    ]

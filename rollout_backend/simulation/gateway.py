@@ -1,0 +1,123 @@
+"""The gateways of all trainers, one at a time, and the journal that they share.
+
+A gateway ends with its trainer. The next trainer's gateway continues with the journal, unless that is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from agent_wrapper.contract import ModelEndpoint, RolloutRequest
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.heartbeats import HeartbeatReport
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.gateway import journal as journals
+from rollout_backend.simulation.environment import Environment
+from rollout_backend.simulation.session import Session
+from rollout_backend.simulation.trainer import Trainer
+
+HEARTBEAT_S = 5.0
+
+
+@dataclass
+class Journal:
+    """The answered calls of each session, and the revoked sessions."""
+
+    journal_id: str
+    calls: dict[str, list[int]] = field(default_factory=dict)
+    revoked: set[str] = field(default_factory=set)
+
+
+class Gateway:
+    """What agents reach: the current trainer's gateway, if that trainer is alive."""
+
+    def __init__(self, env: Environment, trainers: Mapping[int, Trainer], sessions: Mapping[str, Session]) -> None:
+        self.env = env
+        self.trainer: Trainer | None = None
+        self.started_at = 0.0
+        self.journal = Journal("journal-0")
+        self.keys: dict[str, SessionClaims] = {}  # by session
+        self.adopted: set[str] = set()  # sessions of earlier trainers that this one keeps running
+        self._trainers = trainers
+        self._sessions = sessions
+        # No heartbeat arrives from the first time to the second.
+        self._cut_off = env.draw_times(60, 100) if env.chance("cut_off") else (0.0, 0.0)
+
+    def start(self, trainer: Trainer) -> None:
+        """Start the trainer's gateway."""
+        self.trainer = trainer
+        self.started_at = self.env.now()
+        self.adopted = set()
+
+    def lose_journal(self, trainer: Trainer) -> None:
+        self.env.note("the gateway's journal is lost")
+        self.journal = Journal(f"journal-{trainer.number}")
+
+    def remembers(self, session_id: str) -> bool:
+        """Return whether the journal has all calls of the session."""
+        return self.keys[session_id].journal_id == self.journal.journal_id
+
+    async def is_reached(self, request: RolloutRequest, patience_s: float, to_seal: bool = False) -> bool:
+        """Wait until the gateway serves this session. Return False if it does not in time, or refuses the session."""
+        until, claims = self.env.now() + patience_s, self.keys[request.session_id]
+        while not self._serves(claims, to_seal):
+            if self.env.now() >= until:
+                return False
+            await asyncio.sleep(1.0)
+        try:
+            journals.check_journal(claims, self.journal.journal_id)
+        except ApiError:
+            return False
+        return request.session_id not in self.journal.revoked
+
+    def _serves(self, claims: SessionClaims, to_seal: bool) -> bool:
+        if self.trainer is None or not self.trainer.alive:
+            return False
+        own = claims.trainer_incarnation == str(self.trainer.number)
+        return to_seal or own or claims.session_id in self.adopted
+
+    def hear(self, trainer: Trainer) -> HeartbeatReport:
+        """Return the sessions whose heartbeats arrived since the last call. Wrappers send them until they publish."""
+        now = self.env.now()
+        beats = set()
+        for session in self._sessions.values():
+            started_by = self._trainers[int(self.keys[session.id].trainer_incarnation)]
+            if started_by.machine != trainer.machine:  # heartbeats go to the gateway that started the session
+                continue
+            if now < session.beats_at or session.task.done():
+                continue
+            arrives = not self._cut_off[0] <= now < self._cut_off[1] and not self.env.chance("beat_lost")
+            session.beats_at = now + (HEARTBEAT_S if arrives else HEARTBEAT_S / 3)
+            if arrives:
+                session.heard_by = trainer.number
+                beats.add(session.id)
+        return HeartbeatReport(frozenset(beats))
+
+
+class SimGateway:
+    """Replaces `GatewayFleet`, for one trainer."""
+
+    def __init__(self, gateway: Gateway, trainer: Trainer) -> None:
+        self._gateway = gateway
+        self._trainer = trainer
+
+    def endpoint(self, claims: SessionClaims) -> ModelEndpoint:
+        own = {"journal_id": self._gateway.journal.journal_id, "trainer_incarnation": str(self._trainer.number)}
+        self._gateway.keys[claims.session_id] = claims.model_copy(update=own)
+        return ModelEndpoint(base_url="https://g/v1", api_key="k", name="m", trajectory_url="https://g/t")
+
+    async def revoke(self, sessions: Iterable[str]) -> None:
+        self._trainer.require_alive()
+        self._gateway.journal.revoked.update(sessions)
+
+    async def adopt(self, sessions: Collection[str]) -> None:
+        self._trainer.require_alive()
+        self._gateway.adopted.update(sessions)
+        for session_id in sorted(sessions):
+            self._gateway.env.note(f"adopted: {self._gateway.keys[session_id].rollout_id}")
+
+    async def heard(self) -> list[HeartbeatReport | None]:
+        self._trainer.require_alive()
+        return [self._gateway.hear(self._trainer)]

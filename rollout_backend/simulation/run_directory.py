@@ -1,0 +1,97 @@
+"""The run directory on a disk that may be full, and that is lost with its machine."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.observe.archive import RunArchive
+from rollout_backend.simulation.environment import Environment
+from rollout_backend.simulation.s3 import Bucket
+from rollout_backend.simulation.session_audit import SessionAudit
+from rollout_backend.simulation.trainer import Trainer
+from rollout_backend.step.in_flight import InFlightLog
+
+
+class RunDirectory:
+    """The in-flight logs of all trainers."""
+
+    def __init__(self) -> None:
+        self.logged: dict[int, int] = {}  # by step: the last attempt whose sessions are all logged
+        self._lines: dict[int, list[str]] = {}  # by step
+
+    def append(self, step: int, line: str) -> None:
+        self._lines.setdefault(step, []).append(line)
+
+    def read(self, step: int) -> list[str]:
+        return self._lines.get(step, [])
+
+    def delete(self, step: int) -> None:
+        self._lines.pop(step, None)
+        self.logged.pop(step, None)
+
+    def lose(self) -> None:
+        """Delete all logs."""
+        self._lines.clear()
+        self.logged.clear()
+
+    def is_complete(self, bucket: Bucket) -> bool:
+        """Return False if a manifest names attempts that its trainer could not log before it was killed."""
+        for key, body in bucket.objects.items():
+            if "/manifests/" in key:
+                manifest = Manifest.parse(json.loads(body))
+                known = max(self.logged.get(manifest.step, 0), manifest.attempts_closed)
+                if known < manifest.attempts_before + manifest.attempts:
+                    return False
+        return True
+
+
+class SimArchive(RunArchive):
+    """A run directory on a disk that may be full."""
+
+    def __init__(self, env: Environment) -> None:
+        def write(path: Path, data: bytes) -> None:
+            if env.chance("disk_full"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        super().__init__(Path("run"), write)
+
+
+class SimInFlightLog(InFlightLog):
+    """The production log, for one trainer. The audit observes which sessions the trainer closes."""
+
+    def __init__(self, run_directory: RunDirectory, audit: SessionAudit, trainer: Trainer) -> None:
+        super().__init__(_Disk(run_directory, trainer))
+        self.is_open: Callable[[str], bool] = lambda rollout_id: False  # whether a rollout is not settled
+        self._run_directory = run_directory
+        self._audit = audit
+
+    def record_execution(self, step: int, nonce: str, first: int, last: int) -> None:
+        super().record_execution(step, nonce, first, last)
+        self._run_directory.logged[step] = max(last, self._run_directory.logged.get(step, 0))
+
+    def record_closed(self, step: int, session_id: str) -> None:
+        super().record_closed(step, session_id)
+        self._audit.closes(session_id, self.is_open)
+
+
+class _Disk:
+    """The run directory, which a killed trainer cannot write."""
+
+    def __init__(self, run_directory: RunDirectory, trainer: Trainer) -> None:
+        self._run_directory = run_directory
+        self._trainer = trainer
+
+    def append(self, step: int, line: str) -> None:
+        self._trainer.require_alive()
+        self._run_directory.append(step, line)
+
+    def read(self, step: int) -> list[str]:
+        return self._run_directory.read(step)
+
+    def delete(self, step: int) -> None:
+        self._trainer.require_alive()
+        self._run_directory.delete(step)

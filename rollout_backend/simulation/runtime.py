@@ -1,0 +1,137 @@
+"""The agent runtime: starts a session with its first invoke, and a new one if a stopped session's id is used again.
+
+It throttles, has quotas and conflicts, fails, and loses responses after a call has had its effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from agent_wrapper.contract import REQUEST_FIELD, RolloutRequest
+from rollout_backend.errors import (
+    OutcomeUnknown,
+    QuotaExceeded,
+    Rejected,
+    RuntimeConflict,
+    RuntimeUnavailable,
+    Throttled,
+)
+from rollout_backend.simulation.agents import Agents
+from rollout_backend.simulation.capacity import Limits
+from rollout_backend.simulation.environment import Environment
+from rollout_backend.simulation.session import Session
+from rollout_backend.simulation.session_audit import SessionAudit
+from rollout_backend.simulation.trainer import Trainer
+
+
+class Runtime:
+    """The open sessions, and what the runtime grants."""
+
+    def __init__(
+        self, env: Environment, limits: Limits, agents: Agents, audit: SessionAudit, sessions: dict[str, Session]
+    ) -> None:
+        self.env = env
+        self.limits = limits
+        self.audit = audit
+        self.sessions = sessions
+        self._agents = agents
+        self._poisoned: dict[str, bool] = {}  # by task
+
+    def open(self, request: RolloutRequest) -> None:
+        """Start a session and its agent, unless it runs."""
+        if request.session_id in self.sessions:
+            return
+        self.audit.starts(request)
+        self.env.note(f"session starts: {request.rollout_id} attempt {request.attempt}")
+        task = asyncio.create_task(self._agents.run(request))
+        session = Session(request.session_id, task, request)
+        self.sessions[request.session_id] = session
+        task.add_done_callback(lambda _: self._gone(session))
+
+    def _gone(self, session: Session) -> None:
+        if self.sessions.get(session.id) is session and session.stopping:
+            del self.sessions[session.id]
+
+    def stop(self, session_id: str) -> None:
+        """End a session. Its agent may not notice."""
+        self.audit.stops(session_id)
+        session = self.sessions.pop(session_id, None)
+        if session is not None:
+            session.stopping = True
+            if not self.env.chance("stop_unheard"):
+                session.task.cancel()
+
+    def is_poisoned(self, task: str) -> bool:
+        """Return whether no container starts for this task."""
+        if task not in self._poisoned:
+            self._poisoned[task] = self.env.chance("poison")
+        return self._poisoned[task]
+
+    def repair_tasks(self) -> None:
+        """Let every task's container start from now on, as if a user had fixed the cause of the circuit breaker."""
+        self._poisoned = dict.fromkeys(self._poisoned, False)
+
+
+class SimRuntime:
+    """Replaces an `AgentRuntime`, for one trainer."""
+
+    def __init__(self, runtime: Runtime, trainer: Trainer, max_sessions: int = 256) -> None:
+        self._runtime = runtime
+        self._env = runtime.env
+        self._trainer = trainer
+        self._max_sessions = max_sessions
+
+    async def check(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        self._runtime.audit.asked_for.add(session_id)
+        await self._env.passes(0.5)
+        self._trainer.require_alive()
+        body = json.loads(payload)
+        request = RolloutRequest.parse(body[REQUEST_FIELD])
+        self._refuse_in_outage(request)
+        self._refuse(task=body["q"])
+        self._runtime.open(request)
+        await self._env.passes(1.0)
+        self._trainer.require_alive()
+        if self._env.chance("cut_after"):
+            raise OutcomeUnknown("the answer was lost")
+        if session_id in self._runtime.sessions:
+            self._runtime.sessions[session_id].accepted = True
+        return b'{"status": "accepted"}'
+
+    def _refuse_in_outage(self, request: RolloutRequest) -> None:
+        limits = self._runtime.limits
+        refusal = limits.refusal(self._env.now())
+        if refusal is not None and limits.outage is not None:
+            limits.outage.invokes += 1
+            if refusal.after:
+                self._runtime.open(request)
+            raise refusal.make()
+
+    def _refuse(self, task: str) -> None:
+        self._runtime.limits.take(self._env.now())
+        if self._env.chance("throttled"):
+            raise Throttled("slow down")
+        if self._env.chance("quota") or len(self._runtime.sessions) >= self._max_sessions:
+            raise QuotaExceeded("too many sessions")
+        if self._env.chance("conflict"):
+            raise RuntimeConflict("somebody else is at it")
+        if self._env.chance("unavailable"):
+            raise RuntimeUnavailable("503", refused=self._env.random.random() < 0.5)
+        if self._env.chance("container") or self._runtime.is_poisoned(task):
+            raise Rejected("424", reason="container_error")
+
+    async def stop(self, session_id: str) -> None:
+        await self._env.passes(0.3)
+        self._trainer.require_alive()
+        refusal = self._runtime.limits.refusal(self._env.now())
+        if refusal is not None and refusal.stops:
+            raise refusal.make()
+        self._runtime.limits.take(self._env.now())
+        if self._env.chance("stop_refused"):
+            raise self._env.random.choice([Throttled("slow down"), RuntimeConflict("busy"), OutcomeUnknown("cut")])
+        self._runtime.stop(session_id)

@@ -1,0 +1,82 @@
+"""What a seed's trainer is asked to do: its settings and the tasks of its steps, drawn at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Self
+
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.tasks import Task
+from rollout_backend.simulation.gateway import HEARTBEAT_S
+from rollout_backend.simulation.s3 import BUCKET
+from rollout_backend.simulation.world import World
+
+
+def planned_rollouts(seed: int) -> int | None:
+    """Return how many rollouts a step of this seed's history plans; None for a small step of a random size.
+
+    Large steps meet what small ones cannot: a backlog of announcements, listings of several pages, more sessions than
+    a quota grants, and minutes of dispatching during which the trainer is killed.
+    """
+    if seed % 500 == 499:
+        return 1024
+    return 256 if seed % 25 == 24 else None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run: its settings, and the tasks of each step."""
+
+    config: RolloutConfig
+    with_queue: bool
+    steps: list[list[Task]]
+
+    @classmethod
+    def draw(cls, world: World, planned: int | None) -> Self:
+        """`planned` is the number of rollouts of a large step."""
+        config = _config(world.random, planned)
+        with_queue = not world.chance("queue_off")
+        steps = range(world.random.randint(1, 3 if planned is None else 2))
+        return cls(config, with_queue, [_tasks(world.random, planned, config.group.size, step) for step in steps])
+
+
+def _tasks(draw: Random, planned: int | None, size: int, step: int) -> list[Task]:
+    count = draw.randint(1, 4) if planned is None else -(-planned // size)
+    return [Task(f"t{step}-{i}", {"q": f"{i}"}) for i in range(count)]  # the same in each step, as in epochs
+
+
+def _config(draw: Random, planned: int | None) -> RolloutConfig:
+    size = draw.randint(1, 3) if planned is None else draw.choice([4, 8])
+    policy = draw.choice(["strict", "min_viable", "replace"])
+    settings: dict[str, Any] = {
+        "run_id": "simulated",
+        "model": {"path": Path("model")},
+        "storage": {"bucket": BUCKET},
+        "runtime": {
+            "kind": "http",
+            "url": "http://agents",
+            "invoke_per_s": 10 if planned is None else 50,
+            "max_attempts": draw.randint(1, 4),
+            "max_sessions": draw.choice([2, 6, 64] if planned is None else [planned // 4, 2 * planned]),
+        },
+        "group": {
+            "size": size,
+            "policy": policy,
+            "min_viable": draw.randint(1, size),
+            "target_groups": draw.choice([None, None, 1]) if planned is None else None,
+            "oversample": draw.choice([0, 0, 1, 2]),
+            "straggler_after": draw.choice([None, None, 0.5, 0.9]),
+            "straggler_factor": draw.choice([1.0, 2.0]),
+            "block_task_after": draw.choice([None, 1, 1, 2]),
+        },
+        "circuit_breaker": {"max_failures": draw.choice([None, 20, 3]), "min_span_s": draw.choice([0.0, 0.0, 30.0])},
+        "collect": {"list_after_idle_s": 10},
+        "timeouts": {
+            "model_call_s": 20, "agent_s": 60, "publish_grace_s": 30,
+            "collection_s": draw.choice([120, 300] if planned is None else [300, 600]),
+            "token_s": 900, "heartbeat_s": HEARTBEAT_S,
+        },
+    }  # fmt: skip
+    return RolloutConfig.parse(settings)

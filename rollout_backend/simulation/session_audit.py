@@ -1,0 +1,82 @@
+"""Observes what trainers and agents do with sessions, and notes in `Evidence` what must never happen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from agent_wrapper.contract import RolloutRequest, manifest_key
+from rollout_backend.simulation.environment import Environment
+from rollout_backend.simulation.gateway import Gateway
+from rollout_backend.simulation.run_holder import RunHolder
+from rollout_backend.simulation.s3 import Bucket
+from rollout_backend.simulation.session import Session
+
+_REVOKED_WITHIN_S = 2.0
+
+
+class SessionAudit:
+    """The sessions of all trainers, from the first invoke that names them."""
+
+    def __init__(
+        self,
+        env: Environment,
+        bucket: Bucket,
+        gateway: Gateway,
+        holder: RunHolder,
+        sessions: Mapping[str, Session],
+    ) -> None:
+        self.asked_for: set[str] = set()  # ids of sessions that an invoke named, even if it failed
+        self.started: list[tuple[float, str]] = []  # each start of a session: when, and its rollout's key
+        self.died: dict[str, float] = {}  # sessions that ended silently, and when
+        self.closed_at: dict[str, float] = {}  # sessions that a trainer has logged as closed, and when
+        self.stopped: set[str] = set()  # ids of sessions that were sent a stop
+        self.log_lost = False  # a trainer cannot know all sessions that were invoked
+        self._env = env
+        self._evidence = env.evidence
+        self._bucket = bucket
+        self._gateway = gateway
+        self._holder = holder
+        self._sessions = sessions
+
+    def starts(self, request: RolloutRequest) -> None:
+        """Record that a session starts."""
+        rollout_id = request.rollout_id
+        others = [other for other in self._sessions.values() if other.request.key == request.key]
+        self._evidence.wasted += [rollout_id for other in others if self._can_complete(other)]
+        manifest = self._bucket.objects[manifest_key("", request.run_id, request.step)]
+        if f'"{rollout_id}"' not in manifest.decode():
+            self._evidence.unrecorded.append(rollout_id)
+        self._holder.started(f"trainer-{self._gateway.keys[request.session_id].trainer_incarnation}", rollout_id)
+        if request.session_id in self.stopped:
+            self._evidence.used_twice.append(request.session_id)
+        self.started.append((self._env.now(), request.key))
+
+    def samples(self, request: RolloutRequest) -> None:
+        """Record that the session's agent got a response to a model call."""
+        if self._env.now() > self.closed_at.get(request.session_id, math.inf) + _REVOKED_WITHIN_S:
+            self._evidence.sampled_on.append(request.rollout_id)
+
+    def closes(self, session_id: str, is_open: Callable[[str], bool]) -> None:
+        """Record that a trainer closes a session. `is_open`: whether a rollout is not settled."""
+        session = self._sessions.get(session_id)
+        if session is not None and self._can_complete(session) and is_open(session.request.rollout_id):
+            self._evidence.wasted.append(session.request.rollout_id)
+        self.closed_at.setdefault(session_id, self._env.now())
+
+    def stops(self, session_id: str) -> None:
+        """Record that a stop reaches the runtime."""
+        self.stopped.add(session_id)
+        if session_id not in self.asked_for and not self.log_lost:
+            self._evidence.stopped_in_vain.append(session_id)
+
+    def _can_complete(self, session: Session) -> bool:
+        """Return whether its rollout can still complete, and the trainer can know it."""
+        return (
+            session.accepted
+            and not session.noticed
+            and not session.task.done()
+            and session.id not in self.closed_at
+            and self._env.wall() < session.request.deadline
+            and self._gateway.remembers(session.id)
+        )

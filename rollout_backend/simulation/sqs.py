@@ -1,0 +1,125 @@
+"""SQS: delivers at least once, in any order.
+
+A message that is not deleted becomes visible again, and moves to the dead-letter queue after `queue.max_receives`
+receives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollout_backend.collect.queue import Message
+from rollout_backend.simulation.environment import Environment
+from rollout_backend.simulation.trainer import Trainer
+
+_MAX_RECEIVES = 5
+_MOST_MESSAGES = 10  # of one receive
+
+
+@dataclass
+class Letter:
+    """A message in the queue. Times are virtual, except that `sent_at` is in unix seconds."""
+
+    id: str
+    body: str
+    sent_at: float
+    visible_at: float
+    receives: int = 0
+
+
+class Queue:
+    """The run's queue and its dead-letter queue."""
+
+    def __init__(self, env: Environment) -> None:
+        self.env = env
+        self.letters: list[Letter] = []
+        self.dead_letters: list[Letter] = []
+        self.gone = False
+
+    def send(self, body: str) -> None:
+        if not self.gone:
+            delay = self.env.random.random() * (5.0 if self.env.random.random() < 0.2 else 0.1)
+            number = self.env.number("letter")
+            self.letters.append(Letter(f"m{number}", body, self.env.wall(), self.env.now() + delay))
+
+    def lose(self) -> None:
+        """Delete the queue."""
+        self.env.note("the queue is deleted")
+        self.gone = True
+        self.letters.clear()
+
+
+class SimQueue:
+    """Replaces `AnnouncementQueue`, for one trainer."""
+
+    url = "https://sqs/queue"
+    is_shared = False
+
+    def __init__(self, queue: Queue, trainer: Trainer, wait_s: float = 20.0, visibility_s: float = 60.0) -> None:
+        self.visibility_s = visibility_s
+        self.on_delete: Callable[[Message], None] = lambda message: None
+        self._queue = queue
+        self._env = queue.env
+        self._trainer = trainer
+        self._wait_s = wait_s
+
+    async def receive(self) -> list[Message]:
+        until = self._env.now() + self._wait_s
+        while True:
+            await asyncio.sleep(0.05)
+            self._check()
+            now = self._env.now()
+            visible = [letter for letter in self._queue.letters if letter.visible_at <= now]
+            if visible:
+                return self._take(visible, now)
+            if now >= until:
+                return []
+            later = [letter.visible_at for letter in self._queue.letters]
+            await asyncio.sleep(max(0.05, min([until, now + 1.0, *later]) - now))
+
+    def _take(self, visible: list[Letter], now: float) -> list[Message]:
+        random = self._env.random
+        found = []
+        for letter in random.sample(visible, min(len(visible), random.randint(1, _MOST_MESSAGES))):
+            letter.receives += 1
+            if letter.receives > _MAX_RECEIVES:
+                self._queue.letters.remove(letter)
+                self._queue.dead_letters.append(letter)
+                continue
+            letter.visible_at = now + self.visibility_s
+            found.append(Message(letter.body, letter.id, letter.id, letter.sent_at, letter.receives))
+        return found
+
+    async def delete(self, messages: Sequence[Message]) -> None:
+        await self._call()
+        for message in messages:
+            self.on_delete(message)
+        gone = {message.receipt for message in messages}
+        self._queue.letters = [letter for letter in self._queue.letters if letter.id not in gone]
+
+    async def extend_visibility(self, messages: Sequence[Message]) -> None:
+        await self._call()
+        self._hide(messages, self.visibility_s)
+
+    async def release(self, messages: Sequence[Message]) -> None:
+        if messages:
+            await self._call()
+            self._hide(messages, 0.0)
+
+    def _hide(self, messages: Sequence[Message], seconds: float) -> None:
+        held = {message.receipt for message in messages}
+        for letter in self._queue.letters:
+            if letter.id in held:
+                letter.visible_at = self._env.now() + seconds
+
+    async def _call(self) -> None:
+        await self._env.passes(0.05)
+        self._check()
+
+    def _check(self) -> None:
+        """Raises OSError, or Killed."""
+        self._trainer.require_alive()
+        if self._queue.gone or self._env.chance("sqs"):
+            raise OSError("SQS does not answer")

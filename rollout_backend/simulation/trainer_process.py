@@ -1,0 +1,215 @@
+"""One trainer process: it takes the run, collects the steps that are left, and may be killed at any time.
+
+It runs the production code: lease, step services, buffer, heartbeats and steps. Only the clients of S3, SQS, runtime
+and gateway are simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_wrapper.contract import Outcome
+from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.core.circuit_breaker import CircuitBreaker
+from rollout_backend.core.heartbeats import Heartbeats
+from rollout_backend.core.ledger import PlannedRollout, ResultStatus
+from rollout_backend.core.report import StepResult
+from rollout_backend.core.tasks import Task
+from rollout_backend.errors import CircuitOpen, RunHeld, StoreError
+from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
+from rollout_backend.simulation.checks import Checks, Violation
+from rollout_backend.simulation.gateway import HEARTBEAT_S, SimGateway
+from rollout_backend.simulation.run_directory import SimArchive, SimInFlightLog
+from rollout_backend.simulation.run_holder import LEASE_S
+from rollout_backend.simulation.runtime import SimRuntime
+from rollout_backend.simulation.s3 import SimStore
+from rollout_backend.simulation.scenario import Scenario
+from rollout_backend.simulation.sqs import SimQueue
+from rollout_backend.simulation.trainer import Trainer
+from rollout_backend.simulation.world import World
+from rollout_backend.step.services import StepServices
+from rollout_backend.step.step import Step
+
+
+@dataclass
+class Checkpoint:
+    """What outlives a trainer process, and the totals of its reports."""
+
+    steps: int = 0  # how many are done
+    outcomes: Counter[str] = field(default_factory=Counter)
+    reattached: int = 0
+
+
+class TrainerProcess:
+    """The program of one trainer. `run` it once."""
+
+    def __init__(
+        self, world: World, scenario: Scenario, checks: Checks, checkpoint: Checkpoint, trainer: Trainer
+    ) -> None:
+        self._world = world
+        self._scenario = scenario
+        self._config = scenario.config
+        self._checks = checks
+        self._checkpoint = checkpoint
+        self._trainer = trainer
+        self._store = SimStore(world.bucket, trainer)
+        self._queue = SimQueue(world.queue, trainer) if scenario.with_queue else None
+        self._gateway = SimGateway(world.gateway, trainer)
+        self._in_flight = SimInFlightLog(world.run_directory, world.audit, trainer)
+        me = trainer.holder(world.wall())
+        self._lease = RunLease(self._store, self._config.run_id, me, LEASE_S, is_dead=self._is_dead)
+
+    def _is_dead(self, holder: LeaseHolder) -> bool:
+        return holder.machine == self._trainer.machine and not self._world.trainers[holder.pid].alive
+
+    async def run(self) -> None:
+        """Hold the run and collect its steps, unless another manager holds it."""
+        world, trainer, lease = self._world, self._trainer, self._lease
+        try:
+            await lease.begin()
+            await world.passes(3)  # engines, router, gateway
+            await lease.claim()
+            world.start_trainer(trainer)
+            await self._collect()
+        except RunHeld:
+            world.note(f"trainer {trainer.number} is refused or has lost the run")
+            others = [each for each in world.trainers.values() if each is not trainer]
+            recent = world.now() - 2 * LEASE_S
+            another = any(each.alive or each.ended_at > recent for each in others)
+            # A trainer that was cut off may learn late that another one took over the run and finished it.
+            self._checks.refused(trainer.id, another=another or lease.held or trainer.cut_off_until > 0)
+        finally:
+            if trainer.alive:
+                await lease.release()
+
+    async def _collect(self) -> None:
+        """Collect all steps that are left."""
+        # If heartbeats may be cut off, the agents are on other machines.
+        heartbeats = Heartbeats(HEARTBEAT_S, same_machine=not self._world.faults.cut_off)
+        buffer = RolloutBuffer(self._config.run_id, self._store, self._queue, 16)  # type: ignore[arg-type]
+        services = self._services(buffer, heartbeats)
+        listening = asyncio.create_task(heartbeats.poll(self._gateway.heard))
+        receiving = asyncio.create_task(buffer.run(2))
+        try:
+            while self._checkpoint.steps < len(self._scenario.steps):
+                await self._collect_step(self._checkpoint.steps, services)
+                self._checkpoint.steps += 1
+        except CircuitOpen:
+            self._world.note("the breaker opens")
+            self._world.runtime.repair_tasks()
+        finally:
+            if receiving.done() and self._trainer.alive:
+                raise Violation(f"the receivers have ended: {receiving.exception()!r}")
+            receiving.cancel()
+            listening.cancel()
+
+    def _services(self, buffer: RolloutBuffer, heartbeats: Heartbeats) -> StepServices:
+        world, config = self._world, self._config
+        return StepServices.assemble(
+            config,
+            _AskingRuntime(SimRuntime(world.runtime, self._trainer), self._lease, world.audit.asked_for),
+            self._store,  # type: ignore[arg-type]
+            fencing_token=self._lease.fencing_token,
+            owner=str(self._lease.me),
+            buffer=buffer,
+            queue_url=self._queue.url if self._queue else None,
+            endpoint=self._gateway.endpoint,
+            revoke=self._gateway.revoke,
+            adopt=self._gateway.adopt,
+            archive=SimArchive(world).write_rollout,
+            wall=world.wall,
+            breaker=CircuitBreaker(config.circuit_breaker),
+            heartbeats=heartbeats,
+            gateway=world.gateway.journal.journal_id,
+            in_flight=self._in_flight,
+        )
+
+    async def _collect_step(self, number: int, services: StepServices) -> None:
+        world, checks, trainer = self._world, self._checks, self._trainer
+        # A restarted trainer gives its tasks new ids.
+        tasks = [Task(f"{task.task_id}-{trainer.number}", task.payload) for task in self._scenario.steps[number]]
+        step = Step(number, tasks, services, None)
+        self._watch(step)
+        began, finished_before = world.now(), checks.finished(number)
+        left_out = checks.blocked()
+        try:
+            result = await _unless_lost(step, self._lease)
+        except CircuitOpen:
+            checks.step_stopped(step)
+            raise
+        except StoreError:
+            checks.gave_up(began)
+            raise
+        if world.holder.id != trainer.id:
+            raise Violation("a step returns to a manager that has lost the run")
+        checks.left_out(step, left_out, began)
+        world.note(f"step {number} is over: { {k.value: n for k, n in result.report.outcomes.items() if n} }")
+        checks.step_ended(step, result, trainer, finished_before, began)
+        self._checkpoint.reattached += result.report.reattached
+        self._checkpoint.outcomes.update({outcome.value: n for outcome, n in result.report.outcomes.items()})
+
+    def _watch(self, step: Step) -> None:
+        """Check each change of the step's ledger, and each message that it deletes."""
+        checks, ledger = self._checks, step.ledger
+        settle, plan, record_result = ledger.settle, ledger.plan, ledger.record_result
+
+        def planned(rollouts: Iterable[PlannedRollout]) -> None:
+            if not ledger.entries:
+                checks.planned()
+            plan(rollouts)
+
+        def settled(rollout_id: str, outcome: Outcome, reason: str, message: str = "") -> bool:
+            if ledger.is_open(rollout_id):
+                checks.settled_here(step, rollout_id, outcome, reason)
+                self._world.note(f"settled here: {rollout_id} {outcome} {reason}")
+            return settle(rollout_id, outcome, reason, message)
+
+        def arrived(rollout_id: str, *more: Any, **named: Any) -> ResultStatus:
+            found = record_result(rollout_id, *more, **named)
+            if found is ResultStatus.FIRST:
+                checks.arrived(step)
+            return found
+
+        ledger.record_result = arrived  # type: ignore[method-assign]
+        ledger.settle = settled  # type: ignore[method-assign]
+        ledger.plan = planned  # type: ignore[method-assign]
+        self._in_flight.is_open = ledger.is_open
+        if self._queue is not None:
+            self._queue.on_delete = lambda message: checks.deleted(message, step)
+
+
+class _AskingRuntime(FencedRuntime):
+    """A fenced runtime that records which sessions its step asks for.
+
+    If an invoke is cancelled while it waits for the run's lease, the step cannot know that it was not sent, and stops
+    its session.
+    """
+
+    def __init__(self, runtime: SimRuntime, lease: RunLease, asked_for: set[str]) -> None:
+        super().__init__(runtime, lease)
+        self._asked_for = asked_for
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        self._asked_for.add(session_id)
+        return await super().invoke(session_id, payload)
+
+
+async def _unless_lost(step: Step, lease: RunLease) -> StepResult:
+    """Run the step until the run is lost, as the manager does."""
+    running, losing = asyncio.create_task(step.run()), asyncio.create_task(lease.wait_lost())
+    try:
+        await asyncio.wait({running, losing}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            assert lease.lost is not None
+            step.abort(lease.lost)
+        result = await running
+        await lease.try_to_confirm()
+        return result
+    finally:
+        for task in (running, losing):
+            task.cancel()
+        await asyncio.gather(running, losing, return_exceptions=True)
