@@ -1,0 +1,94 @@
+"""Variants in which the manifest or the lease in S3 does not protect a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from random import random
+from typing import Any
+from unittest.mock import patch
+
+from rollout_backend.collect.manifest_store import ManifestStore
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.run_lease import LeaseRecord, RunLease
+from rollout_backend.simulation.mutants.registry import Patch, all_of, mutant
+from rollout_backend.simulation.s3 import SimStore
+from rollout_backend.step.plan import StepPlan
+from rollout_backend.step.rollout_task import RolloutTask
+
+
+@mutant
+def no_manifest() -> Patch:
+    """A restarted trainer finds no manifest."""
+
+    async def nothing(self: ManifestStore, step: int) -> Manifest | None:
+        return None
+
+    return patch.object(ManifestStore, "read", nothing)
+
+
+@mutant
+def manifest_calls_not_retried() -> Patch:
+    """Reading or writing a step's manifest is not retried."""
+
+    async def once(self: StepPlan, call: Callable[[], Any]) -> Any:
+        return await call()
+
+    return patch.object(StepPlan, "retry", once)
+
+
+@mutant
+def replacements_not_recorded() -> Patch:
+    """A replacement is dispatched before S3 has the manifest that names it."""
+    return patch.object(RolloutTask, "run_once_recorded", RolloutTask.run)
+
+
+@mutant
+def manifest_writes_overtake() -> Patch:
+    """Writes of one manifest are neither serialised nor conditional, so the older one may arrive last."""
+
+    async def unordered(self: StepPlan) -> None:
+        await self.services.write_manifest(self.manifest)
+
+    async def overtaking(self: ManifestStore, manifest: Manifest) -> None:
+        await asyncio.sleep(10 * random())  # noqa: S311  # so that they overtake each other often
+        await self.read(manifest.step)  # the write is conditional on the manifest that S3 holds by now
+        await write(self, manifest)
+
+    write = ManifestStore.write
+    return all_of(patch.object(StepPlan, "record", unordered), patch.object(ManifestStore, "write", overtaking))
+
+
+@mutant
+def active_leases_taken_over() -> Patch:
+    """A manager takes over a run although another one renews its lease."""
+    return patch.object(LeaseRecord, "manager", lambda *_: None)
+
+
+@mutant
+def writes_are_unconditional() -> Patch:
+    """A manager's writes are unconditional and replace any newer state."""
+
+    async def broken(self: SimStore, key: str, body: bytes, etag: str | None) -> str:
+        await self.put(key, body)
+        return ""
+
+    return patch.object(SimStore, "put_if_match", broken)
+
+
+@mutant
+def unconfirmed_leases_start_agents() -> Patch:
+    """A manager starts agents although another one may have taken over the run since its last renewal."""
+
+    async def broken(self: RunLease) -> None: ...
+
+    return patch.object(RunLease, "wait_confirmed", broken)
+
+
+@mutant
+def steps_return_without_a_lease() -> Patch:
+    """A step that ends while its manager cannot renew its lease is returned, though another manager has the run."""
+
+    async def broken(self: RunLease) -> None: ...
+
+    return patch.object(RunLease, "try_to_confirm", broken)

@@ -1,0 +1,206 @@
+"""Variants that lose, repeat or forge results: of the buffer, the fetcher, the ledger and the archive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+from agent_wrapper.contract import ContractError, Outcome, ResultName, Rollout
+from rollout_backend.collect import buffer as buffer_module
+from rollout_backend.collect import fetcher as fetcher_module
+from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.decode import ResultDecoder
+from rollout_backend.collect.fetcher import FetchStatus, KeyLocks, ResultFetcher
+from rollout_backend.collect.queue import Message
+from rollout_backend.core.ledger import Ledger, ResultStatus
+from rollout_backend.core.report import GroupResult
+from rollout_backend.observe.archive import RunArchive
+from rollout_backend.simulation.mutants.registry import Patch, all_of, mutant
+from rollout_backend.step.group import Group
+from rollout_backend.step.rollout_task import RolloutTask
+from rollout_backend.step.step import Step
+
+
+@mutant
+def delete_before_store() -> Patch:
+    """A message is deleted as soon as it is received."""
+    handle = RolloutBuffer.handle
+
+    async def broken(self: RolloutBuffer, queue: Any, messages: list[Message]) -> None:
+        with contextlib.suppress(OSError):
+            await queue.delete(messages)
+        await handle(self, queue, messages)
+
+    return patch.object(RolloutBuffer, "handle", broken)
+
+
+@mutant
+def dedupe_by_message_id() -> Patch:
+    """Results are deduplicated by message, so a result that is announced twice counts twice."""
+    record_result = Ledger.record_result
+
+    def broken(self: Ledger, rollout_id: str, *result: Any, **more: Any) -> ResultStatus:
+        self.entries[rollout_id].outcome = None  # as if nothing had arrived
+        return record_result(self, rollout_id, *result, **more)
+
+    seen: WeakKeyDictionary[RolloutTask, int] = WeakKeyDictionary()  # how often each result was announced again
+    group_result = Group.result
+
+    def result(self: Group, ledger: Ledger) -> GroupResult:
+        made = group_result(self, ledger)
+        times = {task.rollout_id: 1 + seen.get(task, 0) for task in self.rollouts}
+        twice = [rollout for rollout in made.rollouts for _ in range(times[rollout.rollout_id])]
+        return replace(made, rollouts=tuple(twice))
+
+    def record_duplicate(self: Step, rollout_id: str) -> None:
+        task = self.rollouts.get(rollout_id)
+        if task is not None and task.result is not None:
+            seen[task] = seen.get(task, 0) + 1
+
+    return all_of(
+        patch.object(Ledger, "record_result", broken),
+        patch.object(Group, "result", result),
+        patch.object(Step, "record_duplicate", record_duplicate),
+    )
+
+
+@mutant
+def no_sweep() -> Patch:
+    """Results that were not announced are never found."""
+
+    async def never_list(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def find_nothing(*_: Any) -> bool:
+        return True
+
+    return all_of(
+        patch.object(RolloutBuffer, "list_when_idle", never_list),
+        patch.object(RolloutBuffer, "fetch_by_key", find_nothing),
+    )
+
+
+@mutant
+def listed_only_when_idle() -> Patch:
+    """Announcements postpone the listing without a limit."""
+    return patch.object(buffer_module, "IDLE_INTERVALS", 10**6)
+
+
+@mutant
+def results_fetched_concurrently() -> Patch:
+    """A listing fetches a result while an announcement's fetch is in flight."""
+    return patch.object(KeyLocks, "of", lambda *_: asyncio.Lock())
+
+
+@mutant
+def unknown_is_absent() -> Patch:
+    """A result counts as absent although S3 did not answer."""
+    fetch_by_key = RolloutBuffer.fetch_by_key
+
+    async def broken(self: RolloutBuffer, sink: Any, rollout_id: str, attempt: int) -> bool:
+        await fetch_by_key(self, sink, rollout_id, attempt)
+        return True
+
+    return patch.object(RolloutBuffer, "fetch_by_key", broken)
+
+
+@mutant
+def defects_escape() -> Patch:
+    """An exception about one object ends the receivers or the step."""
+
+    async def broken(what: str, work: Any, failed: Any) -> Any:
+        return await work
+
+    return patch.object(buffer_module, "log_defects", broken)
+
+
+@mutant
+def reward_zero_on_failure() -> Patch:
+    """A lost rollout is trained with a reward of 0."""
+    result = Group.result
+
+    def broken(self: Group, ledger: Ledger) -> GroupResult:
+        made = result(self, ledger)
+        lost = [each.rollout_id for each in self.rollouts if each.entry.outcome is Outcome.INFRA_ERROR]
+        worthless = [_made_up(step=ledger.step, rollout_id=rollout_id, reward=0.0) for rollout_id in lost]
+        return replace(made, rollouts=(*made.rollouts, *worthless))
+
+    return patch.object(Group, "result", broken)
+
+
+@mutant
+def results_unchecked() -> Patch:
+    """Any object under a rollout's key counts as its result."""
+    decode = ResultDecoder.decode
+
+    async def broken(self: ResultDecoder, data: bytes, name: ResultName) -> Rollout:
+        try:
+            return await decode(self, data, name)
+        except ContractError:
+            return _made_up(step=name.step, rollout_id=name.rollout_id, reward=1.0, attempt=1, session_id="?")
+
+    return all_of(
+        patch.object(ResultDecoder, "decode", broken),
+        patch.object(fetcher_module, "check_session", lambda *_: None),
+    )
+
+
+@mutant
+def sessions_unchecked() -> Patch:
+    """A result counts even if another session wrote it."""
+    return patch.object(fetcher_module, "check_session", lambda *_: None)
+
+
+@mutant
+def forged_failure_markers_end_rollouts() -> Patch:
+    """An invalid failure marker ends its rollout, although the result may still arrive."""
+    reject = ResultFetcher.reject
+
+    async def broken(self: ResultFetcher, sink: Any, name: ResultName, *more: Any) -> FetchStatus:
+        return await reject(self, sink, ResultName(name.step, name.rollout_id, attempt=None), *more)
+
+    return patch.object(ResultFetcher, "reject", broken)
+
+
+@mutant
+def invalid_results_never_settled() -> Patch:
+    """An invalid result is neither rejected nor settled, so each listing fetches it again."""
+
+    async def broken(self: ResultFetcher, *_: Any) -> FetchStatus:
+        return FetchStatus.UNKNOWN
+
+    return patch.object(ResultFetcher, "reject", broken)
+
+
+@mutant
+def late_results_accepted() -> Patch:
+    """A rollout that was already settled still counts when its result arrives."""
+    is_open = Ledger.is_open
+
+    def broken(self: Ledger, rollout_id: str) -> bool:
+        entry = self.entries.get(rollout_id)
+        return is_open(self, rollout_id) or (entry is not None and not entry.by_result)
+
+    return patch.object(Ledger, "is_open", broken)
+
+
+@mutant
+def full_disk_ends_the_run() -> Patch:
+    """A failed write to the run directory ends the receivers."""
+
+    def broken(self: RunArchive, path: Path, data: bytes) -> bool:
+        self.write(path, data)
+        return True
+
+    return patch.object(RunArchive, "try_to_write", broken)
+
+
+def _made_up(**fields: Any) -> Rollout:
+    """Return a completed rollout that no agent has produced."""
+    made: Any = Rollout.model_construct
+    return cast(Rollout, made(run_id="simulated", task_id="t", outcome=Outcome.COMPLETED, **fields))

@@ -1,0 +1,144 @@
+"""Variants that reuse, lose or leave open sessions, or do not notice that one has died."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+from rollout_backend.core.heartbeats import Heartbeats
+from rollout_backend.core.ledger import Ledger
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.dispatch.call_queue import CallKind
+from rollout_backend.dispatch.dispatcher import Dispatcher
+from rollout_backend.dispatch.session_closer import SessionCloser
+from rollout_backend.errors import QuotaExceeded, RuntimeUnavailable, Throttled
+from rollout_backend.simulation.mutants.registry import Patch, all_of, mutant
+from rollout_backend.step.rollout_task import RolloutTask
+from rollout_backend.step.sessions import StepSessions
+from rollout_backend.step.step import Step
+
+
+@mutant
+def session_ids_reused() -> Patch:
+    """All attempts of a rollout use one session id."""
+
+    def broken(self: Manifest, rollout_id: str, attempt: int) -> str:
+        return f"session-of-{rollout_id}-{self.nonce}"
+
+    return patch.object(Manifest, "session_id", broken)
+
+
+@mutant
+def failed_attempts_left_open() -> Patch:
+    """A session whose invoke got no response counts as never opened."""
+
+    async def broken(
+        self: Dispatcher, rollout_id: str, ledger: Ledger, prepare: Callable[[int], Any], close: Any, until: float
+    ) -> bool:
+        async def forget(session_id: str) -> None:
+            ledger.session_closed(session_id)
+
+        return await submit(self, rollout_id, ledger, prepare, forget, until)
+
+    submit = Dispatcher.submit
+    return patch.object(Dispatcher, "submit", broken)
+
+
+@mutant
+def refusals_are_attempts() -> Patch:
+    """A throttled invoke counts as a failed attempt."""
+    return all_of(*(patch.object(kind, "refused", False) for kind in (Throttled, QuotaExceeded)))
+
+
+@mutant
+def refused_sessions_left_open() -> Patch:
+    """A 503 counts as proof that no session was opened."""
+    make = RuntimeUnavailable.__init__
+
+    def broken(self: RuntimeUnavailable, message: str, *, refused: bool = False, never_opened: bool = False) -> None:
+        make(self, message, never_opened=refused or never_opened)
+
+    return patch.object(RuntimeUnavailable, "__init__", broken)
+
+
+@mutant
+def stops_abandoned_in_an_outage() -> Patch:
+    """A stop is abandoned after eight tries, even within an outage."""
+    make = SessionCloser.__init__
+
+    def broken(self: SessionCloser, *args: Any, **more: Any) -> None:
+        make(self, *args, **{**more, "retry_s": 0.0})
+
+    return patch.object(SessionCloser, "__init__", broken)
+
+
+@mutant
+def stops_not_retried() -> Patch:
+    """A refused stop is not retried and counts as done."""
+
+    async def broken(self: SessionCloser, session_id: str, ledger: Ledger, call: CallKind = CallKind.STOP) -> bool:
+        with contextlib.suppress(Exception):
+            await self.stop_once(session_id, ledger, call)
+        ledger.session_closed(session_id)
+        return True
+
+    return patch.object(SessionCloser, "close", broken)
+
+
+@mutant
+def stopped_steps_leave_sessions_open() -> Patch:
+    """A step that the circuit breaker ends does not close its running sessions."""
+    abort = Step.abort
+
+    def broken(self: Step, error: BaseException) -> None:
+        for task in self.rollouts.values():
+            if task.running is not None:
+                task.running.cancel()
+        self.ledger.open_sessions.clear()
+        abort(self, error)
+
+    return patch.object(Step, "abort", broken)
+
+
+@mutant
+def keys_revoked_with_the_step() -> Patch:
+    """An agent that a stop does not reach keeps sampling until its step ends."""
+
+    async def broken(self: StepSessions, session_id: str, call: CallKind = CallKind.STOP) -> None:
+        self.services.in_flight.record_closed(self.step, session_id)
+        await self.services.closer.close(session_id, self.ledger, call)
+
+    return patch.object(StepSessions, "stop", broken)
+
+
+@mutant
+def silent_deaths_unnoticed() -> Patch:
+    """A container that died silently is awaited until its agent's deadline."""
+    return patch.object(Heartbeats, "lost_sessions", set())
+
+
+@mutant
+def outages_count_as_silence() -> Patch:
+    """Silence also counts while no session is heard: a one-minute network outage loses every agent."""
+    init = Heartbeats.__init__
+
+    def broken(self: Heartbeats, every_s: float, gateways: int = 1, *, same_machine: bool = False) -> None:
+        init(self, every_s, gateways, same_machine=True)
+
+    return patch.object(Heartbeats, "__init__", broken)
+
+
+@mutant
+def lost_attempts_left_open() -> Patch:
+    """The session of an attempt whose container was lost is not stopped."""
+    abandon_attempt = RolloutTask.abandon_attempt
+
+    def broken(self: RolloutTask) -> None:
+        session_id = self.entry.session_id or ""
+        with patch.object(StepSessions, "close_later", lambda *_: None):
+            abandon_attempt(self)
+        self.context.ledger.session_closed(session_id)
+
+    return patch.object(RolloutTask, "abandon_attempt", broken)
