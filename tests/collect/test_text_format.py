@@ -197,7 +197,7 @@ def test_without_the_setting_the_format_is_refused_by_the_settings_name():
 
 def test_a_task_id_that_looks_like_a_rollout_id_is_accepted():
     data = json.dumps(fields(input_id="task.3")).encode()
-    found = read_result(data, 100_000, run_id="run", step=3, rollout_id="task.3.0.s2", text_format=True)
+    found = read_result(data, 100_000, run_id="run", step=3, rollout_id="task.3.0.g2", text_format=True)
     assert found.task_id == "task.3"
 
 
