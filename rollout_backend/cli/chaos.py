@@ -43,13 +43,13 @@ def _chaos(seeds: range, one: int | None, mutant: str | None) -> None:
         if tally.failed is None:
             counts = ", ".join(f"{count:,} {outcome}" for outcome, count in tally.outcomes.items() if count)
             console.print(
-                f"{tally.seeds:,} seeds, {tally.lives:,} lives of a trainer, no promise broken; rollouts: {counts}"
+                f"{tally.seeds:,} seeds, {tally.trainers:,} trainer processes, no violation; rollouts: {counts}"
             )
             return
         verdict = tally.failed
-    if verdict.broken is not None:
+    if verdict.violation is not None:
         extra = f" --mutant {mutant}" if mutant else ""
-        console.print(f"[red]seed {verdict.seed}: {verdict.broken}[/]", highlight=False)
+        console.print(f"[red]seed {verdict.seed}: {verdict.violation}[/]", highlight=False)
         if one is None:
             console.print(f"its history: rollout chaos --seed {verdict.seed}{extra}", highlight=False)
         raise typer.Exit(1)

@@ -99,7 +99,7 @@ class Agents:
             session_id=request.session_id,
             outcome=outcome,
             reward=float(own.random() < 0.5) if completed else None,
-            failure=None if completed else Failure(reason=reason, message="as the world would have it"),
+            failure=None if completed else Failure(reason=reason, message="a simulated failure"),
             segments=_segments(request, calls) if completed else (),
             started_at=self._env.wall(),
             finished_at=self._env.wall(),

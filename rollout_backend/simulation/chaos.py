@@ -19,7 +19,7 @@ class Tally:
     """Totals of all histories. `failed` is the first violation, in the order of the seeds."""
 
     seeds: int = 0
-    lives: int = 0
+    trainers: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     failed: Verdict | None = None
 
@@ -39,10 +39,10 @@ def chaos(
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         for verdict in pool.imap(partial(play, mutant=mutant), seeds, chunksize=4):
             tally.seeds += 1
-            tally.lives += verdict.lives
+            tally.trainers += verdict.trainers
             tally.outcomes.update(verdict.outcomes)
             on_verdict(verdict)
-            if verdict.broken is not None:
+            if verdict.violation is not None:
                 tally.failed = verdict
                 pool.terminate()
                 break

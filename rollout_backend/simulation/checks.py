@@ -26,9 +26,9 @@ class Violation(AssertionError):
     """An invariant that this history violates."""
 
 
-def _hold(truth: bool, promise: str) -> None:
+def _hold(truth: bool, violation: str) -> None:
     if not truth:
-        raise Violation(promise)
+        raise Violation(violation)
 
 
 class Checks:

@@ -26,12 +26,12 @@ _MOST_STARTS = 60
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a seed. `broken` is the first violation; None if there was none."""
+    """The result of a seed. `violation` is the first one; None if there was none."""
 
     seed: int
-    broken: str | None
+    violation: str | None
     history: tuple[str, ...]
-    lives: int
+    trainers: int
     outcomes: dict[str, int]
     reattached: int
 
@@ -51,16 +51,16 @@ def simulate(seed: int, faults: Faults | None = None) -> Verdict:
         nonces = patch.object(secrets, "token_hex", lambda nbytes: draw.randbytes(nbytes).hex())
         with nonces, asyncio.Runner(loop_factory=lambda: loop) as runner:
             runner.run(run.play())
-        broken = None
-    except Violation as violation:
-        broken = str(violation)
+        violation = None
+    except Violation as error:
+        violation = str(error)
     except (Exception, Deadlock) as error:
-        broken = f"{type(error).__name__}: {error}"
+        violation = f"{type(error).__name__}: {error}"
     finally:
         logger.setLevel(level)
     world, done = run.world, run.checkpoint
     return Verdict(
-        seed, broken, tuple(world.history), len(world.trainers), dict(done.outcomes), reattached=done.reattached
+        seed, violation, tuple(world.history), len(world.trainers), dict(done.outcomes), reattached=done.reattached
     )
 
 

@@ -119,7 +119,7 @@ class SimRuntime:
         if self._env.chance("quota") or len(self._runtime.sessions) >= self._max_sessions:
             raise QuotaExceeded("too many sessions")
         if self._env.chance("conflict"):
-            raise RuntimeConflict("somebody else is at it")
+            raise RuntimeConflict("another call is in progress")
         if self._env.chance("unavailable"):
             raise RuntimeUnavailable("503", refused=self._env.random.random() < 0.5)
         if self._env.chance("container") or self._runtime.is_poisoned(task):

@@ -19,7 +19,7 @@ _MOST_MESSAGES = 10  # of one receive
 
 
 @dataclass
-class Letter:
+class QueuedMessage:
     """A message in the queue. Times are virtual, except that `sent_at` is in unix seconds."""
 
     id: str
@@ -34,21 +34,21 @@ class Queue:
 
     def __init__(self, env: Environment) -> None:
         self.env = env
-        self.letters: list[Letter] = []
-        self.dead_letters: list[Letter] = []
+        self.messages: list[QueuedMessage] = []
+        self.dead_letters: list[QueuedMessage] = []
         self.gone = False
 
     def send(self, body: str) -> None:
         if not self.gone:
             delay = self.env.random.random() * (5.0 if self.env.random.random() < 0.2 else 0.1)
-            number = self.env.number("letter")
-            self.letters.append(Letter(f"m{number}", body, self.env.wall(), self.env.now() + delay))
+            number = self.env.number("message")
+            self.messages.append(QueuedMessage(f"m{number}", body, self.env.wall(), self.env.now() + delay))
 
     def lose(self) -> None:
         """Delete the queue."""
         self.env.note("the queue is deleted")
         self.gone = True
-        self.letters.clear()
+        self.messages.clear()
 
 
 class SimQueue:
@@ -71,25 +71,25 @@ class SimQueue:
             await asyncio.sleep(0.05)
             self._check()
             now = self._env.now()
-            visible = [letter for letter in self._queue.letters if letter.visible_at <= now]
+            visible = [message for message in self._queue.messages if message.visible_at <= now]
             if visible:
                 return self._take(visible, now)
             if now >= until:
                 return []
-            later = [letter.visible_at for letter in self._queue.letters]
+            later = [message.visible_at for message in self._queue.messages]
             await asyncio.sleep(max(0.05, min([until, now + 1.0, *later]) - now))
 
-    def _take(self, visible: list[Letter], now: float) -> list[Message]:
+    def _take(self, visible: list[QueuedMessage], now: float) -> list[Message]:
         random = self._env.random
         found = []
-        for letter in random.sample(visible, min(len(visible), random.randint(1, _MOST_MESSAGES))):
-            letter.receives += 1
-            if letter.receives > _MAX_RECEIVES:
-                self._queue.letters.remove(letter)
-                self._queue.dead_letters.append(letter)
+        for message in random.sample(visible, min(len(visible), random.randint(1, _MOST_MESSAGES))):
+            message.receives += 1
+            if message.receives > _MAX_RECEIVES:
+                self._queue.messages.remove(message)
+                self._queue.dead_letters.append(message)
                 continue
-            letter.visible_at = now + self.visibility_s
-            found.append(Message(letter.body, letter.id, letter.id, letter.sent_at, letter.receives))
+            message.visible_at = now + self.visibility_s
+            found.append(Message(message.body, message.id, message.id, message.sent_at, message.receives))
         return found
 
     async def delete(self, messages: Sequence[Message]) -> None:
@@ -97,7 +97,7 @@ class SimQueue:
         for message in messages:
             self.on_delete(message)
         gone = {message.receipt for message in messages}
-        self._queue.letters = [letter for letter in self._queue.letters if letter.id not in gone]
+        self._queue.messages = [message for message in self._queue.messages if message.id not in gone]
 
     async def extend_visibility(self, messages: Sequence[Message]) -> None:
         await self._call()
@@ -110,9 +110,9 @@ class SimQueue:
 
     def _hide(self, messages: Sequence[Message], seconds: float) -> None:
         held = {message.receipt for message in messages}
-        for letter in self._queue.letters:
-            if letter.id in held:
-                letter.visible_at = self._env.now() + seconds
+        for message in self._queue.messages:
+            if message.id in held:
+                message.visible_at = self._env.now() + seconds
 
     async def _call(self) -> None:
         await self._env.passes(0.05)

@@ -76,7 +76,7 @@ def test_a_backlog_at_slow_s3_is_fetched_once_and_waits_in_the_queue(seconds):
         most = 0
         while len(sink.arrived) < count:
             await asyncio.sleep(seconds / 4)
-            most = max(most, sum(letter.receives > 0 for letter in world.queue.letters))
+            most = max(most, sum(message.receives > 0 for message in world.queue.messages))
             if len(sink.arrived) == count // 2:
                 world.bucket.objects = dict.fromkeys(store.gets, b"")
                 await buffer.sweep(sink)  # finds what is in hand
@@ -87,7 +87,7 @@ def test_a_backlog_at_slow_s3_is_fetched_once_and_waits_in_the_queue(seconds):
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         world, store, sink, most = runner.run(play())
     assert len(store.gets) == len(sink.arrived) == count
-    assert (world.queue.letters, world.queue.dead_letters, sink.repeated) == ([], [], 0)
+    assert (world.queue.messages, world.queue.dead_letters, sink.repeated) == ([], [], 0)
     assert most <= 3 * fetches
 
 

@@ -1,4 +1,4 @@
-"""The simulator: production code in a world of virtual time; and the proof that its checks have no holes."""
+"""The simulator: virtual time, deterministic histories, and mutants that its checks must catch."""
 
 import asyncio
 import subprocess
@@ -23,7 +23,7 @@ def run(work):
         return runner.run(work)
 
 
-def test_no_time_passes_but_what_is_waited_for():
+def test_the_clock_jumps_to_the_next_timer():
     async def work():
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -41,7 +41,7 @@ def test_no_time_passes_but_what_is_waited_for():
     assert passed == pytest.approx(86400)
 
 
-def test_when_nobody_can_act_it_says_so():
+def test_a_deadlock_is_raised_if_all_tasks_wait_without_a_timer():
     async def work():
         await asyncio.Event().wait()
 
@@ -51,13 +51,13 @@ def test_when_nobody_can_act_it_says_so():
 
 def test_a_quiet_world_completes_everything():
     verdict = simulate(3, Faults())
-    assert verdict.broken is None
-    assert verdict.lives == 1
+    assert verdict.violation is None
+    assert verdict.trainers == 1
     assert set(verdict.outcomes) - {"completed", "cancelled"} == {"agent_error", "infra_error", "timed_out"}
     assert not any(verdict.outcomes[kind] for kind in ("agent_error", "infra_error", "timed_out"))
 
 
-def test_a_seed_is_one_history_whichever_process_plays_it():
+def test_a_seed_plays_the_same_history_in_each_process():
     seeds = [0, 7, 22, 34]
     code = f"from rollout_backend.simulation.run import simulate; print([simulate(s).history for s in {seeds}])"
     played = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in "ab"]
@@ -67,27 +67,27 @@ def test_a_seed_is_one_history_whichever_process_plays_it():
 
 
 @pytest.mark.parametrize("seed", [22, 25, 39])
-def test_a_seed_is_one_history_whatever_was_played_before(seed):
+def test_a_seed_plays_the_same_history_twice(seed):
     assert simulate(seed).history == simulate(seed).history
 
 
-def test_no_promise_is_broken():
+def test_no_seed_violates_an_invariant():
     verdicts = [play(seed) for seed in SEEDS]
-    assert {verdict.seed: verdict.broken for verdict in verdicts if verdict.broken} == {}
+    assert {verdict.seed: verdict.violation for verdict in verdicts if verdict.violation} == {}
 
 
 def test_agents_that_outlive_a_killed_trainer_are_reattached():
     """The random faults of a seed rarely leave an agent running: here nothing fails except the trainer."""
     verdicts = [simulate(seed, Faults(kill=1.0)) for seed in range(20)]
-    assert {verdict.seed: verdict.broken for verdict in verdicts if verdict.broken} == {}
+    assert {verdict.seed: verdict.violation for verdict in verdicts if verdict.violation} == {}
     assert sum(verdict.reattached > 0 for verdict in verdicts) > 10
 
 
-def test_of_two_managers_one_has_the_run():
+def test_only_one_of_two_managers_holds_the_run():
     """Each history: a second manager on another machine, and often the first one cut off from S3 meanwhile."""
     faults = Faults(rival=1.0, s3_cut_off=1.0)
     verdicts = [simulate(seed, faults) for seed in range(30)]
-    assert {verdict.seed: verdict.broken for verdict in verdicts if verdict.broken} == {}
+    assert {verdict.seed: verdict.violation for verdict in verdicts if verdict.violation} == {}
     lines = [line for verdict in verdicts for line in verdict.history]
     assert sum("is refused or has lost the run" in line for line in lines) > 10
     taken = [verdict for verdict in verdicts if sum("holds the run" in line for line in verdict.history) > 1]
@@ -95,13 +95,13 @@ def test_of_two_managers_one_has_the_run():
 
 
 @pytest.mark.parametrize(("seed", "planned"), [(24, 256), pytest.param(499, 1024, marks=pytest.mark.slow)])
-def test_large_steps_are_played(seed, planned):
+def test_large_steps_complete(seed, planned):
     verdict = simulate(seed, Faults())
-    assert verdict.broken is None
+    assert verdict.violation is None
     assert verdict.outcomes["completed"] >= planned
 
 
-# One for each kind of promise, each caught by one of the first seeds.
+# One for each kind of invariant, each caught by one of the first seeds.
 QUICK_MUTANTS = {
     "delete_before_store",
     "dedupe_by_message_id",
@@ -130,12 +130,12 @@ def test_the_quick_mutants_exist():
     "mutant",
     [pytest.param(name, marks=() if name in QUICK_MUTANTS else pytest.mark.slow) for name in MUTANTS],
 )
-def test_a_variant_that_breaks_a_promise_is_caught(mutant):
-    assert any(play(seed, mutant).broken for seed in range(1000)), f"{mutant} passes: the checks have a hole"
-    assert play(0).broken is None  # and the code is whole again
+def test_mutants_are_caught(mutant):
+    assert any(play(seed, mutant).violation for seed in range(1000)), f"{mutant} passes: the checks have a hole"
+    assert play(0).violation is None  # the patches are undone
 
 
-def test_the_command_tells_the_seed_that_fails_and_how_to_play_it_again():
+def test_chaos_prints_the_failing_seed_and_how_to_replay_it():
     runner = CliRunner()
     found = runner.invoke(cli.app, ["chaos", "--seeds", "8", "--mutant", "reward_zero_on_failure"])
     assert found.exit_code == 1
