@@ -12,7 +12,7 @@ VERL_READY := $(VERL)/.ready
 demo: engine  ## 64 real rollouts of a real agent on this machine
 	$(RUN)/rollout demo
 
-# `make test ROOM=gateway` runs the tests of one folder of tests/, `ROOM=gateway/dialects` those of a folder in it.
+# `make test ROOM=gateway` runs the tests of one folder of tests/, `ROOM=rendering/families` those of a folder in it.
 ROOM ?=
 IN_VERL := $(filter verl verl/%,$(ROOM))
 # Two test processes: see ByFile in tests/conftest.py.

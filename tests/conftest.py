@@ -20,6 +20,8 @@ from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
+pytest_plugins = ["gateway_fixtures"]  # in tests/support
+
 # Property tests play the same examples each time, so that `make test` says the same of the same code. With
 # --hypothesis-profile=explore (`make test-all`) they draw new ones; commit what they find as an `@example`.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
@@ -30,6 +32,7 @@ settings.load_profile("fixed")
 LONGEST = ("e2e", "sim")  # folders of tests/ with the longest files
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist's hook, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run all tests of the real engine in one process, and those of real tokenizers. Begin with the longest."""
 

@@ -13,22 +13,14 @@ import json
 import os
 import shutil
 import subprocess
-import threading
-import time
 from collections import Counter
 
-import httpx
 import openai
 import pytest
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
+from gateway_server import Witness
 from rollout_backend.config import ModelConfig
 from rollout_backend.serving.install import find_engine
-from rollout_backend.serving.server_process import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -103,40 +95,6 @@ def engine(model, run_engine):
         yield url
 
 
-class Witness:
-    """Passes `/generate` on to the engine and remembers what it answered: (prompt, sampled, logprobs)."""
-
-    def __init__(self, engine_url: str) -> None:
-        self.sampled: list[tuple[list[int], list[int], list[float]]] = []
-        self._engine_url = engine_url
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        app = Starlette(routes=[Route("/generate", self._generate, methods=["POST"])])
-        self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off"))
-        self._thread = threading.Thread(target=self._server.run)
-
-    async def _generate(self, request: Request) -> Response:
-        body = await request.json()
-        async with httpx.AsyncClient(timeout=300) as http:
-            answer = await http.post(f"{self._engine_url}/generate", json=body)
-        if answer.status_code == 200:
-            said = answer.json()
-            logprobs = [entry[0] for entry in said["meta_info"]["output_token_logprobs"]]
-            self.sampled.append((body["input_ids"], said["output_ids"], logprobs))
-        return Response(answer.content, answer.status_code, media_type="application/json")
-
-    def __enter__(self):
-        self._thread.start()
-        while not self._server.started:
-            assert self._thread.is_alive()
-            time.sleep(0.005)
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-
-
 def converse(client: openai.OpenAI, tools, seen: Counter) -> None:
     """Goes on until the calls are used up or the context is: whatever the model says gets an answer."""
     messages = [USER]
@@ -167,7 +125,7 @@ def test_conversations_with_tools(family, bundle, engine, model, serve, tools):
     with Witness(engine) as witness:
         gateway = serve(witness.url, model=model, bundle=bundle, model_call_s=300)
         for session in range(SESSIONS):
-            witness.sampled.clear()
+            witness.clear()
             converse(gateway.client(f"s{session}", temperature=1.0, seed=session), tools, seen)
             segments = gateway.trajectory(f"s{session}").segments
             turns = [
@@ -179,10 +137,9 @@ def test_conversations_with_tools(family, bundle, engine, model, serve, tools):
                 for segment in segments
                 for turn in segment.turns
             ]
-            assert sorted(turns, key=lambda turn: turn[:2]) == sorted(witness.sampled, key=lambda call: call[:2])
-            assert sum(sum(segment.response_mask) for segment in segments) == sum(
-                len(ids) for _, ids, _ in witness.sampled
-            )
+            sampled = [(call.prompt, call.ids, call.logprobs) for call in witness.sampled]
+            assert sorted(turns, key=lambda turn: turn[:2]) == sorted(sampled, key=lambda call: call[:2])
+            assert sum(sum(segment.response_mask) for segment in segments) == sum(len(ids) for _, ids, _ in sampled)
         malformed = gateway.stats().malformed_tool_calls
     assert set(seen) <= {"stop", "length", "tool_calls", "context_length_exceeded", "unrenderable"}
     answered = seen["stop"] + seen["length"] + seen["tool_calls"]

@@ -1,20 +1,18 @@
 import json
-import threading
-import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from gateway_server import ServerThread
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
 from rollout_backend.dialects.base import Dialect
-from rollout_backend.serving.server_process import free_port
 
 PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS = 11, 4, 7
 ID, CREATED = "0a" * 12, 1_700_000_000
@@ -51,7 +49,7 @@ def _halves(kind, text: str | None) -> list[Delta]:
     return [Delta(kind, text[:middle]), Delta(kind, text[middle:])] if text else []
 
 
-class Scripted:
+class Scripted(ServerThread):
     """A server that speaks one dialect, and says what its script says."""
 
     def __init__(self, dialect: Dialect, path: str) -> None:
@@ -60,19 +58,7 @@ class Scripted:
         routes = [Route(path, self._answer, methods=["POST"])]
         if dialect.count_path is not None:
             routes.append(Route(f"{path}/count_tokens", self._count, methods=["POST"]))
-        app = Starlette(routes=routes, exception_handlers={ApiError: self._refuse})
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False))
-        self._thread = threading.Thread(target=self._server.run)
-        self._thread.start()
-        while not self._server.started:
-            assert self._thread.is_alive()
-            time.sleep(0.005)
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
+        super().__init__(Starlette(routes=routes, exception_handlers={ApiError: self._refuse}))
 
     async def _answer(self, request: Request) -> Response:
         call = self._dialect.parse(await request.body())
@@ -107,15 +93,8 @@ class Scripted:
 @pytest.fixture(scope="module")
 def serve_dialect():
     """Starts a scripted server for a dialect under a path."""
-    servers: list[Scripted] = []
-
-    def start(dialect: Dialect, path: str) -> Scripted:
-        servers.append(Scripted(dialect, path))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.stop()
+    with ExitStack() as stack:
+        yield lambda dialect, path: stack.enter_context(Scripted(dialect, path))
 
 
 @pytest.fixture(scope="session")

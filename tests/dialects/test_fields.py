@@ -1,21 +1,18 @@
-"""Each field that the SDKs' own types document is what `claims.py` says: honoured, harmless, the trainer's, refused.
+"""Compare what the gateway does with each field of the SDKs' own types with the list in `field_claims.py`.
 
-A field that an SDK's next version adds fails here until it is claimed. Most claims are tried against the model of
-bytes, which takes no images and whose template shows neither reasoning, names nor the ids of calls.
+A field that an SDK's next version adds fails here until it is listed. Most claims are tried with the byte model,
+which takes no images, and whose template shows neither reasoning, names nor the ids of calls.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import re
-import sys
 import time
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,7 +25,9 @@ from anyio.from_thread import start_blocking_portal
 from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
+import field_claims as claims
 from agent_wrapper.contract import Sampling
+from field_claims import Claim, Harmless, Honoured, Refused, Trainers, Type
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.session_key import SessionClaims, issue
@@ -37,13 +36,6 @@ from rollout_backend.dialects.openai_responses import OpenAIResponses
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.server import create_app
 from rollout_backend.local.scripted import ScriptedEngine
-
-_FILE = Path(__file__).with_name("claims.py")  # loaded by path: test directories are not packages
-_SPEC = importlib.util.spec_from_file_location("claims", _FILE)
-claims = sys.modules["claims"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(claims)
-Claim, Type = claims.Claim, claims.Type
-Harmless, Honoured, Refused, Trainers = claims.Harmless, claims.Honoured, claims.Refused, claims.Trainers
 
 SIGNING, CONTROL = "signing-" * 6, "control-" * 6
 

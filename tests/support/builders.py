@@ -1,0 +1,78 @@
+"""Plain functions with which tests of several folders build their inputs, and wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from rollout_backend.config import RolloutConfig
+from rollout_backend.local.scripted import BYTE_MODEL
+
+
+def run_config(**sections: Any) -> RolloutConfig:
+    """Return the settings of a run with the byte model, with some sections replaced."""
+    base = {
+        "model": {"path": BYTE_MODEL, "name": "m", "renderer": "chatml"},
+        "storage": {"bucket": "bucket"},
+        "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
+    }
+    return RolloutConfig.parse({**base, **sections})
+
+
+def message(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return message("user", content)
+
+
+def assistant(content: Any, **more: Any) -> dict[str, Any]:
+    return message("assistant", content, **more)
+
+
+def system(content: Any) -> dict[str, Any]:
+    return message("system", content)
+
+
+def tool_result(call_id: str, content: Any) -> dict[str, Any]:
+    return message("tool", content, tool_call_id=call_id)
+
+
+def function_tool(name: str, description: str | None = None, **properties: Any) -> dict[str, Any]:
+    """Return a tool as Chat Completions has it."""
+    described = {"description": description} if description else {}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
+
+
+def function_call(name: str, arguments: Any, call_id: str = "c1") -> dict[str, Any]:
+    """Return a call as Chat Completions has it; `arguments` is JSON, or an object."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def stream_data(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the data of the events of a stream, without the final [DONE]."""
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.01)
+
+
+async def eventually(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 30.0) -> None:
+    """Wait for a condition, which may be a coroutine function."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            found = condition()
+            if found is True or (found is not False and await found):
+                return
+            await asyncio.sleep(0.01)

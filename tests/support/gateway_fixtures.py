@@ -1,0 +1,156 @@
+"""Fixtures of gateways and engines, for the tests of several folders. Imports are inside: some take seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from anyio.from_thread import start_blocking_portal
+
+from rollout_backend.config import GatewayConfig, ModelConfig, RouterConfig, ServingConfig
+from rollout_backend.serving.install import cache_dir, find_model, model_path
+
+# A CPU engine starts without grammars by default. Unless told otherwise, a small model fills JSON with blanks.
+GRAMMARS = ("--grammar-backend", "xgrammar", "--constrained-json-disable-any-whitespace")
+
+
+@pytest.fixture(scope="session")
+def byte_model() -> ModelConfig:
+    from rollout_backend.local.scripted import BYTE_MODEL
+
+    return ModelConfig(path=BYTE_MODEL, name="scripted", renderer="chatml", context_length=4096)
+
+
+@pytest.fixture(scope="session")
+def byte_bundle(byte_model):
+    """The renderer of the byte model."""
+    from rollout_backend.rendering.renderer import load_renderer
+
+    return load_renderer(byte_model)
+
+
+@pytest.fixture(scope="session")
+def bundle(byte_bundle):
+    """The byte model's renderer; the folder of the families has theirs."""
+    return byte_bundle
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    path = model_path(cache_dir())
+    if not (path / "tokenizer.json").is_file():
+        pytest.skip("the small model is not installed")
+    return path
+
+
+def _gateway(engine_url: str, model: ModelConfig, bundle, gateway=None, dialects=None, engine=None, **settings):
+    """Make a gateway, which the caller starts."""
+    from gateway_server import CONTROL_KEY, SECRET, GatewayServer
+    from rollout_backend.dialects.registry import DIALECTS
+    from rollout_backend.gateway.gateway_settings import GatewaySettings
+    from rollout_backend.gateway.server import create_app
+    from rollout_backend.serving.server_process import free_port
+
+    port = free_port()
+    settings = GatewaySettings(
+        port=port,
+        gateway=GatewayConfig(**(gateway or {})),
+        engine_url=engine_url,
+        secret=SECRET,
+        control_key=CONTROL_KEY,
+        model=model,
+        **{"engine_attempts": 2, "model_call_s": 20, **settings},
+    )
+    return GatewayServer(create_app(settings, bundle, dialects or DIALECTS), port, engine)
+
+
+@pytest.fixture
+def serve(bundle, byte_model):
+    """Start a gateway for an engine's URL; keyword arguments are its settings."""
+    with ExitStack() as stack:
+        yield lambda engine_url="http://127.0.0.1:1", **settings: stack.enter_context(
+            _gateway(engine_url, **{"model": byte_model, "bundle": bundle, **settings})
+        )
+
+
+@pytest.fixture(scope="session")
+def shared_gateway(byte_model, byte_bundle):
+    """One gateway before one scripted engine, for all tests that need no settings. Use `play`."""
+    from rollout_backend.local.scripted import ScriptedEngine
+
+    with ScriptedEngine(()) as engine, _gateway(engine.url, byte_model, byte_bundle, engine=engine) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def play(shared_gateway, byte_model, bundle):
+    """`play(script)` returns a gateway whose `engine` answers with the script.
+
+    It is a view of the shared gateway; with keyword arguments, its settings, it is a new gateway and a new engine.
+    """
+    from rollout_backend.local.scripted import ScriptedEngine
+
+    with ExitStack() as stack:
+
+        def start(script, **settings):
+            if not settings:
+                view = shared_gateway.view(script)
+                stack.callback(view.close)
+                return view
+            engine = stack.enter_context(ScriptedEngine(script))
+            settings = {"model": byte_model, "bundle": bundle, "engine": engine, **settings}
+            return stack.enter_context(_gateway(engine.url, **settings))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def real_model() -> ModelConfig:
+    return ModelConfig(path=find_model(), name="scripted", renderer="auto", context_length=4096)
+
+
+@pytest.fixture(scope="session")
+def run_engine(tmp_path_factory) -> Callable[..., AbstractContextManager[str]]:
+    """`run_engine(model, within_s, **serving)` is a context: a real SGLang on the CPU, in float32; its URL."""
+    from rollout_backend.serving.local_engine import LocalEngine
+
+    @contextmanager
+    def run(model: ModelConfig, within_s: float, **serving) -> Iterator[str]:
+        settings = ServingConfig(
+            kind="process", device="cpu", dtype="float32", threads=1, startup_timeout_s=within_s, **serving
+        )
+        engine = LocalEngine("the engine", model, settings, tmp_path_factory.mktemp("engine") / "log")
+        with start_blocking_portal() as portal:
+            try:
+                portal.call(engine.start)
+                yield engine.url
+            finally:
+                portal.call(engine.stop)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def real_engine(real_model, run_engine) -> Iterator[str]:
+    """Start one real SGLang with the small model for all tests; return its URL."""
+    with run_engine(real_model, 170.0, max_total_tokens=8192, extra_args=GRAMMARS) as url:
+        yield url
+
+
+@pytest.fixture
+def behind_router(tmp_path: Path) -> Iterator[Callable[[str], str]]:
+    """`behind_router(engine_url)` is the URL of a real sglang-router with this engine."""
+    from rollout_backend.serving.router import Router
+
+    with start_blocking_portal() as portal, ExitStack() as stack:
+
+        def start(engine_url: str) -> str:
+            router = stack.enter_context(
+                portal.wrap_async_context_manager(Router(RouterConfig(), tmp_path / "router.log"))
+            )
+            portal.call(router.add, engine_url)
+            return router.url
+
+        yield start
