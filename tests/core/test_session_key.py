@@ -26,11 +26,11 @@ def refused(secret: str, key: str, now: float = 0.0) -> str:
     return caught.value.reason
 
 
-def test_a_key_carries_its_claims():
+def test_a_key_contains_its_claims():
     assert verify(SECRET, issue(SECRET, CLAIMS), now=1000.0) == CLAIMS
 
 
-def test_a_key_ends_at_its_deadline():
+def test_a_key_expires_at_its_deadline():
     assert refused(SECRET, issue(SECRET, CLAIMS), now=1000.5) == "expired"
 
 
@@ -52,10 +52,10 @@ def test_an_unsigned_key_is_refused():
 
 
 @pytest.mark.parametrize("key", ["", "x", "a.b.c", "é.é.é", "sk-1234", "\x00"])
-def test_garbage_is_refused(key):
+def test_a_malformed_key_is_refused(key):
     assert refused(SECRET, key) == "malformed"
 
 
 @pytest.mark.parametrize("claims", [{}, {"session_id": "s"}, {**CLAIMS.model_dump(mode="json"), "more": 1}])
-def test_signed_claims_of_another_shape_are_refused(claims):
+def test_signed_claims_with_other_fields_are_refused(claims):
     assert refused(SECRET, jwt.encode(claims, SECRET, algorithm="HS256")) == "malformed"

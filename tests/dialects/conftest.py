@@ -1,4 +1,3 @@
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -9,18 +8,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from dialect_data import CACHED_TOKENS, PROMPT_TOKENS, SAMPLED_TOKENS
 from gateway_server import ServerThread
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
 from rollout_backend.dialects.base import Dialect
 
-PROMPT_TOKENS, CACHED_TOKENS, SAMPLED_TOKENS = 11, 4, 7
 ID, CREATED = "0a" * 12, 1_700_000_000
 
 
 @dataclass
 class Script:
-    """What the server says next, and what it was asked."""
+    """What the server answers, and the calls that it got."""
 
     answer: Answer | None = None
     deltas: Sequence[Delta] = ()
@@ -34,7 +33,7 @@ class Script:
         matched_stop: str | None = None,
         deltas: Sequence[Delta] = (),
     ) -> None:
-        """Scripts a reply; without `deltas` each of its parts comes in two pieces."""
+        """Set the reply; without `deltas` a stream has each of its parts in two pieces."""
         choice = Choice(message, finish_reason, SAMPLED_TOKENS, matched_stop)
         self.answer = Answer(ID, CREATED, "m", (choice,), PROMPT_TOKENS, CACHED_TOKENS)
         self.deltas = deltas or [
@@ -50,7 +49,7 @@ def _halves(kind, text: str | None) -> list[Delta]:
 
 
 class Scripted(ServerThread):
-    """A server that speaks one dialect, and says what its script says."""
+    """A server of one dialect, which answers with its script."""
 
     def __init__(self, dialect: Dialect, path: str) -> None:
         self.script = Script()
@@ -92,22 +91,12 @@ class Scripted(ServerThread):
 
 @pytest.fixture(scope="module")
 def serve_dialect():
-    """Starts a scripted server for a dialect under a path."""
+    """Start a scripted server for a dialect under a path."""
     with ExitStack() as stack:
         yield lambda dialect, path: stack.enter_context(Scripted(dialect, path))
 
 
-@pytest.fixture(scope="session")
-def read_events():
-    """Server-sent events, as (name, data)."""
-
-    def read(stream: bytes) -> list[tuple[str | None, dict]]:
-        assert stream.endswith(b"\n\n")
-        events = []
-        for block in stream.decode().removesuffix("\n\n").split("\n\n"):
-            fields = dict(line.split(": ", 1) for line in block.split("\n"))
-            if "data" in fields:
-                events.append((fields.get("event"), json.loads(fields["data"])))
-        return events
-
-    return read
+@pytest.fixture
+def script(server):
+    server.script = Script()
+    return server.script

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dialect_data import CALL, FULL, JSON, answer, bodies, check_read_or_refused, read_events, sampled
 from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import Answer, Choice, Delta
+from rollout_backend.core.model_call import Delta
 from rollout_backend.dialects.anthropic_messages import AnthropicMessages
 
 DIALECT = AnthropicMessages()
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
 
@@ -43,10 +43,6 @@ def text(text: str) -> dict:
     return {"type": "text", "text": text}
 
 
-def answer(message: dict, finish_reason="stop", matched_stop=None) -> Answer:
-    return Answer("ab", 1, "m", (Choice(message, finish_reason, 7, matched_stop),), 11, 4)
-
-
 def body(message: dict, *how) -> dict:
     return DIALECT.body(parse(), answer(message, *how))
 
@@ -54,7 +50,7 @@ def body(message: dict, *how) -> dict:
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_becomes_that_of_openais_chat():
+def test_a_conversation_is_converted_to_chat_messages():
     call = parse(
         system=[{**text("be "), **EPHEMERAL}, text("kind")],
         messages=[
@@ -98,11 +94,11 @@ def test_a_conversation_becomes_that_of_openais_chat():
     assert call.tools == [{"type": "function", "function": function}]
 
 
-def test_strings_and_blocks_are_the_same():
+def test_a_string_equals_a_text_block():
     assert parse(system="s").messages == parse(system=[text("s")], messages=[user(text("a"))]).messages
 
 
-def test_assistant_messages_in_a_row_are_one():
+def test_consecutive_assistant_messages_are_joined():
     use = {"type": "tool_use", "id": "c1", "name": "f", "input": {"x": 1}}
     apart = messages(user(text("a")), assistant(text("b")), assistant(use), user(text("c")))
     assert apart == messages(user(text("a")), assistant(text("b"), use), user(text("c")))
@@ -119,7 +115,7 @@ def test_assistant_messages_in_a_row_are_one():
         ({"content": "no such file", "is_error": True}, "no such file"),
     ],
 )
-def test_a_tool_result_says_what_it_holds(result, content):
+def test_the_content_of_a_tool_result(result, content):
     result = {"type": "tool_result", "tool_use_id": "c", **result}
     assert messages(user(result)) == [{"role": "tool", "content": content, "tool_call_id": "c"}]
 
@@ -132,12 +128,12 @@ def test_an_empty_message_is_kept():
     ]
 
 
-def test_a_system_message_may_stand_between():
+def test_a_system_message_inside_the_history_is_kept():
     history = messages(user(text("a")), {"role": "system", "content": "now in French"})
     assert history[1] == {"role": "system", "content": "now in French"}
 
 
-def test_the_line_for_billing_is_no_part_of_the_prompt():
+def test_the_billing_header_is_removed_from_the_prompt():
     line = "x-anthropic-billing-header: cc_version=2.1; cch=eb6c6;"
     apart = parse(system=[text(line), text("be kind")])
     assert apart.messages[0]["content"] == "be kind"
@@ -199,7 +195,7 @@ def test_an_output_format_is_a_schema():
         ({"temperature": True}, "temperature", "number"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(fault, param, says):
+def test_an_unsupported_field_is_refused(fault, param, says):
     error = refusal(**fault)
     assert says in error.message
     if param:
@@ -211,7 +207,7 @@ def test_an_image_in_a_tool_result_is_refused():
     assert "takes text only" in refusal(messages=[user(result)]).message
 
 
-def test_counting_needs_no_limit_and_may_end_with_a_reply():
+def test_counting_tokens_needs_no_limit_and_accepts_a_final_reply():
     counted = {"model": "m", "messages": [user(text("a")), assistant(text("b"))], "tools": [TOOL], "system": "s"}
     call = DIALECT.parse_count(json.dumps(counted).encode())
     assert [message["role"] for message in call.messages] == ["system", "user", "assistant"]
@@ -263,7 +259,7 @@ def test_stop_reasons(how, wanted):
         '{"INVALID_JSON": "x"}',
     ],
 )
-def test_arguments_that_are_no_object_come_as_they_are_and_go_back_so(arguments):
+def test_arguments_that_are_no_object_survive_a_round_trip(arguments):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     said = body({"role": "assistant", "content": None, "tool_calls": [call]}, "tool_calls")
     assert said["content"][0]["input"] == {"INVALID_JSON": arguments}
@@ -290,12 +286,12 @@ def test_errors_have_anthropics_types(status, kind):
     assert said == {"type": "error", "error": {"type": kind, "message": "why"}, "request_id": None}
 
 
-def test_a_prompt_that_is_too_long_is_said_in_the_words_that_agents_know():
+def test_a_prompt_that_is_too_long_has_anthropics_message():
     said = DIALECT.error_body(ApiError(400, "why", code="context_length_exceeded"))
     assert said["error"]["message"] == "prompt is too long: why"
 
 
-def test_blocks_of_a_stream_never_overlap(read_events):
+def test_blocks_of_a_stream_do_not_overlap():
     events = DIALECT.stream(parse(), "ab", 1, "m")
     deltas = [
         Delta("reasoning", "a"),
@@ -311,30 +307,24 @@ def test_blocks_of_a_stream_never_overlap(read_events):
         stream += b"".join(events.delta(delta))
     stream += b"".join(events.end(answer({"role": "assistant", "content": ""}, "tool_calls")))
     assert stream.isascii()  # some clients end a line at U+2028
-    told = [data for name, data in read_events(stream) if name == data["type"]]
-    assert [data["type"] for data in told] == [
+    sent = [data for name, data in read_events(stream) if name == data["type"]]
+    assert [data["type"] for data in sent] == [
         "message_start",
         *["content_block_start", *["content_block_delta"] * 3, "content_block_stop"],
         *["content_block_start", "content_block_delta", "content_block_stop"] * 4,
         "message_delta",
         "message_stop",
     ]
-    assert [data["index"] for data in told if "index" in data] == [0] * 5 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3
-    assert told[4]["delta"]["type"] == "signature_delta"
+    assert [data["index"] for data in sent if "index" in data] == [0] * 5 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3
+    assert sent[4]["delta"]["type"] == "signature_delta"
 
 
-# --- with Anthropic's own client --------------------------------------------------------------------------
+# --- with Anthropic's client ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def server(serve_dialect):
     return serve_dialect(DIALECT, "/v1/messages")
-
-
-@pytest.fixture
-def script(server):
-    server.script.__init__()
-    return server.script
 
 
 @pytest.fixture
@@ -344,12 +334,6 @@ def client(server):
 
 
 ASK = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
-FULL = {
-    "role": "assistant",
-    "content": "some text",
-    "reasoning_content": "why so",
-    "tool_calls": [CALL, {**CALL, "id": "2"}],
-}
 REPLIES = [
     (FULL, "tool_calls", None),
     ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "tool_calls", None),
@@ -360,7 +344,7 @@ REPLIES = [
 
 
 @pytest.mark.parametrize("reply", REPLIES)
-def test_the_client_reads_a_stream_as_it_reads_a_body(client, script, reply):
+def test_the_client_reads_the_same_from_a_stream_and_a_body(client, script, reply):
     script.reply(*reply)
     plain = client.messages.create(**ASK)
     with client.messages.stream(**ASK) as stream:
@@ -383,7 +367,7 @@ def test_the_client_finds_every_block(client, script):
     assert final.stop_reason == "tool_use"
 
 
-def test_the_clients_history_is_the_message_that_was_sampled(client, script):
+def test_the_clients_history_equals_the_sampled_message(client, script):
     script.reply(FULL, "tool_calls")
     first = client.messages.create(**ASK, tools=[TOOL])
     results = [{"type": "tool_result", "tool_use_id": block.id, "content": "r"} for block in first.content[2:]]
@@ -410,7 +394,7 @@ def test_the_client_counts(client, script):
     assert client.messages.count_tokens(model="m", messages=ASK["messages"], tools=[TOOL]).input_tokens == 11
 
 
-def test_the_client_raises_what_was_refused(client, script):
+def test_the_client_raises_refusals(client, script):
     with pytest.raises(anthropic.BadRequestError, match="takes text only") as error:
         client.messages.create(**{**ASK, "messages": [user({"type": "image", "source": {}})]})
     assert error.value.type == "invalid_request_error"
@@ -419,7 +403,7 @@ def test_the_client_raises_what_was_refused(client, script):
         client.messages.create(**ASK)
 
 
-def test_the_client_raises_what_fails_in_a_stream(client, script):
+def test_the_client_raises_a_failure_in_a_stream(client, script):
     script.reply(FULL)
     script.error = ApiError(503, "the engine is gone")
     failing = pytest.raises(anthropic.APIStatusError, match="the engine is gone")
@@ -430,20 +414,8 @@ def test_the_client_raises_what_fails_in_a_stream(client, script):
 
 # --- properties -------------------------------------------------------------------------------------------
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-JSON = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 OBJECTS = st.dictionaries(st.text() | st.just("INVALID_JSON"), JSON, max_size=3)
-ARGUMENTS = OBJECTS.map(json.dumps) | JSON.map(json.dumps) | st.text()
-CALLS = st.builds(
-    lambda id, name, arguments: {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}},
-    st.text(min_size=1),
-    st.text(min_size=1),
-    ARGUMENTS,
-)
-SAMPLED = st.fixed_dictionaries(
-    {"role": st.just("assistant"), "content": st.text()},
-    optional={"reasoning_content": st.text(min_size=1), "tool_calls": st.lists(CALLS, min_size=1, max_size=3)},
-)
+SAMPLED = sampled(OBJECTS.map(json.dumps) | JSON.map(json.dumps) | st.text())
 WHOLE = {
     "model": "m",
     "max_tokens": 5,
@@ -468,24 +440,6 @@ WHOLE = {
 }
 
 
-@st.composite
-def spoiled(draw, whole):
-    """The whole body with something else in one place, or nothing there."""
-    copy = json.loads(json.dumps(whole))
-    at = copy
-    while True:
-        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
-        key = draw(st.sampled_from(keys))
-        if isinstance(at[key], dict | list) and at[key] and draw(st.booleans()):
-            at = at[key]
-            continue
-        if draw(st.booleans()):
-            del at[key]
-        else:
-            at[key] = draw(JSON)
-        return json.dumps(copy).encode()
-
-
 def readable(arguments: str) -> object:
     try:
         return [json.loads(arguments)]
@@ -501,28 +455,16 @@ def compared(message: dict) -> dict:
     }
 
 
-def attempt(parse, body: bytes):
-    try:
-        return parse(body), None
-    except ApiError as error:
-        return None, error
-
-
-@given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()) | spoiled(WHOLE))
+@given(bodies(WHOLE))
 @settings(max_examples=400)
-def test_whatever_the_body_it_is_read_or_refused(nonsense):
+def test_any_body_is_read_or_refused(body):
     for parse in (DIALECT.parse, DIALECT.parse_count):
-        call, error = attempt(parse, nonsense)
-        if error:
-            assert error.status == 400
-            assert json.dumps(DIALECT.error_body(error), ensure_ascii=False).encode()
-        else:
-            json.dumps([call.messages, call.tools, call.json_schema], ensure_ascii=False, allow_nan=False).encode()
+        check_read_or_refused(DIALECT, parse, body)
 
 
 @given(SAMPLED)
 @settings(max_examples=200)
-def test_an_answer_sent_back_is_what_was_sampled(message):
+def test_an_answer_sent_back_equals_the_sampled_message(message):
     said = json.loads(json.dumps(body(message)))
     history = messages(user(text("a")), {"role": said["role"], "content": said["content"]}, user(text("b")))
     assert compared(history[1]) == compared(message)
@@ -531,7 +473,7 @@ def test_an_answer_sent_back_is_what_was_sampled(message):
 
 @given(SAMPLED, st.integers(1, 5))
 @settings(max_examples=100)
-def test_a_stream_adds_up_to_the_body(read_events, message, size):
+def test_the_events_of_a_stream_add_up_to_the_body(message, size):
     events = DIALECT.stream(parse(), "ab", 1, "m")
     stream = b"".join(events.start(11))
     for kind, field in (("reasoning", "reasoning_content"), ("text", "content")):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import time
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,23 +20,16 @@ import typing_extensions
 from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_count_tokens_params as beta_message_count_tokens_params
 from anthropic.types.beta import message_create_params as beta_message_create_params
-from anyio.from_thread import start_blocking_portal
 from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
 import field_claims as claims
-from agent_wrapper.contract import Sampling
 from field_claims import Claim, Harmless, Honoured, Refused, Trainers, Type
+from gateway_server import GatewayServer
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import ImageLimits
-from rollout_backend.core.session_key import SessionClaims, issue
 from rollout_backend.dialects.openai_chat import OpenAIChat
 from rollout_backend.dialects.openai_responses import OpenAIResponses
-from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.server import create_app
-from rollout_backend.local.scripted import ScriptedEngine
-
-SIGNING, CONTROL = "signing-" * 6, "control-" * 6
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ def name_of(kind: Any) -> str:
 
 
 def typed_dicts(hint: Any) -> Iterator[Any]:
-    """Those that a field may hold."""
+    """Yield those that a field may hold."""
     if typing_extensions.is_typeddict(hint):
         yield hint
         return
@@ -88,7 +80,7 @@ def typed_dicts(hint: Any) -> Iterator[Any]:
 
 
 def tags(kind: Any) -> dict[str, str]:
-    """What a type's discriminating fields must say."""
+    """Return the values of a type's discriminating fields."""
     hints = typing_extensions.get_type_hints(kind)
     return {name: value for name in ("role", "type") if name in hints for value in literals(hints[name])[:1]}
 
@@ -135,14 +127,14 @@ WALKED = {name: walk(api) for name, api in APIS.items()}
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_every_documented_field_is_claimed(name):
+def test_every_documented_field_is_listed(name):
     api, found = APIS[name], WALKED[name]
     unclaimed = {kind: found.fields[kind] - api.types[kind].fields.keys() for kind in found.fields}
     assert {kind: fields for kind, fields in unclaimed.items() if fields} == {}
     assert api.types.keys() == found.fields.keys(), "claims of types that no request can hold"
 
 
-def test_counting_tokens_takes_the_fields_of_a_call():
+def test_counting_tokens_accepts_the_fields_of_a_call():
     known = claims.MESSAGES_TYPES["MessageCreateParamsStreaming"].fields.keys()
     for counted in (message_count_tokens_params, beta_message_count_tokens_params):
         assert typing_extensions.get_type_hints(counted.MessageCountTokensParams).keys() <= known
@@ -151,57 +143,37 @@ def test_counting_tokens_takes_the_fields_of_a_call():
 # --- the claims, one by one -------------------------------------------------------------------------------
 
 
-def key(session: str) -> str:
-    claims = SessionClaims(
-        run_id="run",
-        step=0,
-        rollout_id="r",
-        attempt=1,
-        session_id=session,
-        sampling=Sampling(),
-        expires_at=time.time() + 3600,
-    )
-    return issue(SIGNING, claims)
-
-
 class Tried:
-    """A gateway and its engine, in one process with the test."""
+    """Send requests to the shared gateway, each in a new session."""
 
-    def __init__(self, engine: ScriptedEngine, http: httpx.AsyncClient, portal: Any) -> None:
-        self._engine, self._http, self._portal = engine, http, portal
+    def __init__(self, gateway: GatewayServer, http: httpx.Client) -> None:
+        self._gateway, self._http = gateway, http
         self._sessions = 0
 
     def __call__(self, path: str, body: dict[str, Any], reply: str = "5") -> tuple[httpx.Response, list[Any], str]:
-        """The answer, what the engine was asked, and the reply in words that do not change from call to call."""
+        """Return the answer, what the engine was asked, and the answer's text without what differs between calls."""
         self._sessions += 1
-        self._engine.replies = lambda _: reply
-        before = len(self._engine.requests)
-        headers = {"Authorization": f"Bearer {key(f's{self._sessions}')}"}
-        answer = self._portal.call(lambda: self._http.post(path, json=body, headers=headers))
-        asked = [{**request, "rid": None} for request in self._engine.requests[before:]]
+        engine = self._gateway.engine
+        engine.replies = lambda _: reply
+        before = len(engine.requests)
+        answer = self._http.post(path, json=body, headers=self._gateway.headers(f"s{self._sessions}"))
+        asked = [{**request, "rid": None} for request in engine.requests[before:]]
         text = re.sub(r"[0-9a-f]{24,}|\"created(_at)?\": ?\d+", "", answer.text)
         return answer, asked, text
 
     def overridden(self) -> int:
-        headers = {"Authorization": f"Bearer {CONTROL}"}
-        stats = self._portal.call(lambda: self._http.get("/control/stats", headers=headers)).json()
+        stats = self._http.get("/control/stats", headers=self._gateway.control).json()
         return sum(stats["overridden"].values())
 
 
 @pytest.fixture(scope="module")
-def tried(bundle, byte_model):
-    with ScriptedEngine(lambda _: "5") as engine, start_blocking_portal() as portal:
-        settings = GatewaySettings(
-            port=0, engine_url=engine.url, secret=SIGNING, control_key=CONTROL, model=byte_model, engine_attempts=1
-        )
-        app = create_app(settings, bundle)
-        with portal.wrap_async_context_manager(app.router.lifespan_context(app)):
-            http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", timeout=60)
-            yield Tried(engine, http, portal)
+def tried(shared_gateway):
+    with httpx.Client(base_url=shared_gateway.url, timeout=60) as http:
+        yield Tried(shared_gateway.view(()), http)
 
 
 def put(body: Any, at: tuple[str | int, ...], value: Any) -> Any:
-    """The body with `value` at this place; a list's other entries stay."""
+    """Return the body with `value` at this place; a list's other entries stay."""
     if not at:
         return value
     first, *rest = at
@@ -217,7 +189,7 @@ def get(body: Any, at: tuple[str | int, ...]) -> Any:
     return body
 
 
-def stood(api: Api, kind: Type) -> dict[str, Any]:
+def with_type(api: Api, kind: Type) -> dict[str, Any]:
     """Return the base request with an object of this type in it."""
     return api.base if kind.given is None else put(api.base, kind.given_at or kind.at, kind.given)
 
@@ -230,9 +202,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "stands", "field", "claim"), CASES)
-def test_a_field_is_what_is_claimed_of_it(tried, name, stands, field, claim):
+def test_a_field_is_handled_as_listed(tried, name, stands, field, claim):
     api = APIS[name]
-    base = stood(api, stands)
+    base = with_type(api, stands)
     without = put(base, stands.at, {**get(base, stands.at), **claim.also})
     body = put(without, (*stands.at, field), claim.value)
     if isinstance(claim, Refused):
@@ -255,11 +227,11 @@ def test_a_field_is_what_is_claimed_of_it(tried, name, stands, field, claim):
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_a_type_that_is_not_listed_is_refused(tried, name):
+def test_an_unlisted_type_is_refused(tried, name):
     api = APIS[name]
     assert WALKED[name].unlisted
     for kind, stands, field, unlisted in WALKED[name].unlisted:
-        base = stood(api, stands)
+        base = with_type(api, stands)
         at = (*stands.at, field)
         value = {**tags(unlisted), "name": "x", "content": "x"}
         assert tags(unlisted), f"{kind}.{field} may be a {unlisted.__name__}, which nothing tells apart"
@@ -288,7 +260,7 @@ EXTENSIONS = {
 
 @pytest.mark.parametrize("name", APIS)
 @pytest.mark.parametrize("field", EXTENSIONS)
-def test_what_is_not_known_is_refused_by_name(tried, name, field):
+def test_an_unknown_field_is_refused_by_name(tried, name, field):
     api = APIS[name]
     answer, asked, _ = tried(api.path, {**api.base, field: EXTENSIONS[field]})
     assert (answer.status_code, asked) == (400, [])
@@ -296,7 +268,7 @@ def test_what_is_not_known_is_refused_by_name(tried, name, field):
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_what_says_nothing_is_no_field(tried, name):
+def test_an_unknown_field_with_its_default_is_ignored(tried, name):
     nothing = {
         **dict.fromkeys(EXTENSIONS),
         "continue_final_message": False,
@@ -313,13 +285,13 @@ def test_what_says_nothing_is_no_field(tried, name):
     assert (answer.status_code, asked) == (200, without)
 
 
-def test_claude_codes_way_to_keep_all_thinking_is_legal(tried):
+def test_context_management_that_keeps_all_thinking_is_accepted(tried):
     edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
     body = {**claims.MESSAGES, "context_management": {"edits": edits}}
     assert tried("/v1/messages", body)[0].status_code == 200
 
 
-def test_the_history_may_not_be_shortened_here(tried):
+def test_context_management_that_shortens_the_history_is_refused(tried):
     edits = [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}]
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         answer = tried(path, {**claims.MESSAGES, "context_management": {"edits": edits}})[0]
@@ -328,7 +300,7 @@ def test_the_history_may_not_be_shortened_here(tried):
 
 
 @pytest.mark.parametrize("detail", ["low", "auto"])
-def test_the_detail_of_an_image_is_full(detail):
+def test_only_full_detail_of_an_image_is_accepted(detail):
     url = "data:image/png;base64,x"
     bodies = {
         OpenAIChat: {"messages": [{"content": [{"type": "image_url", "image_url": {"url": url, "detail": detail}}]}]},

@@ -20,7 +20,7 @@ def answer(*messages: dict, reason="stop") -> Answer:
     return Answer("id", 1, "m", choices, prompt_tokens=10, cached_tokens=4)
 
 
-def test_messages_become_plain():
+def test_messages_are_normalised():
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "user", "content": "c", "name": None, "something": 1},
@@ -37,12 +37,12 @@ def test_messages_become_plain():
     ]
 
 
-def test_tools_stay_as_they_came():
+def test_tools_are_unchanged():
     tools = [{"function": {"parameters": {"b": 1, "a": None}, "name": "f"}, "type": "function", "x": [1.5]}]
     assert json.dumps(parse(tools=tools).tools) == json.dumps(tools)
 
 
-def test_what_is_asked_of_the_model():
+def test_sampling_and_limits():
     call = parse(
         max_tokens=3,
         max_completion_tokens=4,
@@ -112,7 +112,7 @@ def test_a_refusal_names_the_field(more, where):
     assert str(refused.value).startswith(where)
 
 
-def test_an_answer_of_two_choices():
+def test_the_body_of_an_answer_with_two_choices():
     body = CHAT.body(parse(n=2), answer({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}))
     assert [(choice["index"], choice["message"]["content"]) for choice in body["choices"]] == [(0, "a"), (1, "b")]
     assert body["choices"][0]["logprobs"] == {"content": [{"token": "t"}], "refusal": None}
@@ -125,7 +125,7 @@ def test_an_answer_of_two_choices():
     }
 
 
-def test_a_stream_tells_each_choice_apart():
+def test_the_events_of_a_stream_name_their_choice():
     stream = CHAT.stream(parse(n=2, stream=True, stream_options={"include_usage": True}), "id", 1, "m")
     whole = {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}
     events = [
@@ -139,8 +139,8 @@ def test_a_stream_tells_each_choice_apart():
     assert events.pop() == b"data: [DONE]\n\n"
     assert all(event.count(b"\n") == 2 for event in events)
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in events]
-    told = [(choice["index"], choice["delta"]) for chunk in chunks for choice in chunk["choices"]]
-    assert told == [
+    sent = [(choice["index"], choice["delta"]) for chunk in chunks for choice in chunk["choices"]]
+    assert sent == [
         (0, {"role": "assistant", "content": ""}),
         (1, {"role": "assistant", "content": ""}),
         (1, {"reasoning_content": "hm"}),

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 
+from dialect_data import CALL, FULL, answer, bodies, check_read_or_refused, read_events, sampled
 from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.model_call import Answer, Choice, Delta
+from rollout_backend.core.model_call import Delta
 from rollout_backend.dialects.openai_responses import OpenAIResponses
 
 DIALECT = OpenAIResponses()
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
 TOOL = {"type": "function", "name": "f", "description": "d", "parameters": PARAMETERS, "strict": True}
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 USER = {"role": "user", "content": "a"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 
@@ -48,10 +48,6 @@ def reasoning(*texts: str) -> dict:
     return {"type": "reasoning", "id": "rs_1", "summary": [], "content": content}
 
 
-def answer(message: dict, finish_reason="stop") -> Answer:
-    return Answer("ab", 1, "m", (Choice(message, finish_reason, 7),), 11, 4)
-
-
 def body(message: dict, *how, **request) -> dict:
     return DIALECT.body(parse(**request), answer(message, *how))
 
@@ -59,7 +55,7 @@ def body(message: dict, *how, **request) -> dict:
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_becomes_that_of_openais_chat():
+def test_a_conversation_is_converted_to_chat_messages():
     history = parse(
         instructions="be kind",
         input=[
@@ -101,12 +97,12 @@ def test_a_string_is_a_users_message():
     assert parse(input="a").messages == [USER] == messages(USER)
 
 
-def test_replies_in_a_row_stay_apart():
+def test_consecutive_replies_stay_separate():
     easy = [{"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"}]
     assert messages(USER, *easy)[1:] == easy
 
 
-def test_a_reply_may_speak_on_after_a_call():
+def test_text_after_a_call_belongs_to_the_same_reply():
     items = assistant(said("b")), call("c1", '{"x": 1}'), assistant(said("c")), output("c1", "r")
     assert messages(USER, *items)[1] == {"role": "assistant", "content": "bc", "tool_calls": [CALL]}
 
@@ -153,7 +149,7 @@ def test_text_formats(wanted, schema):
     assert DIALECT.body(got, answer({"role": "assistant", "content": ""}))["text"]["format"] == wanted
 
 
-def test_what_changes_nothing_is_legal():
+def test_fields_without_effect_are_accepted():
     parse(
         store=True,
         metadata={"k": "v"},
@@ -207,7 +203,7 @@ def test_what_changes_nothing_is_legal():
         ({"metadata": {"a": 1e999}}, None, "not JSON"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(fault, param, says):
+def test_an_unsupported_field_is_refused(fault, param, says):
     with pytest.raises(ApiError) as error:
         parse(**fault)
     assert error.value.status == 400
@@ -279,26 +275,26 @@ DELTAS = [
 EVENTS = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
-def streamed(read_events, deltas, last) -> list[dict]:
+def streamed(deltas, last) -> list[dict]:
     events = DIALECT.stream(parse(tools=[TOOL]), "ab", 1, "m")
     stream = b"".join(events.start(11))
     for delta in deltas:
         stream += events.keepalive() + b"".join(events.delta(delta))
     stream += b"".join(last(events))
     assert stream.isascii()  # some clients end a line at U+2028
-    told = read_events(stream)
-    assert [name for name, _ in told] == [data["type"] for _, data in told]
-    assert [data["sequence_number"] for _, data in told] == list(range(len(told)))
-    for _, data in told:
+    sent = read_events(stream)
+    assert [name for name, _ in sent] == [data["type"] for _, data in sent]
+    assert [data["sequence_number"] for _, data in sent] == list(range(len(sent)))
+    for _, data in sent:
         EVENTS.validate_python(data)
-    return [data for _, data in told]
+    return [data for _, data in sent]
 
 
-def test_a_stream_tells_the_whole_family_of_events(read_events):
+def test_a_stream_has_all_kinds_of_events():
     message = {"role": "assistant", "content": "b\u2028c"}
-    told = streamed(read_events, DELTAS, lambda events: events.end(answer(message, "tool_calls")))
+    sent = streamed(DELTAS, lambda events: events.end(answer(message, "tool_calls")))
     text = ["content_part.added", *["output_text.delta"] * 2, "output_text.done", "content_part.done"]
-    assert [data["type"].removeprefix("response.") for data in told] == [
+    assert [data["type"].removeprefix("response.") for data in sent] == [
         *["created", "in_progress"],
         *["output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"],
         *["content_part.done", "output_item.done", "output_item.added", *text, "output_item.done"],
@@ -307,44 +303,38 @@ def test_a_stream_tells_the_whole_family_of_events(read_events):
         *["content_part.added", "output_text.delta", "output_text.done", "content_part.done", "output_item.done"],
         "completed",
     ]
-    items = told[-1]["response"]["output"]
+    items = sent[-1]["response"]["output"]
     assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "message"]
-    assert items == [data["item"] for data in told if data["type"] == "response.output_item.done"]
+    assert items == [data["item"] for data in sent if data["type"] == "response.output_item.done"]
     assert [item["id"] for item in items] == [
-        data["item"]["id"] for data in told if data["type"] == "response.output_item.added"
+        data["item"]["id"] for data in sent if data["type"] == "response.output_item.added"
     ]
-    assert {data["item"]["status"] for data in told if data["type"] == "response.output_item.added"} == {
+    assert {data["item"]["status"] for data in sent if data["type"] == "response.output_item.added"} == {
         "in_progress"
     }
 
 
-def test_a_stream_that_fails_says_so_with_what_was_finished(read_events):
-    told = streamed(read_events, DELTAS, lambda events: events.failed(ApiError(503, "gone")))
-    failed = told[-1]["response"]
-    assert (told[-1]["type"], failed["status"]) == ("response.failed", "failed")
+def test_a_failed_stream_ends_with_the_error_and_the_finished_items():
+    sent = streamed(DELTAS, lambda events: events.failed(ApiError(503, "gone")))
+    failed = sent[-1]["response"]
+    assert (sent[-1]["type"], failed["status"]) == ("response.failed", "failed")
     assert failed["error"] == {"code": "server_error", "message": "gone"}
     assert [item["type"] for item in failed["output"]] == ["reasoning", "message", "function_call"]
 
 
-def test_a_stream_that_fails_before_its_start_is_a_stream(read_events):
+def test_a_stream_that_fails_before_its_start_has_all_opening_events():
     events = DIALECT.stream(parse(), "ab", 1, "m")
-    told = read_events(b"".join(events.failed(ApiError(429, "busy"))))
-    assert [name for name, _ in told] == ["response.created", "response.in_progress", "response.failed"]
-    assert told[-1][1]["response"]["error"]["code"] == "rate_limit_exceeded"
+    sent = read_events(b"".join(events.failed(ApiError(429, "busy"))))
+    assert [name for name, _ in sent] == ["response.created", "response.in_progress", "response.failed"]
+    assert sent[-1][1]["response"]["error"]["code"] == "rate_limit_exceeded"
 
 
-# --- with OpenAI's own client -----------------------------------------------------------------------------
+# --- with OpenAI's client ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def server(serve_dialect):
     return serve_dialect(DIALECT, "/v1/responses")
-
-
-@pytest.fixture
-def script(server):
-    server.script.__init__()
-    return server.script
 
 
 @pytest.fixture
@@ -354,12 +344,6 @@ def client(server):
 
 
 ASK = {"model": "m", "input": "a"}
-FULL = {
-    "role": "assistant",
-    "content": "some text",
-    "reasoning_content": "why so",
-    "tool_calls": [CALL, {**CALL, "id": "2"}],
-}
 REPLIES = [
     (FULL, "tool_calls"),
     ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "tool_calls"),
@@ -370,7 +354,7 @@ REPLIES = [
 
 
 @pytest.mark.parametrize("reply", REPLIES)
-def test_the_client_reads_a_stream_as_it_reads_a_body(client, script, reply):
+def test_the_client_reads_the_same_from_a_stream_and_a_body(client, script, reply):
     script.reply(*reply)
     Response.model_validate(client.responses.create(**ASK).to_dict(), strict=True)
     plain = client.responses.parse(**ASK)  # with what the stream's helper adds to each item
@@ -392,7 +376,7 @@ def test_the_client_finds_every_item(client, script):
     ]
 
 
-def test_the_clients_history_is_the_message_that_was_sampled(client, script):
+def test_the_clients_history_equals_the_sampled_message(client, script):
     script.reply(FULL, "tool_calls")
     first = client.responses.create(**ASK, tools=[TOOL])
     calls = [item for item in first.output if item.type == "function_call"]
@@ -403,14 +387,14 @@ def test_the_clients_history_is_the_message_that_was_sampled(client, script):
     assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool"]
 
 
-def test_the_client_learns_that_a_reply_was_cut(client, script):
+def test_the_client_sees_that_a_reply_was_cut(client, script):
     script.reply({"role": "assistant", "content": "cut"}, "length")
     assert client.responses.create(**ASK).incomplete_details.reason == "max_output_tokens"
     *_, last = client.responses.create(**ASK, stream=True)
     assert (last.type, last.response.output_text) == ("response.incomplete", "cut")
 
 
-def test_the_client_parses_what_has_a_schema(client, script):
+def test_the_client_parses_a_reply_with_a_schema(client, script):
     class Answered(pydantic.BaseModel):
         a: str
 
@@ -429,7 +413,7 @@ async def test_the_async_client(server, script):
         assert final.to_dict() == (await client.responses.parse(**ASK)).to_dict()
 
 
-def test_the_client_raises_what_was_refused(client, script):
+def test_the_client_raises_refusals(client, script):
     with pytest.raises(openai.BadRequestError, match="send the whole conversation") as error:
         client.responses.create(**ASK, previous_response_id="resp_1")
     assert error.value.param == "previous_response_id"
@@ -438,7 +422,7 @@ def test_the_client_raises_what_was_refused(client, script):
         client.responses.create(**ASK)
 
 
-def test_the_client_is_told_what_fails_in_a_stream(client, script):
+def test_the_client_gets_a_failure_in_a_stream(client, script):
     script.reply(FULL)
     script.error = ApiError(503, "the engine is gone")
     *_, last = client.responses.create(**ASK, stream=True)
@@ -447,18 +431,7 @@ def test_the_client_is_told_what_fails_in_a_stream(client, script):
 
 # --- properties -------------------------------------------------------------------------------------------
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-JSON = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
-CALLS = st.builds(
-    lambda id, name, arguments: {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}},
-    st.text(min_size=1),
-    st.text(min_size=1),
-    st.text(),
-)
-SAMPLED = st.fixed_dictionaries(
-    {"role": st.just("assistant"), "content": st.text()},
-    optional={"reasoning_content": st.text(min_size=1), "tool_calls": st.lists(CALLS, min_size=1, max_size=3)},
-)
+SAMPLED = sampled(st.text())
 WHOLE = {
     "model": "m",
     "instructions": "i",
@@ -483,47 +456,15 @@ WHOLE = {
 }
 
 
-@st.composite
-def spoiled(draw, whole):
-    """The whole body with something else in one place, or nothing there."""
-    copy = json.loads(json.dumps(whole))
-    at = copy
-    while True:
-        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
-        key = draw(st.sampled_from(keys))
-        if isinstance(at[key], dict | list) and at[key] and draw(st.booleans()):
-            at = at[key]
-            continue
-        if draw(st.booleans()):
-            del at[key]
-        else:
-            at[key] = draw(JSON)
-        return json.dumps(copy).encode()
-
-
-def attempt(body: bytes):
-    try:
-        return DIALECT.parse(body), None
-    except ApiError as error:
-        return None, error
-
-
-@given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()) | spoiled(WHOLE))
+@given(bodies(WHOLE))
 @settings(max_examples=400)
-def test_whatever_the_body_it_is_read_or_refused(nonsense):
-    got, error = attempt(nonsense)
-    if error:
-        assert error.status == 400
-        assert json.dumps(DIALECT.error_body(error), ensure_ascii=False).encode()
-    else:
-        json.dumps(
-            [got.messages, got.tools, got.json_schema, got.dialect_data], ensure_ascii=False, allow_nan=False
-        ).encode()
+def test_any_body_is_read_or_refused(body):
+    check_read_or_refused(DIALECT, DIALECT.parse, body)
 
 
 @given(SAMPLED)
 @settings(max_examples=200)
-def test_an_answer_sent_back_is_what_was_sampled(message):
+def test_an_answer_sent_back_equals_the_sampled_message(message):
     items = json.loads(json.dumps(body(message)))["output"]
     history = messages(USER, *items, USER)
     assert history == [USER, message, USER]
@@ -531,14 +472,14 @@ def test_an_answer_sent_back_is_what_was_sampled(message):
 
 @given(SAMPLED, st.integers(1, 5))
 @settings(max_examples=100)
-def test_a_stream_ends_in_the_body(read_events, message, size):
+def test_a_stream_ends_in_the_body(message, size):
     pieces = [
         Delta(kind, message[field][i : i + size])
         for kind, field in (("reasoning", "reasoning_content"), ("text", "content"))
         for i in range(0, len(message.get(field, "")), size)
     ] + [Delta("tool_call", tool_call=call) for call in message.get("tool_calls", ())]
-    told = streamed(read_events, pieces, lambda events: events.end(answer(message)))
-    assert told[-1]["response"] == body(message, tools=[TOOL])
+    sent = streamed(pieces, lambda events: events.end(answer(message)))
+    assert sent[-1]["response"] == body(message, tools=[TOOL])
     for field, kind in (("reasoning_content", "reasoning_text"), ("content", "output_text")):
-        deltas = [data["delta"] for data in told if data["type"] == f"response.{kind}.delta"]
+        deltas = [data["delta"] for data in sent if data["type"] == f"response.{kind}.delta"]
         assert "".join(deltas) == message.get(field, "")

@@ -1,14 +1,13 @@
 import asyncio
 import math
-import time
 
-import httpx
 import pytest
 from aiohttp import web
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from builders import eventually, until, user
 from rollout_backend.gateway.admission import Admission, EngineLoad
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_load_poller import EngineLoadPoller
@@ -42,7 +41,7 @@ def begin(admission, calls: int) -> None:
 
 
 def let_in(admission, limit: int = 1000) -> int:
-    """How many calls enter, one after another, before the first refusal."""
+    """Return how many calls are admitted before the first refusal."""
     for entered in range(limit):
         if admission.check() is not None:
             return entered
@@ -50,7 +49,7 @@ def let_in(admission, limit: int = 1000) -> int:
     return limit
 
 
-def test_the_cap_alone_counts_while_no_load_is_known(admission):
+def test_without_known_loads_only_the_limit_applies(admission):
     assert let_in(admission) == 100
     refusal = admission.check()
     assert refusal is not None
@@ -59,23 +58,23 @@ def test_the_cap_alone_counts_while_no_load_is_known(admission):
     assert admission.check() is None
 
 
-def test_calls_enter_until_the_queue_is_full(admission):
+def test_calls_are_admitted_until_the_queue_is_full(admission):
     admission.observe([FULL])
     assert let_in(admission) == 2  # 8 wait, 10 may
     assert "wait for an engine" in str(admission.check())
 
 
-def test_free_places_are_filled_before_anything_waits(admission):
+def test_free_places_are_filled_before_calls_queue(admission):
     admission.observe([EngineLoad(running=60, waiting=0, free=4)])
     assert let_in(admission) == 14
 
 
-def test_the_bound_is_of_all_engines_together(admission):
+def test_the_queue_limit_applies_to_all_engines_together(admission):
     admission.observe([FULL, EngineLoad(running=64, waiting=0, free=0)])
     assert let_in(admission) == 12
 
 
-def test_a_call_that_has_left_since_the_last_look_waits_no_more(admission):
+def test_a_call_that_ended_since_the_last_poll_is_not_counted(admission):
     admission.observe([FULL])
     for _ in range(50):
         assert admission.check() is None
@@ -83,24 +82,24 @@ def test_a_call_that_has_left_since_the_last_look_waits_no_more(admission):
         admission.ended(0.1)
 
 
-def test_the_cap_counts_beside_the_queue(admission):
+def test_the_limit_applies_in_addition_to_the_queue(admission):
     admission.observe([EngineLoad(running=0, waiting=0, free=1000)])
     assert let_in(admission) == 100
 
 
-def test_an_old_load_says_nothing(admission, clock):
+def test_an_old_load_is_ignored(admission, clock):
     admission.observe([EngineLoad(running=64, waiting=500, free=0)])
     assert admission.check() is not None
     clock.now += 10.1
     assert admission.check() is None
 
 
-def test_no_engine_at_all_refuses_nothing(admission):
+def test_without_engines_only_the_limit_applies(admission):
     admission.observe([])
     assert let_in(admission) == 100
 
 
-def test_the_wait_follows_from_the_queue(admission):
+def test_retry_after_follows_from_the_queue(admission):
     admission.began()
     admission.ended(21.0)  # each stays 21 s, and 84 are inside: 4 leave each second
     admission.observe([EngineLoad(running=64, waiting=20, free=0)])
@@ -108,7 +107,7 @@ def test_the_wait_follows_from_the_queue(admission):
     assert refusal.retry_after_s == math.ceil((20 + 1 - 10) / 4)
 
 
-def test_those_refused_come_back_one_after_another(admission, clock):
+def test_retry_after_spreads_refused_calls(admission, clock):
     admission.began()
     admission.ended(21.0)
     admission.observe([EngineLoad(running=64, waiting=20, free=0)])
@@ -120,7 +119,7 @@ def test_those_refused_come_back_one_after_another(admission, clock):
     assert admission.check().retry_after_s <= waits[-1] - 4
 
 
-def test_nobody_is_sent_away_for_more_than_a_minute(admission):
+def test_retry_after_is_at_most_a_minute(admission):
     admission.began()
     admission.ended(300.0)
     admission.observe([EngineLoad(running=1, waiting=5000, free=0)])
@@ -128,14 +127,14 @@ def test_nobody_is_sent_away_for_more_than_a_minute(admission):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.001])
-def test_nobody_comes_back_at_once(admission, seconds):
+def test_retry_after_is_at_least_a_second(admission, seconds):
     admission.began()
     admission.ended(seconds)
     admission.observe([EngineLoad(running=64, waiting=20, free=0)])
     assert admission.check().retry_after_s == 1
 
 
-def test_a_call_that_failed_says_nothing_of_how_long_calls_take(admission):
+def test_a_failed_call_does_not_count_for_the_duration_of_calls(admission):
     begin(admission, 2)
     admission.ended(10.0)
     admission.ended()
@@ -144,12 +143,12 @@ def test_a_call_that_failed_says_nothing_of_how_long_calls_take(admission):
     assert admission.check().retry_after_s == 1  # one too many, and two leave each second
 
 
-# --- the loads themselves ---------------------------------------------------------------------------------
+# --- polling the loads ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 async def site():
-    """Serves GET pages: path to JSON, or to a status."""
+    """Serve GET requests: `pages` maps a path to JSON, or to a status."""
     runners = []
 
     async def start(pages: dict) -> str:
@@ -172,7 +171,7 @@ async def site():
 
 
 def loads(*ranks: tuple[int, int]) -> dict:
-    """What SGLang answers at /v1/loads."""
+    """Return SGLang's answer at /v1/loads."""
     return {
         "timestamp": "2026-01-01T00:00:00+00:00",
         "version": "0.5.23",
@@ -181,12 +180,6 @@ def loads(*ranks: tuple[int, int]) -> dict:
             for i, (running, waiting) in enumerate(ranks)
         ],
     }
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what it waits for is a plain list
-            await asyncio.sleep(0.005)
 
 
 async def first_look(url: str, within_s: float = 10) -> list[EngineLoad]:
@@ -199,7 +192,7 @@ async def first_look(url: str, within_s: float = 10) -> list[EngineLoad]:
         await asyncio.gather(polling, return_exceptions=True)
 
 
-async def test_engines_are_found_by_the_router_and_asked_one_by_one(site):
+async def test_engines_are_listed_by_the_router_and_polled_one_by_one(site):
     a = await site({"/v1/loads": loads((64, 5))})
     b = await site({"/v1/loads": loads((1, 0), (2, 3))})
     silent = await site({})
@@ -210,18 +203,18 @@ async def test_engines_are_found_by_the_router_and_asked_one_by_one(site):
     assert await first_look(router) == [EngineLoad(64, 5, 0), EngineLoad(3, 3, 125)]
 
 
-async def test_where_engines_are_is_known_and_stays_so_while_the_router_is_silent(site):
+async def test_the_known_engines_are_kept_while_the_router_does_not_answer(site):
     engine = await site({"/v1/loads": loads((1, 0))})
     pages = {"/workers": {"workers": [{"id": engine, "url": engine, "is_healthy": True}], "total": 1}}
     looks, engines = [], DirectRouting()
     polling = asyncio.create_task(EngineLoadPoller(await site(pages), looks.append, 0.01, engines).run())
-    await until(lambda: len(looks) > 0)
+    await eventually(lambda: len(looks) > 0)
     assert engines.urls == [engine]
     pages["/workers"] = 500
-    await until(lambda: len(looks) > 10)
+    await eventually(lambda: len(looks) > 10)
     assert engines.urls == [engine]
     pages["/workers"] = {"workers": [], "total": 0}
-    await until(lambda: engines.urls == [])
+    await eventually(lambda: engines.urls == [])
     polling.cancel()
     await asyncio.gather(polling, return_exceptions=True)
 
@@ -231,15 +224,15 @@ async def test_an_engine_without_a_router(site):
 
 
 @pytest.mark.parametrize("page", [404, 500, {"loads": "many"}, {"loads": [{"num_running_reqs": 1}]}, []])
-async def test_engines_that_do_not_tell_are_logged_once(site, page, caplog):
+async def test_engines_without_a_load_are_logged_once(site, page, caplog):
     caplog.set_level("INFO", "rollout_backend.gateway.engine_load_poller")
     pages = {"/v1/loads": page}
     url = await site(pages)
     seen = []
     polling = asyncio.create_task(EngineLoadPoller(url, seen.append, interval_s=0.01).run())
-    await until(lambda: len(caplog.records) == 1)
+    await eventually(lambda: len(caplog.records) == 1)
     pages["/v1/loads"] = loads((1, 1))  # it was only starting
-    await until(lambda: len(seen) > 0)
+    await eventually(lambda: len(seen) > 0)
     assert seen[0] == [EngineLoad(1, 1, 63)]
     pages["/v1/loads"] = page
     before = len(seen)
@@ -252,7 +245,7 @@ async def test_engines_that_do_not_tell_are_logged_once(site, page, caplog):
 
 
 class LoadedEngine(ScriptedEngine):
-    """Says how many requests wait in it."""
+    """Reports how many requests wait in it."""
 
     waiting = 0
     looks = 0
@@ -267,31 +260,23 @@ class LoadedEngine(ScriptedEngine):
         return JSONResponse(loads((64, self.waiting)))
 
     def wait_for_looks(self) -> None:
-        """Until a gateway has seen what is true now: it looks again only when it has dealt with the look before."""
+        """Wait until a gateway has seen the current load: it polls again only after it has used the last answer."""
         enough = self.looks + 2
-        deadline = time.monotonic() + 20
-        while self.looks < enough:
-            assert time.monotonic() < deadline, "nobody asks for the load"
-            time.sleep(0.005)
+        until(lambda: self.looks >= enough)
 
 
-def test_a_gateway_refuses_what_would_only_wait(serve):
-    body = {"model": "scripted", "messages": [{"role": "user", "content": "Hello"}]}
+def test_a_gateway_refuses_calls_that_would_only_wait(serve):
+    body = {"model": "scripted", "messages": [user("Hello")]}
     with LoadedEngine(["Yes?"]) as engine:
         gateway = serve(engine.url, gateway={"max_queued_per_engine": 4}, loads_s=0.02)
-
-        def ask() -> httpx.Response:
-            headers = {"Authorization": f"Bearer {gateway.key()}"}
-            return httpx.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers)
-
         engine.waiting = 50
         engine.wait_for_looks()
-        refused = ask()
+        refused = gateway.post(body)
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert "wait for an engine" in refused.json()["error"]["message"]
         engine.waiting = 0
         engine.wait_for_looks()
-        assert ask().status_code == 200
+        assert gateway.post(body).status_code == 200
         assert gateway.stats().errors == {"rate_limit_exceeded": 1}
         assert gateway.trajectory().unanswered_calls == 0

@@ -1,25 +1,162 @@
-"""What training gets of conversations that are no straight line. Rows and trained tokens are counted by hand.
+"""How conversations become segments: which calls continue one, and why others open another.
 
 The model is byte-level: a reply of n ASCII letters is n tokens and its end token, n + 1.
 """
 
+import copy
 import json
 
 import pytest
 
-from rollout_backend.local.scripted import ScriptedEngine, ToolCall
+from builders import assistant, function_call, function_tool, system, tool_result, user
+from rollout_backend.gateway.conversations import Conversations
+from rollout_backend.gateway.engine_client import Completion
+from rollout_backend.local.scripted import ToolCall
+from rollout_backend.rendering.renderer import load_renderer
 
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
-CALL = ToolCall("look", {"at": "it"})
-CALL_TOKENS = len(str(CALL)) + 1
+U1, U2, U3 = (user(f"question {n}") for n in (1, 2, 3))
+A, EDITED = assistant("A"), assistant("edited")
+SYSTEM = system("Be brief.")
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALL = function_call("f", '{"a": 1, "b": 2}')
+FIRST, ANOTHER, BRANCHED, REWRITTEN = "first_call", "new_conversation", "branched", "history_rewritten"
 
 
-def system(text: str) -> dict:
-    return {"role": "system", "content": text}
+@pytest.fixture
+def session(bundle) -> Conversations:
+    return Conversations(bundle)
 
 
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
+@pytest.fixture
+def say(bundle):
+    """Make one call: the model samples `text`, and the agent gets `reply`. Return why a segment was opened."""
+
+    def call(session, messages, text="A", tools=None, **reply):
+        prompt = session.prepare(messages, tools)
+        ids = bundle.tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
+        completion = Completion(tuple(ids), (None,) * len(ids), (), "stop", None, 0, 0.0)
+        return session.record(prompt, completion, {"role": "assistant", "content": text, **reply}).opened
+
+    return call
+
+
+def test_a_continued_conversation_is_one_segment(session, say):
+    assert say(session, [SYSTEM, U1]) == FIRST
+    assert say(session, [SYSTEM, U1, A, U2]) is None
+    assert say(session, [SYSTEM, U1, A, U2, A, U3]) is None
+    assert len(session.recorder) == 1
+
+
+def test_the_sampled_tokens_are_kept_even_if_the_reply_renders_differently(session, say, bundle):
+    say(session, [U1], text="  A <|endoftext|>", content="A")
+    prompt = session.prepare([U1, A, U2], None)
+    assert "  A <|endoftext|><|im_end|>" in bundle.decode(prompt.ids)
+
+
+def test_a_history_with_other_spaces_and_without_reasoning_is_the_same(session, say):
+    say(session, [U1], tools=TOOLS, content=None, tool_calls=[CALL], reasoning_content="hm")
+    call = copy.deepcopy(CALL)
+    call["function"]["arguments"] = '{"b":2,"a":1}'
+    assert say(session, [U1, assistant("", tool_calls=[call]), tool_result("c1", "3")], tools=TOOLS) is None
+
+
+def with_another_id(text: str) -> list[dict]:
+    call = {**CALL, "id": "chosen_by_the_agent"}
+    return [assistant("", tool_calls=[call]), tool_result(call["id"], text)]
+
+
+def test_a_changed_call_id_matters_only_if_ids_are_rendered(session, say, bundle, monkeypatch):
+    assert not bundle.renders_call_ids
+    say(session, [U1], tools=TOOLS, content=None, tool_calls=[CALL])
+    assert say(session, [U1, *with_another_id("3")], tools=TOOLS) is None
+    assert say(session, [U1, *with_another_id("4")], tools=TOOLS) == BRANCHED
+    monkeypatch.setitem(vars(bundle), "renders_call_ids", True)
+    session = Conversations(bundle)
+    say(session, [U1], tools=TOOLS, content=None, tool_calls=[CALL])
+    assert say(session, [U1, *with_another_id("3")], tools=TOOLS) == REWRITTEN
+
+
+def test_exchanged_results_of_two_calls_are_a_rewritten_history(session, say):
+    f, g = CALL, function_call("g", '{"a": 1, "b": 2}', "c2")
+    called = assistant("", tool_calls=[f, g])
+    results = [tool_result(n, "3") for n in ("c1", "c2")]
+    say(session, [U1], tools=TOOLS, content=None, tool_calls=[f, g])
+    say(session, [U1, called, *results], tools=TOOLS)
+    assert say(session, [U1, called, *results, A, U2], tools=TOOLS) is None
+    assert say(session, [U1, called, *reversed(results), A, U2], tools=TOOLS) == REWRITTEN
+
+
+DEFAULTS = {"a": {"default": 1}, "b": {}, "c": {"default": False}, "d": {"default": [1]}, "e": True}
+
+
+@pytest.mark.parametrize(
+    ("sampled", "echoed", "same"),
+    [
+        ('{"b": 2}', '{"a": 1, "b": 2, "c": false, "d": [1]}', True),
+        ('{"a": 1, "b": 2}', '{"b": 2}', True),
+        ('{"b": 2}', '{"b": 2, "c": 0}', False),
+        ('{"b": 2}', '{"b": 2, "c": true}', False),
+        ('{"b": 2}', '{"b": 2, "e": 1}', False),
+        ('{"b": 2}', "[1]", False),
+        ('{"b": ', '{"b": ', True),
+    ],
+)
+def test_arguments_with_a_tools_defaults_filled_in_are_the_same_call(session, say, sampled, echoed, same):
+    """Command-line agents fill them in when they validate a call's arguments."""
+    tools = [function_tool("f", **DEFAULTS)]
+    say(session, [U1], tools=tools, content=None, tool_calls=[function_call("f", sampled)])
+    again = [U1, assistant("", tool_calls=[function_call("f", echoed)]), tool_result("c1", "3")]
+    assert say(session, again, tools=tools) == (None if same else REWRITTEN)
+
+
+@pytest.mark.parametrize("parameters", [None, True, {"properties": []}, {"properties": {"a": True}}])
+def test_schemas_without_properties_have_no_defaults(session, say, parameters):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    say(session, [U1], tools=tools)
+    assert say(session, [U1, A, U2], tools=tools) is None
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "reason"),
+    [
+        ([U1], None, BRANCHED),
+        ([U1, A, U2], None, BRANCHED),
+        ([U1, EDITED, U2], None, REWRITTEN),
+        ([U1, A, U2, EDITED, U3], None, REWRITTEN),
+        ([U1, U2], None, REWRITTEN),
+        ([U2], None, ANOTHER),
+        ([SYSTEM, U1], None, ANOTHER),
+        ([U1, A, U2], TOOLS, "tools_changed"),
+    ],
+)
+def test_a_call_that_continues_nothing_opens_a_segment_that_says_why(session, say, messages, tools, reason):
+    say(session, [U1])
+    say(session, [U1, A, U2])
+    assert say(session, messages, tools=tools) == reason
+
+
+def test_a_shared_system_message_does_not_make_a_shared_conversation(session, say):
+    say(session, [SYSTEM, U1])
+    assert say(session, [SYSTEM, U2]) == ANOTHER
+    assert say(session, [SYSTEM]) == REWRITTEN or len(session.recorder) == 3
+
+
+def test_without_a_bridge_a_turn_is_rendered_again_and_its_tokens_are_compared(byte_model, say):
+    bundle = load_renderer(byte_model.model_copy(update={"renderer": "default"}))
+    session = Conversations(bundle)
+    assert say(session, [U1], text="A ") == FIRST
+    assert say(session, [U1, assistant("A "), U2]) is None  # this template happens to give the same tokens
+    assert len(session.recorder.segments()) == 1
+    session = Conversations(bundle)
+    say(session, [U1], text="A<|endoftext|>", content="A")
+    assert say(session, [U1, A, U2]) == "rerendered"
+
+
+# --- through the gateway: rows and trained tokens, counted by hand -----------------------------------------
+
+LOOK = [function_tool("look")]
+LOOK_AT_IT = ToolCall("look", {"at": "it"})
+CALL_TOKENS = len(str(LOOK_AT_IT)) + 1
 
 
 class Agent:
@@ -38,7 +175,7 @@ class Agent:
 
     def result(self, text: str) -> dict:
         call = next(m for m in reversed(self.messages) if m.get("tool_calls"))["tool_calls"][0]
-        return {"role": "tool", "tool_call_id": call["id"], "content": text}
+        return tool_result(call["id"], text)
 
 
 def one_conversation(client):
@@ -48,7 +185,7 @@ def one_conversation(client):
 
 
 def a_sub_agent(client):
-    """It has a system prompt of its own; its parent goes on where it was."""
+    """The child has another system prompt; its parent continues afterwards."""
     parent = Agent(client, system("Delegate."), user("a"))
     parent.ask()
     child = Agent(client, system("You are a helper."), user("b"))
@@ -58,7 +195,7 @@ def a_sub_agent(client):
 
 
 def a_compaction(client):
-    """The history is replaced by a summary, which the model itself wrote."""
+    """The history is replaced by a summary that the model wrote."""
     agent = Agent(client, system("s"))
     agent.ask(user("a"))
     agent.ask(user("b"))
@@ -69,7 +206,7 @@ def a_compaction(client):
 
 
 def a_dropped_middle(client):
-    """A sliding window: the first exchange is forgotten."""
+    """A sliding window drops the first exchange."""
     agent = Agent(client, system("s"))
     agent.ask(user("a"))
     agent.ask(user("b"))
@@ -79,7 +216,7 @@ def a_dropped_middle(client):
 
 def a_rewritten_tool_call(client):
     """The agent repairs the arguments before it sends the call back."""
-    agent = Agent(client, user("a"), tools=TOOLS)
+    agent = Agent(client, user("a"), tools=LOOK)
     call = agent.ask()["tool_calls"][0]
     call["function"]["arguments"] = json.dumps({"at": "that"})
     agent.ask(agent.result("seen"))
@@ -87,7 +224,7 @@ def a_rewritten_tool_call(client):
 
 def a_respelled_tool_call(client):
     """Other spaces in the arguments are no other call."""
-    agent = Agent(client, user("a"), tools=TOOLS)
+    agent = Agent(client, user("a"), tools=LOOK)
     call = agent.ask()["tool_calls"][0]
     call["function"]["arguments"] = '{ "at":"it" }'
     agent.ask(agent.result("seen"))
@@ -101,7 +238,7 @@ def two_interleaved(client):
 
 
 def a_second_try(client):
-    """The same question twice, and the second reply is the one that the agent goes on with."""
+    """The agent asks twice and continues from the second reply."""
     agent = Agent(client, user("a"))
     agent.ask()
     del agent.messages[-1]
@@ -110,40 +247,36 @@ def a_second_try(client):
 
 
 def best_of_three(client):
-    """Three choices of one prompt, all equal: what goes on with any of them goes on with the last."""
+    """Three equal choices of one prompt: a continuation of any of them continues the last."""
     question = [user("a")]
     reply = client.chat.completions.create(model="scripted", messages=question, n=3)
     agent = Agent(client, *question, reply.choices[1].message.model_dump(exclude_none=True))
     agent.ask(user("b"))
 
 
-FIRST, ANOTHER, BRANCHED, REWRITTEN = "first_call", "new_conversation", "branched", "history_rewritten"
-
-
 @pytest.mark.parametrize(
-    ("play", "replies", "rows"),
+    ("converse", "replies", "rows"),
     [
         # each row: why it was opened, its turns, its trained tokens
         (one_conversation, ["x", "yy"], [(FIRST, 2, 5)]),
         (a_sub_agent, ["x", "yy", "zzz", "w"], [(FIRST, 2, 4), (ANOTHER, 2, 7)]),
         (a_compaction, ["x", "yy", "sum", "z", "w"], [(FIRST, 3, 9), (ANOTHER, 2, 4)]),
         (a_dropped_middle, ["x", "yy", "zzz"], [(FIRST, 2, 5), (ANOTHER, 1, 4)]),
-        (a_rewritten_tool_call, [CALL, "x"], [(FIRST, 1, CALL_TOKENS), (REWRITTEN, 1, 2)]),
-        (a_respelled_tool_call, [CALL, "x"], [(FIRST, 2, CALL_TOKENS + 2)]),
+        (a_rewritten_tool_call, [LOOK_AT_IT, "x"], [(FIRST, 1, CALL_TOKENS), (REWRITTEN, 1, 2)]),
+        (a_respelled_tool_call, [LOOK_AT_IT, "x"], [(FIRST, 2, CALL_TOKENS + 2)]),
         (two_interleaved, ["a", "bb", "c", "dd", "e", "ff"], [(FIRST, 3, 6), (ANOTHER, 3, 9)]),
         (a_second_try, ["x", "yy", "zzz"], [(FIRST, 1, 2), (BRANCHED, 2, 7)]),
         (best_of_three, ["x", "x", "x", "zzz"], [(FIRST, 1, 2), (BRANCHED, 1, 2), (BRANCHED, 2, 6)]),
     ],
 )
-def test_rows_and_trained_tokens(serve, bundle, play, replies, rows):
-    with ScriptedEngine(replies) as engine:
-        gateway = serve(engine.url)
-        play(gateway.client())
-        prompts = [request["input_ids"] for request in engine.requests]
+def test_rows_and_trained_tokens(play, bundle, converse, replies, rows):
+    gateway = play(replies)
+    converse(gateway.client())
+    prompts = [request["input_ids"] for request in gateway.engine.requests]
     segments = gateway.trajectory().segments
     assert [(s.split_reason, len(s.turns), s.sampled_tokens) for s in segments] == rows
     assert sum(s.sampled_tokens for s in segments) == sum(len(str(reply)) + 1 for reply in replies)
-    # Each turn was sampled after exactly the tokens that stand before it.
+    # Each turn was sampled after exactly the tokens before it.
     before = [s.token_ids.tolist()[: turn.start] for s in segments for turn in s.turns]
     assert sorted(before) == sorted(prompts)
     said = sorted(

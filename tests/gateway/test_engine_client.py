@@ -25,7 +25,7 @@ def reply(ids, kind="stop", versions=None, **meta):
 
 @pytest.fixture
 async def engine():
-    """A server whose replies are a list of bodies, of (status, text), or of "cut"; and a client of it."""
+    """A server with a list of replies: a body, (status, text), "cut", "hang", or a list of events; and a client."""
 
     class Engine:
         replies: list
@@ -93,7 +93,7 @@ async def engine():
     await server.close()
 
 
-async def test_a_completion_is_what_the_engine_sampled(engine):
+async def test_a_completion_has_the_sampled_tokens_and_their_versions(engine):
     completion = await engine.generate([reply([7, 8, 9], versions=[("a", 0, 1), ("b", 1, 3)], cached_tokens=2)])
     assert completion.token_ids == (7, 8, 9)
     assert completion.logprobs == (-0.25, -0.25, -0.25)
@@ -109,13 +109,13 @@ async def test_a_completion_is_what_the_engine_sampled(engine):
     assert body["rid"]
 
 
-async def test_one_version_is_that_of_all_tokens(engine):
+async def test_a_single_version_applies_to_all_tokens(engine):
     completion = await engine.generate([reply([7, 8], weight_version="v")])
     assert completion.weight_versions == (VersionSpan(version="v", start=0, end=2),)
 
 
 @pytest.mark.parametrize("versions", [[("a", 0, 1)], [("a", 1, 2)], [("a", 0, 3)], [("a", 0, 1), ("b", 0, 2)]])
-async def test_versions_that_do_not_cover_the_tokens_are_not_believed(engine, versions):
+async def test_versions_that_do_not_cover_the_tokens_are_dropped(engine, versions):
     assert (await engine.generate([reply([7, 8], versions=versions)])).weight_versions == ()
 
 
@@ -128,24 +128,24 @@ async def test_versions_that_do_not_cover_the_tokens_are_not_believed(engine, ve
         ([[None, 7, None], [float("-inf"), 8, None]], (None, None)),
     ],
 )
-async def test_a_logprob_that_was_not_given_is_missing(engine, given, wanted):
+async def test_missing_logprobs_are_none(engine, given, wanted):
     assert (await engine.generate([reply([7, 8], output_token_logprobs=given)])).logprobs == wanted
 
 
 @pytest.mark.parametrize("failure", [(500, "oops"), (503, ""), (429, ""), "cut"])
-async def test_a_passing_failure_is_tried_again_under_another_id(engine, failure):
+async def test_a_transient_failure_is_retried_with_another_request_id(engine, failure):
     completion = await engine.generate([failure, reply([7])])
     assert completion.token_ids == (7,)
     rids = [body["rid"] for body, _ in engine.bodies]
     assert len(set(rids)) == 2
 
 
-async def test_a_lasting_failure_ends_with_what_the_engine_said(engine):
+async def test_a_lasting_failure_is_reported_with_the_engines_message(engine):
     with pytest.raises(EngineUnavailable, match=r"in 2 attempts.*no worker is up"):
         await engine.generate([(503, "no worker is up")] * 2, attempts=2)
 
 
-async def test_nobody_there_is_unavailable():
+async def test_an_unreachable_engine_is_unavailable():
     client = EngineClient(f"http://127.0.0.1:{free_port()}", 5.0, attempts=2)
     await client.start()
     with pytest.raises(EngineUnavailable, match="2 attempts"):
@@ -153,18 +153,18 @@ async def test_nobody_there_is_unavailable():
     await client.close()
 
 
-async def test_a_refusal_is_not_tried_again(engine):
+async def test_a_refusal_is_not_retried(engine):
     with pytest.raises(EngineRefused, match="HTTP 400: bad params"):
         await engine.generate([(400, "bad params")])
     assert len(engine.bodies) == 1
 
 
-async def test_a_call_ends_in_time(engine):
+async def test_a_call_ends_at_its_timeout(engine):
     with pytest.raises(EngineUnavailable, match=r"within 0\.2 s"):
         await engine.generate(["hang"], timeout_s=0.2)
 
 
-async def test_to_cancel_a_call_ends_it_at_the_engine(engine):
+async def test_cancelling_a_call_aborts_it_at_the_engine(engine):
     call = asyncio.create_task(engine.generate(["hang"]))
     await engine.asked.wait()
     call.cancel()
@@ -173,7 +173,7 @@ async def test_to_cancel_a_call_ends_it_at_the_engine(engine):
     await asyncio.wait_for(engine.aborted.wait(), 5)
 
 
-async def test_an_aborted_generation_goes_on_from_its_tokens(engine):
+async def test_an_aborted_generation_continues_from_its_tokens(engine):
     completion = await engine.generate(
         [
             reply([7, 8], "abort", versions=[("1", 0, 2)], cached_tokens=1),
@@ -192,17 +192,17 @@ async def test_an_aborted_generation_goes_on_from_its_tokens(engine):
     assert [body["sampling_params"]["max_new_tokens"] for body, _ in engine.bodies] == [10, 8, 7]
 
 
-async def test_an_abort_at_the_last_token_is_a_reply_at_its_limit(engine):
+async def test_an_abort_at_the_last_token_ends_the_reply_with_length(engine):
     completion = await engine.generate([reply(range(10), "abort")])
     assert (len(completion.token_ids), completion.finish_reason) == (10, "length")
 
 
-async def test_aborts_without_end_are_unavailable(engine):
+async def test_repeated_aborts_are_reported_as_unavailable(engine):
     with pytest.raises(EngineUnavailable, match="aborted"):
         await engine.generate([reply([], "abort")] * 3)
 
 
-def test_after_an_abort_the_router_has_time_to_learn_that_the_engine_leaves():
+def test_the_wait_after_an_abort_lets_the_router_notice_that_the_engine_leaves():
     def wait(error, attempt=1):
         state = RetryCallState(None, None, (), {})
         state.attempt_number = attempt
@@ -215,7 +215,7 @@ def test_after_an_abort_the_router_has_time_to_learn_that_the_engine_leaves():
 
 
 @pytest.mark.parametrize("answer", [{}, {"output_ids": [1]}, {"output_ids": ["x"], "meta_info": {}}, []])
-async def test_an_answer_of_another_shape_is_unavailable(engine, answer):
+async def test_an_answer_with_other_fields_is_reported_as_unavailable(engine, answer):
     with pytest.raises(EngineUnavailable, match="not what /generate answers"):
         await engine.generate([answer])
 
@@ -224,12 +224,12 @@ async def test_an_answer_of_another_shape_is_unavailable(engine, answer):
 
 
 def piece(ids, total, kind=None, version="1", **meta):
-    """A piece of a stream: `ids` and how many the attempt has with them."""
+    """Return an event of a stream: its tokens, and the number of tokens of the attempt so far."""
     event = reply(ids, kind, weight_version=version, completion_tokens=total, **meta)
     return event if kind else {**event, "meta_info": {**event["meta_info"], "finish_reason": None}}
 
 
-class Told:
+class Progress:
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
 
@@ -246,10 +246,10 @@ class Told:
     ],
     ids=["incremental", "cumulative"],
 )
-async def test_a_stream_is_told_as_it_comes(engine, events):
-    told = Told()
-    completion = await engine.generate([events], progress=told)
-    assert told.seen == [(7,), (7, 8, 9)]
+async def test_the_progress_of_a_stream_is_reported(engine, events):
+    progress = Progress()
+    completion = await engine.generate([events], progress=progress)
+    assert progress.seen == [(7,), (7, 8, 9)]
     assert completion.token_ids == (7, 8, 9, 10)
     assert completion.logprobs == (-0.25,) * 4
     assert completion.weight_versions == (VersionSpan(version="1", start=0, end=4),)
@@ -259,10 +259,11 @@ async def test_a_stream_is_told_as_it_comes(engine, events):
 
 
 @pytest.mark.parametrize("end", [piece([8], 2, "abort"), "cut"])
-async def test_a_stream_that_ends_early_goes_on_from_its_tokens(engine, end):
-    told = Told()
+async def test_a_stream_that_ends_early_continues_from_its_tokens(engine, end):
+    progress = Progress()
     completion = await engine.generate(
-        [[piece([7, 8], 2), end], [piece([9], 1, version="2"), piece([10], 2, "stop", version="2")]], progress=told
+        [[piece([7, 8], 2), end], [piece([9], 1, version="2"), piece([10], 2, "stop", version="2")]],
+        progress=progress,
     )
     assert completion.token_ids == (7, 8, 9, 10)
     assert completion.logprobs == (-0.25,) * 4
@@ -270,35 +271,35 @@ async def test_a_stream_that_ends_early_goes_on_from_its_tokens(engine, end):
         VersionSpan(version="1", start=0, end=2),
         VersionSpan(version="2", start=2, end=4),
     )
-    assert told.seen == [(7, 8), (7, 8, 9)]
+    assert progress.seen == [(7, 8), (7, 8, 9)]
     assert engine.bodies[1][0]["input_ids"] == [1, 2, 7, 8]
 
 
 async def test_a_stream_cut_while_the_weights_changed_has_no_version(engine):
     events = [[piece([7], 1), piece([8], 2, version="2"), "cut"], [piece([9], 1, "stop", version="2")]]
-    completion = await engine.generate(events, progress=Told())
+    completion = await engine.generate(events, progress=Progress())
     assert (completion.token_ids, completion.weight_versions) == ((7, 8, 9), ())
 
 
-async def test_an_error_in_a_stream_is_told_apart(engine):
+async def test_errors_in_a_stream_are_refusals_or_retried(engine):
     with pytest.raises(EngineRefused, match="too long"):
-        await engine.generate([[{"error": {"message": "too long", "code": 400}}]], progress=Told())
+        await engine.generate([[{"error": {"message": "too long", "code": 400}}]], progress=Progress())
     refused = piece([], 0, "abort")
     refused["meta_info"]["finish_reason"] |= {"status_code": 400, "message": "no grammar"}
     with pytest.raises(EngineRefused, match="no grammar"):
-        await engine.generate([[refused]], progress=Told())
+        await engine.generate([[refused]], progress=Progress())
     busy = [{"error": {"message": "busy", "code": 503}}]
-    assert (await engine.generate([busy, [piece([7], 1, "stop")]], progress=Told())).token_ids == (7,)
+    assert (await engine.generate([busy, [piece([7], 1, "stop")]], progress=Progress())).token_ids == (7,)
 
 
-async def test_an_event_may_be_large(engine):
+async def test_a_large_event_is_read(engine):
     ids = list(range(20_000))
     params = {**PARAMS, "max_new_tokens": 30_000}
-    completion = await engine.generate([[piece(ids, len(ids), "stop")]], params=params, progress=Told())
+    completion = await engine.generate([[piece(ids, len(ids), "stop")]], params=params, progress=Progress())
     assert completion.token_ids == tuple(ids)
 
 
-async def test_what_cannot_be_resumed_starts_again(engine):
+async def test_a_generation_that_cannot_be_resumed_starts_again(engine):
     completion = await engine.generate([reply([7, 8], "abort"), reply([9])], resumable=False)
     assert completion.token_ids == (9,)
     assert [body["input_ids"] for body, _ in engine.bodies] == [[1, 2], [1, 2]]
@@ -310,33 +311,32 @@ STOPS = StopStrings(["END"], {7: b"one ", 8: b"E", 9: b"ND two", 10: b"three"})
 async def test_a_stop_string_cuts_the_stream_at_the_token_that_completes_it(engine):
     versions = [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 4}]
     events = [piece([7], 1), piece([8, 9, 10], 4, weight_versions=versions), "hang"]
-    told = Told()
-    completion = await engine.generate([events], progress=told, stops=STOPS)
+    progress = Progress()
+    completion = await engine.generate([events], progress=progress, stops=STOPS)
     assert (completion.token_ids, completion.logprobs) == ((7, 8, 9), (-0.25,) * 3)
     assert (completion.finish_reason, completion.matched) == ("stop", "END")
     assert completion.weight_versions == (
         VersionSpan(version="1", start=0, end=2),
         VersionSpan(version="2", start=2, end=3),
     )
-    assert told.seen == [(7,)]
+    assert progress.seen == [(7,)]
     await asyncio.wait_for(engine.aborted.wait(), 10)
 
 
-async def test_a_stop_string_may_span_an_abort(engine):
+async def test_a_stop_string_across_an_abort_is_found(engine):
     completion = await engine.generate([[piece([7, 8], 2, "abort")], [piece([9, 10], 2, "stop")]], stops=STOPS)
     assert (completion.token_ids, completion.matched) == ((7, 8, 9), "END")
     assert completion.logprobs == (-0.25,) * 3
     assert completion.weight_versions == (VersionSpan(version="1", start=0, end=3),)
 
 
-async def test_an_engine_that_does_not_stream_is_understood(engine):
-    told = Told()
-    assert (await engine.generate([reply([7, 8])], progress=told)).token_ids == (7, 8)
-    assert told.seen == []
+async def test_an_engine_that_does_not_stream_is_supported(engine):
+    progress = Progress()
+    assert (await engine.generate([reply([7, 8])], progress=progress)).token_ids == (7, 8)
+    assert progress.seen == []
 
 
-# --- what goes past the router ----------------------------------------------------------------------------
-
+# --- calls that bypass the router -------------------------------------------------------------------------
 
 FORCED = {**PARAMS, "structural_tag": "{}"}
 URLS = [f"http://10.0.0.{i}:30000" for i in range(8)]
@@ -349,12 +349,12 @@ def engines() -> DirectRouting:
     return engines
 
 
-def test_what_a_router_passes_on_goes_to_the_router(engines):
+def test_calls_that_a_router_forwards_unchanged_go_to_the_router(engines):
     assert engines.for_call({**PARAMS, "json_schema": "{}", "stop": ["x"]}, "s") is None
 
 
 @pytest.mark.parametrize("params", [FORCED, {**PARAMS, "logit_bias": {"7": -100}}])
-def test_what_a_router_drops_goes_to_an_engine_and_a_session_stays_there(engines, params):
+def test_calls_that_a_router_would_change_go_to_one_engine_per_session(engines, params):
     first = {key: engines.for_call(params, key) for key in map(str, range(200))}
     assert set(first.values()) == set(URLS)  # all of them have work
     gone = first["0"]
@@ -364,12 +364,12 @@ def test_what_a_router_drops_goes_to_an_engine_and_a_session_stays_there(engines
     assert gone not in after.values()
 
 
-def test_where_no_engine_is_known_the_router_gets_it(engines):
+def test_without_known_engines_the_router_gets_the_call(engines):
     engines.urls = []
     assert engines.for_call(FORCED, "s") is None
 
 
-def test_one_that_failed_is_passed_over_until_all_have(engines):
+def test_failed_engines_are_tried_last(engines):
     order: list[str] = []
     for _ in URLS:
         order.append(engines.for_call(FORCED, "s", order))
@@ -378,7 +378,7 @@ def test_one_that_failed_is_passed_over_until_all_have(engines):
 
 
 @pytest.mark.parametrize("failure", [(503, "starting"), "cut"])
-async def test_a_call_goes_on_at_another_engine_where_it_keeps_its_form(engine, failure):
+async def test_a_constrained_call_is_retried_at_another_engine(engine, failure):
     engines = DirectRouting()
     same_server = engine.url.replace("127.0.0.1", "localhost")
     engines.urls = [engine.url, same_server]
@@ -388,7 +388,7 @@ async def test_a_call_goes_on_at_another_engine_where_it_keeps_its_form(engine, 
     assert all("structural_tag" in body["sampling_params"] for body, _ in engine.bodies)
 
 
-async def test_an_engine_that_aborts_is_well_and_keeps_the_call(engine):
+async def test_an_engine_that_aborts_keeps_the_call(engine):
     engines = DirectRouting()
     engines.urls = [engine.url, engine.url.replace("127.0.0.1", "localhost")]
     await engine.generate([reply([7], "abort"), reply([7])], params=FORCED, engines=engines, resumable=False)

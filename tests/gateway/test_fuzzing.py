@@ -1,6 +1,6 @@
-"""Nonsense on every endpoint: never a 500, errors in the API's own shape, and nothing of one session in another's.
+"""Random requests to every endpoint: never a 500, errors in the API's own shape, and nothing of another session.
 
-The engine echoes its prompt, so whatever a session is sent of another one's conversation would show.
+The engine repeats its prompt, so text of another session's conversation would be visible in an answer.
 """
 
 import base64
@@ -20,16 +20,15 @@ from anyio.from_thread import start_blocking_portal
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from agent_wrapper.contract import Sampling, Trajectory
+from agent_wrapper.contract import Trajectory
+from gateway_server import CONTROL_KEY, SECRET, session_key
 from rollout_backend.config import GatewayConfig
-from rollout_backend.core.session_key import SessionClaims, issue
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.server import create_app
 from rollout_backend.local.scripted import ScriptedEngine
 
 MODEL = "scripted"
 SECRET_TEXT = "the launch code is 7401"
-SIGNING, CONTROL = "signing-" * 6, "control-" * 6
 MAX_BODY_BYTES = 65_536
 EXAMPLES = 120
 
@@ -38,8 +37,6 @@ quick = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
-
-# --- a gateway in this process ----------------------------------------------------------------------------
 
 SAID = (
     "well",
@@ -56,21 +53,12 @@ def echo(prompt: str) -> str:
     return f"{SAID[zlib.crc32(prompt.encode()) % len(SAID)]}{prompt[-300:].replace('<|im_end|>', '')}"
 
 
-def key(session: str = "mine", *, secret: str = SIGNING, lives_s: float = 3600) -> str:
-    claims = SessionClaims(
-        run_id="run",
-        step=0,
-        rollout_id="r",
-        attempt=1,
-        session_id=session,
-        sampling=Sampling(max_tokens=600),
-        expires_at=time.time() + lives_s,
-    )
-    return issue(secret, claims)
+def key(session: str = "mine", *, secret: str = SECRET, lives_s: float = 3600) -> str:
+    return session_key(session, secret=secret, lives_s=lives_s, max_tokens=600)
 
 
 class InProcess:
-    """The gateway's application, called without a socket; what it raises is raised here."""
+    """The gateway's application, called without a socket; its exceptions are raised here."""
 
     def __init__(self, app, portal) -> None:
         self._portal = portal
@@ -92,15 +80,15 @@ async def _stream(chunks: list[bytes]) -> AsyncIterator[bytes]:
 
 @pytest.fixture(scope="module")
 def send(bundle, byte_model):
-    """Calls a gateway whose engine echoes. Another session, `theirs`, has told it a secret."""
+    """Send a request to a gateway whose engine repeats the prompt. The session `theirs` has sent it a secret."""
     with ScriptedEngine(echo) as engine, start_blocking_portal() as portal:
         app = create_app(
             GatewaySettings(
                 port=0,
                 gateway=GatewayConfig(max_body_bytes=MAX_BODY_BYTES),
                 engine_url=engine.url,
-                secret=SIGNING,
-                control_key=CONTROL,
+                secret=SECRET,
+                control_key=CONTROL_KEY,
                 model=byte_model.model_copy(update={"context_length": 16_384}),
                 model_call_s=20,
                 engine_attempts=2,
@@ -110,9 +98,9 @@ def send(bundle, byte_model):
         with portal.wrap_async_context_manager(app.router.lifespan_context(app)):
             send = InProcess(app, portal)
             for path, base in BASES.items():
-                told = json.loads(json.dumps(base).replace(ASK, f"{ASK} {SECRET_TEXT}"))
+                secret = json.dumps(base).replace(ASK, f"{ASK} {SECRET_TEXT}").encode()
                 assert send("POST", path, json.dumps(base).encode()).status_code == 200
-                answer = send("POST", path, json.dumps(told).encode(), session="theirs")
+                answer = send("POST", path, secret, session="theirs")
                 assert answer.status_code == 200
                 assert SECRET_TEXT in answer.text or path.endswith("count_tokens")
             yield send
@@ -244,7 +232,7 @@ values = st.recursive(
 
 
 def places(value: object, at: tuple = ()) -> list[tuple]:
-    """The ways to everything in it."""
+    """Return the paths of all values in it."""
     found = [at] if at else []
     if isinstance(value, dict):
         return found + [place for name in value for place in places(value[name], (*at, name))]
@@ -254,7 +242,7 @@ def places(value: object, at: tuple = ()) -> list[tuple]:
 
 
 def alike(value: object) -> st.SearchStrategy:
-    """Values of the same type: what is let in must be right further inside."""
+    """Draw values of the same type, so that a body passes the first checks."""
     match value:
         case bool():
             return st.booleans()
@@ -322,21 +310,21 @@ anything = st.one_of(
 )
 
 
-# --- what must hold of every answer -----------------------------------------------------------------------
+# --- invariants of every answer ---------------------------------------------------------------------------
 
 
 def check(answer: httpx.Response, path: str) -> None:
-    """Never a 500, never another session's secret, and of the shape that the API's clients read."""
+    """Check that it is no 500, holds no secret, and has the shape that the API's clients read."""
     assert answer.status_code < 500, answer.text[:500]
     assert SECRET_TEXT not in answer.text
-    assert SIGNING not in answer.text
-    assert CONTROL not in answer.text
+    assert SECRET not in answer.text
+    assert CONTROL_KEY not in answer.text
     if answer.status_code == 200:
         if answer.headers["content-type"].startswith("text/event-stream"):
             check_stream(answer.text, path)
         elif path in _ANSWERS:
             body = json.loads(answer.content, parse_constant=refuse)
-            _ANSWERS[path].model_validate({name: value for name, value in body.items() if name not in _REPEATED})
+            _ANSWERS[path].model_validate({name: value for name, value in body.items() if name not in _COPIED})
     elif answer.request.method != "HEAD":
         check_error(answer.json(), path in _ANTHROPICS)
 
@@ -359,7 +347,7 @@ def check_error(body: dict, anthropics: bool) -> None:
 
 
 def check_stream(text: str, path: str) -> None:
-    """Every event can be read, and the last one says that it is over."""
+    """Check that every event can be parsed, and that the last one ends the stream."""
     assert text.endswith("\n\n")
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     if path == "/v1/chat/completions" and data[-1] == "[DONE]":
@@ -374,7 +362,7 @@ def check_stream(text: str, path: str) -> None:
         assert events[-1]["type"] in ("message_stop", "response.completed", "response.incomplete", "response.failed")
 
 
-_REPEATED = ("metadata", "reasoning")  # as they came
+_COPIED = ("metadata", "reasoning")  # from the request
 _ANTHROPICS = ("/v1/messages", "/v1/messages/count_tokens", "/v2/messages")
 _ANSWERS = {
     "/v1/chat/completions": openai.types.chat.ChatCompletion,
@@ -388,7 +376,7 @@ _ANSWERS = {
 
 
 @pytest.mark.parametrize("path", BASES)
-def test_what_is_almost_right(send, path):
+def test_almost_valid_bodies(send, path):
     answered = 0
 
     @quick
@@ -400,12 +388,12 @@ def test_what_is_almost_right(send, path):
         answered += answer.status_code == 200
 
     run()
-    assert answered > EXAMPLES / 5, "nearly all are refused at the door: this tests little"
+    assert answered > EXAMPLES / 5, "nearly all are refused at once: this tests little"
 
 
 @pytest.mark.parametrize("path", [*AGENTS_POST[:-1], "/control/revoke"])
-def test_anything_as_a_body(send, path):
-    token = CONTROL if path.startswith("/control") else key()
+def test_arbitrary_bodies(send, path):
+    token = CONTROL_KEY if path.startswith("/control") else key()
 
     @quick
     @given(body=anything, cuts=st.lists(st.integers(0, 200), max_size=4), kind=st.sampled_from(_CONTENT_TYPES))
@@ -455,7 +443,7 @@ _BAD_KEYS = [
 
 
 @pytest.mark.parametrize("path", EVERY_PATH[:-1])
-def test_any_key_but_the_right_one(send, path):
+def test_invalid_keys_are_refused(send, path):
     method = "GET" if "models" in path or path.endswith("stats") else "POST"
     body = json.dumps(BASES[path]).encode() if path in BASES else b"{}"
 
@@ -468,7 +456,7 @@ def test_any_key_but_the_right_one(send, path):
         check(answer, path)
 
     run()
-    for token in [*_BAD_KEYS, key() if path.startswith("/control") else CONTROL]:
+    for token in [*_BAD_KEYS, key() if path.startswith("/control") else CONTROL_KEY]:
         for headers in ({"authorization": f"Bearer {token}"}, {"x-api-key": token}):
             answer = send(method, path, body, headers)
             assert answer.status_code == 401, headers
@@ -492,40 +480,39 @@ def nested(levels: int) -> str:
 
 
 @pytest.mark.parametrize("path", [path for path in BASES if not path.endswith("count_tokens")])
-@pytest.mark.parametrize("levels", [150, 185, 190, 195, 200, 300, 900])
-def test_deep_arguments_come_back_or_are_refused(bundle, byte_model, serve, path, levels):
-    """Each reader of JSON has its own depth. A call that was answered is either read again, or refused in words."""
-    call = f'<tool_call>\n{{"name": "add", "arguments": {nested(levels)}}}\n</tool_call>'
-    with ScriptedEngine([call, "so be it"]) as engine:
-        model = byte_model.model_copy(update={"context_length": 32_768})
-        gateway = serve(engine.url, model=model)
-        headers = {"authorization": f"Bearer {gateway.key()}"}
-        body = {**BASES[path], "stop": None, "stop_sequences": None}
-        for limit in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-            if limit in body:
-                body[limit] = 20_000
-        first = httpx.post(gateway.url + path, json=body, headers=headers)
+def test_deep_arguments_can_be_sent_back_or_are_refused(byte_model, play, path):
+    """JSON parsers differ in their limit of depth. A sampled call can be sent back, or is refused with a reason."""
+    gateway = play((), model=byte_model.model_copy(update={"context_length": 32_768}))
+    limits = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    body = {**BASES[path], "stop": None, "stop_sequences": None}
+    body |= {limit: 20_000 for limit in limits if limit in body}
+    for levels in (150, 185, 190, 195, 200, 300, 900):
+        session = f"{levels} levels"
+        call = f'<tool_call>\n{{"name": "add", "arguments": {nested(levels)}}}\n</tool_call>'
+        gateway.engine.script(session, [call, "so be it"])
+        first = gateway.post(body, session, path=path)
         assert first.status_code == 200, first.text[:300]
         check(first, path)
-        again = httpx.post(gateway.url + path, content=with_history(path, body, first.text), headers=headers)
-    assert again.status_code in (200, 400), again.text[:300]
-    check(again, path)
+        again = gateway.post(next_turn(path, body, first.text), session, path=path)
+        assert again.status_code in (200, 400), again.text[:300]
+        check(again, path)
 
 
-def with_history(path: str, body: dict, answer: str) -> bytes:
-    """The body that goes on after the answer. Spliced as text, for this side's JSON has a depth as well."""
-    said = json.loads(answer)
-    if path == "/v1/messages":
-        more = [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": "Go on."}]
-        return json.dumps({**body, "messages": [*body["messages"], *more]}).encode()
-    more = [{"role": "user", "content": "Go on."}]
-    if path == "/v1/responses":
-        return json.dumps({**body, "input": [*body["input"], *said["output"], *more]}).encode()
-    return json.dumps({**body, "messages": [*body["messages"], said["choices"][0]["message"], *more]}).encode()
+def next_turn(path: str, body: dict, answer: str) -> dict:
+    """Return the body of the turn after the answer."""
+    said, more = json.loads(answer), {"role": "user", "content": "And?"}
+    match path:
+        case "/v1/responses":
+            return {**body, "input": [*body["input"], *said["output"], more]}
+        case "/v1/messages":
+            reply = {"role": "assistant", "content": said["content"]}
+        case _:
+            reply = said["choices"][0]["message"]
+    return {**body, "messages": [*body["messages"], reply, more]}
 
 
-def test_one_session_gets_no_answer_of_another(send):
-    """Also where it asks the very same thing in the same words, and says that it asks again."""
+def test_a_session_gets_no_answer_of_another_session(send):
+    """Not even for an equal body with an equal idempotency key, declared as a retry."""
     body = json.dumps(BASES["/v1/chat/completions"]).encode()
 
     def ask(session: str) -> str:
@@ -546,24 +533,23 @@ def test_one_session_gets_no_answer_of_another(send):
 
 
 @pytest.fixture
-def gateway(serve):
-    """A gateway behind a real socket, and what its server logged as an error."""
+def gateway(play):
+    """A gateway behind a real socket. Its server logs no error."""
     errors: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: errors.append(record.getMessage())
     log = logging.getLogger("uvicorn.error")
-    with ScriptedEngine(echo) as engine:
-        gateway = serve(engine.url, gateway={"max_body_bytes": MAX_BODY_BYTES})
-        log.addHandler(handler)
-        yield gateway
-        log.removeHandler(handler)
+    gateway = play(echo, gateway={"max_body_bytes": MAX_BODY_BYTES})
+    log.addHandler(handler)
+    yield gateway
+    log.removeHandler(handler)
     assert errors == []
 
 
 def raw(gateway, *pieces: bytes, wait_s: float = 0.0, hang_up: bool = True) -> bytes:
-    """What comes back on one connection for bytes sent one piece after another; b"" where it is only closed.
+    """Send bytes piece by piece; return the answer, b"" if the connection was closed without one.
 
-    Who says that nothing more will come has hung up, as far as the gateway can tell.
+    A client that shuts down its side looks disconnected to the gateway.
     """
     host, port = gateway.url.removeprefix("http://").split(":")
     answer = b""
@@ -572,7 +558,7 @@ def raw(gateway, *pieces: bytes, wait_s: float = 0.0, hang_up: bool = True) -> b
             for piece in pieces:
                 connection.sendall(piece)
                 if wait_s:
-                    time.sleep(wait_s)  # a client that is slow, not one that is waited for
+                    time.sleep(wait_s)  # a slow client, not synchronisation
             if hang_up:
                 connection.shutdown(socket.SHUT_WR)
             while more := connection.recv(65536):
@@ -590,7 +576,7 @@ def head(gateway, path: str, *more: str, method: str = "POST") -> bytes:
 
 
 @pytest.mark.parametrize("path", BASES)
-def test_bodies_that_come_slowly_in_pieces_or_not_at_all(gateway, path):
+def test_slow_chunked_and_incomplete_bodies(gateway, path):
     body = json.dumps(BASES[path]).encode()
     pieces = [body[i : i + 200] for i in range(0, len(body), 200)]
     chunked = [b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces]
@@ -600,7 +586,7 @@ def test_bodies_that_come_slowly_in_pieces_or_not_at_all(gateway, path):
         assert raw(gateway, *request, wait_s=0.01, hang_up=False).startswith(b"HTTP/1.1 200 ")
     flood = b"%x\r\n" % 10**6, b" " * (MAX_BODY_BYTES + 1)
     assert raw(gateway, in_chunks, *flood, hang_up=False).startswith(b"HTTP/1.1 413 ")
-    raw(gateway, whole, body[:-1])  # and it hangs up
+    raw(gateway, whole, body[:-1])  # then it disconnects
     raw(gateway, in_chunks, chunked[0])
     raw(gateway, in_chunks, b"zz\r\n")
     for length in ("-1", "1e3", "9" * 30, "1, 2", ""):
@@ -609,7 +595,7 @@ def test_bodies_that_come_slowly_in_pieces_or_not_at_all(gateway, path):
 
 
 @pytest.mark.parametrize("path", EVERY_PATH)
-def test_requests_that_are_none(gateway, path):
+def test_malformed_http_requests(gateway, path):
     for request in (
         head(gateway, path, method="G\x00T"),
         head(gateway, path + "\x00"),
@@ -637,8 +623,8 @@ def run_over_http(client: httpx.Client, path: str, base: dict) -> None:
     run()
 
 
-def test_nonsense_over_http(gateway):
-    """The same bodies as in this process, some of them."""
+def test_bodies_over_http(gateway):
+    """Send some of the same bodies."""
     with httpx.Client(base_url=gateway.url, headers={"authorization": f"Bearer {gateway.key()}"}) as client:
         for path, base in BASES.items():
             run_over_http(client, path, base)

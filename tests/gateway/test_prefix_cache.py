@@ -1,4 +1,4 @@
-"""A session whose engine dies goes on at another one, and the break in the cache is counted."""
+"""A session continues at another engine if its engine dies, and the cache break is counted."""
 
 import asyncio
 from itertools import takewhile
@@ -24,12 +24,12 @@ from rollout_backend.serving.router import Router
         (1000, 499, True),  # the system prompt alone, say
     ],
 )
-def test_a_break_is_a_conversation_that_is_mostly_gone(known, cached, broken):
+def test_a_cache_break_is_the_loss_of_most_of_a_conversation(known, cached, broken):
     assert is_cache_break(known, cached) is broken
 
 
 class CachingEngine(ScriptedEngine):
-    """Finds as much of a prompt as it has seen before."""
+    """Reports the longest prefix of a prompt that it has seen as cached."""
 
     def __init__(self) -> None:
         super().__init__(lambda prompt: "a long answer " * 30)
@@ -44,7 +44,7 @@ class CachingEngine(ScriptedEngine):
         return completion
 
 
-async def test_the_death_of_the_engine_that_a_session_is_pinned_to(serve, tmp_path):
+async def test_a_session_continues_when_its_engine_dies(serve, tmp_path):
     with CachingEngine() as first, CachingEngine() as second:
         async with Router(RouterConfig(), tmp_path / "router.log", model_call_s=20) as router:
             await asyncio.gather(router.add(first.url), router.add(second.url))

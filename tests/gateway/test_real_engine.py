@@ -1,26 +1,21 @@
-"""The gateway before a real SGLang with the small model: what only a real engine can tell."""
+"""The gateway before a real SGLang with the small model: behaviour that only a real engine has."""
 
 import json
 import math
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 
+from builders import assistant, until, user
 from rollout_backend.config import ModelConfig
 from rollout_backend.gateway import model_call_executor
 from rollout_backend.rendering.renderer import load_renderer
 
 pytestmark = pytest.mark.engine
-USER = [{"role": "user", "content": "Count from one to five in words."}]
-STORY = [{"role": "user", "content": "Write a very long story about a fox, with many chapters."}]
-
-
-@pytest.fixture
-def engine(real_engine) -> str:
-    return real_engine
+USER = [user("Count from one to five in words.")]
+STORY = [user("Write a very long story about a fox, with many chapters.")]
 
 
 @pytest.fixture
@@ -29,8 +24,8 @@ def model(real_model) -> ModelConfig:
 
 
 @pytest.fixture
-def gateway(serve, engine, model):
-    return serve(engine, model=model, bundle=load_renderer(model), model_call_s=120)
+def gateway(serve, real_engine, model):
+    return serve(real_engine, model=model, bundle=load_renderer(model), model_call_s=120)
 
 
 def ask(gateway, messages, session="s1", **more):
@@ -42,7 +37,7 @@ def test_a_conversation_is_one_segment_with_logprobs_and_versions(gateway):
     messages = list(USER)
     for _ in range(3):
         messages.append(ask(gateway, messages).choices[0].message.model_dump())
-        messages.append({"role": "user", "content": "Go on."})
+        messages.append(user("And?"))
     (segment,) = gateway.trajectory().segments
     assert len(segment.turns) == 3
     for turn in segment.turns:
@@ -66,7 +61,7 @@ def endless(monkeypatch, model) -> None:
     monkeypatch.setattr(model_call_executor, "engine_params", without_end)
 
 
-def test_a_stop_string_is_honoured(gateway, endless):
+def test_a_stop_string_ends_the_reply(gateway, endless):
     answer = ask(gateway, STORY, stop=["e"], max_tokens=200)
     assert "e" not in answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "stop"
@@ -83,7 +78,7 @@ def verls_gateway_engine(real_model, run_engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_server_without_a_tokenizer_honours_stop_strings_too(serve, verls_gateway_engine, model, endless, stream):
+def test_stop_strings_work_without_a_tokenizer_at_the_engine(serve, verls_gateway_engine, model, endless, stream):
     bundle = load_renderer(model)
     gateway = serve(verls_gateway_engine, model=model, bundle=bundle, model_call_s=120)
     answer = ask(gateway, STORY, stop=["e"], max_tokens=900, stream=stream)
@@ -98,7 +93,7 @@ def test_a_server_without_a_tokenizer_honours_stop_strings_too(serve, verls_gate
     (segment,) = gateway.trajectory().segments
     (turn,) = segment.turns
     sampled = segment.token_ids[turn.start : turn.end]
-    assert bundle.decode(sampled).partition("e")[0].strip() == text.strip()  # its token may begin before it
+    assert bundle.decode(sampled).partition("e")[0].strip() == text.strip()  # its token may begin earlier
     assert "e" in bundle.decode(sampled)
     assert "e" not in bundle.decode(sampled[:-1])
     assert all(logprob <= 0 for logprob in segment.logprobs[turn.start : turn.end])
@@ -108,23 +103,21 @@ def running(engine) -> int:
     return httpx.get(f"{engine}/v1/loads").json()["loads"][0]["num_running_reqs"]
 
 
-def until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)
+def update_weights(engine: str, version: str) -> None:
+    """Announce new weights as a trainer does, with the calls in flight aborted."""
+    for path, body in (
+        ("pause_generation", {"mode": "abort"}),
+        ("update_weight_version", {"new_version": version, "abort_all_requests": False}),
+        ("continue_generation", {}),
+    ):
+        httpx.post(f"{engine}/{path}", json=body, timeout=30).raise_for_status()
 
 
-def test_generation_that_a_pause_aborts_goes_on_under_the_new_version(gateway, engine, endless):
+def test_generation_aborted_by_a_pause_continues_with_the_new_version(gateway, real_engine, endless):
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, gateway, STORY, max_tokens=100)
-        until(lambda: running(engine) == 1)
-        for path, body in (
-            ("pause_generation", {"mode": "abort"}),
-            ("update_weight_version", {"new_version": "7", "abort_all_requests": False}),
-            ("continue_generation", {}),
-        ):
-            httpx.post(f"{engine}/{path}", json=body, timeout=30).raise_for_status()
+        until(lambda: running(real_engine) == 1)
+        update_weights(real_engine, "7")
         usage = answer.result().usage
     (segment,) = gateway.trajectory().segments
     (turn,) = segment.turns
@@ -134,41 +127,34 @@ def test_generation_that_a_pause_aborts_goes_on_under_the_new_version(gateway, e
     assert not any(math.isnan(logprob) for logprob in segment.logprobs[turn.start : turn.end])
 
 
-def test_a_client_that_hangs_up_frees_the_engine(gateway, engine, endless):
+def test_a_disconnected_client_frees_the_engine(gateway, real_engine, endless):
     client = gateway.client(max_tokens=900).with_options(timeout=2.0)
     with pytest.raises(openai.APITimeoutError):
-        client.chat.completions.create(
-            model="scripted", messages=[{"role": "user", "content": "Write a very long novel."}]
-        )
-    until(lambda: running(engine) == 0)
+        client.chat.completions.create(model="scripted", messages=[user("Write a very long novel.")])
+    until(lambda: running(real_engine) == 0)
     assert gateway.trajectory().segments == ()
 
 
-def test_a_stream_is_told_as_it_is_sampled_and_recorded_as_told(gateway, endless):
+def test_a_stream_is_sent_while_it_is_sampled_and_recorded_as_sent(gateway, endless):
     stream = ask(gateway, STORY, stream=True, max_tokens=40, stream_options={"include_usage": True})
     chunks = list(stream)
     texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
     assert len(texts) > 3
-    assert ask(gateway, [*STORY, {"role": "assistant", "content": "".join(texts)}, *USER])
-    (segment,) = gateway.trajectory().segments  # what was told is what the conversation went on with
+    assert ask(gateway, [*STORY, assistant("".join(texts)), *USER])
+    (segment,) = gateway.trajectory().segments  # the conversation continued from the streamed text
     first = segment.turns[0]
     assert first.end - first.start == chunks[-1].usage.completion_tokens
     assert not any(math.isnan(logprob) for logprob in segment.logprobs[first.start : first.end])
     assert [(span.start, span.end) for span in first.weight_versions] == [(first.start, first.end)]
 
 
-def test_a_stream_that_a_pause_aborts_goes_on(gateway, engine, endless):
+def test_a_stream_aborted_by_a_pause_continues(gateway, real_engine, endless):
     texts = []
     for chunk in ask(gateway, STORY, stream=True, max_tokens=100):
         texts.append(chunk.choices[0].delta.content or "")
         if len("".join(texts)) > 20 and len(texts) < 100:
             texts += [""] * 100
-            for path, body in (
-                ("pause_generation", {"mode": "abort"}),
-                ("update_weight_version", {"new_version": "8", "abort_all_requests": False}),
-                ("continue_generation", {}),
-            ):
-                httpx.post(f"{engine}/{path}", json=body, timeout=30).raise_for_status()
+            update_weights(real_engine, "8")
     (segment,) = gateway.trajectory().segments
     (turn,) = segment.turns
     assert turn.weight_versions[-1].version == "8"
@@ -176,13 +162,11 @@ def test_a_stream_that_a_pause_aborts_goes_on(gateway, engine, endless):
     assert segment.messages[-1]["content"].strip() == "".join(texts).strip()
 
 
-def test_a_stream_whose_client_hangs_up_frees_the_engine(gateway, engine, endless):
-    with ask(
-        gateway, [{"role": "user", "content": "Write a very long novel."}], stream=True, max_tokens=900
-    ) as stream:
+def test_a_disconnected_stream_frees_the_engine(gateway, real_engine, endless):
+    with ask(gateway, [user("Write a very long novel.")], stream=True, max_tokens=900) as stream:
         next(iter(stream))
-        until(lambda: running(engine) == 1)
-    until(lambda: running(engine) == 0)
+        until(lambda: running(real_engine) == 1)
+    until(lambda: running(real_engine) == 0)
     assert gateway.trajectory().segments == ()
 
 
@@ -198,8 +182,8 @@ ADD = {
 
 
 @pytest.mark.parametrize("routed", [False, True], ids=["at the engine", "behind the router"])
-def test_a_forced_tool_call_is_one_and_is_not_trained(serve, engine, behind_router, model, routed):
-    url = behind_router(engine) if routed else engine
+def test_a_forced_tool_call_has_no_trained_logprobs(serve, real_engine, behind_router, model, routed):
+    url = behind_router(real_engine) if routed else real_engine
     gateway = serve(url, model=model, bundle=load_renderer(model), model_call_s=120)
     tools = [{"type": "function", "function": ADD}, {"type": "function", "function": {"name": "other"}}]
     choice = {"type": "function", "function": {"name": "add"}}
@@ -213,17 +197,17 @@ def test_a_forced_tool_call_is_one_and_is_not_trained(serve, engine, behind_rout
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_json_of_a_schema(gateway, stream):
+def test_a_json_schema_is_enforced(gateway, stream):
     response_format = {"type": "json_schema", "json_schema": {"name": "sum", "schema": ADD["parameters"]}}
     if stream:
-        told = ask(gateway, USER, response_format=response_format, max_tokens=100, stream=True)
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in told)
+        chunks = ask(gateway, USER, response_format=response_format, max_tokens=100, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     else:
         text = ask(gateway, USER, response_format=response_format, max_tokens=100).choices[0].message.content
     assert set(json.loads(text)) == {"a", "b"}
 
 
-def test_json_or_a_tool_call(gateway):
+def test_json_mode_with_tools_gives_json_or_a_call(gateway):
     tools = [{"type": "function", "function": ADD}]
     message = (
         ask(gateway, USER, tools=tools, response_format={"type": "json_object"}, max_tokens=200).choices[0].message

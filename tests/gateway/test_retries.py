@@ -1,79 +1,74 @@
-"""A request sent again: which get the answer of the first, and which are samples of their own."""
+"""Which repeated requests get the answer of the first, and which are new samples."""
 
-import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 
+from builders import stream_data, until, user
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
 from rollout_backend.gateway.in_flight_call import InFlightCall
 from rollout_backend.gateway.retries import _KEPT, RequestKey, RetryCache
-from rollout_backend.local.scripted import Fail, Pieces, ScriptedEngine
+from rollout_backend.local.scripted import Fail, Pieces
 
-BODY = {"model": "scripted", "messages": [{"role": "user", "content": "Say something."}]}
+BODY = {"model": "scripted", "messages": [user("Say something.")]}
 RETRY = {"x-stainless-retry-count": "1"}
 
 
-def post(gateway, headers=None, session="s1", body=BODY, path="/v1/chat/completions") -> httpx.Response:
-    headers = {"Authorization": f"Bearer {gateway.key(session)}", **(headers or {})}
-    return httpx.post(gateway.url + path, content=json.dumps(body).encode(), headers=headers, timeout=30)
+def post(gateway, headers=None, session="s1", body=BODY) -> httpx.Response:
+    return gateway.post(body, session, headers=headers)
 
 
 def said(response: httpx.Response) -> str:
     if response.headers["content-type"].startswith("text/event-stream"):
-        data = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-        return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in data)
+        chunks = stream_data(response.text.splitlines())
+        return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
     return response.json()["choices"][0]["message"]["content"]
 
 
 @pytest.fixture
-def counting():
-    """An engine that says 1, 2, 3..."""
+def counting(play):
+    """A gateway whose engine says 1, 2, 3..."""
     numbers = iter(range(1, 100))
-    with ScriptedEngine(lambda _: str(next(numbers))) as engine:
-        yield engine
+    return play(lambda _: str(next(numbers)))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_retry_gets_the_recorded_answer(serve, counting, stream):
-    gateway = serve(counting.url)
+def test_a_retry_gets_the_recorded_answer(counting, stream):
     body = {**BODY, "stream": stream}
-    first = post(gateway, body=body)
-    again = [post(gateway, RETRY, body=body) for _ in range(2)]
+    first = post(counting, body=body)
+    again = [post(counting, RETRY, body=body) for _ in range(2)]
     assert [said(response) for response in (first, *again)] == ["1", "1", "1"]
     if not stream:
         assert again[0].json() == first.json()
-    (segment,) = gateway.trajectory().segments
+    [segment] = counting.trajectory().segments
     assert len(segment.turns) == 1
-    assert gateway.stats().replayed == 2
+    assert counting.stats().replayed == 2
 
 
-def test_the_same_question_without_a_word_of_a_retry_is_a_new_sample(serve, counting):
-    gateway = serve(counting.url)
-    assert [said(post(gateway, headers)) for headers in (None, {"x-stainless-retry-count": "0"})] == ["1", "2"]
-    assert len(gateway.trajectory().segments) == 2
+def test_a_repeated_question_that_declares_no_retry_is_a_new_sample(counting):
+    assert [said(post(counting, headers)) for headers in (None, {"x-stainless-retry-count": "0"})] == ["1", "2"]
+    assert len(counting.trajectory().segments) == 2
 
 
-def test_an_idempotency_key_names_one_call(serve, counting):
-    gateway = serve(counting.url)
-    keys = ["a", "b", "a", "b", "c"]
-    assert [said(post(gateway, {"Idempotency-Key": key})) for key in keys] == ["1", "2", "1", "2", "3"]
+def test_an_idempotency_key_identifies_one_call(counting):
+    answers = [said(post(counting, {"Idempotency-Key": key})) for key in ("a", "b", "a", "b", "c")]
+    assert answers == ["1", "2", "1", "2", "3"]
 
 
-def test_another_body_session_or_dialect_is_another_call(serve, counting):
-    gateway = serve(counting.url)
-    assert said(post(gateway)) == "1"
-    assert said(post(gateway, RETRY, body={**BODY, "max_tokens": 7})) == "2"
-    assert said(post(gateway, RETRY, session="s2")) == "3"
-    messages = post(gateway, RETRY, body={**BODY, "max_tokens": 9}, path="/v1/messages")
-    assert messages.json()["content"][0]["text"] == "4"
+def test_another_body_session_or_dialect_is_another_call(counting):
+    assert said(post(counting)) == "1"
+    assert said(post(counting, RETRY, body={**BODY, "max_tokens": 7})) == "2"
+    assert said(post(counting, RETRY, session="s2")) == "3"
+    answer = counting.post({**BODY, "max_tokens": 9}, headers=RETRY, path="/v1/messages")
+    assert answer.json()["content"][0]["text"] == "4"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_retry_joins_the_call_in_flight(serve, stream):
+def test_a_retry_joins_the_call_in_flight(play, stream):
     go, asked = threading.Event(), threading.Semaphore(0)
 
     def parts():
@@ -82,38 +77,28 @@ def test_a_retry_joins_the_call_in_flight(serve, stream):
         go.wait(30)
         yield "a time"
 
-    with ScriptedEngine(lambda _: Pieces(parts())) as engine:
-        gateway = serve(engine.url)
-        answers = []
-        body = {**BODY, "stream": stream}
-        threads = [
-            threading.Thread(target=lambda headers=headers: answers.append(said(post(gateway, headers, body=body))))
-            for headers in (None, RETRY)
-        ]
-        threads[0].start()
+    gateway = play(lambda _: Pieces(parts()))
+    body = {**BODY, "stream": stream}
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(post, gateway, None, body=body)
         assert asked.acquire(timeout=10)
-        threads[1].start()
-        while gateway.stats().replayed == 0:
-            pass
+        second = pool.submit(post, gateway, RETRY, body=body)
+        until(lambda: gateway.stats().replayed)
         go.set()
-        for thread in threads:
-            thread.join(10)
-    assert answers == ["Once upon a time"] * 2
-    assert len(engine.requests) == 1
+        assert [said(call.result(10)) for call in (first, second)] == ["Once upon a time"] * 2
+    assert len(gateway.engine.requests) == 1
 
 
-def test_a_retry_of_a_call_that_failed_is_made_again(serve):
+def test_a_retry_of_a_failed_call_is_made_again(play):
     down = True
-    with ScriptedEngine(lambda _: Fail(500) if down else "up") as engine:
-        gateway = serve(engine.url, engine_attempts=1)
-        assert post(gateway).status_code == 503
-        down = False
-        assert said(post(gateway, RETRY)) == "up"
+    gateway = play(lambda _: Fail(500) if down else "up", engine_attempts=1)
+    assert post(gateway).status_code == 503
+    down = False
+    assert said(post(gateway, RETRY)) == "up"
 
 
-def test_one_of_several_equal_questions_that_failed_is_not_answered_by_another(serve, counting):
-    """Best of three: the third is refused for want of room, and its retry must be a third sample."""
-    gateway = serve(counting.url, gateway={"max_concurrent_calls": 1})
+def test_a_retry_of_one_of_several_equal_questions_gets_no_answer_of_another(play):
+    """The second of two equal questions is refused for lack of capacity; its retry must be a second sample."""
     release, entered = threading.Event(), threading.Event()
     replies = iter("12")
 
@@ -122,21 +107,18 @@ def test_one_of_several_equal_questions_that_failed_is_not_answered_by_another(s
         release.wait(30)
         return next(replies)
 
-    counting.script("s1", held)
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(said(post(gateway))))
-    thread.start()
-    assert entered.wait(10)
-    assert post(gateway).status_code == 429
-    release.set()
-    thread.join(10)
+    gateway = play(held, gateway={"max_concurrent_calls": 1})
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(post, gateway)
+        assert entered.wait(10)
+        assert post(gateway).status_code == 429
+        release.set()
+        assert said(first.result(10)) == "1"
     assert said(post(gateway, RETRY)) == "2"
-    assert answers == ["1"]
 
 
-def test_the_sdks_own_retry_is_told_from_a_new_question(serve, counting):
-    """OpenAI's client: the answer is lost behind a proxy that breaks once."""
-    gateway = serve(counting.url)
+def test_a_retry_of_the_sdk_differs_from_a_new_question(counting):
+    """OpenAI's client behind a proxy that loses one answer."""
     lost = 1
 
     class LosesAnAnswer(httpx.HTTPTransport):
@@ -150,13 +132,14 @@ def test_the_sdks_own_retry_is_told_from_a_new_question(serve, counting):
             return response
 
     with httpx.Client(transport=LosesAnAnswer()) as http:
-        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.key(), max_retries=1, http_client=http)
+        url = f"{counting.url}/v1"
+        client = openai.OpenAI(base_url=url, api_key=counting.key(), max_retries=1, http_client=http)
         texts = [client.chat.completions.create(**BODY).choices[0].message.content for _ in range(2)]
     assert texts == ["1", "2"]
-    assert gateway.stats().calls == 2
+    assert counting.stats().calls == 2
 
 
-# --- what is remembered -----------------------------------------------------------------------------------
+# --- the cache --------------------------------------------------------------------------------------------
 
 
 def asked(text: str, **headers: str) -> RequestKey:
@@ -164,8 +147,6 @@ def asked(text: str, **headers: str) -> RequestKey:
 
 
 RETRIED = {"x-stainless-retry-count": "2"}
-
-
 ANSWER = Answer("i", 0, "m", (), 0)
 
 
@@ -200,7 +181,7 @@ async def test_a_failed_call_is_forgotten():
     assert replays.find(asked("a", **RETRIED)) is None
 
 
-async def test_an_answer_that_nobody_got_is_kept_for_whoever_asks_next():
+async def test_an_undelivered_answer_is_returned_to_the_next_equal_question():
     replays = RetryCache()
     running = await call(replays, "a")
     assert replays.find(asked("a")) is None  # its client is still there
@@ -213,7 +194,7 @@ async def test_an_answer_that_nobody_got_is_kept_for_whoever_asks_next():
     assert replays.find(asked("a", **RETRIED)) is running
 
 
-async def test_what_is_kept_is_the_answer_and_not_what_was_asked():
+async def test_the_cache_keeps_the_answer_and_drops_the_question():
     message = {"role": "assistant", "content": "abc", "reasoning_content": "r"}
     replays = RetryCache()
     running = InFlightCall(ModelCall("m", [{"role": "user", "content": "x"}]))
@@ -231,7 +212,7 @@ async def test_what_is_kept_is_the_answer_and_not_what_was_asked():
     assert running.deltas == [Delta("reasoning", "r"), Delta("text", "abc")]
 
 
-async def test_as_many_retries_as_failed_are_new_calls():
+async def test_each_failed_call_lets_one_retry_be_a_new_call():
     replays = RetryCache()
     running = await call(replays, "a")
     for _ in range(2):
@@ -243,5 +224,5 @@ async def test_as_many_retries_as_failed_are_new_calls():
 @pytest.mark.parametrize(
     ("headers", "is_declared"), [({}, False), ({"x-stainless-retry-count": "x"}, False), (RETRIED, True)]
 )
-def test_what_says_that_it_is_a_repetition(headers, is_declared):
+def test_a_positive_retry_count_declares_a_retry(headers, is_declared):
     assert asked("a", **headers).is_declared is is_declared

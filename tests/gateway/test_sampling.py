@@ -23,7 +23,7 @@ def params(sampling=Sampling(), allowed=(), prompt=10, context=100, left=None, c
         (3, 50, 10, 8, 3),
     ],
 )
-def test_a_reply_is_as_long_as_everybody_allows(asked, trainers, prompt, left, wanted):
+def test_the_length_of_a_reply_is_the_smallest_limit(asked, trainers, prompt, left, wanted):
     found = params(Sampling(max_tokens=trainers), prompt=prompt, left=left, max_new_tokens=asked)
     assert found["max_new_tokens"] == wanted
 
@@ -31,13 +31,13 @@ def test_a_reply_is_as_long_as_everybody_allows(asked, trainers, prompt, left, w
 @pytest.mark.parametrize(
     ("room", "code"), [({"prompt": 100}, "context_length_exceeded"), ({"left": 0}, "session_tokens_exceeded")]
 )
-def test_no_room_for_a_reply_is_refused(room, code):
+def test_a_call_without_room_for_a_reply_is_refused(room, code):
     with pytest.raises(ApiError) as error:
         params(**room)
     assert (error.value.status, error.value.code) == (400, code)
 
 
-def test_what_the_trainer_left_open_is_not_sent():
+def test_unset_parameters_are_not_sent():
     assert params() == {
         "temperature": 1.0,
         "top_p": 1.0,
@@ -51,7 +51,7 @@ def test_an_agents_seed_differs_between_choices():
     assert [params(allowed=["seed"], sampling={"seed": 5}, choice=i)["sampling_seed"] for i in range(2)] == [5, 6]
 
 
-def test_wishes_that_change_nothing_are_not_counted():
+def test_settings_that_change_nothing_are_not_counted():
     call = ModelCall("m", [], sampling={"temperature": 1.0, "top_p": 0.5, "min_p": 0.0, "presence_penalty": 1})
     asked = engine_params(call, Sampling(), (), Budget(1, 10), [])
     assert asked.overridden == ["top_p", "presence_penalty"]

@@ -31,7 +31,7 @@ def registry(bundle, clock) -> SessionRegistry:
     return SessionRegistry(bundle, "m", token_s=50.0, clock=clock)
 
 
-async def test_an_expired_session_is_forgotten_and_its_calls_aborted(registry, clock):
+async def test_an_expired_session_is_removed_and_its_calls_are_aborted(registry, clock):
     session = registry.open(claims()).state
     registry.open(claims("other", 200.0))
     call = asyncio.create_task(asyncio.sleep(60))
@@ -42,7 +42,7 @@ async def test_an_expired_session_is_forgotten_and_its_calls_aborted(registry, c
     assert (registry.open_count, registry.closed_count) == (1, 0)
 
 
-async def test_a_revoked_session_is_remembered_as_long_as_a_key_can_live(registry, clock):
+async def test_a_revoked_session_is_remembered_until_its_key_expires(registry, clock):
     await registry.revoke(["s"])
     clock.now = 49.0
     await registry.sweep()
@@ -60,7 +60,7 @@ async def test_concurrent_seals_give_the_same_bytes(registry):
     assert Trajectory.decode(first).segments == ()
 
 
-async def test_to_revoke_while_sealing_ends_it(registry):
+async def test_revoking_a_session_ends_its_sealing(registry):
     session = registry.open(claims()).state
     stubborn = asyncio.create_task(asyncio.sleep(60))
     session.calls.add(stubborn)
@@ -71,7 +71,7 @@ async def test_to_revoke_while_sealing_ends_it(registry):
         await seal
 
 
-async def test_a_seal_that_nobody_waits_for_any_more_is_still_made(registry):
+async def test_a_cancelled_seal_is_still_made(registry):
     registry.open(claims())
     seal = asyncio.create_task(registry.seal(claims()))
     await asyncio.sleep(0)
@@ -81,7 +81,7 @@ async def test_a_seal_that_nobody_waits_for_any_more_is_still_made(registry):
     assert Trajectory.decode(await registry.seal(claims())).model == "m"
 
 
-async def test_a_trajectory_that_everybody_has_had_is_let_go(registry, clock):
+async def test_a_sealed_trajectory_is_dropped_after_ten_minutes(registry, clock):
     sealed = await registry.seal(claims(expires_at=1000.0))
     clock.now = 599.0
     await registry.sweep()

@@ -23,7 +23,7 @@ def benchmark(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(500)  # conversations on the real engine, then a plain forward pass
-async def test_what_is_trained_is_what_was_sampled(benchmark, real_engine):
+async def test_the_trained_tokens_are_the_sampled_tokens(benchmark, real_engine):
     measured = await benchmark.measure(benchmark.BRIDGED, ROLLOUTS, real_engine, find_model())
     assert (measured.rows, measured.breaks, measured.repeated_tokens) == (ROLLOUTS, 0, 0)
     assert measured.turns >= ROLLOUTS * benchmark.QUESTIONS
@@ -33,8 +33,8 @@ async def test_what_is_trained_is_what_was_sampled(benchmark, real_engine):
 
 
 @pytest.mark.parametrize("bridged", [True, False])
-async def test_a_call_in_the_models_own_spelling(benchmark, byte_model, monkeypatch, bridged):
-    """It is read as the same call, and rendered anew it is other tokens: a break, unless the tokens are kept."""
+async def test_a_call_that_no_template_writes_so(benchmark, byte_model, monkeypatch, bridged):
+    """It is parsed as the same call, but rendered again it has other tokens: a break, unless the tokens are kept."""
     monkeypatch.setattr(benchmark, "MAX_TOKENS", 500)
     monkeypatch.setattr(benchmark, "CONTEXT_LENGTH", 16_384)  # of bytes
     odd = '<tool_call>{"name":"calculator","arguments":{"expression":"1 + 2"}}</tool_call>'

@@ -17,20 +17,12 @@ import pytest
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
+from builders import eventually
 from rollout_backend.relay.dialer import Dialer
 from rollout_backend.relay.relay_settings import DialerSettings
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
 KEY = "a-key-that-both-sides-know-" * 2
-
-
-async def eventually(condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 20.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while True:
-            said = condition()
-            if said is True or (said is not False and await said):
-                return
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -205,6 +197,21 @@ class Upstream:
     asked: list[str] = field(default_factory=list)
     left: int = 0  # calls whose client disconnected
 
+    def hold(self, text: str = "at last") -> asyncio.Event:
+        """Answer requests once the returned event is set. A stream begins before."""
+        go = asyncio.Event()
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if request.path == "/v1/stream":
+                stream = web.StreamResponse()
+                await stream.prepare(request)
+                await stream.write(b"data: one\n\n")
+            await go.wait()
+            return web.Response(text=text)
+
+        self.handle = answer
+        return go
+
     async def serve(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request.raw_path)
         try:
@@ -216,8 +223,8 @@ class Upstream:
 
 async def _echo(request: web.Request) -> web.StreamResponse:
     body = await request.read()
-    told = {"path": request.raw_path, "method": request.method, "headers": dict(request.headers), "bytes": len(body)}
-    return web.json_response(told, headers={"X-Told": "yes"})
+    seen = {"path": request.raw_path, "method": request.method, "headers": dict(request.headers), "bytes": len(body)}
+    return web.json_response(seen, headers={"X-Echo": "yes"})
 
 
 @pytest.fixture
@@ -240,8 +247,8 @@ async def dial() -> AsyncIterator[Callable[..., tuple[Dialer, asyncio.Task[None]
     tasks: list[asyncio.Task[None]] = []
 
     def start(url: str, gateway: str, **settings: Any) -> tuple[Dialer, asyncio.Task[None]]:
-        told = {"key": KEY, "gateways": {"": gateway, "0": gateway}, **settings}
-        dialer = Dialer(DialerSettings(url=url, **told))
+        given = {"key": KEY, "gateways": {"": gateway, "0": gateway}, **settings}
+        dialer = Dialer(DialerSettings(url=url, **given))
         tasks.append(asyncio.create_task(dialer.run()))
         return dialer, tasks[-1]
 
@@ -284,6 +291,18 @@ class Line:
     @property
     def url(self) -> str:
         return self.relay.url
+
+    async def held_call(self, get: Callable[[str], Awaitable[Any]], path: str = "/v1/x") -> asyncio.Task[Any]:
+        """Call the server behind, which has got the call when this returns."""
+        before = len(self.upstream.asked)
+        call = asyncio.create_task(get(self.url + path))
+        await eventually(lambda: len(self.upstream.asked) > before)
+        return call
+
+    async def cut(self) -> None:
+        """Cut the dialer's connection, until `wire.down` is reset."""
+        self.wire.down = True
+        await self.wire.cut()
 
 
 @pytest.fixture

@@ -3,36 +3,27 @@
 import asyncio
 import threading
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import openai
 import pytest
 from pydantic import SecretStr
 
-from agent_wrapper.contract import ModelEndpoint
 from agent_wrapper.trajectory import fetch_trajectory
+from builders import complete, run_config
 from rollout_backend.config import RelayConfig, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.gateway.sharding import shard_of
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.relay_process import DialerProcess, public_gateway_config
 from rollout_backend.serving.server_process import free_port
 
-USER = [{"role": "user", "content": "What is 3 + 4?"}]
-
 
 def config(url: str, key: str, **sections) -> RolloutConfig:
-    return RolloutConfig.parse(
-        {
-            "model": {"path": BYTE_MODEL, "name": "m", "renderer": "chatml"},
-            "storage": {"bucket": "bucket"},
-            "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
-            "gateway": {"processes": 2},
-            "relay": {"url": url, "key": key, "startup_timeout_s": 30},
-            **sections,
-        }
-    )
+    relay = {"url": url, "key": key, "startup_timeout_s": 30}
+    return run_config(**{"gateway": {"processes": 2}, "relay": relay, **sections})
 
 
 class Held:
@@ -69,18 +60,7 @@ async def training_side(tmp_path: Path):
         yield start
 
 
-async def ask(given: ModelEndpoint, retries: int = 0) -> str | None:
-    async with openai.AsyncOpenAI(base_url=given.base_url, api_key=given.api_key, max_retries=retries) as client:
-        answer = await client.chat.completions.create(model=given.name, messages=USER)
-        return answer.choices[0].message.content
-
-
-async def ask_streamed(given: ModelEndpoint, question: str = "What is 3 + 4?") -> str:
-    async with openai.AsyncOpenAI(base_url=given.base_url, api_key=given.api_key, max_retries=0) as client:
-        chunks = await client.chat.completions.create(
-            model=given.name, messages=[{"role": "user", "content": question}], stream=True
-        )
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices])
+ask_streamed = partial(complete, stream=True)
 
 
 async def test_rollout_through_the_relay(start_relay, wire, training_side, key, until, claims):
@@ -94,15 +74,15 @@ async def test_rollout_through_the_relay(start_relay, wire, training_side, key, 
     for shard, session in sessions.items():
         given = fleet.endpoint(claims(session))
         assert given.base_url == f"{relay.url}/s/{shard}/v1"
-        assert await ask(given) == "It is 7."
+        assert await complete(given) == "It is 7."
         assert await ask_streamed(given, "And 5 + 2?") == "It is 7."
         trajectory = await fetch_trajectory(given, 10)
         assert sum(len(segment.turns) for segment in trajectory.segments) == 2
         with pytest.raises(openai.APIStatusError):
-            await ask(given)  # sealed
+            await complete(given)  # sealed
 
     # A cut during a call, blocking and streaming.
-    for number, how in enumerate((ask, ask_streamed)):
+    for number, how in enumerate((complete, ask_streamed)):
         script.asked.clear()
         script.go.clear()
         made = laid.connections
@@ -116,7 +96,7 @@ async def test_rollout_through_the_relay(start_relay, wire, training_side, key, 
     # A disconnected agent aborts its call at the engine.
     script.asked.clear()
     script.go.clear()
-    call = asyncio.create_task(ask(fleet.endpoint(claims("gone"))))
+    call = asyncio.create_task(complete(fleet.endpoint(claims("gone"))))
     await until(script.asked.is_set)
     call.cancel()
     await until(lambda: engine.aborted == 1)
@@ -125,7 +105,7 @@ async def test_rollout_through_the_relay(start_relay, wire, training_side, key, 
     # The relay is killed and restarted: the SDK retries and gets its answer.
     script.asked.clear()
     script.go.clear()
-    call = asyncio.create_task(ask(fleet.endpoint(claims("retried")), retries=8))
+    call = asyncio.create_task(complete(fleet.endpoint(claims("retried")), retries=8))
     await until(script.asked.is_set)
     relay.kill()
     script.go.set()
@@ -135,7 +115,7 @@ async def test_rollout_through_the_relay(start_relay, wire, training_side, key, 
     # Control paths are refused by the relay, wrong session keys by the gateway.
     stranger = fleet.endpoint(claims("session-0")).model_copy(update={"api_key": "nothing"})
     with pytest.raises(openai.AuthenticationError):
-        await ask(stranger)
+        await complete(stranger)
     log = (Path(laid.url).name, *(path.read_text() for path in fleet._log_dir.glob("*.log")))
     assert all(fleet.endpoint(claims("cut-0")).api_key not in text and key not in text for text in log)
 

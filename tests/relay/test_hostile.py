@@ -89,12 +89,15 @@ class FalseRelay:
         self.id = "r" * 32
         self.calls = ()  # calls that it claims to know
         self.told: list[Resume] = []
+        self.go = asyncio.Event()  # answers to calls wait for it
+        self.go.set()
         self._key = key
         upstream.handle = self.relay
         self.url = upstream.url.replace("http", "ws")
 
     async def relay(self, request: web.Request) -> web.StreamResponse:
         if request.path != "/relay":
+            await self.go.wait()
             return web.json_response(request.raw_path)
         socket = web.WebSocketResponse()
         await socket.prepare(request)
@@ -176,15 +179,7 @@ async def test_hostile_relay_cannot_smuggle_requests(false_relay, upstream):
 @pytest.mark.parametrize("started_again", [False, True])
 async def test_calls_of_a_restarted_relay_are_new_calls(false_relay, upstream, until, started_again):
     """Call numbers restart with each relay: call 1 of the second is not call 1 of the first."""
-    hold = asyncio.Event()
-    relay = upstream.handle
-
-    async def slow(request: web.Request) -> web.StreamResponse:
-        if request.path != "/relay":
-            await hold.wait()
-        return await relay(request)
-
-    upstream.handle = slow
+    false_relay.go.clear()
     socket = await false_relay.sockets.get()
     await socket.send_bytes(encode(Open(1, 0, "GET", "/v1/first", (), False)))
     await until(lambda: "/v1/first" in upstream.asked)
@@ -210,15 +205,7 @@ BREACHES = {
 
 @pytest.mark.parametrize("what", BREACHES)
 async def test_protocol_error_ends_only_the_connection(false_relay, upstream, what):
-    hold = asyncio.Event()
-    relay = upstream.handle
-
-    async def slow(request: web.Request) -> web.StreamResponse:
-        if request.path != "/relay":
-            await hold.wait()
-        return await relay(request)
-
-    upstream.handle = slow
+    false_relay.go.clear()
     socket = await false_relay.sockets.get()
     for frame in BREACHES[what]:
         await socket.send_bytes(encode(frame))
@@ -226,7 +213,7 @@ async def test_protocol_error_ends_only_the_connection(false_relay, upstream, wh
         pass
     assert message.type is aiohttp.WSMsgType.CLOSE
     assert message.data == Close.BROKEN_FRAME
-    hold.set()
+    false_relay.go.set()
     socket = await false_relay.sockets.get()  # the dialer has reconnected
     await socket.send_bytes(encode(Open(7, 0, "GET", "/v1/models", (), False)))
     assert await answer_of(socket, 7) == (200, b'"/v1/models"')

@@ -15,27 +15,19 @@ from rollout_backend.serving.server_process import free_port
 
 async def test_call_survives_a_cut(line, get, until):
     laid = await line()
-    go = asyncio.Event()
-
-    async def waits(request: web.Request) -> web.Response:
-        await go.wait()
-        return web.json_response(dict(request.query))
-
-    laid.upstream.handle = waits
-    call = asyncio.create_task(get(f"{laid.url}/v1/x?n=1"))
-    await until(lambda: bool(laid.upstream.asked))
+    go = laid.upstream.hold()
+    call = await laid.held_call(get)
     await laid.wire.cut()
     go.set()
     answer = await call
-    assert (answer.status, await answer.json()) == (200, {"n": "1"})
+    assert (answer.status, await answer.text()) == (200, "at last")
     assert laid.wire.connections == 2
     assert len(laid.upstream.asked) == 1  # the gateway got one request
 
 
 async def test_call_made_during_a_cut_waits(line, http, until, get):
     laid = await line()
-    laid.wire.down = True
-    await laid.wire.cut()
+    await laid.cut()
 
     async def noticed() -> bool:
         return not await laid.relay.dialled()
@@ -82,15 +74,8 @@ async def test_streams_in_both_directions_survive_many_cuts(line, http, until):
 
 async def test_silent_connection_is_closed(line, http, until, get):
     laid = await line("--heartbeat-s", 0.4, heartbeat_s=0.4)
-    go = asyncio.Event()
-
-    async def waits(_: web.Request) -> web.Response:
-        await go.wait()
-        return web.Response(text="at last")
-
-    laid.upstream.handle = waits
-    call = asyncio.create_task(get(f"{laid.url}/v1/x"))
-    await until(lambda: bool(laid.upstream.asked))
+    go = laid.upstream.hold()
+    call = await laid.held_call(get)
     laid.wire.hold()
     await until(lambda: laid.wire.connections >= 2)
     laid.wire.release()
@@ -101,15 +86,8 @@ async def test_silent_connection_is_closed(line, http, until, get):
 
 async def test_dialer_reconnects_before_the_relay_notices(line, get, until):
     laid = await line()
-    go = asyncio.Event()
-
-    async def waits(_: web.Request) -> web.Response:
-        await go.wait()
-        return web.Response(text="at last")
-
-    laid.upstream.handle = waits
-    call = asyncio.create_task(get(f"{laid.url}/v1/x"))
-    await until(lambda: bool(laid.upstream.asked))
+    go = laid.upstream.hold()
+    call = await laid.held_call(get)
     laid.wire.half = True
     await laid.wire.cut()
     laid.wire.half = False
@@ -123,22 +101,12 @@ async def test_dialer_reconnects_before_the_relay_notices(line, get, until):
 
 async def test_calls_end_if_the_dialer_does_not_reconnect(line, http, until, get):
     laid = await line("--reconnect-s", 0.5, "--wait-s", 0.5, reconnect_s=0.5)
-
-    async def stuck(request: web.Request) -> web.StreamResponse:
-        if request.path == "/v1/stream":
-            answer = web.StreamResponse()
-            await answer.prepare(request)
-            await answer.write(b"data: one\n\n")
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    laid.upstream.handle = stuck
+    laid.upstream.hold()
     plain = asyncio.create_task(get(f"{laid.url}/v1/x"))
     stream = await http.get(f"{laid.url}/v1/stream")
     assert await stream.content.readline() == b"data: one\n"
     await until(lambda: len(laid.upstream.asked) == 2)
-    laid.wire.down = True
-    await laid.wire.cut()
+    await laid.cut()
     answer = await plain
     assert (answer.status, answer.headers["Retry-After"]) == (504, "1")
     with pytest.raises(aiohttp.ClientPayloadError):
@@ -153,14 +121,8 @@ async def test_calls_end_if_the_dialer_does_not_reconnect(line, http, until, get
 async def test_dialer_reconnects_to_a_restarted_relay(start_relay, line, http, until, get):
     """Agents see a broken connection, the gateway's calls are aborted, and the same dialer finds the new relay."""
     laid = await line("--wait-s", 20)
-
-    async def stuck(_: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    laid.upstream.handle = stuck
-    call = asyncio.create_task(get(f"{laid.url}/v1/x"))
-    await until(lambda: bool(laid.upstream.asked))
+    laid.upstream.hold()
+    call = await laid.held_call(get)
     laid.relay.kill()
     with pytest.raises(aiohttp.ClientError):
         await call
@@ -174,14 +136,8 @@ async def test_dialer_reconnects_to_a_restarted_relay(start_relay, line, http, u
 
 async def test_stopping_relay_answers_503(line, http, until, get):
     laid = await line("--wait-s", 1)
-
-    async def stuck(_: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    laid.upstream.handle = stuck
-    call = asyncio.create_task(get(f"{laid.url}/v1/x"))
-    await until(lambda: bool(laid.upstream.asked))
+    laid.upstream.hold()
+    call = await laid.held_call(get)
     laid.relay.process._process.terminate()
     answer = await call
     assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
@@ -190,14 +146,8 @@ async def test_stopping_relay_answers_503(line, http, until, get):
 
 async def test_restarted_trainer_takes_over_the_relay(line, dial, http, until, upstream, get):
     laid = await line()
-
-    async def stuck(_: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    upstream.handle = stuck
-    call = asyncio.create_task(get(f"{laid.url}/v1/x"))
-    await until(lambda: bool(upstream.asked))
+    upstream.hold()
+    call = await laid.held_call(get)
     second, _ = dial(laid.relay.url.replace("http", "ws"), upstream.url)
     answer = await call  # a call of the first dialer
     assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
@@ -210,8 +160,7 @@ async def test_restarted_trainer_takes_over_the_relay(line, dial, http, until, u
 
 async def test_dialer_replaced_during_a_cut_is_refused(line, dial, until, upstream):
     laid = await line()
-    laid.wire.down = True
-    await laid.wire.cut()
+    await laid.cut()
     second, task = dial(laid.relay.url.replace("http", "ws"), upstream.url)
 
     async def taken_over() -> bool:

@@ -23,14 +23,14 @@ async def test_call_is_forwarded_unchanged(line, http):
     body = b"x" * 1_000_000
     headers = {"Authorization": "Bearer a-session-key", "X-Mine": "1", "Connection": "x-private", "X-Private": "1"}
     async with http.post(f"{laid.url}/v1/chat/completions?a=%20b", data=body, headers=headers) as answer:
-        told = await answer.json()
-        assert (answer.status, answer.headers["X-Told"]) == (200, "yes")
-    assert (told["path"], told["method"], told["bytes"]) == ("/v1/chat/completions?a=%20b", "POST", 1_000_000)
-    assert told["headers"]["Authorization"] == "Bearer a-session-key"
-    assert told["headers"]["Content-Length"] == "1000000"
-    assert told["headers"]["X-Mine"] == "1"
-    assert told["headers"]["Host"] == laid.upstream.url.removeprefix("http://")
-    assert "X-Private" not in told["headers"]
+        seen = await answer.json()
+        assert (answer.status, answer.headers["X-Echo"]) == (200, "yes")
+    assert (seen["path"], seen["method"], seen["bytes"]) == ("/v1/chat/completions?a=%20b", "POST", 1_000_000)
+    assert seen["headers"]["Authorization"] == "Bearer a-session-key"
+    assert seen["headers"]["Content-Length"] == "1000000"
+    assert seen["headers"]["X-Mine"] == "1"
+    assert seen["headers"]["Host"] == laid.upstream.url.removeprefix("http://")
+    assert "X-Private" not in seen["headers"]
     assert (await laid.relay.health())["calls"] == 0
     assert laid.dialer.channels == {}
 
@@ -154,14 +154,8 @@ async def test_calls_with_invalid_headers_are_refused(line, http, get):
 
 async def test_disconnected_agent_ends_its_call(line, http, until):
     laid = await line()
-
-    async def never(_: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    laid.upstream.handle = never
-    call = asyncio.create_task(http.post(f"{laid.url}/v1/x", json={}))
-    await until(lambda: bool(laid.upstream.asked))
+    laid.upstream.hold()
+    call = await laid.held_call(lambda url: http.post(url, json={}))
     call.cancel()
     await until(lambda: laid.upstream.left == 1)
     await until(lambda: not laid.dialer.channels)
@@ -170,16 +164,9 @@ async def test_disconnected_agent_ends_its_call(line, http, until):
 
 async def test_agent_disconnected_during_a_cut_ends_its_call_later(line, http, until):
     laid = await line()
-
-    async def never(_: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    laid.upstream.handle = never
-    call = asyncio.create_task(http.post(f"{laid.url}/v1/x", json={}))
-    await until(lambda: bool(laid.upstream.asked))
-    laid.wire.down = True
-    await laid.wire.cut()
+    laid.upstream.hold()
+    call = await laid.held_call(lambda url: http.post(url, json={}))
+    await laid.cut()
     call.cancel()
 
     async def no_calls() -> bool:
@@ -193,15 +180,8 @@ async def test_agent_disconnected_during_a_cut_ends_its_call_later(line, http, u
 
 async def test_excess_calls_get_429_with_retry_after(line, http, until, get):
     laid = await line("--max-calls", 2)
-    go = asyncio.Event()
-
-    async def held(_: web.Request) -> web.Response:
-        await go.wait()
-        return web.Response()
-
-    laid.upstream.handle = held
-    calls = [asyncio.create_task(get(f"{laid.url}/v1/x")) for _ in range(2)]
-    await until(lambda: len(laid.upstream.asked) == 2)
+    go = laid.upstream.hold()
+    calls = [await laid.held_call(get) for _ in range(2)]
     async with http.post(f"{laid.url}/v1/x") as answer:
         assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
     go.set()
@@ -227,16 +207,7 @@ async def test_calls_without_a_dialer_wait_and_get_503(start_relay, dial, upstre
 
 async def test_call_over_the_time_limit_ends(line, http, until, get):
     laid = await line("--call-s", 0.5)
-
-    async def stuck(request: web.Request) -> web.StreamResponse:
-        if request.path == "/v1/stream":
-            answer = web.StreamResponse()
-            await answer.prepare(request)
-            await answer.write(sse("one"))
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    laid.upstream.handle = stuck
+    laid.upstream.hold()
     async with http.get(f"{laid.url}/v1/x") as answer:
         assert answer.status == 504
     with pytest.raises(aiohttp.ClientError):
@@ -279,8 +250,8 @@ async def test_many_concurrent_calls(line, http):
     async def one(number: int) -> None:
         body = json.dumps({"n": number}).encode() + b" " * (number * 997)
         async with http.post(f"{laid.url}/v1/n/{number}", data=body) as answer:
-            told = await answer.json()
-            assert (told["path"], told["bytes"]) == (f"/v1/n/{number}", len(body))
+            seen = await answer.json()
+            assert (seen["path"], seen["bytes"]) == (f"/v1/n/{number}", len(body))
 
     await asyncio.gather(*(one(number) for number in range(200)))
 

@@ -6,29 +6,21 @@ from hypothesis import strategies as st
 from renderers import Renderer, ToolCallParseStatus
 from transformers import AutoTokenizer
 
+from builders import assistant, function_call, function_tool, system, tool_result, user
 from rollout_backend.local.scripted import ToolCall
 from rollout_backend.rendering.chatml import ChatMLRenderer
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds <b>two</b> numbers, naïvely.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
-        },
-    }
-]
-CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOLS = [function_tool("add", "Adds <b>two</b> numbers, naïvely.", a={"type": "number"})]
+CALL = function_call("add", '{"a": 1}', "call_1")
 CONVERSATIONS = [
-    [{"role": "user", "content": "What is 3 + 4?"}],
-    [{"role": "user", "content": "  leading and trailing\n\n"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
-    [{"role": "system", "content": ""}, {"role": "user", "content": ""}],
+    [user("What is 3 + 4?")],
+    [user("  leading and trailing\n\n")],
+    [system("Be brief."), user("Hi")],
+    [system(""), user("")],
     [
-        {"role": "user", "content": "Grüße 日本 🙂\ttab"},
-        {"role": "assistant", "content": " 7\n"},
-        {"role": "user", "content": "\nand 5?"},
+        user("Grüße 日本 🙂\ttab"),
+        assistant(" 7\n"),
+        user("\nand 5?"),
     ],
 ]
 
@@ -42,25 +34,25 @@ def ids_of(bundle, text: str) -> list[int]:
     return bundle.tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_keeps_the_protocol_of_the_renderers_package(renderer):
+def test_the_renderer_implements_the_renderers_protocol(renderer):
     assert isinstance(renderer, Renderer)
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("prompt", [True, False])
-def test_renders_as_the_models_own_template(smollm2, messages, prompt):
+def test_a_conversation_renders_as_with_the_models_template(smollm2, messages, prompt):
     tokenizer = AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
     own = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=True, return_dict=False)
     assert ChatMLRenderer(tokenizer).render_ids(messages, add_generation_prompt=prompt) == own
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_renders_the_byte_model_as_its_template(bundle, renderer, messages):
+def test_the_byte_model_renders_as_with_its_template(bundle, renderer, messages):
     own = bundle.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert bundle.decode(renderer.render_ids(messages, add_generation_prompt=True)) == own
 
 
-def test_the_default_system_message_is_kept_beside_tools(smollm2):
+def test_the_default_system_message_is_kept_with_tools(smollm2):
     tokenizer = AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
     text = tokenizer.decode(ChatMLRenderer(tokenizer).render_ids(CONVERSATIONS[0], tools=TOOLS))
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
@@ -69,11 +61,11 @@ def test_the_default_system_message_is_kept_beside_tools(smollm2):
 
 def test_a_tool_conversation_renders_in_the_hermes_form(bundle, renderer):
     messages = [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": "U"},
-        {"role": "assistant", "content": "let me see", "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "one"},
-        {"role": "tool", "tool_call_id": "call_1", "content": "two"},
+        system("S"),
+        user("U"),
+        assistant("let me see", tool_calls=[CALL]),
+        tool_result("call_1", "one"),
+        tool_result("call_1", "two"),
     ]
     rendered = renderer.render(messages, tools=TOOLS, add_generation_prompt=True)
     text = bundle.decode(rendered.token_ids)
@@ -95,7 +87,7 @@ def test_content_cannot_forge_a_turn(bundle, renderer):
     assert evil in bundle.decode(ids)
 
 
-def test_a_plain_reply_is_kept_as_it_is(bundle, renderer):
+def test_a_plain_reply_is_unchanged(bundle, renderer):
     parsed = renderer.parse_response(ids_of(bundle, "  7 \n<|im_end|>"))
     assert (parsed.content, parsed.tool_calls) == ("  7 \n", [])
 
@@ -130,7 +122,7 @@ def test_a_malformed_call_stays_in_the_content(bundle, renderer, body, status):
     assert [call.status for call in parsed.tool_calls] == [ToolCallParseStatus.OK, status]
 
 
-def test_a_call_without_its_closing_tag_is_read_if_it_is_whole(bundle, renderer):
+def test_a_complete_call_without_its_closing_tag_is_read(bundle, renderer):
     parsed = renderer.parse_response(ids_of(bundle, '<tool_call>\n{"name": "add", "arguments": {}}<|im_end|>'))
     assert [(call.name, call.status) for call in parsed.tool_calls] == [("add", ToolCallParseStatus.OK)]
     assert parsed.content == ""
@@ -142,29 +134,29 @@ def test_no_completion_breaks_the_parser(bundle, renderer, ids):
     renderer.parse_response(ids)
 
 
-def test_the_bridge_extends_what_was_sampled(bundle, renderer):
-    messages = [{"role": "user", "content": "U"}]
+def test_the_bridge_extends_the_sampled_tokens(bundle, renderer):
+    messages = [user("U")]
     prompt = renderer.render_ids(messages, tools=TOOLS, add_generation_prompt=True)
     reply = f"ok\n{ToolCall('add', {'a': 1})}"
     completion = ids_of(bundle, f"{reply}<|im_end|>")
-    new = [{"role": "tool", "tool_call_id": "call_1", "content": "1"}, {"role": "user", "content": "and?"}]
+    new = [tool_result("call_1", "1"), user("and?")]
     bridged = renderer.bridge_to_next_turn(prompt, completion, new, tools=TOOLS)
     assert bridged.token_ids[: len(prompt) + len(completion)] == prompt + completion
-    full = [*messages, {"role": "assistant", "content": "ok", "tool_calls": [CALL]}, *new]
+    full = [*messages, assistant("ok", tool_calls=[CALL]), *new]
     assert bridged.token_ids == renderer.render_ids(full, tools=TOOLS, add_generation_prompt=True)
 
 
 def test_the_bridge_closes_a_turn_that_was_cut(bundle, renderer):
-    prompt = renderer.render_ids([{"role": "user", "content": "U"}], add_generation_prompt=True)
+    prompt = renderer.render_ids([user("U")], add_generation_prompt=True)
     completion = ids_of(bundle, "cut off in the mid")
-    bridged = renderer.bridge_to_next_turn(prompt, completion, [{"role": "user", "content": "go on"}])
+    bridged = renderer.bridge_to_next_turn(prompt, completion, [user("next")])
     rest = bundle.decode(bridged.token_ids[len(prompt) + len(completion) :])
     assert bridged.token_ids[: len(prompt) + len(completion)] == prompt + completion
-    assert rest == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert rest == "<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_bridge_refuses_what_it_cannot_extend(bundle, renderer):
-    prompt = renderer.render_ids([{"role": "user", "content": "U"}], add_generation_prompt=True)
+def test_the_bridge_returns_none_if_it_cannot_extend(bundle, renderer):
+    prompt = renderer.render_ids([user("U")], add_generation_prompt=True)
     completion = ids_of(bundle, "A<|im_end|>")
     assert renderer.bridge_to_next_turn(prompt, completion, []) is None
-    assert renderer.bridge_to_next_turn(prompt, completion, [{"role": "assistant", "content": "B"}]) is None
+    assert renderer.bridge_to_next_turn(prompt, completion, [assistant("B")]) is None

@@ -48,14 +48,14 @@ JSON = {"type": "json_schema", "json_schema": SCHEMA}
         ({"tools": [ADD], "json_schema": SCHEMA}, {"type": "or", "elements": [JSON, calls(ADD_TAG)]}),
     ],
 )
-def test_a_form_with_tool_calls_is_a_structural_tag(bundle, asked, wanted):
+def test_forced_tool_calls_are_a_structural_tag(bundle, asked, wanted):
     params = Constraints(bundle, allowed=True).params(ModelCall("m", [], **asked), [])
     assert json.loads(params.pop("structural_tag")) == {"type": "structural_tag", "format": wanted}
     assert params == {}
 
 
 @pytest.mark.parametrize("asked", [{}, {"tools": [ADD]}, {"tools": [ADD], "tool_choice": "none"}])
-def test_what_forces_nothing_is_sampled_freely(bundle, asked):
+def test_a_call_without_constraints_is_sampled_freely(bundle, asked):
     for allowed in (True, False):
         assert Constraints(bundle, allowed).params(ModelCall("m", [], **asked), []) == {}
 
@@ -66,9 +66,9 @@ def test_json_alone_is_a_schema(bundle, asked):
     assert Constraints(bundle, True).params(call, []) == {"json_schema": json.dumps(SCHEMA)}
 
 
-def test_a_model_that_reasons_does_so_before_the_form(bundle):
+def test_reasoning_may_precede_the_constrained_part(bundle):
     class Reasons:
-        """Reads <think>...</think>, and a prompt that ends in token 7 has opened it."""
+        """Parses <think>...</think>; a prompt that ends in token 7 has opened it."""
 
         def parse_response(self, ids, tools=None, prompt_ids=None):
             text = bundle.decode(ids)
@@ -88,7 +88,7 @@ def test_a_model_that_reasons_does_so_before_the_form(bundle):
     assert forms == [{"type": "or", "elements": [after("<think>"), JSON]}, after("")]
 
 
-def test_what_is_switched_off_or_not_known_is_refused(bundle):
+def test_a_constraint_that_is_switched_off_or_unknown_is_refused(bundle):
     call = ModelCall("m", [], tools=[ADD], tool_choice="required")
     with pytest.raises(ApiError, match=r"tool_choice.*sampled freely"):
         Constraints(bundle, allowed=False).params(call, [])

@@ -26,37 +26,37 @@ def model_folder(tmp_path):
     return make
 
 
-def test_auto_takes_ours_where_it_equals_the_models_template():
+def test_auto_selects_chatml_if_it_equals_the_models_template():
     bundle = load_renderer(ModelConfig(path=BYTE_MODEL))
     assert (bundle.name, type(bundle.renderer.inner)) == ("chatml", ChatMLRenderer)
     assert bundle.stop_token_ids == (bundle.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
 
 
-def test_auto_takes_the_template_where_it_says_something_else(model_folder):
+def test_auto_selects_the_template_if_it_differs(model_folder):
     path = model_folder(template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
     assert load_renderer(ModelConfig(path=path)).name == "default"
 
 
-def test_auto_takes_the_small_models_template(smollm2):
+def test_auto_selects_chatml_for_the_small_model(smollm2):
     assert load_renderer(ModelConfig(path=smollm2)).name == "chatml"
 
 
-def test_auto_goes_by_the_folders_name(model_folder):
+def test_auto_uses_the_folders_name(model_folder):
     with pytest.raises(ConfigError, match="Qwen3-8B"):  # its renderer wants Qwen's vocabulary
         load_renderer(ModelConfig(path=model_folder("Qwen3-8B")))
 
 
-def test_an_ambiguous_name_is_asked_about(model_folder):
+def test_an_ambiguous_name_is_refused(model_folder):
     with pytest.raises(ConfigError, match="prime-qwen3, qwen3"):
         load_renderer(ModelConfig(path=model_folder("Qwen3-0.6B")))
 
 
-def test_the_models_own_end_tokens_stop_too(model_folder):
+def test_the_models_end_tokens_are_stop_tokens(model_folder):
     path = model_folder(generation_config={"eos_token_id": [0, 2]}, config={"eos_token_id": 1, "model_type": "llama"})
     assert load_renderer(ModelConfig(path=path, renderer="chatml")).stop_token_ids == (2, 0)
 
 
-def test_a_renderer_of_ones_own():
+def test_a_renderer_by_import_path():
     name = "rollout_backend.rendering.chatml.ChatMLRenderer"
     assert isinstance(load_renderer(ModelConfig(path=BYTE_MODEL, renderer=name)).renderer.inner, ChatMLRenderer)
 
@@ -70,12 +70,12 @@ def test_a_renderer_of_ones_own():
         ("qwen3", "qwen3 cannot be used with"),
     ],
 )
-def test_a_renderer_that_cannot_be_had_is_named(renderer, message):
+def test_an_unusable_renderer_is_reported(renderer, message):
     with pytest.raises(ConfigError, match=message):
         load_renderer(ModelConfig(path=BYTE_MODEL, renderer=renderer))
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+def test_a_folder_without_a_tokenizer_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="holds no tokenizer"):
         load_renderer(ModelConfig(path=tmp_path))
     with pytest.raises(ConfigError, match="there is no folder"):
@@ -93,7 +93,7 @@ def test_the_known_names_are_listed():
     assert {"auto", "chatml", "default", "qwen3"} <= set(known_renderers())
 
 
-def test_the_renderers_own_options():
+def test_renderer_options():
     for parser, refused in (("qwen3", False), ("nonsense", True)):
         model = ModelConfig(path=BYTE_MODEL, renderer="default", renderer_options={"tool_parser": parser})
         with pytest.raises(ConfigError, match="default cannot be used") if refused else nullcontext():
@@ -109,13 +109,13 @@ def test_the_default_renderer_needs_a_template(model_folder):
         load_renderer(ModelConfig(path=path, renderer="default"))
 
 
-def test_a_model_hubs_cache_has_the_name_in_its_path(model_folder):
+def test_auto_uses_the_name_in_the_path_of_a_hub_cache(model_folder):
     path = model_folder("hub/models--PrimeIntellect--Qwen3-0.6B/snapshots/0123abcd")
     with pytest.raises(ConfigError, match="prime-qwen3 cannot be used"):  # found; its vocabulary is not this one
         load_renderer(ModelConfig(path=path))
 
 
-def test_an_end_token_that_the_renderer_does_not_know_is_no_text(model_folder):
+def test_an_end_token_unknown_to_the_renderer_is_not_text(model_folder):
     path = model_folder(generation_config={"eos_token_id": 1})
     bundle = load_renderer(ModelConfig(path=path, renderer="chatml"))
     said = bundle.tokenizer.encode("Hi", add_special_tokens=False)
@@ -131,7 +131,7 @@ class Own(PreTrainedTokenizerFast):
 """
 
 
-def test_code_of_the_models_own_runs_only_if_it_is_trusted(model_folder, monkeypatch, tmp_path):
+def test_code_of_the_model_runs_only_if_trusted(model_folder, monkeypatch, tmp_path):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     path = model_folder()
     (path / "own.py").write_text(OWN_TOKENIZER.replace("__file__", repr(str(path / "own.py"))))

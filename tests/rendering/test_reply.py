@@ -8,7 +8,7 @@ BAD = ParsedToolCall(raw='{"name": "f"', status=ToolCallParseStatus.UNCLOSED_BLO
 UNKNOWN = ParsedToolCall(raw="{}", name="g", arguments={}, status=ToolCallParseStatus.UNKNOWN_TOOL, id="own")
 
 
-def test_a_reply_carries_what_could_be_read_and_what_could_not():
+def test_a_reply_has_parsed_calls_and_the_text_of_broken_ones():
     parsed = ParsedResponse(content="text", reasoning_content="why", tool_calls=[GOOD, BAD, UNKNOWN])
     reply = read_reply(parsed, "all of it", finish_reason="stop", tools_offered=True)
     assert reply.message["content"] == 'text\n{"name": "f"'
@@ -19,7 +19,7 @@ def test_a_reply_carries_what_could_be_read_and_what_could_not():
     assert (reply.finish_reason, reply.malformed_tool_calls) == ("tool_calls", 1)
 
 
-def test_a_reply_that_is_only_a_broken_call_is_not_empty():
+def test_a_reply_with_only_a_broken_call_is_not_empty():
     parsed = ParsedResponse(content="", tool_calls=[BAD])
     reply = read_reply(parsed, "", finish_reason="stop", tools_offered=True)
     assert reply.message == {"role": "assistant", "content": '{"name": "f"'}
@@ -41,7 +41,7 @@ def test_without_tools_the_text_is_the_content(text, content, reasoning):
     assert reply.message.get("reasoning_content") == (reasoning or None)
 
 
-def test_one_call_at_a_time_is_the_first():
+def test_without_parallel_calls_the_first_is_returned():
     parsed = ParsedResponse(content="", tool_calls=[UNKNOWN, GOOD, GOOD])
     reply = read_reply(parsed, "", finish_reason="stop", tools_offered=True, parallel=False)
     assert [call["id"] for call in reply.message["tool_calls"]] == ["own"]

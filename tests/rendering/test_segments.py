@@ -14,7 +14,7 @@ def add(trajectory, prompt, completion, **more):
     return trajectory.add(prompt, completion, [-0.5] * len(completion), finish_reason="stop", **more)
 
 
-def test_a_turn_that_extends_grows_its_segment():
+def test_a_turn_that_extends_a_segment_is_appended():
     trajectory = SegmentRecorder()
     assert add(trajectory, [1, 2], [3, 4]).opened
     place = add(trajectory, [1, 2, 3, 4, 5], [6], split_reason="never")
@@ -29,7 +29,7 @@ def test_a_turn_that_extends_grows_its_segment():
     assert trajectory.completion_ids(place) == [6]
 
 
-def test_a_turn_that_does_not_extend_opens_a_segment_that_says_why():
+def test_a_turn_that_extends_no_segment_opens_one_with_the_reason():
     trajectory = SegmentRecorder()
     add(trajectory, [1, 2], [3, 4])
     assert add(trajectory, [1, 2, 3, 9, 5], [6], split_reason="rerendered").opened
@@ -39,7 +39,7 @@ def test_a_turn_that_does_not_extend_opens_a_segment_that_says_why():
     assert second.response_mask.tolist() == [0, 0, 0, 0, 0, 1]
 
 
-def test_a_turn_that_shows_other_images_opens_a_segment():
+def test_a_turn_with_other_images_opens_a_segment():
     def shown(start: int, name: str) -> ImageSpan:
         return ImageSpan(start=start, end=start + 2, sha256=name * 64, media_type="image/png")
 
@@ -66,7 +66,7 @@ def test_the_same_prompt_again_is_a_branch():
     assert add(trajectory, [1, 2, 3, 5, 5], [6]).segment == 1
 
 
-def test_conversations_interleave():
+def test_interleaved_conversations_are_separate_segments():
     trajectory = SegmentRecorder()
     a, b = [1], [2]
     for turn in range(4):
@@ -77,7 +77,7 @@ def test_conversations_interleave():
     assert [segment.token_ids.tolist() for segment in trajectory.segments()] == [a[:-1], b[:-1]]
 
 
-def test_weight_versions_stand_where_their_tokens_do():
+def test_weight_versions_have_the_positions_of_their_tokens():
     trajectory = SegmentRecorder()
     spans = [VersionSpan(version="a", start=0, end=1), VersionSpan(version="b", start=1, end=3)]
     add(trajectory, [1, 2], [3, 4, 5], weight_versions=spans, cached_tokens=2, seconds=0.25)
@@ -99,7 +99,7 @@ def test_logprobs_of_another_length_are_refused():
         SegmentRecorder().add([1], [2, 3], [-1.0], finish_reason="stop")
 
 
-def test_segments_are_of_their_moment():
+def test_segments_are_snapshots():
     trajectory = SegmentRecorder()
     add(trajectory, [1], [2])
     before = trajectory.segments()
@@ -111,8 +111,8 @@ ids = st.lists(st.integers(min_value=0, max_value=3), max_size=6)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(min_value=0), ids, ids), max_size=25), st.integers())
-def test_whatever_is_called_is_recorded_exactly(calls, seed):
-    """Prompts extend earlier calls, or nothing, with a vocabulary so small that prefixes meet by accident."""
+def test_any_sequence_of_calls_is_recorded_exactly(calls, seed):
+    """Prompts extend earlier calls, or none. The vocabulary is so small that prefixes coincide by chance."""
     rng = random.Random(seed)
     trajectory = SegmentRecorder()
     made: list[tuple[list[int], list[int], list[float]]] = []

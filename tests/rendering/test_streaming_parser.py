@@ -1,4 +1,4 @@
-"""Replies cut into pieces in every way, for renderers of different grammars on one byte-level vocabulary."""
+"""Replies cut into pieces at random, for renderers with different formats on one byte-level vocabulary."""
 
 import dataclasses
 import json
@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from builders import function_tool
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.model_call import Delta
 from rollout_backend.local.scripted import BYTE_MODEL
@@ -16,12 +17,7 @@ from rollout_backend.rendering.reply import Reply, read_reply
 from rollout_backend.rendering.stop_strings import StopStrings
 from rollout_backend.rendering.streaming_parser import StreamingParser
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-    }
-]
+TOOLS = [function_tool("f", a={"type": "integer"})]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 XML_CALL = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 TOKENS = [
@@ -36,7 +32,7 @@ CALLS = {"chatml": CALL, "qwen3": CALL, "qwen3.5": XML_CALL, "nemotron-3": XML_C
 
 @pytest.fixture(scope="module", params=list(CALLS))
 def any_bundle(request, bundle, tmp_path_factory):
-    """Renderers of different grammars, on the byte model with the tokens that they ask for."""
+    """Renderers with different formats, on the byte model with the tokens that they need."""
     if request.param == "chatml":
         return bundle
     tokenizer = AutoTokenizer.from_pretrained(str(BYTE_MODEL))
@@ -46,8 +42,8 @@ def any_bundle(request, bundle, tmp_path_factory):
     return load_renderer(ModelConfig(path=path, renderer=request.param))
 
 
-class Told:
-    """A reply as whole, and as it was told piece by piece."""
+class Streamed:
+    """A reply as a whole, and the parts of it that were streamed."""
 
     def __init__(self, bundle, ids, sizes, *, tools=TOOLS, stop=(), parallel=True) -> None:
         stops = StopStrings(stop, bundle.token_bytes)
@@ -80,7 +76,7 @@ class Told:
         return [delta.tool_call for delta in self.deltas if delta.kind == "tool_call"]
 
     def check(self) -> None:
-        """What was told is what is recorded."""
+        """Check that the streamed parts are the recorded reply."""
         message = self.reply.message
         assert self.text("text") == (message["content"] or "")
         assert self.text("reasoning") == message.get("reasoning_content", "")
@@ -92,7 +88,7 @@ def without_ids(message: dict) -> dict:
     for call in plain.get("tool_calls", ()):
         del call["id"]
     if isinstance(plain.get("content"), str):
-        plain["content"] = plain["content"].lstrip()  # some parsers drop it once there is more; what was sent stands
+        plain["content"] = plain["content"].lstrip()  # some parsers drop it once more follows, after it was sent
     return plain
 
 
@@ -128,42 +124,42 @@ sizes = st.lists(st.integers(1, 40), min_size=1, max_size=5)
     stop=st.sampled_from([(), ("STOP",), ("T", " w")]),
     parallel=st.booleans(),
 )
-def test_any_cutting_gives_the_message_of_the_whole(bundle, text, junk, cut, sizes, tools, stop, parallel):
+def test_any_cut_of_a_reply_gives_the_same_message(bundle, text, junk, cut, sizes, tools, stop, parallel):
     ids = [*bundle.tokenizer.encode(text, add_special_tokens=False)[:cut], *junk]
-    told = Told(bundle, ids, sizes, tools=tools, stop=stop, parallel=parallel)
-    told.check()
-    assert without_ids(told.reply.message) == without_ids(told.whole.message)
+    streamed = Streamed(bundle, ids, sizes, tools=tools, stop=stop, parallel=parallel)
+    streamed.check()
+    assert without_ids(streamed.reply.message) == without_ids(streamed.whole.message)
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=texts, junk=st.lists(st.integers(3, 258), max_size=3), sizes=sizes)
 @example(text="<think><tool_call>", junk=[], sizes=[1])
-def test_in_any_grammar_what_is_told_is_what_is_recorded(any_bundle, text, junk, sizes):
+def test_the_streamed_parts_are_the_recorded_reply_in_every_format(any_bundle, text, junk, sizes):
     ids = [*any_bundle.tokenizer.encode(text, add_special_tokens=False), *junk]
-    told = Told(any_bundle, ids, sizes)
-    told.check()
-    assert len(told.calls()) == len(told.whole.message.get("tool_calls", []))
+    streamed = Streamed(any_bundle, ids, sizes)
+    streamed.check()
+    assert len(streamed.calls()) == len(streamed.whole.message.get("tool_calls", []))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 17])
 @pytest.mark.parametrize("reasoning", ["", "<think>\nLet me see: 1 < 2.\n</think>\n\n"])
-def test_a_reply_comes_as_it_is_sampled(any_bundle, reasoning, size):
+def test_a_reply_is_streamed_while_it_is_sampled(any_bundle, reasoning, size):
     call = CALLS[any_bundle.name]
     thinks = bool(reasoning) and any_bundle.name != "chatml"
     text = f"{reasoning if thinks else ''}I add é € twice.\n{call}\n{call}"
     ids = any_bundle.tokenizer.encode(text, add_special_tokens=False)
-    told = Told(any_bundle, ids, [size])
-    told.check()
-    said = [told.text(kind, early=True).strip() for kind in ("reasoning", "text")]
-    if any_bundle.name == "glm-4.5" and not thinks:  # to its parser such a text is reasoning that nobody marked
+    streamed = Streamed(any_bundle, ids, [size])
+    streamed.check()
+    said = [streamed.text(kind, early=True).strip() for kind in ("reasoning", "text")]
+    if any_bundle.name == "glm-4.5" and not thinks:  # its parser takes such a text for unmarked reasoning
         said.reverse()
     assert said == ["Let me see: 1 < 2." if thinks else "", "I add é € twice."]
-    assert [json.loads(called["function"]["arguments"]) for called in told.calls()] == [{"a": 1}, {"a": 1}]
-    kinds = [delta.kind for delta in told.early if delta.kind == "tool_call"]
-    assert kinds, "the first call is told before the second is complete"
+    assert [json.loads(called["function"]["arguments"]) for called in streamed.calls()] == [{"a": 1}, {"a": 1}]
+    kinds = [delta.kind for delta in streamed.early if delta.kind == "tool_call"]
+    assert kinds, "the first call is streamed before the second is complete"
 
 
-def test_half_of_something_is_held_back(bundle):
+def test_incomplete_characters_and_tags_are_held_back(bundle):
     increments = StreamingParser(bundle, [1], tools=TOOLS, tools_offered=True)
 
     def feed(text: str, part: slice = slice(None)) -> str:
@@ -178,27 +174,27 @@ def test_half_of_something_is_held_back(bundle):
     assert feed(CALL[:-3]) == ""
 
 
-def test_a_call_that_reasoning_may_still_swallow_waits(any_bundle):
-    """A model drafts a call within its reasoning: until the reasoning has ended nobody may act on it."""
+def test_a_call_inside_reasoning_is_not_streamed(any_bundle):
+    """A model drafts a call within its reasoning; no agent may execute it."""
     if any_bundle.name in ("chatml", "glm-4.5"):
-        pytest.skip("one does not reason, and to the other a tool call always ends it")
+        pytest.skip("one has no reasoning, and in the other a tool call ends it")
     draft, text = CALLS[any_bundle.name], "so"
     ids = any_bundle.tokenizer.encode(f"<think>say {draft} hm</think>{text}", add_special_tokens=False)
-    told = Told(any_bundle, ids, [1])
-    told.check()
-    assert told.calls() == []
-    assert told.text("text") == "so"
+    streamed = Streamed(any_bundle, ids, [1])
+    streamed.check()
+    assert streamed.calls() == []
+    assert streamed.text("text") == "so"
 
 
-def test_a_renderer_that_is_not_known_tells_all_at_the_end(bundle):
+def test_an_unknown_renderer_streams_everything_at_the_end(bundle):
     own = dataclasses.replace(bundle, name="package.module.Own")
-    told = Told(own, own.tokenizer.encode(f"hello {CALL}", add_special_tokens=False), [3])
-    told.check()
-    assert told.early == []
-    assert told.text("text") == "hello"
+    streamed = Streamed(own, own.tokenizer.encode(f"hello {CALL}", add_special_tokens=False), [3])
+    streamed.check()
+    assert streamed.early == []
+    assert streamed.text("text") == "hello"
 
 
-def test_the_parsing_of_a_long_reply_is_linear(any_bundle):
+def test_parsing_a_long_reply_takes_linear_time(any_bundle):
     class Counted:
         tokens = 0
 

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
-import asyncio
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
+from builders import eventually, run_config
 from rollout_backend.config import RolloutConfig
 from rollout_backend.serving.engine import is_healthy
+from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.server_process import ServerProcess, free_port
 from rollout_backend.serving.sglang import Command
 
@@ -32,15 +33,7 @@ def model_folder(tmp_path: Path) -> Path:
 def make_config(model_folder: Path) -> Callable[..., RolloutConfig]:
     """Return settings with some sections replaced: make_config(serving={"servers": 2})."""
 
-    def make(**sections: object) -> RolloutConfig:
-        base = {
-            "model": {"path": model_folder},
-            "storage": {"bucket": "bucket"},
-            "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
-        }
-        return RolloutConfig.parse({**base, **sections})
-
-    return make
+    return lambda **sections: run_config(**{"model": {"path": model_folder}, **sections})
 
 
 @pytest.fixture
@@ -81,12 +74,18 @@ async def start_engine(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[
 
 @pytest.fixture
 def until() -> Callable[..., Awaitable[None]]:
-    """Wait for a condition, up to `timeout_s`."""
+    return eventually
 
-    async def wait(condition: Callable[[], bool], timeout_s: float = 30) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "the condition did not become true"
-            await asyncio.sleep(0.02)
 
-    return wait
+@pytest.fixture
+async def start_fleet(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[GatewayFleet]]]:
+    """Start gateways before a scripted engine; `sections` are settings, all else are the fleet's arguments."""
+    async with AsyncExitStack() as stack:
+
+        async def start(engine, log_dir: Path = tmp_path, secret: str | None = None, *, more=None, **sections):
+            fleet = GatewayFleet(run_config(**sections), engine.url, log_dir, secret, **(more or {}))
+            stack.push_async_callback(fleet.stop)
+            await fleet.start()
+            return fleet
+
+        yield start

@@ -1,35 +1,24 @@
-"""Several gateways as one: real processes, real keys, and a real Ray on this machine."""
+"""Several gateway processes addressed as one."""
 
 import asyncio
 import os
 import signal
 import socket
+import threading
 from collections import Counter
 
-import httpx
 import openai
 import pytest
 
 from agent_wrapper.heartbeat import send_heartbeats
 from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
-from rollout_backend.config import RolloutConfig
+from builders import complete, eventually, run_config
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.serving.gateway_fleet import GatewayFleet, Shard
+from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.gateway_process import GatewayProcess
-
-
-def config(**sections) -> RolloutConfig:
-    return RolloutConfig.parse(
-        {
-            "model": {"path": BYTE_MODEL, "name": "m"},
-            "storage": {"bucket": "bucket"},
-            "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
-            **sections,
-        }
-    )
 
 
 def session_of(shard: int, shards: int = 2) -> str:
@@ -41,13 +30,6 @@ def listens(host: str, port: int) -> bool:
         return probe.connect_ex((host, port)) == 0
 
 
-async def call(endpoint, question: str = "Hello"):
-    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
-        return await client.chat.completions.create(
-            model=endpoint.name, messages=[{"role": "user", "content": question}]
-        )
-
-
 @pytest.fixture
 def engine():
     with ScriptedEngine(["one", "two", "three"]) as engine:
@@ -55,19 +37,15 @@ def engine():
 
 
 @pytest.fixture
-async def fleet(engine, tmp_path):
-    fleet = GatewayFleet(config(gateway={"processes": 2}), engine.url, tmp_path)
-    await fleet.stop()  # of what never ran is nothing
-    await fleet.start()
-    yield fleet
-    await fleet.stop()
+async def fleet(engine, start_fleet):
+    return await start_fleet(engine, gateway={"processes": 2})
 
 
-def test_sessions_are_dealt_evenly_and_for_good():
+def test_sessions_are_distributed_evenly_and_deterministically():
     counts = Counter(shard_of(f"session-{i}", 4) for i in range(4000))
     assert set(counts) == {0, 1, 2, 3}
     assert min(counts.values()) > 900
-    # Keys outlive a process: the next one must deal as this one does.
+    # Keys outlive a process: the next one must distribute sessions in the same way.
     assert [shard_of(f"session-{i}", 4) for i in range(8)] == [3, 0, 1, 0, 0, 3, 0, 2]
 
 
@@ -81,9 +59,9 @@ def test_sessions_are_dealt_evenly_and_for_good():
         ({"kind": "ray"}, r"set router\.host"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(gateway, match):
+def test_inconsistent_settings_are_refused(gateway, match):
     with pytest.raises(ConfigError, match=match):
-        config(gateway=gateway)
+        run_config(gateway=gateway)
 
 
 @pytest.mark.parametrize(
@@ -94,37 +72,34 @@ def test_settings_that_cannot_work_are_refused(gateway, match):
         ("http://gw.example:{port}", ("http://gw.example:8000", "http://gw.example:8001")),
     ],
 )
-def test_the_way_from_outside_names_the_shard(template, urls, tmp_path):
-    settings = config(gateway={"processes": 2, "port": 8000, "public_url": template})
+def test_the_public_url_names_the_shard(template, urls, tmp_path):
+    settings = run_config(gateway={"processes": 2, "port": 8000, "public_url": template})
     shards = [GatewayProcess(settings, "http://e", tmp_path / "log", shard=i) for i in range(2)]
     assert tuple(shard.public_url for shard in shards) == urls
 
 
-async def test_two_processes_are_one_gateway(fleet, claims):
+async def test_two_processes_serve_as_one_gateway(fleet, claims):
     assert len(set(fleet.urls)) == 2
-    await a_key_is_good_at_its_own_shard_only(fleet, claims)
+    await a_key_is_valid_at_its_own_shard_only(fleet, claims)
     sessions = [session_of(0), session_of(1)]
     for session, url in zip(sessions, fleet.urls, strict=True):
         endpoint = fleet.endpoint(claims(session))
         assert endpoint.base_url == f"{url}/v1"
         for answer in ("one", "two"):
-            assert (await call(endpoint)).choices[0].message.content == answer
+            assert await complete(endpoint) == answer
     stats = await fleet.stats()
     assert (stats.calls, stats.sessions_open, stats.segments) == (4, 2, {"first_call": 2, "branched": 2})
     trajectory = await fetch_trajectory(fleet.endpoint(claims(sessions[0])), 10)
     assert len(trajectory.segments) == 2
     await fleet.revoke([sessions[1], "never seen"])
     with pytest.raises(openai.APIStatusError, match="closed"):
-        await call(fleet.endpoint(claims(sessions[1])))
+        await complete(fleet.endpoint(claims(sessions[1])))
     stats = await fleet.stats()
-    assert (stats.sessions_open, stats.sessions_closed, stats.errors) == (
-        0,
-        3,
-        {"session_closed": 1, "wrong_shard": 2},
-    )
+    errors = {"session_closed": 1, "wrong_shard": 2}
+    assert (stats.sessions_open, stats.sessions_closed, stats.errors) == (0, 3, errors)
 
 
-async def test_each_gateway_tells_what_it_has_heard(fleet, claims):
+async def test_each_gateway_reports_the_heartbeats_of_its_sessions(fleet, claims):
     assert fleet.same_machine
     sessions = [session_of(0), session_of(1)]
     beating = [
@@ -145,52 +120,52 @@ async def test_each_gateway_tells_what_it_has_heard(fleet, claims):
     assert [answer is None for answer in await fleet.heartbeats()] == [False, True]
 
 
-async def a_key_is_good_at_its_own_shard_only(fleet, claims):
+async def a_key_is_valid_at_its_own_shard_only(fleet, claims):
     there = fleet.endpoint(claims(session_of(0)))
     elsewhere = there.model_copy(
         update={"base_url": f"{fleet.urls[1]}/v1", "trajectory_url": f"{fleet.urls[1]}/v1/rollout/trajectory"}
     )
     with pytest.raises(openai.APIStatusError, match="gateway 0 of 2") as caught:
-        await call(elsewhere)
+        await complete(elsewhere)
     assert caught.value.status_code == 421
     with pytest.raises(TrajectoryUnavailable, match="421"):
         await fetch_trajectory(elsewhere, 10)
     assert (await fleet.stats()).sessions_open == 0  # nothing was opened
 
 
-async def test_one_that_dies_is_named_with_its_log(fleet, claims):
+async def test_a_dead_gateway_without_a_journal_ends_the_run_with_its_log(fleet, claims):
     waiting = asyncio.create_task(fleet.failed())
     await asyncio.sleep(0)
     os.kill(fleet._shards[1]._process.pid, signal.SIGKILL)
     with pytest.raises(StartupError, match=r"gateway 1 of 2 ended with code -9.*gateway-1\.log"):
         await asyncio.wait_for(waiting, 20)
-    assert (await call(fleet.endpoint(claims(session_of(0))))).choices[0].message.content == "one"
+    assert await complete(fleet.endpoint(claims(session_of(0)))) == "one"
     with pytest.raises(ServingError, match="gateway 1 of 2 does not answer"):
         await fleet.stats()
     with pytest.raises(ServingError, match="gateway 1 of 2 does not answer"):
         await fleet.revoke([session_of(1), session_of(0)])
-    with pytest.raises(openai.APIStatusError, match="closed"):  # the living one was told all the same
-        await call(fleet.endpoint(claims(session_of(0))))
+    with pytest.raises(openai.APIStatusError, match="closed"):  # the other one has revoked its session
+        await complete(fleet.endpoint(claims(session_of(0))))
 
 
-async def test_what_is_not_running_says_so(tmp_path):
-    fleet = GatewayFleet(config(gateway={"processes": 2}), "http://e", tmp_path)
+async def test_a_fleet_that_is_not_running_reports_it(tmp_path):
+    fleet = GatewayFleet(run_config(gateway={"processes": 2}), "http://e", tmp_path)
     with pytest.raises(ServingError, match="not running"):
         await fleet.revoke(["s"])
 
 
-async def test_ports_follow_one_another_and_one_failure_stops_all(engine, tmp_path):
+async def test_ports_are_consecutive_and_one_failure_stops_all(engine, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1] - 1
-        fleet = GatewayFleet(config(gateway={"processes": 2, "port": port}), engine.url, tmp_path)
+        fleet = GatewayFleet(run_config(gateway={"processes": 2, "port": port}), engine.url, tmp_path)
         with pytest.raises(StartupError, match=rf"gateway 1 of 2 cannot listen on 127\.0\.0\.1:{port + 1}"):
             await fleet.start()
     assert not listens("127.0.0.1", port)
 
 
-def test_counts_add_up():
+def test_the_stats_of_a_fleet_are_sums():
     part = GatewayStats(
         **{name: 1 for name, field in GatewayStats.model_fields.items() if field.annotation is int},
         **{
@@ -205,68 +180,63 @@ def test_counts_add_up():
     }
 
 
-# --- on a Ray cluster -------------------------------------------------------------------------------------
+# --- pauses -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ray():
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
-def on_ray(**gateway) -> RolloutConfig:
-    settings = {"kind": "ray", "processes": 2, "startup_timeout_s": 60, **gateway}
-    return config(gateway=settings, router={"host": "192.0.2.1"})  # not asked: the engine's own URL is used here
+async def test_calls_wait_until_the_engines_are_awake(start_fleet, claims):
+    with ScriptedEngine(lambda prompt: "hello") as engine:
+        fleet = await start_fleet(engine, gateway={"processes": 2})
+        await fleet.pause()
+        asked = asyncio.create_task(complete(fleet.endpoint(claims())))
+        done, _ = await asyncio.wait({asked}, timeout=0.5)
+        assert not done
+        assert engine.requests == []
+        await fleet.resume()
+        assert await asked == "hello"
 
 
-async def test_gateways_as_ray_actors(ray, engine, tmp_path, claims):
-    fleet = GatewayFleet(on_ray(), engine.url, tmp_path)
-    assert {name for name in vars(Shard) if not name.startswith("_")} <= {*dir(GatewayProcess), "journal_id"}
-    try:
-        await fleet.start()
-        assert ray.available_resources().get("CPU", 0) == 0
-        assert all(url.startswith(f"http://{ray.util.get_node_ip_address()}:") for url in fleet.urls)
-        for shard in range(2):
-            endpoint = fleet.endpoint(claims(session_of(shard)))
-            assert endpoint.base_url == f"{fleet.urls[shard]}/v1"
-            assert (await call(endpoint)).choices[0].message.content == "one"
-        assert (await fleet.stats()).calls == 2
-        await fleet.revoke([session_of(1)])
-        with pytest.raises(openai.APIStatusError, match="closed"):
-            await call(fleet.endpoint(claims(session_of(1))))
-        waiting = asyncio.create_task(fleet.failed())
-        await asyncio.sleep(0)
-        ray.kill(fleet._shards[0].handle)
-        with pytest.raises(StartupError, match="gateway 0 of 2: its Ray actor died"):
-            await asyncio.wait_for(waiting, 20)
-        with pytest.raises(ServingError, match="gateway 0 of 2"):
-            await fleet.stats()
-    finally:
-        await fleet.stop()
-    assert not any(listens(url.host, url.port) for url in map(httpx.URL, fleet.urls))
+async def test_a_call_in_flight_is_aborted_by_a_pause_and_repeated(start_fleet, claims):
+    asked, go = threading.Semaphore(0), threading.Event()
+
+    def answer(_: str) -> str:
+        asked.release()
+        go.wait(30)
+        return "hello"
+
+    with ScriptedEngine(answer) as engine:
+        fleet = await start_fleet(engine)
+        call = asyncio.create_task(complete(fleet.endpoint(claims())))
+        assert await asyncio.to_thread(asked.acquire, timeout=10)
+        await fleet.pause()
+        await eventually(lambda: engine.aborted > 0)
+        assert not call.done()
+        go.set()
+        await fleet.resume()
+        assert await call == "hello"
+        assert len(engine.requests) == 2
 
 
-async def test_a_cluster_without_room_says_what_to_change(ray, engine, tmp_path):
-    fleet = GatewayFleet(on_ray(processes=3, startup_timeout_s=0.5), engine.url, tmp_path)
-    with pytest.raises(StartupError, match=r"had a CPU free within 0\.5 s: lower gateway\.processes"):
-        await fleet.start()
+@pytest.mark.slow
+async def test_a_restarted_gateway_stays_paused(start_fleet, claims, tmp_path):
+    with ScriptedEngine(lambda prompt: "hello") as engine:
+        journals = {"journals": tmp_path / "gateway"}
+        fleet = await start_fleet(engine, secret="the secret of this run " * 2, more=journals)
+        await fleet.pause()
+        asked = asyncio.create_task(complete(fleet.endpoint(claims()), retries=12))
+        os.kill(fleet._shards[0]._process.pid, signal.SIGKILL)
+        await fleet._shards[0]._process.wait()
+        await fleet.pause()  # returns after the restart
+        assert engine.requests == []
+        assert not asked.done()
+        await fleet.resume()
+        assert await asked == "hello"
 
 
-async def test_what_goes_wrong_on_the_other_machine_is_told(ray, engine, tmp_path):
-    settings = on_ray(processes=1).model_copy(update={"model": config(model={"path": str(tmp_path)}).model})
-    fleet = GatewayFleet(settings, engine.url, tmp_path)
-    with pytest.raises(StartupError, match="holds no tokenizer"):
-        await fleet.start()
-
-
-def test_the_router_is_reached_at_this_machines_address(ray, tmp_path):
-    from rollout_backend.serving.ray_gateway import ray_shards
-
-    settings = config(gateway={"kind": "ray"}, router={"host": "0.0.0.0"})
-    (shard,) = asyncio.run(
-        ray_shards(settings, "http://127.0.0.1:4321", [tmp_path / "log"], ("s" * 32, None), [None], "life")
-    )
-    assert shard._make("192.0.2.2")._engine_url == f"http://{ray.util.get_node_ip_address()}:4321"
+async def test_a_call_that_waits_too_long_fails_with_the_reason(start_fleet, claims):
+    with ScriptedEngine(lambda prompt: "hello") as engine:
+        fleet = await start_fleet(engine, timeouts={"model_call_s": 0.5})
+        await fleet.pause()
+        with pytest.raises(openai.InternalServerError, match="sleep while the trainer has their memory") as caught:
+            await complete(fleet.endpoint(claims()))
+        assert caught.value.response.headers["retry-after"]
+        assert engine.requests == []

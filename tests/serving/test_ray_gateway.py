@@ -1,17 +1,103 @@
-"""Gateways on a Ray cluster of two machines, each with an address of its own."""
+"""Gateways as Ray actors: on this machine, and on a cluster of two machines with an address each."""
 
 import asyncio
+import socket
 from urllib.parse import urlsplit
 
+import httpx
 import openai
 import pytest
 from ray.cluster_utils import Cluster
 
+from builders import complete, run_config
 from rollout_backend.config import RolloutConfig
-from rollout_backend.errors import StartupError
+from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.gateway.sharding import shard_of
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.serving.gateway_fleet import GatewayFleet
+from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.serving.gateway_fleet import GatewayFleet, Shard
+from rollout_backend.serving.gateway_process import GatewayProcess
+
+
+def session_of(shard: int) -> str:
+    return next(name for name in map(str, range(100)) if shard_of(name, 2) == shard)
+
+
+def listens(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) == 0
+
+
+@pytest.fixture
+def engine():
+    with ScriptedEngine(["one"]) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def ray():
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+def on_ray(**gateway) -> RolloutConfig:
+    settings = {"kind": "ray", "processes": 2, "startup_timeout_s": 60, **gateway}
+    return run_config(gateway=settings, router={"host": "192.0.2.1"})  # not used: the fleet gets the engine's own URL
+
+
+async def test_gateways_as_ray_actors(ray, engine, tmp_path, claims):
+    fleet = GatewayFleet(on_ray(), engine.url, tmp_path)
+    assert {name for name in vars(Shard) if not name.startswith("_")} <= {*dir(GatewayProcess), "journal_id"}
+    try:
+        await fleet.start()
+        assert ray.available_resources().get("CPU", 0) == 0
+        assert all(url.startswith(f"http://{ray.util.get_node_ip_address()}:") for url in fleet.urls)
+        for shard in range(2):
+            endpoint = fleet.endpoint(claims(session_of(shard)))
+            assert endpoint.base_url == f"{fleet.urls[shard]}/v1"
+            assert await complete(endpoint) == "one"
+        assert (await fleet.stats()).calls == 2
+        await fleet.revoke([session_of(1)])
+        with pytest.raises(openai.APIStatusError, match="closed"):
+            await complete(fleet.endpoint(claims(session_of(1))))
+        waiting = asyncio.create_task(fleet.failed())
+        await asyncio.sleep(0)
+        ray.kill(fleet._shards[0].handle)
+        with pytest.raises(StartupError, match="gateway 0 of 2: its Ray actor died"):
+            await asyncio.wait_for(waiting, 20)
+        with pytest.raises(ServingError, match="gateway 0 of 2"):
+            await fleet.stats()
+    finally:
+        await fleet.stop()
+    assert not any(listens(url.host, url.port) for url in map(httpx.URL, fleet.urls))
+
+
+async def test_a_cluster_without_free_cpus_reports_the_setting(ray, engine, tmp_path):
+    fleet = GatewayFleet(on_ray(processes=3, startup_timeout_s=0.5), engine.url, tmp_path)
+    with pytest.raises(StartupError, match=r"had a CPU free within 0\.5 s: lower gateway\.processes"):
+        await fleet.start()
+
+
+async def test_an_error_on_the_other_machine_is_reported(ray, engine, tmp_path):
+    settings = on_ray(processes=1).model_copy(update={"model": run_config(model={"path": str(tmp_path)}).model})
+    fleet = GatewayFleet(settings, engine.url, tmp_path)
+    with pytest.raises(StartupError, match="holds no tokenizer"):
+        await fleet.start()
+
+
+def test_the_router_is_reached_at_this_machines_address(ray, tmp_path):
+    from rollout_backend.serving.ray_gateway import ray_shards
+
+    settings = run_config(gateway={"kind": "ray"}, router={"host": "0.0.0.0"})
+    (shard,) = asyncio.run(
+        ray_shards(settings, "http://127.0.0.1:4321", [tmp_path / "log"], ("s" * 32, None), [None], "life")
+    )
+    assert shard._make("192.0.2.2")._engine_url == f"http://{ray.util.get_node_ip_address()}:4321"
+
+
+# --- two machines -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -31,29 +117,16 @@ def cluster():
 async def test_one_gateway_on_each_machine(cluster, claims, tmp_path):
     machines = {node.node_ip_address for node in cluster.list_all_nodes()}
     assert len(machines) == 2
-    config = RolloutConfig.parse(
-        {
-            "model": {"path": BYTE_MODEL, "name": "m"},
-            "storage": {"bucket": "bucket"},
-            "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
-            "gateway": {"kind": "ray", "processes": 2},
-            "router": {"host": "192.0.2.1"},  # not asked: the engine's own URL is used here
-        }
-    )
+    config = on_ray()
     with ScriptedEngine(["one"]) as engine:
         fleet = GatewayFleet(config, engine.url, tmp_path)
         try:
             await fleet.start()
             assert {urlsplit(url).hostname for url in fleet.urls} == machines
             for shard in range(2):
-                session = next(name for name in map(str, range(100)) if shard_of(name, 2) == shard)
-                given = fleet.endpoint(claims(session))
+                given = fleet.endpoint(claims(session_of(shard)))
                 assert urlsplit(given.base_url).hostname == urlsplit(fleet.urls[shard]).hostname
-                async with openai.AsyncOpenAI(base_url=given.base_url, api_key=given.api_key) as client:
-                    answer = await client.chat.completions.create(
-                        model="m", messages=[{"role": "user", "content": "?"}]
-                    )
-                assert answer.choices[0].message.content == "one"
+                assert await complete(given) == "one"
             waiting = asyncio.create_task(fleet.failed())
             lost = next(node for node in cluster.list_all_nodes() if node.node_ip_address == "127.0.0.2")
             await asyncio.to_thread(cluster.remove_node, lost)

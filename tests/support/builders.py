@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import RolloutConfig
 from rollout_backend.local.scripted import BYTE_MODEL
 
@@ -76,3 +77,18 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]], timeout_s:
             if found is True or (found is not False and await found):
                 return
             await asyncio.sleep(0.01)
+
+
+async def complete(endpoint: ModelEndpoint, *messages: Any, retries: int = 0, stream: bool = False) -> str:
+    """Call the model as an agent does; return the text of the reply. A string is a user's message."""
+    import openai  # takes a second
+
+    asked = [user(one) if isinstance(one, str) else one for one in messages or ("Hello",)]
+    async with openai.AsyncOpenAI(
+        base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=retries
+    ) as client:
+        create = client.chat.completions.create
+        if stream:
+            chunks = await create(model=endpoint.name, messages=asked, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices])
+        return (await create(model=endpoint.name, messages=asked)).choices[0].message.content or ""

@@ -66,6 +66,16 @@ class ServerThread:
         self._thread.join()
 
 
+def session_key(
+    session: str, *, secret: str = SECRET, lives_s: float = 600, journal_id: str = "", **sampling: Any
+) -> str:
+    """Return a session's key; `sampling` is the trainer's."""
+    ids = {"run_id": "run", "step": 0, "rollout_id": "r", "attempt": 1, "session_id": session}
+    expires_at = time.time() + lives_s
+    claims = SessionClaims(**ids, sampling=Sampling(**sampling), expires_at=expires_at, journal_id=journal_id)
+    return issue(secret, claims)
+
+
 class GatewayServer(ServerThread):
     """A gateway, with what an agent, its wrapper and the trainer ask it.
 
@@ -98,26 +108,8 @@ class GatewayServer(ServerThread):
         self.close()
         super().stop()
 
-    def key(
-        self,
-        session: str = "s1",
-        *,
-        secret: str = SECRET,
-        lives_s: float = 600,
-        journal_id: str = "",
-        **sampling: Any,
-    ) -> str:
-        claims = SessionClaims(
-            run_id="run",
-            step=0,
-            rollout_id="r",
-            attempt=1,
-            session_id=self._prefix + session,
-            sampling=Sampling(**sampling),
-            expires_at=time.time() + lives_s,
-            journal_id=journal_id,
-        )
-        return issue(secret, claims)
+    def key(self, session: str = "s1", **claims: Any) -> str:
+        return session_key(self._prefix + session, **claims)
 
     def client(self, session: str = "s1", **more: Any) -> openai.OpenAI:
         return self.client_with(self.key(session, **more))
@@ -173,11 +165,11 @@ class GatewayServer(ServerThread):
 
 
 class EngineView:
-    """A scripted engine that tests share: its requests since this test began."""
+    """A scripted engine that tests share: its requests and aborted calls since this test began."""
 
     def __init__(self, engine: ScriptedEngine, script: Script) -> None:
         self._engine = engine
-        self._first = len(engine.requests)
+        self._first, self._aborted = len(engine.requests), engine.aborted
         self.replies = script
 
     def __getattr__(self, name: str) -> Any:
@@ -186,6 +178,10 @@ class EngineView:
     @property
     def requests(self) -> list[dict[str, Any]]:
         return self._engine.requests[self._first :]
+
+    @property
+    def aborted(self) -> int:
+        return self._engine.aborted - self._aborted
 
     @property
     def replies(self) -> Script:

@@ -1,4 +1,4 @@
-"""Where mini-swe-agent runs the commands of a weak model: those that only look, and no others."""
+"""An environment in which mini-swe-agent runs only commands that read."""
 
 import re
 from typing import Any

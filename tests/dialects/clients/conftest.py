@@ -1,7 +1,7 @@
-"""Real clients at the real gateway, before a real engine, and a witness between the last two of what was sampled.
+"""Real clients, a gateway, and a real engine behind a proxy that records what was sampled.
 
-The model is small: it seldom calls a tool and says odd things. What it says is not tested. What is: each call ends in
-a well-formed answer or in an error that the client has a class for, and what is recorded is what was sampled.
+The model is small and seldom calls a tool. The tests check that each call ends with a well-formed answer or an error
+that the client knows, and that the recorded tokens are the sampled ones, not what the model says.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gateway(serve, witness, real_model, real_bundle):
 
 @pytest.fixture
 def recorded(gateway, witness) -> Callable[[], Trajectory]:
-    """Seals the session and checks that it holds exactly what the engine sampled, each token once."""
+    """Seal the session, and check that it has exactly what the engine sampled, each token once."""
 
     def check(session: str = "s1") -> Trajectory:
         trajectory = gateway.trajectory(session)

@@ -1,4 +1,4 @@
-"""Agent frameworks with tools of their own, as their users write them: strands-agents and pydantic-ai."""
+"""Agent frameworks with a tool, as their users write them: strands-agents and pydantic-ai."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from strands.models.anthropic import AnthropicModel as StrandsAnthropic
 from strands.models.openai import OpenAIModel
 from strands.types.exceptions import ContextWindowOverflowException, MaxTokensReachedException
 
-from rollout_backend.local.scripted import ScriptedEngine, ToolCall
+from rollout_backend.local.scripted import ToolCall
 
 MODEL = "scripted"
 SYSTEM = "Work each problem out with the calculator."
@@ -71,13 +71,13 @@ async def strands_agent(api: str, gateway, shots=(), **sampling) -> AsyncIterato
         retry_strategy=None,
     )
     if api == "anthropic":
-        await model.client.close()  # it leaves it open
+        await model.client.close()  # the framework leaves it open
 
 
 async def run_strands(api: str, gateway, shots=(), **sampling) -> int:
-    """Two questions; how many model calls were answered."""
+    """Ask two questions; return the number of answered model calls."""
     async with strands_agent(api, gateway, shots, **sampling) as agent:
-        with suppress(MaxTokensReachedException):  # it says so, and ends
+        with suppress(MaxTokensReachedException):
             for question in (QUESTION, MORE):
                 await agent.invoke_async(question, limits={"turns": 3})
     return gateway.stats().calls
@@ -110,7 +110,7 @@ async def run_pydantic_ai(api: str, gateway, shots=(), stream: bool = False, **s
     async with AsyncExitStack() as stack:
         agent = pydantic_ai.Agent(pydantic_model(api, gateway, stack, **sampling), instructions=SYSTEM)
         agent.tool_plain(evaluate, name="calculator")
-        with suppress(pydantic_ai.UnexpectedModelBehavior):  # replies that it can do nothing with, several times over
+        with suppress(pydantic_ai.UnexpectedModelBehavior):  # several unusable replies
             for question in (QUESTION, MORE):
                 if stream:
                     async with agent.run_stream(question, message_history=history) as result:
@@ -121,7 +121,7 @@ async def run_pydantic_ai(api: str, gateway, shots=(), stream: bool = False, **s
     return gateway.stats().calls
 
 
-# --- on a script, where all is known ----------------------------------------------------------------------
+# --- on a script ------------------------------------------------------------------------------------------
 
 AGENTS = {
     "strands-chat": partial(run_strands, "chat"),
@@ -135,28 +135,26 @@ AGENTS = {
 
 
 @pytest.mark.parametrize("run", AGENTS.values(), ids=AGENTS)
-async def test_a_conversation_with_a_tool_is_one_row(serve, bundle, run):
-    with ScriptedEngine(SCRIPT) as engine:
-        gateway = serve(engine.url)
-        assert await run(gateway) == len(SCRIPT)
-        prompts = [request["input_ids"] for request in engine.requests]
+async def test_a_conversation_with_a_tool_is_one_row(play, bundle, run):
+    gateway = play(SCRIPT)
+    assert await run(gateway) == len(SCRIPT)
+    prompts = [request["input_ids"] for request in gateway.engine.requests]
     (segment,) = gateway.trajectory().segments
     assert [segment.token_ids.tolist()[: turn.start] for turn in segment.turns] == prompts
     assert "<tool_response>\n-28\n</tool_response>" in bundle.decode(segment.token_ids)
 
 
-async def test_the_context_that_is_full_is_told_in_each_frameworks_own_way(serve, byte_model):
-    with ScriptedEngine(SCRIPT) as engine:
-        gateway = serve(engine.url, model=byte_model.model_copy(update={"context_length": 64}))
-        for api in ("chat", "anthropic"):
-            async with strands_agent(api, gateway) as agent:
-                with pytest.raises(ContextWindowOverflowException):
-                    await agent.invoke_async(QUESTION)
-            async with AsyncExitStack() as stack:
-                agent = pydantic_ai.Agent(pydantic_model(api, gateway, stack))
-                with pytest.raises(pydantic_ai.ModelHTTPError) as refused:
-                    await agent.run(QUESTION * 5)
-            assert refused.value.status_code == 400
+async def test_each_framework_reports_a_full_context_in_its_own_way(play, byte_model):
+    gateway = play(SCRIPT, model=byte_model.model_copy(update={"context_length": 64}))
+    for api in ("chat", "anthropic"):
+        async with strands_agent(api, gateway) as agent:
+            with pytest.raises(ContextWindowOverflowException):
+                await agent.invoke_async(QUESTION)
+        async with AsyncExitStack() as stack:
+            agent = pydantic_ai.Agent(pydantic_model(api, gateway, stack))
+            with pytest.raises(pydantic_ai.ModelHTTPError) as refused:
+                await agent.run(QUESTION * 5)
+        assert refused.value.status_code == 400
 
 
 # --- on the real engine -----------------------------------------------------------------------------------
@@ -173,6 +171,6 @@ async def test_what_the_real_engine_sampled_is_recorded(gateway, recorded, witne
     calls = await run(gateway, SHOTS, max_tokens=24, seed=1)
     assert calls == len(witness.sampled) >= 1
     segments = (await asyncio.to_thread(recorded)).segments
-    # pydantic-ai leaves a reply that says nothing out of the history: what follows is another row.
+    # pydantic-ai drops an empty reply from the history, so what follows is another row.
     for segment in segments[:-1]:
         assert not (segment.messages[-1]["content"] or "").strip()

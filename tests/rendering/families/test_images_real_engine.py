@@ -1,4 +1,4 @@
-"""Images on the real engine: the tokens and the bytes that are kept are those that the model's logprobs are of."""
+"""Images on the real engine: the recorded tokens and bytes have the recorded logprobs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def shown(data: bytes, text: str) -> dict:
     }
 
 
-def test_what_is_kept_is_what_the_model_saw(serve, engine_url, model):
+def test_recorded_images_are_those_that_the_model_saw(serve, engine_url, model):
     gateway = serve(engine_url, model=model, model_call_s=300)
     client = gateway.client(temperature=1.0, seed=1)
     messages: list[dict] = []
@@ -115,11 +115,11 @@ def test_what_is_kept_is_what_the_model_saw(serve, engine_url, model):
     misled = json.loads(in_engine("logprobs", model.path, {"ids": ids, "images": images}))
     sampled = [i for i, mask in enumerate(segment.response_mask) if mask]
     assert max(abs(reference[i] - segment.logprobs[i]) for i in sampled) < TOLERANCE
-    assert max(abs(misled[i] - segment.logprobs[i]) for i in sampled) > 10 * TOLERANCE  # or it would show nothing
+    assert max(abs(misled[i] - segment.logprobs[i]) for i in sampled) > 10 * TOLERANCE  # or this shows nothing
 
 
-def test_an_image_that_the_engine_caches_is_not_taken_for_another(serve, engine, model):
-    """Their tokens are the same; the prefix cache must tell them apart, and so must we."""
+def test_a_cached_image_is_not_confused_with_another(serve, engine, model):
+    """Their tokens are the same, so the prefix cache must compare the images."""
     gateway = serve(engine, model=model, model_call_s=300)
     client = gateway.client(temperature=0.0)
     said = []
@@ -131,7 +131,7 @@ def test_an_image_that_the_engine_caches_is_not_taken_for_another(serve, engine,
     assert [trajectory.images[segment.images[0].sha256] for segment in trajectory.segments] == [FIRST, OTHER, FIRST]
 
 
-def test_an_image_that_comes_again_is_seen_by_the_new_weights(serve, engine, model, tmp_path):
+def test_a_repeated_image_is_encoded_with_new_weights(serve, engine, model, tmp_path):
     """The engine empties its cache of prefixes with new weights, but not what it keeps of images."""
     retrained = tmp_path / "retrained"
     shutil.copytree(model.path, retrained)

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of each family, there and back: sampled, parsed, sent back as agents do, gone on from."""
+"""Tool calls and reasoning of each family: sampled, parsed, sent back as agents do, and continued."""
 
 from __future__ import annotations
 
@@ -8,26 +8,20 @@ from typing import Any
 import openai
 import pytest
 
+from builders import tool_result, user
 from rollout_backend.config import ModelConfig
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.rendering.renderer import load_renderer
 
-USER = {"role": "user", "content": "What is 1 + 2?"}
+USER = user("What is 1 + 2?")
 NESTED = {"text": 'Grüße "日本" 🙂\n\ttab \\ back', "options": {"a": [1, {"b": None}], "c": {"d": True}}}
-# What a history's end looks like to a family's bridge: a tool's result, or a new question of the user.
-# Qwen3, gpt-oss, and GLM drop earlier reasoning at a new question, so what follows is another sequence of tokens.
-GOES_ON_AT_A_QUESTION = {
-    "qwen3": False,
-    "gpt-oss": False,
-    "llama-3": True,
-    "glm-5": False,
-    "deepseek-v3": True,
-}
+# The others drop earlier reasoning at a new question, so what follows is another sequence of tokens.
+CONTINUES_AT_A_QUESTION = ("llama-3", "deepseek-v3")
 
 
 @pytest.fixture(scope="session")
 def engine_of(folder_of):
-    """One scripted engine for each family; sessions have scripts of their own."""
+    """One scripted engine for each family; each session has another script."""
     made: dict[str, ScriptedEngine] = {}
 
     def of(family) -> ScriptedEngine:
@@ -41,7 +35,7 @@ def engine_of(folder_of):
 
 
 class Agent:
-    """Talks to a gateway and remembers nothing: each test says what it sends back."""
+    """Call a gateway without keeping a history: each test says what it sends back."""
 
     def __init__(self, served, engine, tools) -> None:
         self._served, self._engine, self._tools = served, engine, tools
@@ -68,8 +62,8 @@ def agent(family, bundle, engine_of, folder_of, serve, tools):
     return Agent(serve(engine.url, model=model, bundle=bundle), engine, tools)
 
 
-def result(call, content: str = "3") -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": call.id, "content": content}
+def result(call) -> dict[str, Any]:
+    return tool_result(call.id, "3")
 
 
 def as_returned(message) -> dict[str, Any]:
@@ -110,13 +104,13 @@ def test_a_tool_conversation_is_one_sequence(family, agent, send):
     assert agent.malformed() == 0
 
 
-def test_arguments_come_back_as_they_were_meant(family, agent):
+def test_nested_arguments_with_escapes_are_parsed(family, agent):
     agent.script(family.say(None, "", [("write", json.dumps(NESTED, ensure_ascii=False))]))
     (call,) = agent.ask([USER]).message.tool_calls
     assert json.loads(call.function.arguments) == NESTED
 
 
-def test_several_calls_at_once(family, agent):
+def test_several_calls_in_one_reply(family, agent):
     if not family.parallel:
         pytest.skip("one call is all that this format has in a turn")
     calls = [("add", '{"a": 1, "b": 2}'), ("write", '{"text": "x"}')]
@@ -132,13 +126,13 @@ def test_several_calls_at_once(family, agent):
     assert [len(segment.turns) for segment in agent.segments()] == [2]
 
 
-def test_a_new_question(family, agent):
+def test_a_new_question_continues_the_segment_where_the_template_allows(family, agent):
     thought = "Easy." if family.reasons else None
     agent.script(family.say(thought, "3", []), family.say(thought, "4", []))
     first = agent.ask([USER])
-    agent.ask([USER, as_returned(first.message), {"role": "user", "content": "And 2 + 2?"}])
+    agent.ask([USER, as_returned(first.message), user("And 2 + 2?")])
     turns = [len(segment.turns) for segment in agent.segments()]
-    if GOES_ON_AT_A_QUESTION[family.name]:
+    if family.name in CONTINUES_AT_A_QUESTION:
         assert turns == [2]
     else:
         assert turns == [1, 1]
@@ -156,7 +150,7 @@ def test_an_answer_with_and_without_reasoning(family, agent, thought):
     assert choice.finish_reason == "stop"
 
 
-def test_reasoning_cut_off_by_the_limit(family, agent):
+def test_reasoning_cut_by_the_limit(family, agent):
     if not family.reasons:
         pytest.skip("a family without reasoning")
     said = family.say("A long thought " * 20, "never said", [])
@@ -165,11 +159,11 @@ def test_reasoning_cut_off_by_the_limit(family, agent):
     assert choice.finish_reason == "length"
     assert choice.message.content == ""
     assert choice.message.reasoning_content.lstrip().startswith("A long thought")
-    again = agent.ask([USER, as_returned(choice.message), {"role": "user", "content": "Go on."}])
+    again = agent.ask([USER, as_returned(choice.message), user("And?")])
     assert again.message.content == "Done."
 
 
-def test_a_call_cut_off_by_the_limit_is_text(family, agent):
+def test_a_call_cut_by_the_limit_is_text(family, agent):
     said = family.say(None, "", [("write", json.dumps({"text": "word " * 60}))])
     agent.script(said, family.say(None, "Done.", []))
     choice = agent.ask([USER], max_completion_tokens=50)
@@ -177,7 +171,7 @@ def test_a_call_cut_off_by_the_limit_is_text(family, agent):
     assert not choice.message.tool_calls
     assert "word word" in choice.message.content
     assert agent.malformed() == 1
-    again = agent.ask([USER, as_returned(choice.message), {"role": "user", "content": "Too long."}])
+    again = agent.ask([USER, as_returned(choice.message), user("Too long.")])
     assert again.message.content == "Done."
 
 
@@ -195,11 +189,11 @@ def test_broken_arguments_are_text_and_counted(family, agent, arguments):
     assert choice.finish_reason == "stop"
     assert arguments[:5] in choice.message.content
     assert agent.malformed() == 1
-    again = agent.ask([USER, as_returned(choice.message), {"role": "user", "content": "That was no call."}])
+    again = agent.ask([USER, as_returned(choice.message), user("That was no call.")])
     assert again.message.content == "Done."
 
 
-# What each family's parser leaves out, or takes for plain content.
+# Text that each family's parser drops, or returns as plain content.
 LOST = {
     "qwen3": "Well.\n<tool_call>\n",
     "gpt-oss": 'Hm.<|end|><|start|>assistant to=functions.add<|channel|>commentary json{"a": 1}<|call|>',
@@ -209,20 +203,20 @@ LOST = {
 }
 
 
-def test_a_call_that_was_only_begun_is_told(family, agent):
+def test_an_incomplete_call_is_returned_as_text_and_counted(family, agent):
     agent.script(LOST[family.name], family.say("x", "Done.", []))
     choice = agent.ask([USER])
     assert not choice.message.tool_calls
     said = {"gpt-oss": "to=functions.add", "llama-3": '"add"', "deepseek-v3": "Well.<\uff5ctool"}
     assert said.get(family.name, "Well.") in choice.message.content
     assert agent.malformed() == 1
-    again = agent.ask([USER, as_returned(choice.message), {"role": "user", "content": "Go on."}])
+    again = agent.ask([USER, as_returned(choice.message), user("And?")])
     assert again.message.content == "Done."
 
 
-def test_half_a_surrogate_pair_is_sendable(family, agent):
+def test_an_unpaired_surrogate_can_be_sent_back(family, agent):
     if not family.carries_broken_json:
-        pytest.skip("this format writes strings as they are")
+        pytest.skip("this format writes strings without JSON")
     agent.script(family.say(None, "", [("write", r'{"text": "\ud800"}')]), family.say(None, "Done.", []))
     choice = agent.ask([USER])
     (call,) = choice.message.tool_calls
@@ -231,13 +225,13 @@ def test_half_a_surrogate_pair_is_sendable(family, agent):
     assert [len(segment.turns) for segment in agent.segments()] == [2]
 
 
-def test_an_unknown_tool_is_the_agents_to_refuse(family, agent):
+def test_a_call_of_an_unknown_tool_is_returned(family, agent):
     agent.script(family.say(None, "", [("launch", '{"x": 1}')]))
     (call,) = agent.ask([USER]).message.tool_calls
     assert call.function.name == "launch"
 
 
-def test_names_of_stop_tokens_inside_arguments(family, agent, bundle):
+def test_the_name_of_a_stop_token_inside_arguments_is_text(family, agent, bundle):
     """The model wrote the end token's name in letters: it ends nothing."""
     name = bundle.decode([bundle.stop_token_ids[0]])
     arguments = json.dumps({"text": f"{name[0]}\u2063{name[1:]}"}, ensure_ascii=False)
@@ -257,7 +251,7 @@ def test_a_stop_token_inside_arguments_ends_the_call(family, agent, bundle):
     assert agent.malformed() == 1
 
 
-def test_a_conversation_that_the_template_refuses_is_an_error_of_the_api(family, agent, engine_of):
+def test_a_conversation_that_the_template_refuses_is_a_400(family, agent, engine_of):
     """Several calls in one message, sent by the agent itself."""
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     calls = [call, {**call, "id": "c2"}]
@@ -274,8 +268,8 @@ def test_a_conversation_that_the_template_refuses_is_an_error_of_the_api(family,
 
 def test_reasoning_can_be_kept_at_a_new_question(family, engine_of, folder_of, serve, tools):
     """Where the renderer has the option, one conversation stays one sequence."""
-    if GOES_ON_AT_A_QUESTION[family.name]:
-        pytest.skip("goes on anyway")
+    if family.name in CONTINUES_AT_A_QUESTION:
+        pytest.skip("continues anyway")
     model = ModelConfig(
         path=folder_of(family),
         renderer=family.renderer,
@@ -286,5 +280,5 @@ def test_reasoning_can_be_kept_at_a_new_question(family, engine_of, folder_of, s
     agent = Agent(serve(engine_of(family).url, model=model, bundle=load_renderer(model)), engine_of(family), tools)
     agent.script(family.say("Easy.", "3", []), family.say("Easy.", "4", []))
     first = agent.ask([USER])
-    agent.ask([USER, without_reasoning(first.message), {"role": "user", "content": "And 2 + 2?"}])
+    agent.ask([USER, without_reasoning(first.message), user("And 2 + 2?")])
     assert [len(segment.turns) for segment in agent.segments()] == [2]

@@ -1,4 +1,4 @@
-"""Replies of each family, told while they are sampled."""
+"""Replies of each family, streamed while they are sampled."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(family, bundle):
     assert len(bundle.token_bytes) >= len(bundle.tokenizer)
 
 
-def test_no_stop_string_matches_in_a_token_that_the_reply_does_not_show(family, bundle):
+def test_no_stop_string_matches_in_a_token_that_is_not_shown(family, bundle):
     ids = bundle.tokenizer.encode(family.say("7" if family.reasons else None, "42", []), add_special_tokens=False)
     end = bundle.token_bytes[ids[-1]].decode()
     strings = [end, end[2:6], *(["<|channel|>", "hanne", "mess"] if family.name == "gpt-oss" else [])]
@@ -36,7 +36,7 @@ def test_no_stop_string_matches_in_a_token_that_the_reply_does_not_show(family, 
 @pytest.mark.parametrize("size", [1, 3, 50])
 @pytest.mark.parametrize("reasons", [True, False])
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_what_is_told_is_the_whole_message(family, bundle, tools, answer, reasons, size):
+def test_the_streamed_parts_are_the_whole_message(family, bundle, tools, answer, reasons, size):
     content, calls = ANSWERS[answer]
     if len(calls) > 1 and not family.parallel:
         pytest.skip("one call is all that this format has in a turn")
@@ -55,15 +55,15 @@ def test_what_is_told_is_the_whole_message(family, bundle, tools, answer, reason
     whole = read_reply(parsed, bundle.decode(ids[:-1]), finish_reason="stop", tools_offered=True)
     late, reply = increments.end(whole)
 
-    def told(kind: str, deltas) -> str:
+    def sent(kind: str, deltas) -> str:
         return "".join(delta.text for delta in deltas if delta.kind == kind)
 
-    assert told("text", [*early, *late]) == (reply.message["content"] or "")
+    assert sent("text", [*early, *late]) == (reply.message["content"] or "")
     assert (reply.message["content"] or "").strip() == (whole.message["content"] or "").strip() == content
     assert reply.message.get("reasoning_content", "").strip() == (thought or "")
     found = [delta.tool_call["function"] for delta in [*early, *late] if delta.kind == "tool_call"]
     assert [(call["name"], json.loads(call["arguments"])) for call in found] == [
         (name, json.loads(arguments)) for name, arguments in calls
     ]
-    assert told("text", early).strip() == content
-    assert told("reasoning", early).strip() == (thought or "")
+    assert sent("text", early).strip() == content
+    assert sent("reasoning", early).strip() == (thought or "")

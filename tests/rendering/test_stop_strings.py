@@ -1,0 +1,58 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_backend.rendering.stop_strings import Stop, StopStrings
+from rollout_backend.rendering.token_bytes import token_bytes
+
+TOKENS = {i: bytes([i]) for i in range(256)} | {300: b"one ", 301: "\u00e9".encode() + b"E", 302: b"ND!", 303: b""}
+
+
+@pytest.mark.parametrize(
+    ("strings", "ids", "wanted"),
+    [
+        (["END"], [300, 301, 302, 300], Stop(3, "END")),
+        (["\u00e9"], [300, 0xC3, 0xA9], Stop(3, "\u00e9")),
+        (["e"], [300, 303], Stop(1, "e")),
+        (["absent"], [300, 301], None),
+        (["e", "ne "], [300], Stop(1, "e")),
+        ([], [300], None),
+    ],
+)
+def test_the_token_that_completes_a_stop_string_is_found(strings, ids, wanted):
+    stops = StopStrings(strings, TOKENS)
+    assert stops.find(ids) == wanted
+    assert all(stops.find(ids, n) == wanted for n in range(wanted.tokens if wanted else len(ids)))
+
+
+def test_no_stop_string_matches_in_a_token_that_is_not_shown():
+    assert StopStrings(["e"], TOKENS, silent_tokens=[300]).find([300]) is None
+
+
+text = st.text(alphabet="ab\u00e9", max_size=12)
+
+
+@settings(max_examples=300)
+@given(text, st.lists(text.filter(len), min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_no_part_of_a_stop_string_is_clear_to_send(said, strings, random):
+    whole, cuts = said.encode(), []
+    while sum(map(len, cuts)) < len(whole):
+        at = sum(map(len, cuts))
+        cuts.append(whole[at : at + random.randint(1, 4)])
+    stops = StopStrings(strings, dict(enumerate(cuts)))
+    ids = list(range(len(cuts)))
+    found = stops.find(ids)
+    ends = [whole.find(s.encode()) + len(s.encode()) for s in strings if s.encode() in whole]
+    assert (found is None) == (not ends)
+    if found is not None:
+        assert len(b"".join(cuts[: found.tokens - 1])) < min(ends) <= len(b"".join(cuts[: found.tokens]))
+    for n in range(found.tokens if found else len(ids)):
+        begins = whole.find(found.string.encode()) if found else len(whole)
+        assert len(b"".join(cuts[: stops.clear(ids[:n])])) <= begins
+
+
+def test_the_bytes_of_the_tokens_are_those_of_the_text(bundle):
+    said = " a\u00e9\U0001f600\n<|im_end|>"
+    ids = bundle.tokenizer.encode(said, add_special_tokens=False)
+    found = token_bytes(bundle.tokenizer)
+    assert b"".join(found[token] for token in ids) == said.encode()
