@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dialect_data import CALL, FULL, JSON, answer, bodies, check_read_or_refused, read_events, sampled
+from field_claims import MESSAGES
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Delta
 from rollout_backend.dialects.anthropic_messages import AnthropicMessages
@@ -417,20 +418,8 @@ def test_the_client_raises_a_failure_in_a_stream(client, script):
 OBJECTS = st.dictionaries(st.text() | st.just("INVALID_JSON"), JSON, max_size=3)
 SAMPLED = sampled(OBJECTS.map(json.dumps) | JSON.map(json.dumps) | st.text())
 WHOLE = {
-    "model": "m",
-    "max_tokens": 5,
-    "system": [text("s")],
-    "messages": [
-        user(text("a")),
-        assistant(
-            {"type": "thinking", "thinking": "r", "signature": "s"},
-            text("b"),
-            {"type": "tool_use", "id": "c", "name": "f", "input": {"x": 1}},
-        ),
-        user({"type": "tool_result", "tool_use_id": "c", "content": [text("r")], "is_error": False}, text("d")),
-    ],
-    "tools": [TOOL],
-    "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+    **MESSAGES,
+    "tool_choice": {"type": "tool", "name": "add", "disable_parallel_tool_use": True},
     "stop_sequences": ["x"],
     "temperature": 1.0,
     "top_p": 0.5,

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from builders import user
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
 from rollout_backend.dialects.openai_chat import OpenAIChat
@@ -93,16 +94,27 @@ def test_response_format(asked, wanted):
 @pytest.mark.parametrize(
     ("more", "where"),
     [
+        ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [user("\ud800")]}, ""),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.tool_call_id"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages.0.content.0",
-        ),
+        ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "messages.0.content.0"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [TOOL]}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
         ({"audio": {"voice": "x"}}, "audio"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
         ({"seed": 2**63 - 1}, "seed"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
     ],
 )
 def test_a_refusal_names_the_field(more, where):

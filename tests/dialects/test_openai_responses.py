@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 
 from dialect_data import CALL, FULL, answer, bodies, check_read_or_refused, read_events, sampled
+from field_claims import RESPONSES
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Delta
 from rollout_backend.dialects.openai_responses import OpenAIResponses
@@ -433,17 +434,8 @@ def test_the_client_gets_a_failure_in_a_stream(client, script):
 
 SAMPLED = sampled(st.text())
 WHOLE = {
-    "model": "m",
-    "instructions": "i",
-    "input": [
-        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-        reasoning("r"),
-        assistant(said("b")),
-        call("c"),
-        output("c", [{"type": "input_text", "text": "o"}]),
-    ],
-    "tools": [TOOL],
-    "tool_choice": {"type": "function", "name": "f"},
+    **RESPONSES,
+    "tool_choice": {"type": "function", "name": "add"},
     "parallel_tool_calls": True,
     "max_output_tokens": 3,
     "temperature": 1.0,

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import Trajectory
+from field_claims import ASK, CHAT, MESSAGES, RESPONSES
 from gateway_server import CONTROL_KEY, SECRET, session_key
 from rollout_backend.config import GatewayConfig
 from rollout_backend.gateway.gateway_settings import GatewaySettings
@@ -50,7 +51,7 @@ SAID = (
 
 
 def echo(prompt: str) -> str:
-    return f"{SAID[zlib.crc32(prompt.encode()) % len(SAID)]}{prompt[-300:].replace('<|im_end|>', '')}"
+    return f"{SAID[zlib.crc32(prompt.encode()) % len(SAID)]}{prompt[-430:].replace('<|im_end|>', '')}"
 
 
 def key(session: str = "mine", *, secret: str = SECRET, lives_s: float = 3600) -> str:
@@ -112,37 +113,10 @@ def send(bundle, byte_model):
 
 # --- bodies -----------------------------------------------------------------------------------------------
 
-ASK = "What is 2 + 3?"
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-_CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-_CONVERSATION = {
-    "model": MODEL,
-    "system": [{"type": "text", "text": "Be brief."}],
-    "messages": [
-        {"role": "user", "content": ASK},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "hm", "signature": "s"},
-                {"type": "text", "text": "I add."},
-                {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 1}},
-            ],
-        },
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "5"}]},
-    ],
-    "tools": [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}],
-    "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
-}
+_CONVERSATION = {**MESSAGES, "tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}
 BASES = {
     "/v1/chat/completions": {
-        "model": MODEL,
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": ASK}]},
-            {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "5"},
-        ],
-        "tools": [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}],
+        **CHAT,
         "tool_choice": "auto",
         "parallel_tool_calls": True,
         "response_format": {"type": "text"},
@@ -159,15 +133,7 @@ BASES = {
         "user": "u",
     },
     "/v1/responses": {
-        "model": MODEL,
-        "instructions": "Be brief.",
-        "input": [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": ASK}]},
-            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-            {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a": 1}'},
-            {"type": "function_call_output", "call_id": "call_1", "output": "5"},
-        ],
-        "tools": [{"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": True}],
+        **RESPONSES,
         "tool_choice": "auto",
         "parallel_tool_calls": True,
         "max_output_tokens": 500,
@@ -189,7 +155,7 @@ BASES = {
         "thinking": {"type": "disabled"},
         "stream": False,
     },
-    "/v1/messages/count_tokens": _CONVERSATION,
+    "/v1/messages/count_tokens": {name: value for name, value in _CONVERSATION.items() if name != "max_tokens"},
 }
 AGENTS_POST = [*BASES, "/v1/rollout/trajectory"]
 EVERY_PATH = [*AGENTS_POST, "/v1/models", f"/v1/models/{MODEL}", "/control/revoke", "/control/stats", "/health"]

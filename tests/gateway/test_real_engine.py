@@ -113,6 +113,7 @@ def update_weights(engine: str, version: str) -> None:
         httpx.post(f"{engine}/{path}", json=body, timeout=30).raise_for_status()
 
 
+@pytest.mark.slow  # the stream below does the same
 def test_generation_aborted_by_a_pause_continues_with_the_new_version(gateway, real_engine, endless):
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, gateway, STORY, max_tokens=100)
@@ -127,6 +128,7 @@ def test_generation_aborted_by_a_pause_continues_with_the_new_version(gateway, r
     assert not any(math.isnan(logprob) for logprob in segment.logprobs[turn.start : turn.end])
 
 
+@pytest.mark.slow  # the stream below does the same
 def test_a_disconnected_client_frees_the_engine(gateway, real_engine, endless):
     client = gateway.client(max_tokens=900).with_options(timeout=2.0)
     with pytest.raises(openai.APITimeoutError):
@@ -181,7 +183,10 @@ ADD = {
 }
 
 
-@pytest.mark.parametrize("routed", [False, True], ids=["at the engine", "behind the router"])
+@pytest.mark.parametrize(
+    "routed",
+    [pytest.param(False, id="at the engine", marks=pytest.mark.slow), pytest.param(True, id="behind a router")],
+)
 def test_a_forced_tool_call_has_no_trained_logprobs(serve, real_engine, behind_router, model, routed):
     url = behind_router(real_engine) if routed else real_engine
     gateway = serve(url, model=model, bundle=load_renderer(model), model_call_s=120)
@@ -196,7 +201,7 @@ def test_a_forced_tool_call_has_no_trained_logprobs(serve, real_engine, behind_r
     assert gateway.stats().constrained == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_json_schema_is_enforced(gateway, stream):
     response_format = {"type": "json_schema", "json_schema": {"name": "sum", "schema": ADD["parameters"]}}
     if stream:
@@ -207,6 +212,7 @@ def test_a_json_schema_is_enforced(gateway, stream):
     assert set(json.loads(text)) == {"a", "b"}
 
 
+@pytest.mark.slow  # the schema's test uses the same grammar
 def test_json_mode_with_tools_gives_json_or_a_call(gateway):
     tools = [{"type": "function", "function": ADD}]
     message = (

@@ -126,6 +126,7 @@ async def test_killed_router_restarts_with_all_engines(make_fleet, until):
         assert kinds(events, "engine-0") == ["started"]
 
 
+@pytest.mark.slow
 async def test_router_and_engine_restart_after_both_are_killed(make_fleet, until):
     fleet, events, engines = make_fleet(serving={"servers": 2})
     async with fleet:
@@ -162,7 +163,7 @@ async def test_max_restarts_0_ends_the_run_at_the_first_loss(make_fleet):
     ("mode", "message"),
     [
         ("broken", r"engine-0 ended with code 1 before it was up[\s\S]*made of cheese[\s\S]*other 1 engines failed"),
-        ("sick", r"engine-0 was not healthy after 1 s"),
+        pytest.param("sick", r"engine-0 was not healthy after 1 s", marks=pytest.mark.slow),
     ],
 )
 async def test_start_fails_if_no_engine_starts(make_fleet, mode, message):
@@ -197,6 +198,7 @@ async def test_engine_that_does_not_start_does_not_stop_the_others(make_fleet, u
             await asyncio.wait_for(fleet.failed(), 30)
 
 
+@pytest.mark.slow  # it waits for the window
 async def test_engine_out_of_restarts_restarts_when_the_window_allows_it(make_fleet, until):
     fleet, events, _ = make_fleet(
         mode=lambda started: "broken" if started in (1, 2) else "healthy",
@@ -351,6 +353,7 @@ async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper):
     assert kinds(events, "engine-0") == ["started"]
 
 
+@pytest.mark.slow
 async def test_router_restarted_while_servers_sleep_gets_them_when_they_wake(sleeper, until):
     """The router requests `/health` from a new engine and ignores `--health-check-endpoint`."""
     fleet, url, process, events = sleeper

@@ -96,6 +96,7 @@ async def test_a_session_survives_the_death_of_its_gateway_during_a_call(start, 
     assert list((tmp_path / "run" / "gateway" / "0-of-1" / "sessions").iterdir()) == []
 
 
+@pytest.mark.slow
 async def test_a_gateway_out_of_restarts_ends_the_run(start):
     events: list[tuple[str, str]] = []
     with ScriptedEngine(["one"]) as engine:
@@ -136,6 +137,7 @@ async def test_a_restarted_trainer_finds_its_sessions_at_the_same_address(start,
             await complete(endpoint.model_copy(update={"base_url": f"{other.urls[0]}/v1"}))
 
 
+@pytest.mark.slow
 async def test_if_its_port_is_taken_a_restarted_gateway_has_another_identity(start):
     with ScriptedEngine(["one"]) as engine:
         first = await start(engine)

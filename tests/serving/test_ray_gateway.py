@@ -74,12 +74,14 @@ async def test_gateways_as_ray_actors(ray, engine, tmp_path, claims):
     assert not any(listens(url.host, url.port) for url in map(httpx.URL, fleet.urls))
 
 
+@pytest.mark.slow
 async def test_a_cluster_without_free_cpus_reports_the_setting(ray, engine, tmp_path):
     fleet = GatewayFleet(on_ray(processes=3, startup_timeout_s=0.5), engine.url, tmp_path)
     with pytest.raises(StartupError, match=r"had a CPU free within 0\.5 s: lower gateway\.processes"):
         await fleet.start()
 
 
+@pytest.mark.slow
 async def test_an_error_on_the_other_machine_is_reported(ray, engine, tmp_path):
     settings = on_ray(processes=1).model_copy(update={"model": run_config(model={"path": str(tmp_path)}).model})
     fleet = GatewayFleet(settings, engine.url, tmp_path)

@@ -45,6 +45,7 @@ def each(claim: type[Claim], value: Any, *names: str) -> dict[str, Claim]:
     return dict.fromkeys(names, claim(value))
 
 
+ASK = "What is 2 + 3?"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TAG = Refused("nonsense")
@@ -69,10 +70,11 @@ CHAT = {
     "messages": [
         {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
         {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]},
-        {"role": "user", "content": [{"type": "text", "text": "Add."}]},
+        {"role": "user", "content": [{"type": "text", "text": ASK}]},
         {
             "role": "assistant",
             "content": [{"type": "text", "text": "I add."}, {"type": "refusal", "refusal": "No."}],
+            "reasoning_content": "hm",
             "tool_calls": [_CALLED],
         },
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "5"}]},
@@ -184,7 +186,7 @@ RESPONSES = {
     "instructions": "Be brief.",
     "input": [
         {"role": "user", "content": [{"type": "input_text", "text": "Hi."}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Add."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": ASK}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {
             "type": "message",
@@ -289,7 +291,7 @@ MESSAGES = {
     "max_tokens": 500,
     "system": [{"type": "text", "text": "Be brief."}],
     "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "Add."}]},
+        {"role": "user", "content": [{"type": "text", "text": ASK}]},
         {
             "role": "assistant",
             "content": [

@@ -79,6 +79,7 @@ def test_a_scripted_fix_of_a_repository_is_one_row(play, byte_model, mini, repos
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_run_with_a_weak_model_is_recorded_as_sampled(gateway, recorded, mini, repository):
     """The agent drops a reply without a usable call from its history, so what follows is another row."""

@@ -44,8 +44,15 @@ def turn(agent, forced: bool = False) -> str:
     return reply.finish
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("api", AGENTS)
+@pytest.mark.parametrize(
+    ("api", "stream"),
+    [
+        (ChatAgent, True),
+        (ResponsesAgent, False),
+        (MessagesAgent, True),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in zip(AGENTS, (False, True, False), strict=True)),
+    ],
+)
 def test_a_conversation_is_one_row_of_what_was_sampled(gateway, recorded, api, stream):
     agent = make(api, gateway, stream)
     ends = [turn(agent, forced) for forced in (False, True, False)]
@@ -57,6 +64,7 @@ def test_a_conversation_is_one_row_of_what_was_sampled(gateway, recorded, api, s
     assert gateway.stats().constrained == 1
 
 
+@pytest.mark.slow
 def test_concurrent_agents_of_one_session_are_a_row_each(gateway, recorded):
     """Each uses another API; the engine batches them."""
     agents = [
