@@ -151,33 +151,20 @@ def test_a_stream_sends_what_is_sampled_before_the_rest_is(play, held, cumulativ
     assert set(segment.logprobs[segment.turns[0].start :]) == {-0.5}
 
 
-def test_closing_a_stream_aborts_its_call_and_records_nothing(play, held):
-    gateway = play(lambda _: held.pieces("Once upon a time"))
-    with gateway.stream(CALL) as response:
-        next(response.iter_lines())
-    until(lambda: gateway.engine.aborted == 1)
-    until(lambda: gateway.stats().hung_up == 1)
-    assert gateway.stats().calls_in_flight == 0
-    assert gateway.trajectory().segments == ()
-
-
-def test_a_client_that_disconnects_aborts_its_call_and_nothing_is_recorded(play, held):
-    gateway = play(held)
-    with pytest.raises(openai.APITimeoutError):
-        ask(gateway.client().with_options(timeout=0.3))
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_disconnects_aborts_its_call_and_nothing_is_recorded(play, held, stream):
+    gateway = play((lambda _: held.pieces("Once upon a time")) if stream else held)
+    if stream:
+        with gateway.stream(CALL) as response:
+            next(response.iter_lines())
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            ask(gateway.client().with_options(timeout=0.3))
     until(lambda: gateway.engine.aborted == 1)
     until(lambda: gateway.stats().hung_up == 1)
     held.go.set()
+    assert gateway.stats().calls_in_flight == 0
     assert gateway.trajectory().segments == ()
-
-
-def test_sealing_ends_a_stream_with_an_error(play, held):
-    gateway = play(lambda _: held.pieces("Once upon a time"))
-    with gateway.stream(CALL) as response:
-        lines = response.iter_lines()
-        next(lines)
-        assert gateway.trajectory().segments == ()
-        assert stream_data(lines)[-1]["error"]["code"] == "session_closed"
 
 
 # --- several choices, one call at a time, constrained replies ----------------------------------------------
@@ -456,14 +443,18 @@ def test_a_trajectory_is_sealed_for_the_session_of_the_key_with_its_lost_calls(p
     assert found.seal != sealer.seal(found, claims.model_copy(update={"session_id": "s2"})).seal
 
 
-def test_sealing_aborts_calls_in_flight(play, held, in_thread):
-    gateway = play(held)
+def test_sealing_aborts_calls_in_flight_and_ends_streams_with_an_error(play, held, in_thread):
+    gateway = play(lambda prompt: held.pieces("Once upon a time") if "stream" in prompt else held(prompt))
     call = in_thread(gateway.post, CALL)
     held.asked.acquire()
-    assert gateway.stats().calls_in_flight == 1
-    assert gateway.trajectory().segments == ()
+    with gateway.stream({**CALL, "messages": [user("As a stream.")]}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert gateway.stats().calls_in_flight == 2
+        assert gateway.trajectory().segments == ()
+        assert stream_data(lines)[-1]["error"]["code"] == "session_closed"
     assert call.result(10).status_code == 410
-    until(lambda: gateway.engine.aborted == 1)
+    until(lambda: gateway.engine.aborted == 2)
 
 
 def test_revoking_closes_sessions_with_and_without_calls(play, held, in_thread):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -107,6 +108,10 @@ class Runtime:
         )
         answer["body"] = await answer["response"].read()
         return dict(answer)
+
+    async def seen(self, session: str, payload: bytes = b"{}", **more: Any) -> Any:
+        """Return what the app answers: what it saw of the call."""
+        return json.loads((await self.invoke(session, payload, **more))["body"])
 
     async def stop(self, session: str) -> dict[str, Any]:
         return dict(await self.client.stop_runtime_session(agentRuntimeArn=ARN, runtimeSessionId=sid(session)))

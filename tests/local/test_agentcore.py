@@ -15,9 +15,12 @@ from botocore.exceptions import ClientError
 BOTH_SPAWNERS = pytest.mark.parametrize("preload", [None, ()], ids=["command", "prefork"])
 
 
-def code(raised) -> tuple[int, str]:
+async def refused(call, status: int, code: str, match: str | None = None) -> None:
+    """Check that the call fails with this status and error code, and a message that matches."""
+    with pytest.raises(ClientError, match=match) as raised:
+        await call
     response = raised.value.response
-    return response["ResponseMetadata"]["HTTPStatusCode"], response["Error"]["Code"]
+    assert (response["ResponseMetadata"]["HTTPStatusCode"], response["Error"]["Code"]) == (status, code)
 
 
 def alive(pid: int) -> bool:
@@ -44,8 +47,8 @@ async def test_one_fresh_process_per_session(start_runtime, app, preload):
     assert answer["contentType"] == "application/json"
     assert answer["runtimeSessionId"] == sid("a")
     first = json.loads(answer["body"])
-    again = json.loads((await runtime.invoke("a"))["body"])
-    other = json.loads((await runtime.invoke("b"))["body"])
+    again = await runtime.seen("a")
+    other = await runtime.seen("b")
     assert (first["calls"], again["calls"], other["calls"]) == (1, 2, 1)
     assert first["pid"] == again["pid"] != other["pid"]
     assert os.getpgid(first["pid"]) == first["pid"]
@@ -67,7 +70,7 @@ async def test_headers_are_forwarded_as_on_aws(start_runtime):
         request.headers["X-Mine"] = "no"
 
     runtime.client.meta.events.register("before-sign.bedrock-agentcore.InvokeAgentRuntime", add)
-    seen = json.loads((await runtime.invoke("a", contentType="application/json"))["body"])["headers"]
+    seen = (await runtime.seen("a", contentType="application/json"))["headers"]
     seen = {name.lower(): value for name, value in seen.items()}
     assert seen["x-amzn-bedrock-agentcore-runtime-session-id"] == sid("a")
     assert seen["x-amzn-bedrock-agentcore-runtime-custom-task"] == "t1"
@@ -85,17 +88,15 @@ async def test_event_stream_passes_through(start_runtime):
 @BOTH_SPAWNERS
 async def test_stop_ends_the_process_and_the_id_stays_valid(start_runtime, tmp_path, preload):
     runtime = await start_runtime(preload=preload)
-    first = json.loads((await runtime.invoke("a"))["body"])["pid"]
+    first = (await runtime.seen("a"))["pid"]
     stopped = await runtime.stop("a")
     assert stopped["statusCode"] == 200
     assert stopped["runtimeSessionId"] == sid("a")
     assert runtime.open == []
     await runtime.until(lambda: not alive(first))
     assert "got SIGTERM" in (tmp_path / f"{sid('a')}.log").read_text()
-    with pytest.raises(ClientError) as raised:
-        await runtime.stop("a")
-    assert code(raised) == (404, "ResourceNotFoundException")
-    second = json.loads((await runtime.invoke("a"))["body"])
+    await refused(runtime.stop("a"), 404, "ResourceNotFoundException")
+    second = await runtime.seen("a")
     assert second["pid"] != first
     assert second["calls"] == 1
     assert runtime.counters["started"] == 2
@@ -104,22 +105,22 @@ async def test_stop_ends_the_process_and_the_id_stays_valid(start_runtime, tmp_p
 
 async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(start_runtime):
     runtime = await start_runtime(env={"STUBBORN": "1"}, grace_s=0.3)
-    child = json.loads((await runtime.invoke("a", b'{"do": "child"}'))["body"])
-    pid = json.loads((await runtime.invoke("a"))["body"])["pid"]
+    child = await runtime.seen("a", b'{"do": "child"}')
+    pid = (await runtime.seen("a"))["pid"]
     await runtime.stop("a")
     await runtime.until(lambda: not alive(pid) and not alive(child))
 
 
 async def test_unknown_runtimes_and_invalid_ids_are_refused(start_runtime):
     runtime = await start_runtime()
-    with pytest.raises(ClientError) as raised:
-        await runtime.stop("never-started")
-    assert code(raised) == (404, "ResourceNotFoundException")
-    with pytest.raises(ClientError) as raised:
-        await runtime.client.invoke_agent_runtime(
+    await refused(runtime.stop("never-started"), 404, "ResourceNotFoundException")
+    await refused(
+        runtime.client.invoke_agent_runtime(
             agentRuntimeArn=runtime.arn.replace("local", "other"), runtimeSessionId=sid("a"), payload=b"{}"
-        )
-    assert code(raised) == (404, "ResourceNotFoundException")
+        ),
+        404,
+        "ResourceNotFoundException",
+    )
     url = f"{runtime.url}/runtimes/{runtime.arn}/invocations"
     signed = {"authorization": "AWS4-HMAC-SHA256 Credential=x"}
     header = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
@@ -139,9 +140,7 @@ async def test_unknown_runtimes_and_invalid_ids_are_refused(start_runtime):
 async def test_session_quota_returns_402(start_runtime):
     runtime = await start_runtime(max_sessions=2)
     await asyncio.gather(runtime.invoke("a"), runtime.invoke("b"))
-    with pytest.raises(ClientError) as raised:
-        await runtime.invoke("c")
-    assert code(raised) == (402, "ServiceQuotaExceededException")
+    await refused(runtime.invoke("c"), 402, "ServiceQuotaExceededException")
     await runtime.invoke("a")  # an open session is not new
     await runtime.stop("b")
     await runtime.invoke("c")
@@ -152,46 +151,34 @@ async def test_session_quota_returns_402(start_runtime):
 async def test_calls_above_the_rate_are_throttled(start_runtime):
     runtime = await start_runtime(invoke_per_s=2, stop_per_s=1, new_sessions_per_s=1)
     await runtime.invoke("a")
-    with pytest.raises(ClientError, match="new sessions") as raised:
-        await runtime.invoke("b")
-    assert code(raised) == (429, "ThrottlingException")
+    await refused(runtime.invoke("b"), 429, "ThrottlingException", "new sessions")
     runtime = await start_runtime(invoke_per_s=0.5, stop_per_s=0.5)
     await runtime.invoke("a")
-    with pytest.raises(ClientError) as raised:
-        await runtime.invoke("a")
-    assert code(raised) == (429, "ThrottlingException")
+    await refused(runtime.invoke("a"), 429, "ThrottlingException")
     await runtime.stop("a")
-    with pytest.raises(ClientError) as raised:
-        await runtime.stop("a")
-    assert code(raised) == (429, "ThrottlingException")
+    await refused(runtime.stop("a"), 429, "ThrottlingException")
     assert runtime.counters["throttled"] == 2
 
 
 async def test_container_error_returns_424(start_runtime):
     runtime = await start_runtime()
-    with pytest.raises(ClientError, match=r"422.*no such task") as raised:
-        await runtime.invoke("a", b'{"do": "fail"}')
-    assert code(raised) == (424, "RuntimeClientError")
+    await refused(runtime.invoke("a", b'{"do": "fail"}'), 424, "RuntimeClientError", r"422.*no such task")
     assert runtime.open == [sid("a")]
 
 
 @BOTH_SPAWNERS
 async def test_crash_during_an_invoke_returns_424_and_the_next_invoke_starts_a_process(start_runtime, preload):
     runtime = await start_runtime(preload=preload)
-    with pytest.raises(ClientError, match="dying") as raised:
-        await runtime.invoke("a", b'{"do": "die"}')
-    assert code(raised) == (424, "RuntimeClientError")
+    await refused(runtime.invoke("a", b'{"do": "die"}'), 424, "RuntimeClientError", "dying")
     await runtime.until(lambda: runtime.open == [])
     assert runtime.counters["died"] == 1
-    assert json.loads((await runtime.invoke("a"))["body"])["calls"] == 1
+    assert (await runtime.seen("a"))["calls"] == 1
 
 
 @BOTH_SPAWNERS
 async def test_crash_at_start_returns_424_with_the_log(start_runtime, preload):
     runtime = await start_runtime(env={"CRASH": "1"}, preload=preload)
-    with pytest.raises(ClientError, match="no CRASH please") as raised:
-        await runtime.invoke("a")
-    assert code(raised) == (424, "RuntimeClientError")
+    await refused(runtime.invoke("a"), 424, "RuntimeClientError", "no CRASH please")
     assert runtime.open == []
     assert runtime.counters["failed"] == 1
     assert runtime.counters["started"] == 0
@@ -200,9 +187,7 @@ async def test_crash_at_start_returns_424_with_the_log(start_runtime, preload):
 async def test_a_broken_script_is_reported_by_its_session(start_runtime, app):
     app.write_text("import no_such_module_here\n")
     runtime = await start_runtime(preload=())
-    with pytest.raises(ClientError, match=r"ModuleNotFoundError.*no_such_module_here") as raised:
-        await runtime.invoke("a")
-    assert code(raised) == (424, "RuntimeClientError")
+    await refused(runtime.invoke("a"), 424, "RuntimeClientError", r"ModuleNotFoundError.*no_such_module_here")
 
 
 async def test_libraries_with_threads_are_not_preloaded(start_runtime, app, tmp_path):
@@ -211,15 +196,13 @@ async def test_libraries_with_threads_are_not_preloaded(start_runtime, app, tmp_
     )
     app.write_text("import threaded\n" + app.read_text())
     runtime = await start_runtime(env={"PYTHONPATH": str(tmp_path)}, preload=())
-    pid = json.loads((await runtime.invoke("a"))["body"])["pid"]
+    pid = (await runtime.seen("a"))["pid"]
     assert parent_of(pid) == os.getpid()
 
 
 async def test_missing_ping_answer_returns_424(start_runtime):
     runtime = await start_runtime(env={"MUTE": "1"}, startup_timeout_s=0.5)
-    with pytest.raises(ClientError, match="initialization time exceeded") as raised:
-        await runtime.invoke("a")
-    assert code(raised) == (424, "RuntimeClientError")
+    await refused(runtime.invoke("a"), 424, "RuntimeClientError", "initialization time exceeded")
     assert runtime.open == []
 
 
@@ -258,7 +241,7 @@ async def test_a_request_in_flight_is_not_idle(start_runtime):
 
 async def test_session_ends_at_its_maximum_lifetime(start_runtime):
     runtime = await start_runtime(max_life_s=0.5)
-    pid = json.loads((await runtime.invoke("a", b'{"do": "busy"}'))["body"])["pid"]
+    pid = (await runtime.seen("a", b'{"do": "busy"}'))["pid"]
     await runtime.until(lambda: not alive(pid))
     assert runtime.open == []
     assert runtime.counters["expired"] == 1
@@ -275,7 +258,7 @@ async def test_many_concurrent_sessions(start_runtime):
 
 async def test_sessions_end_with_a_killed_prefork_process(start_runtime):
     runtime = await start_runtime(preload=())
-    pid = json.loads((await runtime.invoke("a"))["body"])["pid"]
+    pid = (await runtime.seen("a"))["pid"]
     os.kill(parent_of(pid), signal.SIGKILL)
     await runtime.until(lambda: not alive(pid) and runtime.open == [])
     await runtime.invoke("b")  # new sessions run the command

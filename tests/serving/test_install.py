@@ -134,9 +134,14 @@ def test_engine_environment_is_separate(fake_engine, monkeypatch):
     prepare_model(cache, echo=lambda line: None)
 
 
+def run_with_stubs(script: str) -> None:
+    env = {"PYTHONPATH": str(Path(install.__file__).parent / "cpu_stubs")}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_stubs_can_be_imported_but_not_called():
-    stubs = Path(install.__file__).parent / "cpu_stubs"
-    script = """
+    run_with_stubs("""
 import torchvision.transforms.functional as F
 from torchvision.transforms import InterpolationMode
 import sgl_kernel
@@ -150,15 +155,11 @@ else:
     raise SystemExit("it was called")
 import json  # a real module stays real
 assert json.loads("1") == 1
-"""
-    env = {"PYTHONPATH": str(stubs)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+""")
 
 
 def test_kernel_operations_can_be_named_but_not_called():
-    stubs = Path(install.__file__).parent / "cpu_stubs"
-    script = """
+    run_with_stubs("""
 import sys, types
 class Namespace:  # as torch has them
     def __init__(self, name): self.name = name
@@ -175,10 +176,7 @@ else:
     raise SystemExit("it was called")
 assert not hasattr(kernels, "gptq_thing")  # SGLang asks what there is
 assert not hasattr(Namespace("aten"), "thing_cpu")
-"""
-    env = {"PYTHONPATH": str(stubs)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+""")
 
 
 @pytest.mark.engine
