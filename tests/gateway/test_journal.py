@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -235,9 +236,9 @@ async def test_a_call_in_flight_does_not_reopen_a_revoked_session(bundle, folder
 class Restartable:
     """A gateway with a journal, which can be restarted."""
 
-    def __init__(self, serve, folder: Path, engine_url: str, **more) -> None:
-        self.journal_id = journals.prepare(folder)
-        self._start = lambda: serve(engine_url, journal=folder, seal_secret=SEAL_SECRET, **more)
+    def __init__(self, serve, folder: Path, engine: ScriptedEngine, **more) -> None:
+        self.journal_id, self.engine = journals.prepare(folder), engine
+        self._start = lambda: serve(engine.url, journal=folder, seal_secret=SEAL_SECRET, **more)
         self.gateway = self._start()
 
     def restart(self) -> None:
@@ -254,7 +255,11 @@ class Restartable:
 
 @pytest.fixture
 def start(serve, folder):
-    return lambda engine, folder=folder, **more: Restartable(serve, folder, engine.url, **more)
+    """Start a gateway with a journal before an engine with these replies."""
+    with ExitStack() as stack:
+        yield lambda replies, folder=folder, **more: Restartable(
+            serve, folder, stack.enter_context(ScriptedEngine(replies)), **more
+        )
 
 
 def ask(*said: str, **more) -> dict:
@@ -290,10 +295,9 @@ def test_a_session_continues_after_a_restart_exactly_as_without_one(start, tmp_p
 
     seen = []
     for name in ("calm", "restarted"):
-        with ScriptedEngine(["one", "two", "three", "four", "five", "six"]) as engine:
-            gateway = start(engine, tmp_path / name / "0-of-1")
-            sealed = converse(gateway, gateway.restart if name == "restarted" else lambda: None)
-            seen.append((segments_of(sealed), [request["input_ids"] for request in engine.requests]))
+        gateway = start(["one", "two", "three", "four", "five", "six"], tmp_path / name / "0-of-1")
+        sealed = converse(gateway, gateway.restart if name == "restarted" else lambda: None)
+        seen.append((segments_of(sealed), [request["input_ids"] for request in gateway.engine.requests]))
     assert seen[0] == seen[1]
     segments, prompts = seen[0]
     assert [segment["split_reason"] for segment in segments][:2] == ["first_call", "branched"]
@@ -303,74 +307,69 @@ def test_a_session_continues_after_a_restart_exactly_as_without_one(start, tmp_p
 def test_a_restarted_gateway_continues_from_the_sampled_tokens(start):
     tool = function_tool("look")
     own_way = '<tool_call>\n{"name":"look",   "arguments":{}}\n</tool_call>'  # no template writes it so
-    with ScriptedEngine([own_way, "seen"]) as engine:
-        gateway = start(engine)
-        messages = [user("Look.")]
-        first = gateway.post({"model": "scripted", "messages": messages, "tools": [tool]}).json()
-        reply = first["choices"][0]["message"]
-        gateway.restart()
-        result = tool_result(reply["tool_calls"][0]["id"], "nothing")
-        body = {"model": "scripted", "messages": [*messages, reply, result], "tools": [tool]}
-        assert text_of(gateway.post(body)) == "seen"
-        [segment] = Trajectory.decode(gateway.seal()).segments
-        assert len(segment.turns) == 2
+    gateway = start([own_way, "seen"])
+    messages = [user("Look.")]
+    first = gateway.post({"model": "scripted", "messages": messages, "tools": [tool]}).json()
+    reply = first["choices"][0]["message"]
+    gateway.restart()
+    result = tool_result(reply["tool_calls"][0]["id"], "nothing")
+    body = {"model": "scripted", "messages": [*messages, reply, result], "tools": [tool]}
+    assert text_of(gateway.post(body)) == "seen"
+    [segment] = Trajectory.decode(gateway.seal()).segments
+    assert len(segment.turns) == 2
 
 
 def test_a_retry_after_a_restart_gets_the_recorded_answer(start):
     numbers = iter(range(1, 100))
-    with ScriptedEngine(lambda _: str(next(numbers))) as engine:
-        gateway = start(engine)
-        first = gateway.post(ask("Say something."))
-        key = {"Idempotency-Key": "k"}
-        keyed = gateway.post(ask("Say something."), key)
-        gateway.restart()
-        assert gateway.post(ask("Say something."), RETRY).json() == first.json()
-        assert gateway.post(ask("Say something."), key).json() == keyed.json()
-        streamed = gateway.post(ask("Say something else.", stream=True))
-        gateway.restart()
-        repeated = gateway.post(ask("Say something else.", stream=True), RETRY)
-        assert '"content":"3"' in streamed.text.replace(": ", ":")
-        assert '"content":"3"' in repeated.text.replace(": ", ":")
-        assert text_of(gateway.post(ask("Say something."))) == "4"  # not declared as a retry
-        assert len(Trajectory.decode(gateway.seal()).segments) == 4
+    gateway = start(lambda _: str(next(numbers)))
+    first = gateway.post(ask("Say something."))
+    key = {"Idempotency-Key": "k"}
+    keyed = gateway.post(ask("Say something."), key)
+    gateway.restart()
+    assert gateway.post(ask("Say something."), RETRY).json() == first.json()
+    assert gateway.post(ask("Say something."), key).json() == keyed.json()
+    streamed = gateway.post(ask("Say something else.", stream=True))
+    gateway.restart()
+    repeated = gateway.post(ask("Say something else.", stream=True), RETRY)
+    assert '"content":"3"' in streamed.text.replace(": ", ":")
+    assert '"content":"3"' in repeated.text.replace(": ", ":")
+    assert text_of(gateway.post(ask("Say something."))) == "4"  # not declared as a retry
+    assert len(Trajectory.decode(gateway.seal()).segments) == 4
 
 
 def test_a_sessions_budget_continues_after_a_restart(start):
-    with ScriptedEngine(["12345", "12345", "12345"]) as engine:
-        gateway = start(engine, gateway={"session_tokens": 9})
-        assert text_of(gateway.post(ask("a"))) == "12345"  # and the end of the turn: 6 tokens
-        gateway.restart()
-        assert text_of(gateway.post(ask("b"))) == "123"
-        gateway.restart()
-        assert gateway.post(ask("c")).status_code == 400
+    gateway = start(["12345", "12345", "12345"], gateway={"session_tokens": 9})
+    assert text_of(gateway.post(ask("a"))) == "12345"  # and the end of the turn: 6 tokens
+    gateway.restart()
+    assert text_of(gateway.post(ask("b"))) == "123"
+    gateway.restart()
+    assert gateway.post(ask("c")).status_code == 400
 
 
 def test_unanswered_calls_are_counted_until_they_are_answered(start):
     down = True
-    with ScriptedEngine(lambda _: Fail(500) if down else "up") as engine:
-        gateway = start(engine, engine_attempts=1)
-        assert gateway.post(ask("a")).status_code == 503
-        assert gateway.post(ask("b")).status_code == 503
-        assert gateway.post({"model": "scripted", "messages": [{"role": "other", "content": "c"}]}).status_code == 400
-        gateway.restart()
-        down = False
-        assert text_of(gateway.post(ask("a"), RETRY)) == "up"
-        assert Trajectory.decode(gateway.seal()).unanswered_calls == 1
+    gateway = start(lambda _: Fail(500) if down else "up", engine_attempts=1)
+    assert gateway.post(ask("a")).status_code == 503
+    assert gateway.post(ask("b")).status_code == 503
+    assert gateway.post({"model": "scripted", "messages": [{"role": "other", "content": "c"}]}).status_code == 400
+    gateway.restart()
+    down = False
+    assert text_of(gateway.post(ask("a"), RETRY)) == "up"
+    assert Trajectory.decode(gateway.seal()).unanswered_calls == 1
 
 
 def test_a_session_of_a_lost_journal_is_refused(start, folder, tmp_path):
-    with ScriptedEngine(["one", "two"]) as engine:
-        gateway = start(engine)
-        text_of(gateway.post(ask("a")))
-        gateway.gateway.stop()
-        folder.rename(tmp_path / "lost")
-        after = start(engine)
-        assert after.journal_id != gateway.journal_id
-        refused = after.post(ask("a", "one", "b"), journal_id=gateway.journal_id)
-        assert refused.status_code == 410
-        assert refused.json()["error"]["code"] == "session_lost"
-        anthropic = after.post({}, path="/v1/messages", journal_id=gateway.journal_id).json()
-        assert anthropic["type"] == "error"
-        assert "lost" in anthropic["error"]["message"]
-        assert after.post({}, path="/v1/rollout/trajectory", journal_id=gateway.journal_id).status_code == 410
-        assert after.post(ask("a"), session="new").status_code == 200
+    gateway = start(["one", "two"])
+    text_of(gateway.post(ask("a")))
+    gateway.gateway.stop()
+    folder.rename(tmp_path / "lost")
+    after = start(["one", "two"])
+    assert after.journal_id != gateway.journal_id
+    refused = after.post(ask("a", "one", "b"), journal_id=gateway.journal_id)
+    assert refused.status_code == 410
+    assert refused.json()["error"]["code"] == "session_lost"
+    anthropic = after.post({}, path="/v1/messages", journal_id=gateway.journal_id).json()
+    assert anthropic["type"] == "error"
+    assert "lost" in anthropic["error"]["message"]
+    assert after.post({}, path="/v1/rollout/trajectory", journal_id=gateway.journal_id).status_code == 410
+    assert after.post(ask("a"), session="new").status_code == 200
