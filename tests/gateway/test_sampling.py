@@ -6,9 +6,9 @@ from rollout_backend.core.model_call import ModelCall
 from rollout_backend.gateway.sampling import Budget, engine_params
 
 
-def params(sampling=Sampling(), allowed=(), prompt=10, context=100, left=None, choice=0, **more) -> dict:  # noqa: B008
+def params(trainers=Sampling(), allowed=(), prompt=10, context=100, left=None, choice=0, **more) -> dict:  # noqa: B008
     call = ModelCall("m", [], **more)
-    return engine_params(call, sampling, allowed, Budget(prompt, context, left), [2], choice=choice).params
+    return engine_params(call, trainers, allowed, Budget(prompt, context, left), [2], choice=choice).params
 
 
 @pytest.mark.parametrize(
