@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from time import time
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent_wrapper.contract import lease_key
-from rollout_backend.collect.store import StoredObject
-from rollout_backend.config import StorageConfig
+from rollout_backend.collect.store import ObjectStore
 from rollout_backend.errors import Rejected, ResultMissing, RolloutBackendError, RunHeld, StoreError, WriteConflict
 from rollout_backend.runtimes.base import SessionCalls
 
@@ -102,15 +101,6 @@ class LeaseRecord(BaseModel):
         return self.starting or (None if self.released else self.holder)
 
 
-class LeaseStore(Protocol):
-    @property
-    def config(self) -> StorageConfig: ...
-
-    async def fetch(self, key: str) -> StoredObject: ...
-
-    async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str: ...
-
-
 @dataclass(frozen=True)
 class _Seen:
     record: LeaseRecord
@@ -123,7 +113,7 @@ class RunLease:
 
     def __init__(
         self,
-        store: LeaseStore,
+        store: ObjectStore,
         run_id: str,
         me: LeaseHolder,
         lease_s: float,

@@ -36,9 +36,9 @@ from rollout_backend.collect.decode import ResultDecoder
 from rollout_backend.collect.fetcher import FetchStatus, ResultFetcher
 from rollout_backend.collect.inventory import MAX_KEYS, inventory
 from rollout_backend.collect.quarantine import Quarantine
-from rollout_backend.collect.queue import AWS_ERRORS, AnnouncementQueue, Message
+from rollout_backend.collect.queue import AWS_ERRORS, Message, MessageQueue
 from rollout_backend.collect.sink import ResultSink
-from rollout_backend.collect.store import ResultStore
+from rollout_backend.collect.store import ObjectStore
 from rollout_backend.config import CollectConfig
 from rollout_backend.errors import CredentialsExpired, StoreError
 
@@ -65,8 +65,8 @@ class RolloutBuffer:
     def __init__(
         self,
         run_id: str,
-        store: ResultStore,
-        queue: AnnouncementQueue | None,
+        store: ObjectStore,
+        queue: MessageQueue | None,
         max_fetches: int,
         retokenize: Callable[[Rollout], Awaitable[Rollout]] | None = None,
         verify: Callable[[Rollout], None] | None = None,
@@ -120,7 +120,7 @@ class RolloutBuffer:
             for _ in range(receivers):
                 group.create_task(self._receive(self._queue, room))
 
-    async def _receive(self, queue: AnnouncementQueue, room: asyncio.Semaphore) -> None:
+    async def _receive(self, queue: MessageQueue, room: asyncio.Semaphore) -> None:
         """Receive batches for ever. Each batch holds `room` from before it is received until it is handled."""
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(AWS_ERRORS), wait=wait_exponential_jitter(multiplier=0.5, max=30)
@@ -134,7 +134,7 @@ class RolloutBuffer:
                 batch = handling.create_task(self.handle(queue, messages))
                 batch.add_done_callback(lambda _: room.release())
 
-    async def _receive_once(self, queue: AnnouncementQueue) -> list[Message]:
+    async def _receive_once(self, queue: MessageQueue) -> list[Message]:
         try:
             messages = await queue.receive()
         except AWS_ERRORS as error:
@@ -147,7 +147,7 @@ class RolloutBuffer:
             self.last_announcement_at = asyncio.get_running_loop().time()
         return messages
 
-    async def handle(self, queue: AnnouncementQueue, messages: list[Message]) -> None:
+    async def handle(self, queue: MessageQueue, messages: list[Message]) -> None:
         """Deliver the results that these messages name, and delete the messages that are done."""
         if not messages:
             return
@@ -173,7 +173,7 @@ class RolloutBuffer:
         except AWS_ERRORS as error:
             log.warning("%d messages will be received again: %s", len(finished) + len(others), error)
 
-    async def _keep_hidden(self, queue: AnnouncementQueue, messages: list[Message]) -> None:
+    async def _keep_hidden(self, queue: MessageQueue, messages: list[Message]) -> None:
         """Extend the messages' visibility timeout while they are handled, so that none is received again."""
         while True:
             await asyncio.sleep(queue.visibility_s / 2)
@@ -182,7 +182,7 @@ class RolloutBuffer:
             except AWS_ERRORS as error:
                 log.warning("%d messages may be received again while they are handled: %s", len(messages), error)
 
-    async def handle_message(self, queue: AnnouncementQueue, message: Message) -> MessageStatus:
+    async def handle_message(self, queue: MessageQueue, message: Message) -> MessageStatus:
         """Deliver the results that this message names."""
         try:
             items = [item for item in Announcement.decode(message.body) if not self._is_trainer_object(item)]

@@ -22,7 +22,7 @@ from agent_wrapper.contract import ContractError, ResultName, Rollout
 from rollout_backend.collect.decode import ResultDecoder
 from rollout_backend.collect.quarantine import Quarantine
 from rollout_backend.collect.sink import ResultSink
-from rollout_backend.collect.store import ResultStore
+from rollout_backend.collect.store import ObjectStore
 from rollout_backend.errors import ResultMissing, StoreError
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class ResultFetcher:
 
     def __init__(
         self,
-        store: ResultStore,
+        store: ObjectStore,
         decoder: ResultDecoder,
         quarantine: Quarantine,
         max_fetches: int,

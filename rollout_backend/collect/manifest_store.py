@@ -10,7 +10,7 @@ from __future__ import annotations
 from pydantic_core import from_json
 
 from agent_wrapper.contract import ContractError, manifest_key
-from rollout_backend.collect.store import ResultStore
+from rollout_backend.collect.store import ObjectStore
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import ManifestError, ResultMissing, RunHeld, StoreError, WriteConflict
 
@@ -18,7 +18,7 @@ from rollout_backend.errors import ManifestError, ResultMissing, RunHeld, StoreE
 class ManifestStore:
     """The manifests of one run."""
 
-    def __init__(self, store: ResultStore, run_id: str, fencing_token: int = 0, owner: str = "") -> None:
+    def __init__(self, store: ObjectStore, run_id: str, fencing_token: int = 0, owner: str = "") -> None:
         """`fencing_token` and `owner` identify this manager's lease on the run."""
         self._store = store
         self._run_id = run_id

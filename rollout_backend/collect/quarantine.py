@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from agent_wrapper.contract import ContractError
-from rollout_backend.collect.store import ResultStore
+from rollout_backend.collect.store import ObjectStore
 from rollout_backend.errors import StoreError
 
 log = logging.getLogger(__name__)
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 class Quarantine:
     """The quarantine of one run."""
 
-    def __init__(self, store: ResultStore, run_id: str) -> None:
+    def __init__(self, store: ObjectStore, run_id: str) -> None:
         self._store = store
         self._run_id = run_id
 

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from botocore.exceptions import BotoCoreError, ClientError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_fixed
@@ -44,6 +44,24 @@ class Message:
     message_id: str
     sent_at: float  # unix seconds, by SQS's clock
     receive_count: int = 1  # including this one
+
+
+class MessageQueue(Protocol):
+    """How a run receives its announcements; see `AnnouncementQueue`."""
+
+    @property
+    def visibility_s(self) -> float: ...
+
+    @property
+    def is_shared(self) -> bool: ...
+
+    async def receive(self) -> list[Message]: ...
+
+    async def delete(self, messages: Sequence[Message]) -> None: ...
+
+    async def extend_visibility(self, messages: Sequence[Message]) -> None: ...
+
+    async def release(self, messages: Sequence[Message]) -> None: ...
 
 
 class AnnouncementQueue:

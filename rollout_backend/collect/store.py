@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import aiohttp
 from botocore.exceptions import BotoCoreError, ClientError
@@ -43,6 +43,25 @@ class StoredObject:
     body: bytes
     etag: str
     age_s: float  # since it was written, by the store's clock
+
+
+class ObjectStore(Protocol):
+    """What a run reads and writes in its bucket; see `ResultStore`."""
+
+    @property
+    def config(self) -> StorageConfig: ...
+
+    async def get(self, key: str) -> bytes: ...
+
+    async def fetch(self, key: str) -> StoredObject: ...
+
+    async def put(self, key: str, body: bytes) -> None: ...
+
+    async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str: ...
+
+    def keys(self, prefix: str) -> AsyncIterator[str]: ...
+
+    async def quarantine(self, run_id: str, what: str, reason: str, evidence: bytes) -> str: ...
 
 
 class ResultStore:

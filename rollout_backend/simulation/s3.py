@@ -56,7 +56,7 @@ class Bucket:
 
 
 class SimStore:
-    """Replaces `ResultStore`, for one trainer."""
+    """An `ObjectStore` for one trainer."""
 
     def __init__(self, bucket: Bucket, trainer: Trainer) -> None:
         self.config = StorageConfig(bucket=BUCKET)

@@ -52,7 +52,7 @@ class Queue:
 
 
 class SimQueue:
-    """Replaces `AnnouncementQueue`, for one trainer."""
+    """A `MessageQueue` for one trainer."""
 
     url = "https://sqs/queue"
     is_shared = False

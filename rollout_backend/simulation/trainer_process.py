@@ -90,7 +90,7 @@ class TrainerProcess:
         """Collect all steps that are left."""
         # If heartbeats may be cut off, the agents are on other machines.
         heartbeats = Heartbeats(HEARTBEAT_S, same_machine=not self._world.faults.cut_off)
-        buffer = RolloutBuffer(self._config.run_id, self._store, self._queue, 16)  # type: ignore[arg-type]
+        buffer = RolloutBuffer(self._config.run_id, self._store, self._queue, 16)
         services = self._services(buffer, heartbeats)
         listening = asyncio.create_task(heartbeats.poll(self._gateway.heard))
         receiving = asyncio.create_task(buffer.run(2))
@@ -112,7 +112,7 @@ class TrainerProcess:
         return StepServices.assemble(
             config,
             _AskingRuntime(SimRuntime(world.runtime, self._trainer), self._lease, world.audit.asked_for),
-            self._store,  # type: ignore[arg-type]
+            self._store,
             fencing_token=self._lease.fencing_token,
             owner=str(self._lease.me),
             buffer=buffer,

@@ -19,7 +19,7 @@ from agent_wrapper.contract import (
 )
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.manifest_store import ManifestStore
-from rollout_backend.collect.store import ResultStore
+from rollout_backend.collect.store import ObjectStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.heartbeats import Heartbeats
@@ -66,7 +66,7 @@ class StepServices:
         cls,
         config: RolloutConfig,
         runtime: SessionCalls,
-        store: ResultStore,
+        store: ObjectStore,
         *,
         limits: RuntimeConfig | None = None,
         fencing_token: int = 0,

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent_wrapper.contract import ContractError, blocklist_prefix
-from rollout_backend.collect.store import ResultStore
+from rollout_backend.collect.store import ObjectStore
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.core.report import StepFailure, failures_of
 from rollout_backend.errors import StoreError
@@ -76,7 +76,7 @@ class NoBlocklist:
 class TaskBlocklist:
     """The blocklist of a run. It is read once: the run's manager is the only writer."""
 
-    def __init__(self, store: ResultStore, run_id: str, after: int) -> None:
+    def __init__(self, store: ObjectStore, run_id: str, after: int) -> None:
         """`after` is the number of consecutive losses that blocks a task."""
         self._store = store
         self._prefix = blocklist_prefix(store.config.prefix, run_id)

@@ -57,7 +57,7 @@ class SimRun:
         self.runtime = SimRuntime(self.world.runtime, self.trainer, max_sessions=100_000)
         gateway = SimGateway(self.world.gateway, self.trainer)
         queue = SimQueue(self.world.queue, self.trainer)
-        self.buffer = RolloutBuffer(config.run_id, self.store, queue, config.collect.max_fetches)  # type: ignore[arg-type]
+        self.buffer = RolloutBuffer(config.run_id, self.store, queue, config.collect.max_fetches)
         self.receiving = asyncio.create_task(self.buffer.run(config.queue.receivers))
         self.breaker = CircuitBreaker(config.circuit_breaker)
         self.services = StepServices.assemble(
