@@ -7,6 +7,6 @@ One seed is one history. `run` plays it, `chaos` plays many.
 - The trainer: `trainer_process` runs the production code, with the settings and tasks that `scenario` draws.
 - The faults: `faults` has the probability of each, `capacity` the runtime's limits.
 - The invariants: `checks` has what must hold under every fault. `session_audit` and `run_holder` observe the services
-  and write what must never happen to `evidence`.
+  and record violations in `evidence`.
 - `mutants` are variants of the production code that are broken on purpose, and that the checks must catch.
 """

@@ -1,6 +1,6 @@
 """What all simulated services share: random numbers, time, and the history that they write.
 
-Invariant: every random draw of a history comes from `Environment.random`, so a seed always plays the same history.
+Invariant: the services draw from `Environment.random` only, so a seed always plays the same history.
 """
 
 from __future__ import annotations

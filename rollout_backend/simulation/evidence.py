@@ -1,4 +1,4 @@
-"""What the simulated services observe and must never happen. `checks` reads it at the end of a history."""
+"""Violations that the simulated services observe. `checks` reports them at the end of a history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which manager holds the run according to S3, and whether another one acts nevertheless."""
+"""Tracks which manager holds the run, and detects managers that act without holding it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rollout_backend.simulation.environment import Environment
 from rollout_backend.simulation.trainer import Trainer
 
 LEASE_S = 60.0
-_GRACE_S = 5.0  # an invoke that was sent before the run was taken over may arrive so much later
+_GRACE_S = 5.0  # an invoke that was sent before the run was taken over may arrive this much later
 
 
 class RunHolder:
-    """The run's holder. It observes what trainers write and which agents they start."""
+    """The run's holder according to S3. It observes what trainers write and which agents they start."""
 
     def __init__(self, env: Environment, trainers: Mapping[int, Trainer]) -> None:
         self.id: str | None = None

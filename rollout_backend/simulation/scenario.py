@@ -1,4 +1,4 @@
-"""What a seed's trainer is asked to do: its settings and the tasks of its steps, drawn at random."""
+"""The settings and the tasks of a seed's run, drawn at random."""
 
 from __future__ import annotations
 

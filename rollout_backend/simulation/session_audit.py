@@ -1,4 +1,4 @@
-"""Observes what trainers and agents do with sessions, and notes in `Evidence` what must never happen."""
+"""Observes what trainers and agents do with sessions, and records violations in `Evidence`."""
 
 from __future__ import annotations
 
