@@ -93,7 +93,7 @@ ThreadingHTTPServer((os.environ["HOST"], int(os.environ["PORT"])), Handler).serv
 
 
 class Runtime:
-    """A running stand-in with a real client."""
+    """A running emulator with a real client."""
 
     def __init__(self, plane: AgentCoreEmulator, url: str, client: Any) -> None:
         self.plane = plane

@@ -143,7 +143,7 @@ def row_of(rollout: Rollout, lengths=(64, 64)):
 
 
 def test_the_gateway_and_this_environments_processor_count_the_same_tokens(processor):
-    gateway = of_gateway.VisionInputs(PAD, (PAD, VIDEO_PAD), processor.image_processor)
+    gateway = of_gateway.Vision(PAD, (PAD, VIDEO_PAD), processor.image_processor)
     sizes = {TALL: (64, 96), WIDE: (160, 64)}
     images = [Image(data, "", "image/png", width, height) for data, (width, height) in sizes.items()]
     assert [gateway.tokens(image) for image in images] == [6, 10]
