@@ -8,10 +8,9 @@
 
 Invariants:
 
-- External services are checked before anything is started.
 - However the run ends, it leaves no server, session or queue behind. If the process is killed, the janitor removes
   the sessions and the queue.
-- One manager holds a run at a time: see `lease`.
+- One manager holds a run at a time: see `run_lease`.
 
 A run stops early if the circuit breaker opens, the lease is lost, no engine or gateway is left, the credentials
 expire, the local cloud ends, or a ledger does not balance. `RolloutManager.collect` lists the exceptions.
@@ -22,42 +21,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import threading
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from agent_wrapper.contract import Sampling
-from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.presign import Presigner
-from rollout_backend.collect.queue import AnnouncementQueue, queue_name
-from rollout_backend.collect.retokenize import Retokenizer
-from rollout_backend.collect.store import ResultStore
-from rollout_backend.config import RolloutConfig, RuntimeConfig
-from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
-from rollout_backend.core.heartbeats import Heartbeats
+from rollout_backend.config import RolloutConfig
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.report import GroupResult, StepResult
-from rollout_backend.core.seal import Sealer
 from rollout_backend.core.tasks import Task, check_unique, planned_rollouts
 from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import CircuitOpen, RunHeld, ServingError
-from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.observe.progress import Progress
-from rollout_backend.preflight import check_storage
-from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
-from rollout_backend.runtimes.registry import open_runtime
-from rollout_backend.serving.engine_fleet import EngineFleet, ServerState
-from rollout_backend.serving.gateway_fleet import GatewayFleet
-from rollout_backend.serving.relay_process import DialerProcess, public_gateway_config
-from rollout_backend.serving.run_secret import key_secret, run_secret
+from rollout_backend.run_services import RunServices
+from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.supervisor import ServingEvent
-from rollout_backend.step.in_flight import InFlightLog, StepFiles
-from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
 
 log = logging.getLogger(__name__)
@@ -92,16 +74,10 @@ class RolloutManager:
         self._on_serving = on_serving
         self._rollouts = rollouts
         self._wait_lost = wait_lost
-        self._limits: RuntimeConfig = config.runtime
         self._stack = AsyncExitStack()
+        self._run: RunServices | None = None
         self._steps: dict[int, Step] = {}
         self._numbers = itertools.count()
-        self._services: StepServices | None = None
-        self._lease: RunLease | None = None
-        self._gateway: GatewayFleet | None = None
-        self._dialer: DialerProcess | None = None
-        self._fleet: EngineFleet | None = None
-        self._watching: list[asyncio.Task[None]] = []
         self._collecting: set[asyncio.Task[StepResult]] = set()
 
     # --- start and end ------------------------------------------------------------------------------------
@@ -112,23 +88,18 @@ class RolloutManager:
         Raises:
             ConfigError, PreflightError, StartupError, RunHeld: after everything that was started has been stopped.
         """
+        run = RunServices(
+            self.config,
+            self.archive,
+            on_status=self._on_status,
+            on_serving=self._on_serving,
+            wait_lost=self._wait_lost,
+        )
         async with AsyncExitStack() as stack:
-            self._services = await self._unless_lost(self._start(stack))
-            self._stack = stack.pop_all()
+            await run.start(stack, self._rollouts)
+            stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
+            self._run, self._stack = run, stack.pop_all()
         return self
-
-    async def _unless_lost(self, starting: Coroutine[Any, Any, _T]) -> _T:
-        """Return what a coroutine returns, or raise CloudLost."""
-        if self._wait_lost is None:
-            return await starting
-        tasks = asyncio.create_task(starting), asyncio.create_task(_forever(self._wait_lost))
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return await (tasks[0] if tasks[0] in done else tasks[1])
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -136,130 +107,15 @@ class RolloutManager:
         self._on_status("stopping what was started")
         await self._stack.aclose()
 
-    async def _start(self, stack: AsyncExitStack) -> StepServices:
-        config, logs = self.config, self.archive.logs
-        _ = config.model.context_tokens  # a ConfigError must come before anything is started
-        self._on_status("checking bucket, runtime and queue")
-        store = await ResultStore.open(config.storage, config.aws, connections=config.collect.max_fetches + 4)
-        stack.push_async_callback(store.aclose)
-        await check_storage(config, store)
-        lease = RunLease(
-            store, config.run_id, LeaseHolder.this_process(), config.janitor.lease_s, on_status=self._on_status
-        )
-        stack.push_async_callback(lease.release)
-        await lease.begin()
-        self._lease = lease
-        runtime = await open_runtime(config.runtime, self._on_status)
-        stack.push_async_callback(runtime.aclose)
-        await runtime.check(config.timeouts.session_s)
-        self._limits = runtime.limits()
-        if self._rollouts is not None:
-            self._on_status(check_ramp(config, self._limits, self._rollouts))
-        secret = run_secret(config)
-        janitor = await Janitor.start(config, lease, runtime, logs / "janitor.log")
-
-        async def end_janitor() -> None:  # a dead run's queue is left to the janitors, should this start fail
-            await janitor.aclose(done=lease.lost is not None or await lease.may_delete_queue())
-
-        stack.push_async_callback(end_janitor)
-        fenced = FencedRuntime(janitor.watch(runtime), lease)
-        queue = None
-        if config.uses_queue:
-            queue = await AnnouncementQueue.open(config.queue, config.aws, queue_name(config.storage, config.run_id))
-            stack.push_async_callback(_close_queue, queue, lease)
-            janitor.queue_made(queue)
-        retokenizer = None
-        if config.collect.retokenize:
-            retokenizer = await Retokenizer.open(config.model)
-            stack.callback(retokenizer.close)
-
-        self._on_status(f"starting {config.serving.servers} SGLang and the router")
-        fleet = EngineFleet(config, logs, self._on_serving)
-        stack.push_async_callback(fleet.stop)
-        await fleet.start()
-        self._fleet = fleet
-        self._on_status("starting the gateway")
-        gateway = GatewayFleet(
-            public_gateway_config(config),
-            fleet.router_url,
-            logs,
-            key_secret(secret, config.run_id),
-            seal_secret=secret,
-            journals=config.run_dir / "gateway",
-            on_event=self._on_serving,
-        )
-        stack.push_async_callback(gateway.stop)
-        await gateway.start()
-        self._gateway = gateway
-        if config.relay is not None:
-            self._on_status(f"dialling out to the relay at {config.relay.url}")
-            self._dialer = DialerProcess(config.relay, gateway.urls, logs / "relay.log")
-            stack.push_async_callback(self._dialer.stop)
-            await self._dialer.start()
-
-        await lease.claim()
-        sealer = Sealer(secret) if config.gateway.require_seal else None
-        buffer = RolloutBuffer(
-            config.run_id,
-            store,
-            queue,
-            config.collect.max_fetches,
-            retokenizer,
-            verify=sealer.check if sealer is not None else None,
-            text_format=config.collect.text_format,
-        )
-        heartbeat_s = config.timeouts.heartbeat_s
-        heartbeats = Heartbeats(heartbeat_s or math.inf, config.gateway.processes, same_machine=gateway.same_machine)
-        self._watching = [
-            *([asyncio.create_task(heartbeats.poll(gateway.heartbeats))] if heartbeat_s is not None else []),
-            asyncio.create_task(buffer.run(config.queue.receivers)),
-            asyncio.create_task(fleet.failed()),
-            asyncio.create_task(gateway.failed()),
-            asyncio.create_task(lease.wait_lost()),
-            *([asyncio.create_task(_forever(self._wait_lost))] if self._wait_lost is not None else []),
-            *([asyncio.create_task(self._dialer.failed())] if self._dialer is not None else []),
-        ]
-        stack.push_async_callback(self._end_watching)
-        stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
-
-        async def adopt(session_ids: Collection[str]) -> None:
-            for session_id in session_ids:
-                janitor.session_adopted(session_id)
-            await gateway.adopt(session_ids)
-
-        presigner = Presigner(config.storage, config.aws) if config.storage.presigned else None
-        return StepServices.assemble(
-            config,
-            fenced,
-            store,
-            limits=self._limits,
-            fencing_token=lease.fencing_token,
-            owner=str(lease.me),
-            buffer=buffer,
-            queue_url=queue.url if queue is not None and presigner is None else None,
-            endpoint=gateway.endpoint,
-            revoke=gateway.revoke,
-            archive=self.archive.write_rollout,
-            sealed_by=sealer.fingerprint if sealer is not None else "",
-            gateway=gateway.identity,
-            in_flight=InFlightLog(StepFiles(config.run_dir / "steps")),
-            heartbeats=heartbeats,
-            adopt=adopt,
-            presign=presigner.urls if presigner is not None else None,
-            breaker=CircuitBreaker(
-                config.circuit_breaker, lambda entry: describe_log(config, entry, runtime.log_location)
-            ),
-        )
-
     async def _end_steps(self) -> None:
         for step in self._collecting:
             step.cancel()
         await asyncio.gather(*self._collecting, return_exceptions=True)
 
-    async def _end_watching(self) -> None:
-        for task in self._watching:
-            task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+    @property
+    def _started(self) -> RunServices:
+        assert self._run is not None, "enter the manager first: async with RolloutManager(config) as manager"
+        return self._run
 
     # --- the work -----------------------------------------------------------------------------------------
 
@@ -296,25 +152,23 @@ class RolloutManager:
             CloudLost: the local cloud has ended.
             LedgerError: the books do not balance.
         """
-        assert self._services is not None, "enter the manager first: async with RolloutManager(config) as manager"
-        assert self._lease is not None
-        wanted = check_unique(tasks)
-        log.info("%s", check_ramp(self.config, self._limits, planned_rollouts(wanted, self.config.group)))
+        run, wanted = self._started, check_unique(tasks)
+        log.info("%s", check_ramp(self.config, run.limits, planned_rollouts(wanted, self.config.group)))
         number = next(self._numbers) if step is None else step
         served = f"{self.config.model.path}@{weights}"
-        current = Step(number, wanted, self._services, sampling, on_group, weights=served, same_weights=same_weights)
+        current = Step(number, wanted, run.for_steps, sampling, on_group, weights=served, same_weights=same_weights)
         self._steps[number] = current
         running = asyncio.create_task(current.run())
         self._collecting.add(running)
         running.add_done_callback(self._collecting.discard)
         try:
-            await asyncio.wait([running, *self._watching], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([running, *run.background], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
-                current.abort(_why_it_ended(self._watching))
+                current.abort(run.failure())
             result = await running
-            await self._lease.try_to_confirm()
+            await run.lease.try_to_confirm()
         except RunHeld as error:
-            self._lease.mark_lost(error)
+            run.lease.mark_lost(error)
             raise
         except CircuitOpen as error:
             for other in self._steps.values():
@@ -331,8 +185,7 @@ class RolloutManager:
 
     async def follow_engines(self, urls: Sequence[str]) -> None:
         """Serve with these engines from now on; for `serving.kind=external`."""
-        assert self._fleet is not None, "enter the manager first"
-        await self._fleet.follow(urls)
+        await self._started.serving.follow_engines(urls)
 
     async def pause_engines(self) -> None:
         """Hold all model calls, for a trainer that takes the engines' memory: for `serving.kind=external`.
@@ -343,12 +196,7 @@ class RolloutManager:
         Raises:
             ServingError: a gateway does not answer. The engines are paused all the same.
         """
-        assert self._fleet is not None, "enter the manager first"
-        assert self._gateway is not None
-        try:
-            await self._gateway.pause()
-        finally:
-            await self._fleet.sleep()
+        await self._started.serving.pause()
 
     async def resume_engines(self) -> None:
         """Let model calls reach the engines again after `pause_engines`.
@@ -356,14 +204,11 @@ class RolloutManager:
         Raises:
             ServingError: a gateway does not answer.
         """
-        assert self._fleet is not None, "enter the manager first"
-        assert self._gateway is not None
-        await self._fleet.wake()
-        await self._gateway.resume()
+        await self._started.serving.resume()
 
     def servers(self) -> tuple[ServerState, ...]:
         """Return the state of the router and of each engine."""
-        return self._fleet.snapshot() if self._fleet is not None else ()
+        return self._run.serving.snapshot() if self._run is not None else ()
 
     async def progress(self) -> Progress:
         """Return counts of the rollouts of all current steps."""
@@ -378,7 +223,7 @@ class RolloutManager:
             open_sessions += len(current.ledger.open_sessions)
             rewards += current.rewards()
         try:
-            gateway = await self._gateway.stats() if self._gateway is not None else None
+            gateway = await self._run.serving.gateways.stats() if self._run is not None else None
         except ServingError:  # it is being started again, or the run ends
             gateway = None
         return Progress(phases, outcomes, open_sessions, tuple(rewards), gateway)
@@ -454,21 +299,3 @@ class BlockingRolloutManager:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-async def _forever(wait_lost: Callable[[], Awaitable[None]]) -> NoReturn:
-    await wait_lost()
-    raise AssertionError("unreachable: it raises")
-
-
-async def _close_queue(queue: AnnouncementQueue, lease: RunLease) -> None:
-    await queue.aclose(delete=await lease.may_delete_queue())
-
-
-def _why_it_ended(watching: Iterable[asyncio.Task[None]]) -> BaseException:
-    for task in watching:
-        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            while isinstance(error, BaseExceptionGroup):  # the first of them has ended the others
-                error = error.exceptions[0]
-            return error
-    return ServingError("a part of the run ended without a word: see the logs")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,11 +221,10 @@ def collect(monkeypatch, tmp_path) -> Callable[[RunLease], Awaitable[StepResult]
     monkeypatch.setattr(manager_module, "Step", EndedStep)
     settings = {"run_id": "r", "output_dir": tmp_path, "model": {"path": tmp_path}, "storage": {"bucket": "bucket"}}
     made = RolloutManager(RolloutConfig.parse({**settings, "runtime": {"kind": "http", "url": "http://agents"}}))
-    made._services = object()  # type: ignore[assignment]
     monkeypatch.setattr(made.archive, "write_report", lambda report: None)
 
     async def run(lease: RunLease) -> StepResult:
-        made._lease = lease
+        made._run = SimpleNamespace(for_steps=None, lease=lease, limits=made.config.runtime, background=[])
         return await made.collect([Task("a", {})])
 
     return run

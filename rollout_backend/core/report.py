@@ -207,10 +207,7 @@ def make_report(
 ) -> StepReport:
     """`took`: seconds of each rollout that began in this execution, by its id."""
     entries = list(ledger.entries.values())
-    by_task: dict[str, Counter[Outcome]] = {}
-    for entry in entries:
-        if entry.outcome is not None:
-            by_task.setdefault(entry.planned.task_id, Counter())[entry.outcome] += 1
+    outcomes = _outcomes_by_task(entries)
     # The sampler of a rollout that has only messages is unknown.
     segments = [segment for rollout in rollouts for segment in rollout.segments if not segment.retokenized]
     sampled = sum(segment.sampled_tokens for segment in segments)
@@ -221,29 +218,10 @@ def make_report(
         planned=len(entries),
         replacements=sum(entry.planned.replaces for entry in entries),
         outcomes=ledger.counts(),
-        reasons=dict(
-            Counter(
-                f"{entry.outcome}: {entry.reason}"
-                for entry in entries
-                if entry.outcome is not None and (entry.outcome is not Outcome.COMPLETED or entry.reason)
-            )
-        ),
+        reasons=_reasons(entries),
         trainable=sum(entry.trainable for entry in entries),
         retokenized=sum(rollout.retokenized and rollout.trainable for rollout in rollouts),
-        groups=tuple(
-            GroupReport(
-                task_id=group.task.task_id,
-                planned=sum(by_task.get(group.task.task_id, Counter()).values()),
-                outcomes=dict(by_task.get(group.task.task_id, Counter())),
-                rewards=tuple(
-                    rollout.reward
-                    for rollout in (*group.rollouts, *group.messages_only)
-                    if rollout.reward is not None
-                ),
-                usable=group.usable,
-            )
-            for group in groups
-        ),
+        groups=tuple(_group_report(group, outcomes.get(group.task.task_id, Counter())) for group in groups),
         duplicates=ledger.duplicates,
         late=ledger.late,
         unknown=ledger.unknown,
@@ -269,6 +247,31 @@ def make_report(
         stop_rate=CallRate.of(ledger.stops),
         seconds=seconds,
         deadline_reached=deadline_reached,
+    )
+
+
+def _outcomes_by_task(entries: Iterable[LedgerEntry]) -> dict[str, Counter[Outcome]]:
+    counts: dict[str, Counter[Outcome]] = {}
+    for entry in entries:
+        if entry.outcome is not None:
+            counts.setdefault(entry.planned.task_id, Counter())[entry.outcome] += 1
+    return counts
+
+
+def _reasons(entries: Iterable[LedgerEntry]) -> dict[str, int]:
+    ended = [entry for entry in entries if entry.outcome is not None]
+    unusual = [entry for entry in ended if entry.outcome is not Outcome.COMPLETED or entry.reason]
+    return dict(Counter(f"{entry.outcome}: {entry.reason}" for entry in unusual))
+
+
+def _group_report(group: GroupResult, outcomes: Counter[Outcome]) -> GroupReport:
+    results = (*group.rollouts, *group.messages_only)
+    return GroupReport(
+        task_id=group.task.task_id,
+        planned=outcomes.total(),
+        outcomes=dict(outcomes),
+        rewards=tuple(rollout.reward for rollout in results if rollout.reward is not None),
+        usable=group.usable,
     )
 
 

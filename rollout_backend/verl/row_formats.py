@@ -147,14 +147,7 @@ def legacy_batch(
         ValueError: logprobs are wanted of a re-tokenized row, or an image's size does not match its tokens.
         ConfigError: a row has images and `vision` is None.
     """
-    shape = len(slots), prompt_length
-    prompts = np.full(shape, pad_token_id, dtype=np.int64)
-    prompt_attention = np.zeros(shape, dtype=np.int64)
-    prompt_attention[:, -1] = 1
-    shape = len(slots), response_length
-    responses = np.full(shape, pad_token_id, dtype=np.int64)
-    response_attention, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    scores, rollout_log_probs = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
+    columns = _empty_columns(len(slots), prompt_length, response_length, pad_token_id)
     retokenized = np.zeros(len(slots), dtype=bool)
     turns = np.zeros(len(slots), dtype=np.int32)
     missing = np.ones(len(slots), dtype=bool)
@@ -170,33 +163,22 @@ def legacy_batch(
         _check_logprobs(row, logprobs)
         left_out += sum(other.trained_tokens for other in rows) - row.trained_tokens
         start, end = prompt_length - len(row.prompt), len(row.response)
-        prompts[i, start:] = row.prompt
-        prompt_attention[i, start:] = 1
-        responses[i, :end] = row.response
-        response_attention[i, :end] = 1
-        mask[i, :end] = row.response_mask
-        scores[i, :end] = _scores(row)
-        rollout_log_probs[i, :end] = row.logprobs
+        columns["prompts"][i, start:] = row.prompt
+        columns["prompt_attention"][i, start:] = 1
+        columns["responses"][i, :end] = row.response
+        columns["response_attention"][i, :end] = 1
+        columns["response_mask"][i, :end] = row.response_mask
+        columns["rm_scores"][i, :end] = _scores(row)
+        columns["rollout_log_probs"][i, :end] = row.logprobs
         retokenized[i] = row.retokenized
         turns[i] = row.turns
         missing[i] = False
         images[i], of_row = _multi_modal(row, torch.from_numpy(np.concatenate([row.prompt, row.response])), vision)
         if vision is not None:
             positions[i, :, start : prompt_length + end] = of_row
-    attention = np.concatenate([prompt_attention, response_attention], axis=1)
-    arrays = {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": np.concatenate([prompts, responses], axis=1),
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(axis=1) - 1).clip(min=0),
-        "response_mask": mask,
-        "rm_scores": scores,
-        "rollout_log_probs": rollout_log_probs,
-    }
     if not logprobs:
-        del arrays["rollout_log_probs"]
-    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        del columns["rollout_log_probs"]
+    tensors = _joined(columns)
     if vision is not None:
         tensors["position_ids"] = positions
     return LegacyBatch(
@@ -207,3 +189,33 @@ def legacy_batch(
         truncated_tokens=sum(rows.truncated_tokens for rows in slots if rows is not None),
         unknown_logprobs=sum(rows.unknown_logprobs for rows in slots if rows is not None),
     )
+
+
+def _empty_columns(
+    count: int, prompt_length: int, response_length: int, pad_token_id: int
+) -> dict[str, NDArray[Any]]:
+    """Return the columns of rollouts without a row."""
+    prompt, response = (count, prompt_length), (count, response_length)
+    prompt_attention = np.zeros(prompt, dtype=np.int64)
+    prompt_attention[:, -1] = 1
+    return {
+        "prompts": np.full(prompt, pad_token_id, dtype=np.int64),
+        "prompt_attention": prompt_attention,
+        "responses": np.full(response, pad_token_id, dtype=np.int64),
+        "response_attention": np.zeros(response, dtype=np.int64),
+        "response_mask": np.zeros(response, dtype=np.int64),
+        "rm_scores": np.zeros(response, dtype=np.float32),
+        "rollout_log_probs": np.zeros(response, dtype=np.float32),
+    }
+
+
+def _joined(columns: dict[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
+    """Return the columns as verl names them, with those of prompt and response together."""
+    attention = np.concatenate([columns.pop("prompt_attention"), columns.pop("response_attention")], axis=1)
+    arrays = {
+        **columns,
+        "input_ids": np.concatenate([columns["prompts"], columns["responses"]], axis=1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(axis=1) - 1).clip(min=0),
+    }
+    return {name: torch.from_numpy(values) for name, values in arrays.items()}

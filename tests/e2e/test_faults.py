@@ -419,8 +419,8 @@ async def test_a_run_restarts_after_its_queue_was_deleted(
     world: World, calm: Rows, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with world.run("queueless") as manager:
-        assert manager._services is not None
-        url = manager._services.queue_url
+        assert manager._run is not None
+        url = manager._run.for_steps.queue_url
         world.hold(after=4)
         collecting = asyncio.create_task(manager.collect(TASKS))
 
@@ -485,11 +485,11 @@ async def test_without_heartbeats_killed_agents_time_out(world: World, calm: Row
 
 
 async def test_the_router_is_killed(world: World, run: RolloutManager, calm: Rows) -> None:
-    assert run._fleet is not None
+    assert run._run is not None
     world.hold()
     collecting = asyncio.create_task(run.collect(TASKS, step=6))
     await world.until(lambda: world.asked() == PLANNED)
-    pid = run._fleet._router.pid
+    pid = run._run.serving.engines._router.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     await world.until(lambda: run.servers()[0].restarts == 1)

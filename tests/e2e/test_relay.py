@@ -110,7 +110,7 @@ async def test_a_run_through_a_relay(open_run, relay, script, held_back, monkeyp
 
     # Without the dialer no model call can reach the gateway: the run ends with the reason and leaves no session.
     collecting = asyncio.create_task(run.manager.collect([Task("b", {})]))
-    run.manager._dialer._process._process.kill()
+    run.manager._run.serving.dialer._process._process.kill()
     with pytest.raises(ServingError, match="the relay's dialer ended with code"):
         await collecting
     assert (await run.cloud.sessions())["sessions"] == []

@@ -78,7 +78,7 @@ async def test_a_killed_gateway_loses_nothing(
     tasks = [Task(f"t{i}", {"folder": str(tmp_path), "i": i}) for i in range(2)]
     collecting = asyncio.create_task(bench.manager.collect(tasks))
     await until(lambda: len(begun(tmp_path)) == ROLLOUTS or collecting.done())
-    [shard] = bench.manager._gateway._shards
+    [shard] = bench.manager._run.serving.gateways._shards
     url, first = shard.url, shard._process.pid
     os.kill(first, signal.SIGKILL)
     (tmp_path / "go").touch()

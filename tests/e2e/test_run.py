@@ -156,7 +156,7 @@ async def test_a_step_over_two_gateways(open_run):
     run = await open_run("group.size=8", "gateway.processes=2")
     result = await run.manager.collect([Task("a", {})])
     assert result.report.outcomes[Outcome.COMPLETED] == 8
-    stats = await run.manager._gateway.stats()
+    stats = await run.manager._run.serving.gateways.stats()
     assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (8, 0, 8)  # each revoked at its own gateway
 
 
@@ -167,7 +167,7 @@ async def test_a_gateway_that_cannot_restart_ends_the_run_and_leaves_no_session(
     async with asyncio.timeout(20):
         while not run.engine.requests:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    gateway = run.manager._gateway
+    gateway = run.manager._run.serving.gateways
     assert gateway is not None
     (shard,) = gateway._shards
     shard._process._process.kill()

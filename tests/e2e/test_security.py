@@ -130,7 +130,7 @@ async def test_a_container_without_credentials_and_no_secret_in_any_log(open_run
     completed = [rollout for rollout in result.rollouts if rollout.outcome is Outcome.COMPLETED]
     if presigned:
         assert [rollout.extras["aws"] for rollout in completed] == [[], []]
-    gateway = run.manager._gateway
+    gateway = run.manager._run.serving.gateways
     secrets = {
         "the run's secret": (run.config.run_dir / SECRET_FILE).read_text(),
         "the secret of keys": gateway._secret,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from types import SimpleNamespace
 from unittest.mock import create_autospec
 
 import pytest
@@ -93,7 +94,12 @@ async def test_every_step_of_the_run_is_stopped(open_bench, tmp_path):
 
     bench.agents.before, bench.agents.behave = refuse_a, hang
     manager = RolloutManager(bench.config)
-    manager._services, manager._lease = bench.services, create_autospec(RunLease, instance=True)
+    manager._run = SimpleNamespace(
+        for_steps=bench.services,
+        lease=create_autospec(RunLease, instance=True),
+        limits=bench.config.runtime,
+        background=[],
+    )
     steps = [manager.collect([Task("task-a", {})]), manager.collect([Task("task-b", {})])]
     ended = await asyncio.gather(*steps, return_exceptions=True)
     assert [type(each) for each in ended] == [CircuitOpen, CircuitOpen]

@@ -1,0 +1,250 @@
+"""Start the services of a run, in order, and connect them for its steps.
+
+Invariants:
+
+- External services are checked before anything is started.
+- The run is claimed once everything else has started: see `run_lease`.
+- The caller's stack stops whatever was started, even if the start fails or is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, NoReturn, TypeVar
+
+from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.presign import Presigner
+from rollout_backend.collect.queue import AnnouncementQueue, queue_name
+from rollout_backend.collect.retokenize import Retokenizer
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.config import RolloutConfig, RuntimeConfig
+from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
+from rollout_backend.core.heartbeats import Heartbeats
+from rollout_backend.core.seal import Sealer
+from rollout_backend.dispatch.ramp import check_ramp
+from rollout_backend.errors import ServingError
+from rollout_backend.janitor.janitor_process import Janitor
+from rollout_backend.observe.archive import RunArchive
+from rollout_backend.preflight import check_storage
+from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
+from rollout_backend.runtimes.base import AgentRuntime
+from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.serving.model_serving import ModelServing
+from rollout_backend.serving.run_secret import run_secret
+from rollout_backend.serving.supervisor import OnEvent
+from rollout_backend.step.in_flight import InFlightLog, StepFiles
+from rollout_backend.step.services import StepServices
+
+_T = TypeVar("_T")
+
+
+class RunServices:
+    """The services of one run. `start` sets the fields."""
+
+    lease: RunLease
+    limits: RuntimeConfig
+    """The runtime's rates and quotas."""
+    serving: ModelServing
+    for_steps: StepServices
+    background: Collection[asyncio.Task[None]]
+    """Tasks that run as long as the run, and fail when one of its services does."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        archive: RunArchive,
+        *,
+        on_status: Callable[[str], object],
+        on_serving: OnEvent,
+        wait_lost: Callable[[], Awaitable[None]] | None,
+    ) -> None:
+        """The arguments are those of `RolloutManager`."""
+        self._config = config
+        self._archive = archive
+        self._on_status = on_status
+        self._on_serving = on_serving
+        self._wait_lost = wait_lost
+
+    async def start(self, stack: AsyncExitStack, rollouts: int | None = None) -> None:
+        """Start everything; `stack` stops it. `rollouts`: refuse a run whose steps of this size cannot end in time.
+
+        Raises:
+            ConfigError, PreflightError, StartupError, RunHeld, CloudLost: `stack` holds what had been started.
+        """
+        await self._unless_lost(self._start(stack, rollouts))
+
+    async def _start(self, stack: AsyncExitStack, rollouts: int | None) -> None:
+        config = self._config
+        _ = config.model.context_tokens  # a ConfigError must come before anything is started
+        self.serving = ModelServing(config, self._archive.logs, self._on_serving)
+        store = await self._open_store(stack)
+        await self._begin_lease(stack, store)
+        runtime = await self._open_runtime(stack)
+        if rollouts is not None:
+            self._on_status(check_ramp(config, self.limits, rollouts))
+        secret = run_secret(config)
+        janitor = await self._start_janitor(stack, runtime)
+        queue = await self._open_queue(stack, janitor) if config.uses_queue else None
+        retokenizer = await self._open_retokenizer(stack) if config.collect.retokenize else None
+        stack.push_async_callback(self.serving.stop)
+        await self.serving.start(secret, self._on_status)
+        await self.lease.claim()
+        sealer = Sealer(secret) if config.gateway.require_seal else None
+        buffer = RolloutBuffer(
+            config.run_id,
+            store,
+            queue,
+            config.collect.max_fetches,
+            retokenizer,
+            verify=sealer.check if sealer is not None else None,
+            text_format=config.collect.text_format,
+        )
+        heartbeats = self._start_background(stack, buffer)
+        self.for_steps = self._connect(store, runtime, janitor, queue, buffer, heartbeats, sealer)
+
+    # --- one service each ---------------------------------------------------------------------------------
+
+    async def _open_store(self, stack: AsyncExitStack) -> ResultStore:
+        config = self._config
+        self._on_status("checking bucket, runtime and queue")
+        store = await ResultStore.open(config.storage, config.aws, connections=config.collect.max_fetches + 4)
+        stack.push_async_callback(store.aclose)
+        await check_storage(config, store)
+        return store
+
+    async def _begin_lease(self, stack: AsyncExitStack, store: ResultStore) -> None:
+        me, lease_s = LeaseHolder.this_process(), self._config.janitor.lease_s
+        self.lease = RunLease(store, self._config.run_id, me, lease_s, on_status=self._on_status)
+        stack.push_async_callback(self.lease.release)
+        await self.lease.begin()
+
+    async def _open_runtime(self, stack: AsyncExitStack) -> AgentRuntime:
+        runtime = await open_runtime(self._config.runtime, self._on_status)
+        stack.push_async_callback(runtime.aclose)
+        await runtime.check(self._config.timeouts.session_s)
+        self.limits = runtime.limits()
+        return runtime
+
+    async def _start_janitor(self, stack: AsyncExitStack, runtime: AgentRuntime) -> Janitor:
+        lease = self.lease
+        janitor = await Janitor.start(self._config, lease, runtime, self._archive.logs / "janitor.log")
+
+        async def stop() -> None:  # a dead run's queue is left to the janitors, should this start fail
+            await janitor.aclose(done=lease.lost is not None or await lease.may_delete_queue())
+
+        stack.push_async_callback(stop)
+        return janitor
+
+    async def _open_queue(self, stack: AsyncExitStack, janitor: Janitor) -> AnnouncementQueue:
+        config = self._config
+        queue = await AnnouncementQueue.open(config.queue, config.aws, queue_name(config.storage, config.run_id))
+
+        async def close() -> None:
+            await queue.aclose(delete=await self.lease.may_delete_queue())
+
+        stack.push_async_callback(close)
+        janitor.queue_made(queue)
+        return queue
+
+    async def _open_retokenizer(self, stack: AsyncExitStack) -> Retokenizer:
+        retokenizer = await Retokenizer.open(self._config.model)
+        stack.callback(retokenizer.close)
+        return retokenizer
+
+    # --- the run's background -----------------------------------------------------------------------------
+
+    def _start_background(self, stack: AsyncExitStack, buffer: RolloutBuffer) -> Heartbeats:
+        """Receive announcements and heartbeats, and watch every service that can fail."""
+        config, gateways = self._config, self.serving.gateways
+        every_s = config.timeouts.heartbeat_s
+        heartbeats = Heartbeats(every_s or math.inf, config.gateway.processes, same_machine=gateways.same_machine)
+        work: list[Coroutine[Any, Any, None]] = [
+            buffer.run(config.queue.receivers),
+            *self.serving.failures(),
+            self.lease.wait_lost(),
+        ]
+        if every_s is not None:
+            work.append(heartbeats.poll(gateways.heartbeats))
+        if self._wait_lost is not None:
+            work.append(_forever(self._wait_lost))
+        self.background = [asyncio.create_task(each) for each in work]
+        stack.push_async_callback(self._stop_background)
+        return heartbeats
+
+    async def _stop_background(self) -> None:
+        for task in self.background:
+            task.cancel()
+        await asyncio.gather(*self.background, return_exceptions=True)
+
+    def failure(self) -> BaseException:
+        """Return why a background task has ended."""
+        for task in self.background:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                while isinstance(error, BaseExceptionGroup):  # the first of them has ended the others
+                    error = error.exceptions[0]
+                return error
+        return ServingError("a part of the run ended without a word: see the logs")
+
+    async def _unless_lost(self, starting: Coroutine[Any, Any, _T]) -> _T:
+        """Return what a coroutine returns, or raise CloudLost."""
+        if self._wait_lost is None:
+            return await starting
+        tasks = asyncio.create_task(starting), asyncio.create_task(_forever(self._wait_lost))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return await (tasks[0] if tasks[0] in done else tasks[1])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- what steps use -----------------------------------------------------------------------------------
+
+    def _connect(
+        self,
+        store: ResultStore,
+        runtime: AgentRuntime,
+        janitor: Janitor,
+        queue: AnnouncementQueue | None,
+        buffer: RolloutBuffer,
+        heartbeats: Heartbeats,
+        sealer: Sealer | None,
+    ) -> StepServices:
+        config, lease, gateways = self._config, self.lease, self.serving.gateways
+
+        async def adopt(session_ids: Collection[str]) -> None:
+            for session_id in session_ids:
+                janitor.session_adopted(session_id)
+            await gateways.adopt(session_ids)
+
+        presigner = Presigner(config.storage, config.aws) if config.storage.presigned else None
+        return StepServices.assemble(
+            config,
+            FencedRuntime(janitor.watch(runtime), lease),
+            store,
+            limits=self.limits,
+            fencing_token=lease.fencing_token,
+            owner=str(lease.me),
+            buffer=buffer,
+            queue_url=queue.url if queue is not None and presigner is None else None,
+            endpoint=gateways.endpoint,
+            revoke=gateways.revoke,
+            archive=self._archive.write_rollout,
+            sealed_by=sealer.fingerprint if sealer is not None else "",
+            gateway=gateways.identity,
+            in_flight=InFlightLog(StepFiles(config.run_dir / "steps")),
+            heartbeats=heartbeats,
+            adopt=adopt,
+            presign=presigner.urls if presigner is not None else None,
+            breaker=CircuitBreaker(
+                config.circuit_breaker, lambda entry: describe_log(config, entry, runtime.log_location)
+            ),
+        )
+
+
+async def _forever(wait_lost: Callable[[], Awaitable[None]]) -> NoReturn:
+    await wait_lost()
+    raise AssertionError("unreachable: it raises")
