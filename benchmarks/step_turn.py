@@ -100,7 +100,7 @@ def result_of(step: Step, rollout_id: str) -> Rollout:
         task_id=rollout_id.partition(".")[0],
         rollout_id=rollout_id,
         attempt=1,
-        session_id=step.session_id(rollout_id, 1),
+        session_id=step.results.session_id(rollout_id, 1),
         outcome=Outcome.COMPLETED,
         reward=1.0,
         conversations=[{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}],
@@ -117,7 +117,7 @@ async def measure(rollouts: int) -> float:
     for rollout_id in list(step.ledger.entries)[:EVENTS]:
         result = result_of(step, rollout_id)
         began = time.process_time()
-        step.on_result(result, None)
+        step.results.on_result(result, None)
         for _ in range(_TURNS):
             await asyncio.sleep(0)
         took.append(time.process_time() - began)

@@ -221,7 +221,7 @@ class RolloutManager:
             for outcome, count in current.ledger.counts().items():
                 outcomes[outcome] = outcomes.get(outcome, 0) + count
             open_sessions += len(current.ledger.open_sessions)
-            rewards += current.rewards()
+            rewards += current.results.rewards()
         try:
             gateway = await self._run.serving.gateways.stats() if self._run is not None else None
         except ServingError:  # it is being started again, or the run ends

@@ -84,7 +84,7 @@ class Checks:
                 continue  # an invalid failure marker changes nothing
             written_at = self._bucket.written_at.get(item.key, -1.0)
             is_new = item.bucket == BUCKET and name.step == step.step and written_at > self._planned_at
-            if is_new and step.is_wanted(name.rollout_id, name.attempt) and self._seen is None:
+            if is_new and step.results.is_wanted(name.rollout_id, name.attempt) and self._seen is None:
                 self._seen = Violation(f"the announcement of {name.rollout_id} is deleted before its result is in")
 
     def arrived(self, step: Step) -> None:
@@ -171,7 +171,9 @@ class Checks:
         limit, streaks = self._config.circuit_breaker.max_failures, Counter[str]()
         if limit is None or self._config.circuit_breaker.min_span_s:
             return
-        for entry in step.ledger.settled[step.resumed :]:  # losses of an earlier start do not open the breaker again
+        for entry in step.ledger.settled[
+            step.results.resumed :
+        ]:  # losses of an earlier start do not open the breaker again
             if entry.by_result and entry.outcome is not Outcome.INFRA_ERROR:
                 streaks.clear()
             elif entry.outcome is Outcome.INFRA_ERROR and entry.reason != "task_blocked":

@@ -10,35 +10,69 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
-from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.sink import ResultSink
 from rollout_backend.errors import StoreError
-from rollout_backend.step.rollout_task import RolloutTask
+from rollout_backend.step.rollout_task import RolloutTask, StepContext
 
 log = logging.getLogger(__name__)
 
 _LISTED = 50  # from this many rollouts on, S3 is listed first: a call returns 1,000 keys
+_DEADLINE_S = 15.0  # for the last check, once the step's deadline has passed
 
 
 class AbsenceCheck:
     """The rollouts of one step that are out of time and whose results S3 is asked for."""
 
-    def __init__(self, buffer: RolloutBuffer, sink: ResultSink) -> None:
-        self._buffer = buffer
+    def __init__(self, context: StepContext, sink: ResultSink) -> None:
+        self._context = context
+        self._buffer = context.services.buffer
         self._sink = sink
         self._pending: set[RolloutTask] = set()
+        self._checks: set[asyncio.Task[None]] = set()
         # A rollout's result and marker are fetched in succession: if the requests of a large batch queued first, a
         # result could be written seconds after S3 had said that it is absent.
-        self._asking = asyncio.Semaphore(buffer.max_fetches)
+        self._asking = asyncio.Semaphore(self._buffer.max_fetches)
 
-    def begin(self, rollouts: Iterable[RolloutTask]) -> set[RolloutTask]:
-        """Mark rollouts as pending, until `ask` has an answer for them, and return those that were not."""
+    def start(self, rollouts: Iterable[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
+        """Check rollouts in the background, until S3 answers or the step's deadline passes; see `ask`."""
         fresh = set(rollouts) - self._pending
         self._pending |= fresh
-        return fresh
+        if fresh:
+            check = asyncio.create_task(self._retry(fresh, absent))
+            self._checks.add(check)
+            check.add_done_callback(self._checks.discard)
+            check.add_done_callback(self._context.abort_on_failure)
+
+    async def _retry(self, rollouts: set[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
+        with contextlib.suppress(StoreError):  # at the step's deadline, which settles them
+            await self._context.plan.retry(lambda: self.ask(rollouts, absent))
+        self._context.changed.set()
+
+    def cancel(self) -> None:
+        """Cancel the checks in the background."""
+        for check in self._checks:
+            check.cancel()
+
+    async def wait(self) -> None:
+        """Wait until every check in the background has ended."""
+        await asyncio.gather(*self._checks, return_exceptions=True)
+
+    async def finish(
+        self, rollouts: Iterable[RolloutTask], absent: Callable[[RolloutTask], None]
+    ) -> set[RolloutTask]:
+        """Check rollouts once, at the step's deadline. Return those for which S3 did not answer in time."""
+        self.cancel()
+        unanswered = set(rollouts)
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
+                await self.ask(unanswered, absent)
+        except (StoreError, TimeoutError) as error:
+            log.warning("step %d is out of time, and S3 fails: %s", self._sink.step, error or "no answer in time")
+        return unanswered
 
     async def ask(self, rollouts: set[RolloutTask], absent: Callable[[RolloutTask], None]) -> None:
         """Ask S3 once for each of these, and take the results that it has. A rollout for which S3 has answered leaves

@@ -53,6 +53,13 @@ class StepContext:
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the step
     overdue: list[RolloutTask] = field(default_factory=list)  # rollouts whose deadline has passed
 
+    def abort_on_failure(self, task: asyncio.Task[None]) -> None:
+        """End the step with the error of a background task, which is not awaited. Otherwise a step without a queue
+        would notice expired credentials, for example, only at its deadline."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.abort(error)
+
 
 class RolloutTask:
     """One rollout: its entry in the ledger, its current attempt, its timing and its result."""

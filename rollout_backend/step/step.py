@@ -20,28 +20,27 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
-from agent_wrapper.contract import ContractError, Outcome, Rollout, Sampling
+from agent_wrapper.contract import Outcome, Sampling
 from rollout_backend.core.ledger import TASK_BLOCKED, Ledger, Phase, PlannedRollout
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.policy import GroupPolicy, StragglerRule, Stragglers
-from rollout_backend.core.report import GroupResult, StepResult, failures_of, make_report
+from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld, StoreError
+from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
 from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.group import Group
 from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.restart import can_check, resume
+from rollout_backend.step.results import StepResults
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.sessions import StepSessions
 
 log = logging.getLogger(__name__)
 
-_ABSENCE_CHECK_S = 15.0  # for the listing before a deadline is carried out
-
 
 class Step:
-    """One step of a run. `run` it once. It is the buffer's `ResultSink`."""
+    """One step of a run. `run` it once."""
 
     def __init__(
         self,
@@ -63,7 +62,6 @@ class Step:
         self.ledger = Ledger(number)
         self.rollouts: dict[str, RolloutTask] = {}
         self.groups = {task.task_id: Group(task, services.config.group) for task in tasks}
-        self.resumed = 0  # rollouts that an earlier trainer had finished
         self.deadline_reached = False
         self._services = services
         self._weights = weights
@@ -84,16 +82,11 @@ class Step:
             abort=self.abort,
         )
         self._changed = self._context.changed
-        self._absence_check = AbsenceCheck(services.buffer, self)
-        self._asking: set[asyncio.Task[None]] = set()
+        self.results = StepResults(self._context, self.rollouts, self.groups)
+        self._absence_check = AbsenceCheck(self._context, self.results)
         self._complete: set[str] = set()  # groups
-        self._results: list[Rollout] = []  # in the order of their arrival
-        self._unarchived = 0
-        self._latencies: list[float] = []
-        self._lags: list[float] = []
         self._reported_to_breaker = 0  # of the ledger's settled rollouts
         self._silence_checked_at = 0.0
-        self._adopted = 0
         self._aborted: BaseException | None = None
         self._stopped = asyncio.Event()  # set with `_aborted`
 
@@ -118,9 +111,9 @@ class Step:
         config, buffer = self._services.config, self._services.buffer
         refused_before = buffer.refused
         self._plan.deadline = began + config.timeouts.collection_s
-        buffer.attach(self)
-        listing = asyncio.create_task(buffer.list_when_idle(self, config.collect))
-        listing.add_done_callback(self._abort_on_failure)
+        buffer.attach(self.results)
+        listing = asyncio.create_task(buffer.list_when_idle(self.results, config.collect))
+        listing.add_done_callback(self._context.abort_on_failure)
         try:
             await self._unless_stopped(self._begin())
             await self._collect()
@@ -131,19 +124,23 @@ class Step:
             self._settle_open("aborted", "the step was cancelled from outside")
             raise
         finally:
-            for helper in (listing, *self._asking):
-                helper.cancel()
+            listing.cancel()
+            self._absence_check.cancel()
             try:
                 await self._wind_up()
             finally:
-                buffer.detach(self)
+                buffer.detach(self.results)
         self._report_to_breaker()
         self._report_groups(self.groups.values())
         if self._aborted is not None:
             raise self._aborted
         self.ledger.reconcile()
         await self._record_lost_tasks()
-        return self._result(asyncio.get_running_loop().time() - began, buffer.refused - refused_before)
+        return self.results.summarize(
+            seconds=asyncio.get_running_loop().time() - began,
+            refused=buffer.refused - refused_before,
+            deadline_reached=self.deadline_reached,
+        )
 
     async def _begin(self) -> None:
         """Plan the rollouts, write the manifest, reuse what an earlier trainer left, and start the rest."""
@@ -161,8 +158,8 @@ class Step:
             group = self.groups[planned.task_id]
             for i, rollout_id in enumerate(planned.rollouts):
                 self._add_rollout(group, rollout_id, replaces=i >= group.planned)
-        resumed = await resume(before, self.rollouts, self, self._context)
-        self.resumed, self._adopted = resumed.finished, len(resumed.adopted)
+        resumed = await resume(before, self.rollouts, self.results, self._context)
+        self.results.resumed, self.results.adopted = resumed.finished, len(resumed.adopted)
         if self._plan.manifest.resumed:
             self._apply_policy(groups)  # the results of the earlier trainer may be enough
         for group in groups:
@@ -211,22 +208,18 @@ class Step:
         group.rollouts.append(rollout)
         return rollout
 
-    def rewards(self) -> list[float]:
-        """Return the rewards that have arrived."""
-        return [rollout.reward for rollout in self._results if rollout.reward is not None]
-
     # --- rollouts that are late ---------------------------------------------------------------------------
 
     def _end_late(self, now: float) -> float:
         """End the rollouts that are overdue, stragglers or silent. Return when the next one may be."""
         overdue, self._context.overdue = self._context.overdue, []
-        self._confirm_absent(RolloutTask.time_out, overdue)
+        self._absence_check.start(overdue, RolloutTask.time_out)
         stragglers, next_at = self._context.stragglers.due(now, self.ledger.open)
-        self._confirm_absent(RolloutTask.cut_off, [self.rollouts[each] for each in stragglers])
+        self._absence_check.start([self.rollouts[each] for each in stragglers], RolloutTask.cut_off)
         heartbeats = self._services.heartbeats
         if now >= self._silence_checked_at + heartbeats.poll_s:
             self._silence_checked_at = now
-            self._confirm_absent(RolloutTask.lose_container, self._silent(heartbeats.lost_sessions))
+            self._absence_check.start(self._silent(heartbeats.lost_sessions), RolloutTask.lose_container)
         return min(next_at, self._silence_checked_at + heartbeats.poll_s)
 
     def _silent(self, session_ids: Collection[str]) -> list[RolloutTask]:
@@ -241,30 +234,9 @@ class Step:
         rollout = self.rollouts[rollout_id]
         return rollout.entry.phase is Phase.RUNNING and rollout.began == began
 
-    def _confirm_absent(self, settle: Callable[[RolloutTask], None], rollouts: Iterable[RolloutTask]) -> None:
-        """Call `settle` with each rollout once S3 has confirmed that it has no result of it."""
-        fresh = self._absence_check.begin(rollouts)
-        if fresh:
-            asking = asyncio.create_task(self._until_answered(fresh, settle))
-            self._asking.add(asking)
-            asking.add_done_callback(self._asking.discard)
-            asking.add_done_callback(self._abort_on_failure)
-
-    async def _until_answered(self, rollouts: set[RolloutTask], settle: Callable[[RolloutTask], None]) -> None:
-        with contextlib.suppress(StoreError):  # at the step's deadline, which settles them
-            await self._plan.retry(lambda: self._absence_check.ask(rollouts, settle))
-        self._changed.set()
-
     async def _reach_deadline(self) -> None:
         self.deadline_reached = True
-        for asking in self._asking:
-            asking.cancel()
-        unanswered = {self.rollouts[entry.planned.rollout_id] for entry in self.ledger.open_entries()}
-        try:
-            async with asyncio.timeout(_ABSENCE_CHECK_S):
-                await self._absence_check.ask(unanswered, RolloutTask.reach_step_deadline)
-        except (StoreError, TimeoutError) as error:
-            log.warning("step %d is out of time, and S3 fails: %s", self.step, error or "no answer in time")
+        unanswered = await self._absence_check.finish(self._open_rollouts(), RolloutTask.reach_step_deadline)
         for rollout in self._open_rollouts():
             rollout.reach_step_deadline(answered=rollout not in unanswered)
 
@@ -278,13 +250,6 @@ class Step:
         for rollout in self._open_rollouts():
             rollout.settle(Outcome.INFRA_ERROR, "run_failed", str(error))
         self._changed.set()
-
-    def _abort_on_failure(self, helper: asyncio.Task[None]) -> None:
-        """End the step with the error of a background task, which is not awaited. Otherwise a step without a queue
-        would notice expired credentials, for example, only at its deadline."""
-        error = None if helper.cancelled() else helper.exception()
-        if error is not None:
-            self.abort(error)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` to its end; cancel it if the step is aborted."""
@@ -305,7 +270,7 @@ class Step:
             return
         self._settle_open("step_over", "the step was over before this rollout was")
         running = self._running()
-        await asyncio.gather(*self._asking, return_exceptions=True)
+        await self._absence_check.wait()
         await self._sessions.revoke_all()
         faults = await asyncio.gather(*running, return_exceptions=True)
         await self._sessions.wait_closed()
@@ -335,49 +300,13 @@ class Step:
         for rollout in self._open_rollouts():
             rollout.settle(Outcome.CANCELLED, reason, message)
 
-    # --- the buffer's sink --------------------------------------------------------------------------------
-
-    def is_wanted(self, rollout_id: str, attempt: int | None = None) -> bool:
-        return self.ledger.is_open(rollout_id) and attempt in (None, self.rollouts[rollout_id].attempt)
-
-    def session_id(self, rollout_id: str, attempt: int) -> str:
-        return self._plan.manifest.session_id(rollout_id, attempt)
-
-    def pending(self) -> list[tuple[str, int]]:
-        return [(rollout.rollout_id, rollout.attempt) for rollout in self._open_rollouts()]
-
-    def record_duplicate(self, rollout_id: str) -> None:
-        self.ledger.record_duplicate(rollout_id)
-
-    def on_result(self, rollout: Rollout, announced_at: float | None, failure_marker: bool = False) -> None:
-        if not self.is_wanted(rollout.rollout_id):
-            self.record_duplicate(rollout.rollout_id)
-            return
-        task = self.rollouts[rollout.rollout_id]
-        if failure_marker and task.adopted is not None:  # its gateway may have been unreachable: retry
-            task.abandon_adopted()
-            self.record_duplicate(rollout.rollout_id)
-            return
-        self._unarchived += not self._services.archive(rollout)
-        self._results.append(rollout)
-        self.groups[task.entry.planned.task_id].arrived.append(rollout)
-        now = self._services.wall()
-        if announced_at is not None:
-            self._latencies.append(max(0.0, now - announced_at))
-        if rollout.finished_at:
-            self._lags.append(max(0.0, now - rollout.finished_at))
-        task.settle_with(rollout)
-
-    def on_invalid_result(self, rollout_id: str, error: ContractError) -> None:
-        self.rollouts[rollout_id].settle_as_invalid(str(error))
-
     # --- what it reports ----------------------------------------------------------------------------------
 
     def _report_to_breaker(self) -> None:
         """Report what has ended to the circuit breaker, and abort the step if the breaker is open."""
         breaker, now = self._services.breaker, asyncio.get_running_loop().time()
         settled = self.ledger.settled
-        for i in range(max(self._reported_to_breaker, self.resumed), len(settled)):
+        for i in range(max(self._reported_to_breaker, self.results.resumed), len(settled)):
             breaker.record_settled(settled[i], now)
         self._reported_to_breaker = len(settled)
         breaker.evaluate(self.step, self.ledger.phases()[Phase.RUNNING])
@@ -395,23 +324,3 @@ class Step:
         for group in self.groups.values():
             by_digest.setdefault(payload_digest(group.task), []).extend(each.rollout_id for each in group.rollouts)
         await self._services.blocklist.record_step(self.ledger, self._plan.manifest.resume_count, by_digest)
-
-    def _result(self, seconds: float, refused: int) -> StepResult:
-        groups = [group.result(self.ledger) for group in self.groups.values()]
-        results = tuple(self._results)
-        report = make_report(
-            self._services.config.run_id,
-            self.ledger,
-            groups,
-            results,
-            self._latencies,
-            self._lags,
-            refused=refused,
-            unarchived=self._unarchived,
-            resumed=self.resumed,
-            reattached=self._adopted,
-            seconds=seconds,
-            deadline_reached=self.deadline_reached,
-            took={each.rollout_id: each.took for each in self.rollouts.values() if each.took is not None},
-        )
-        return StepResult(self.step, results, tuple(groups), failures_of(self.ledger), report)

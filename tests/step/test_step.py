@@ -638,7 +638,7 @@ async def test_messages_alone_count_in_evaluation_and_are_not_trained(open_bench
     assert (len(sampled.rollouts), sampled.messages_only, sampled.usable) == (4, (), True)
     reward = 0.5 if behave is in_text else 1.0
     assert result.report.groups[0].mean_reward == reward
-    assert sorted(step.rewards()) == [reward] * 4 + [1.0] * 4
+    assert sorted(step.results.rewards()) == [reward] * 4 + [1.0] * 4
     assert all(rollout.messages_only for rollout in bench.kept if rollout.task_id == "task-a")
 
 

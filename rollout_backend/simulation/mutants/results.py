@@ -22,6 +22,7 @@ from rollout_backend.core.report import GroupResult
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.simulation.mutants.registry import Patch, all_of, mutant
 from rollout_backend.step.group import Group
+from rollout_backend.step.results import StepResults
 from rollout_backend.step.rollout_task import RolloutTask
 from rollout_backend.step.step import Step
 
@@ -57,7 +58,7 @@ def dedupe_by_message_id() -> Patch:
         twice = [rollout for rollout in made.rollouts for _ in range(times[rollout.rollout_id])]
         return replace(made, rollouts=tuple(twice))
 
-    def record_duplicate(self: Step, rollout_id: str) -> None:
+    def record_duplicate(self: StepResults, rollout_id: str) -> None:
         task = self.rollouts.get(rollout_id)
         if task is not None and task.result is not None:
             seen[task] = seen.get(task, 0) + 1
@@ -65,7 +66,7 @@ def dedupe_by_message_id() -> Patch:
     return all_of(
         patch.object(Ledger, "record_result", broken),
         patch.object(Group, "result", result),
-        patch.object(Step, "record_duplicate", record_duplicate),
+        patch.object(StepResults, "record_duplicate", record_duplicate),
     )
 
 

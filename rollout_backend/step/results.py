@@ -1,0 +1,101 @@
+"""Receive the results of one step, and report what came of it.
+
+Invariants:
+
+- a result settles its rollout once; a later result of the same rollout is counted, and changes nothing;
+- a failure marker of an attempt that an earlier trainer started does not settle its rollout: its gateway may have
+  been unreachable during the restart, so the rollout has another attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from agent_wrapper.contract import ContractError, Rollout
+from rollout_backend.core.report import StepResult, failures_of, make_report
+from rollout_backend.step.group import Group
+from rollout_backend.step.rollout_task import RolloutTask, StepContext
+
+
+class StepResults:
+    """The results of one step, in the order of their arrival. It is the buffer's `ResultSink`."""
+
+    def __init__(
+        self, context: StepContext, rollouts: Mapping[str, RolloutTask], groups: Mapping[str, Group]
+    ) -> None:
+        self.step = context.step
+        self.rollouts = rollouts
+        self.resumed = 0  # rollouts that an earlier trainer had finished
+        self.adopted = 0  # rollouts whose agents an earlier trainer had started
+        self._context = context
+        self._groups = groups
+        self._received: list[Rollout] = []
+        self._unarchived = 0
+        self._latencies: list[float] = []
+        self._lags: list[float] = []
+
+    # --- the buffer's sink --------------------------------------------------------------------------------
+
+    def is_wanted(self, rollout_id: str, attempt: int | None = None) -> bool:
+        is_open = self._context.ledger.is_open(rollout_id)
+        return is_open and attempt in (None, self.rollouts[rollout_id].attempt)
+
+    def session_id(self, rollout_id: str, attempt: int) -> str:
+        return self._context.plan.manifest.session_id(rollout_id, attempt)
+
+    def pending(self) -> list[tuple[str, int]]:
+        open_ids = (entry.planned.rollout_id for entry in self._context.ledger.open_entries())
+        return [(rollout_id, self.rollouts[rollout_id].attempt) for rollout_id in open_ids]
+
+    def record_duplicate(self, rollout_id: str) -> None:
+        self._context.ledger.record_duplicate(rollout_id)
+
+    def on_result(self, rollout: Rollout, announced_at: float | None, failure_marker: bool = False) -> None:
+        if not self.is_wanted(rollout.rollout_id):
+            self.record_duplicate(rollout.rollout_id)
+            return
+        task = self.rollouts[rollout.rollout_id]
+        if failure_marker and task.adopted is not None:
+            task.abandon_adopted()
+            self.record_duplicate(rollout.rollout_id)
+            return
+        services = self._context.services
+        self._unarchived += not services.archive(rollout)
+        self._received.append(rollout)
+        self._groups[task.entry.planned.task_id].arrived.append(rollout)
+        now = services.wall()
+        if announced_at is not None:
+            self._latencies.append(max(0.0, now - announced_at))
+        if rollout.finished_at:
+            self._lags.append(max(0.0, now - rollout.finished_at))
+        task.settle_with(rollout)
+
+    def on_invalid_result(self, rollout_id: str, error: ContractError) -> None:
+        self.rollouts[rollout_id].settle_as_invalid(str(error))
+
+    # --- the report ---------------------------------------------------------------------------------------
+
+    def rewards(self) -> list[float]:
+        """Return the rewards that have arrived."""
+        return [rollout.reward for rollout in self._received if rollout.reward is not None]
+
+    def summarize(self, *, seconds: float, refused: int, deadline_reached: bool) -> StepResult:
+        """Return the result of a step that is over. `refused` counts the buffer's refused messages."""
+        ledger = self._context.ledger
+        groups = [group.result(ledger) for group in self._groups.values()]
+        report = make_report(
+            self._context.services.config.run_id,
+            ledger,
+            groups,
+            self._received,
+            self._latencies,
+            self._lags,
+            refused=refused,
+            unarchived=self._unarchived,
+            resumed=self.resumed,
+            reattached=self.adopted,
+            seconds=seconds,
+            deadline_reached=deadline_reached,
+            took={each.rollout_id: each.took for each in self.rollouts.values() if each.took is not None},
+        )
+        return StepResult(self.step, tuple(self._received), tuple(groups), failures_of(ledger), report)
