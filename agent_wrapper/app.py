@@ -265,16 +265,16 @@ class RolloutApp:
         job = _Job(request)
         self._forget_oldest()
         self._jobs[request.run_id, request.rollout_id, request.session_id] = job
-        task = asyncio.create_task(self._live(job, payload), name=f"rollout-{request.rollout_id}")
+        task = asyncio.create_task(self._run_job(job, payload), name=f"rollout-{request.rollout_id}")
         self._tasks.add(task)
-        self._note_busy()
-        task.add_done_callback(self._ended)
+        self._update_busy()
+        task.add_done_callback(self._on_task_done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._note_busy()
+        self._update_busy()
 
-    def _note_busy(self) -> None:
+    def _update_busy(self) -> None:
         busy = bool(self._tasks)
         if busy != self._busy_since_change[0]:
             self._busy_since_change = (busy, int(time.time()))
@@ -284,10 +284,10 @@ class RolloutApp:
         for key in [key for key, job in self._jobs.items() if not job.is_running][: max(0, over)]:
             del self._jobs[key]
 
-    async def _live(self, job: _Job, payload: dict[str, Any]) -> None:
-        beating = asyncio.create_task(self._beat(job))
+    async def _run_job(self, job: _Job, payload: dict[str, Any]) -> None:
+        heartbeats = asyncio.create_task(self._send_heartbeats(job))
         try:
-            rollout = await self._roll_out(job, payload)
+            rollout = await self._run_rollout(job, payload)
             job.outcome = rollout.outcome
             job.reason = rollout.failure.reason if rollout.failure else None
             await self._publish(job, rollout)
@@ -300,9 +300,9 @@ class RolloutApp:
         else:
             job.status = "finished"
         finally:
-            beating.cancel()
+            heartbeats.cancel()
 
-    async def _beat(self, job: _Job) -> None:
+    async def _send_heartbeats(self, job: _Job) -> None:
         """Sends heartbeats until the result is published. A session that is closed for good is stopped."""
         endpoint, every_s = job.request.endpoint, job.request.heartbeat_s
         if endpoint.heartbeat_url is None or every_s is None:
@@ -315,17 +315,17 @@ class RolloutApp:
             logger.info("rollout %s: the gateway has closed its session", job.request.rollout_id)
             job.stopping.set()
 
-    async def _roll_out(self, job: _Job, payload: dict[str, Any]) -> Rollout:
+    async def _run_rollout(self, job: _Job, payload: dict[str, Any]) -> Rollout:
         request, started_at = job.request, time.time()
         preparing = asyncio.create_task(self._prepare(request))
         context = RolloutContext.from_request(request, payload)
-        ending = await self._play(job, context)
+        result = await self._run_agent(job, context)
         preparing.cancel()
         finished_at = time.time()
-        trajectory = await self._fetch(job, _fetch_s(ending, context.remaining_s, job.fetch_s))
-        return build_rollout(request, ending, trajectory, started_at, finished_at)
+        trajectory = await self._fetch_trajectory(job, _fetch_s(result, context.remaining_s, job.fetch_s))
+        return build_rollout(request, result, trajectory, started_at, finished_at)
 
-    async def _play(self, job: _Job, context: RolloutContext) -> AgentResult:
+    async def _run_agent(self, job: _Job, context: RolloutContext) -> AgentResult:
         """Runs the agent until it ends, its deadline passes, or its session is stopped."""
         assert self._agent is not None
         if not context.remaining_s:
@@ -344,7 +344,7 @@ class RolloutApp:
         message = "the agent had not returned by its deadline"
         return failed(Outcome.TIMED_OUT, "agent_deadline", message, call.stack())
 
-    async def _fetch(self, job: _Job, budget_s: float) -> Trajectory | TrajectoryUnavailable:
+    async def _fetch_trajectory(self, job: _Job, budget_s: float) -> Trajectory | TrajectoryUnavailable:
         fetch = asyncio.create_task(fetch_trajectory(job.request.endpoint, budget_s))
         if not await job.wait(fetch, budget_s, _LAST_FETCH_S):
             fetch.cancel()
@@ -376,10 +376,10 @@ class RolloutApp:
         logger.info("rollout %s published as %s (written: %s)", rollout.rollout_id, rollout.outcome, written)
 
 
-def _fetch_s(ending: AgentResult, left_s: float, least_s: float) -> float:
+def _fetch_s(result: AgentResult, left_s: float, least_s: float) -> float:
     """Return how long to retry fetching the trajectory. A completed rollout is worth waiting for until the agent's
     deadline. A failed agent may have failed because the gateway is down, so it gets only `least_s`."""
-    return max(least_s, left_s) if ending.failure is None else least_s
+    return max(least_s, left_s) if result.failure is None else least_s
 
 
 async def _in_thread(work: Callable[[], _T], name: str) -> _T:

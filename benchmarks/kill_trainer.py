@@ -137,7 +137,7 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
                 if ended.done():
                     if trainer.returncode == 0:
                         break
-                    sys.exit(f"the trainer failed without being killed. {trainer.tail()}")
+                    sys.exit(f"the trainer failed without being killed. {trainer.log_tail()}")
                 os.kill(trainer.pid, signal.SIGKILL)
                 await ended
                 killed += 1

@@ -13,10 +13,10 @@
     │   ├── RuntimeConflict        409: the same, at the same rate
     │   ├── RuntimeUnavailable     503, or no connection: as Throttled. Another 5xx: the session may have opened; it
     │   │                          is closed, and another attempt is made
-    │   ├── Unsigned               there are no credentials, or none to be had just now: it was not sent
+    │   ├── NoCredentials          there are no credentials, or none to be had just now: it was not sent
     │   ├── OutcomeUnknown         the call was cut or timed out after it was sent: the session may be running
-    │   ├── StartTimeout           424, the container was not up in time: another attempt, in another session
-    │   └── Rejected               4xx for good: the rollout ends as infra_error at once
+    │   ├── ContainerStartTimeout  424, the container was not up in time: another attempt, in another session
+    │   └── InvokeRejected         4xx for good: the rollout ends as infra_error at once
     ├── RunHeld                another manager holds the run, or has taken it over: this one ends
     ├── CloudLost              the local cloud's S3, SQS or runtime has ended, and each session with it
     ├── WriteConflict          an object is not what it was when it was read; who wrote it decides what follows
@@ -97,7 +97,7 @@ class RuntimeUnavailable(RuntimeCallError):
         self.never_opened = never_opened
 
 
-class Unsigned(RuntimeCallError):
+class NoCredentials(RuntimeCallError):
     reason = "no_credentials"
     never_opened = True
 
@@ -106,11 +106,11 @@ class OutcomeUnknown(RuntimeCallError):
     reason = "invoke_outcome_unknown"
 
 
-class StartTimeout(RuntimeCallError):
+class ContainerStartTimeout(RuntimeCallError):
     reason = "container_start_timeout"
 
 
-class Rejected(RuntimeCallError):
+class InvokeRejected(RuntimeCallError):
     reason = "invoke_rejected"
 
     def __init__(self, message: str, reason: str = "invoke_rejected") -> None:

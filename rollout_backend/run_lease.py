@@ -30,7 +30,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent_wrapper.contract import lease_key
 from rollout_backend.collect.store import ObjectStore
-from rollout_backend.errors import Rejected, ResultMissing, RolloutBackendError, RunHeld, StoreError, WriteConflict
+from rollout_backend.errors import (
+    InvokeRejected,
+    ResultMissing,
+    RolloutBackendError,
+    RunHeld,
+    StoreError,
+    WriteConflict,
+)
 from rollout_backend.runtimes.base import SessionCalls
 
 log = logging.getLogger(__name__)
@@ -346,7 +353,7 @@ class FencedRuntime:
         try:
             await self._lease.wait_confirmed()
         except RunHeld as error:
-            raise Rejected(str(error), reason="run_taken_over") from error
+            raise InvokeRejected(str(error), reason="run_taken_over") from error
         return await self._runtime.invoke(session_id, payload)
 
     async def stop(self, session_id: str) -> None:

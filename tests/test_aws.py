@@ -15,7 +15,7 @@ from rollout_backend import aws
 from rollout_backend.collect.queue import AnnouncementQueue
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AgentCoreConfig, AwsConfig, QueueConfig, StorageConfig
-from rollout_backend.errors import CredentialsExpired, PreflightError, Rejected, RuntimeCallError, Unsigned
+from rollout_backend.errors import CredentialsExpired, InvokeRejected, NoCredentials, PreflightError, RuntimeCallError
 from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 
@@ -79,7 +79,7 @@ async def test_the_runtimes_refusal_of_expired_credentials_has_its_own_reason(pr
     proxy.rules.append(Rule("*", Fault.FAIL, status=403, code="ExpiredTokenException"))
     runtime = await a_runtime(proxy, stack)
     for call in (runtime.invoke(SESSION, b"{}"), runtime.stop(SESSION)):
-        with pytest.raises(Rejected, match="ExpiredTokenException") as caught:
+        with pytest.raises(InvokeRejected, match="ExpiredTokenException") as caught:
             await call
         assert (caught.value.reason, caught.value.never_opened) == ("credentials_expired", True)
     assert [call.operation.partition(":")[2] for call in proxy.calls] == ["InvokeAgentRuntime", "StopRuntimeSession"]
@@ -147,6 +147,6 @@ async def test_a_call_that_cannot_be_signed_is_not_sent_and_may_be_tried_again(
     for call in (lambda: runtime.invoke(SESSION, b"{}"), lambda: runtime.stop(SESSION)):
         with pytest.raises(RuntimeCallError, match="could not be signed") as caught:
             await call()
-        assert isinstance(caught.value, Unsigned)
+        assert isinstance(caught.value, NoCredentials)
         assert (caught.value.reason, caught.value.never_opened) == ("no_credentials", True)
     assert proxy.calls == []

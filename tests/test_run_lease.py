@@ -21,7 +21,7 @@ from rollout_backend.config import AwsConfig, RolloutConfig, StorageConfig
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import Rejected, RunHeld, StoreError, WriteConflict
+from rollout_backend.errors import InvokeRejected, RunHeld, StoreError, WriteConflict
 from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
 from rollout_backend.manager import RolloutManager
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
@@ -201,7 +201,7 @@ async def test_agents_are_started_only_under_a_lease_that_is_sure(manager):
     await invoking
     assert started == ["a"]
     first.mark_lost(RunHeld("taken"))
-    with pytest.raises(Rejected, match="taken") as caught:
+    with pytest.raises(InvokeRejected, match="taken") as caught:
         await runtime.invoke("b", b"")
     assert (caught.value.reason, caught.value.never_opened) == ("run_taken_over", True)
 

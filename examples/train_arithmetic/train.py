@@ -152,7 +152,7 @@ async def train(options: argparse.Namespace, passed_on: list[str]) -> Curve:
         finally:
             await verl.stop(grace_s=20)
         if verl.returncode:
-            raise RolloutBackendError(f"verl ended with code {verl.returncode}. {verl.tail()}")
+            raise RolloutBackendError(f"verl ended with code {verl.returncode}. {verl.log_tail()}")
     return curve
 
 

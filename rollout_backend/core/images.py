@@ -112,7 +112,7 @@ def image_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def content_of(pieces: Iterable[str | Image]) -> str | list[dict[str, Any]]:
+def message_content(pieces: Iterable[str | Image]) -> str | list[dict[str, Any]]:
     """Return a message's content: one string, or a list of parts if it has an image. Adjacent texts are joined."""
     parts: list[dict[str, Any]] = []
     for piece in pieces:

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.images import Image, content_of
+from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, Choice, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
@@ -315,7 +315,7 @@ def _given(message: _Message, where: str, images: ImageReader) -> Iterator[Messa
             said.append(_image(block, at, images))
         elif isinstance(block, _ToolResult) and message.role == "user":
             results += 1
-            content = content_of(
+            content = message_content(
                 part.text if isinstance(part, _Text) else _image(part, f"{at}.content.{j}", images)
                 for j, part in enumerate(block.content or ())
             )
@@ -325,7 +325,7 @@ def _given(message: _Message, where: str, images: ImageReader) -> Iterator[Messa
         else:
             raise refused(at, f"a {message.role} message cannot hold a {block.type} block")
     if said or not results:
-        yield {"role": message.role, "content": content_of(said)}
+        yield {"role": message.role, "content": message_content(said)}
 
 
 def _image(block: _Image, where: str, images: ImageReader) -> Image:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.images import Image, content_of
+from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
@@ -282,7 +282,7 @@ def _content(message: _Message, where: str, images: ImageReader) -> str | list[d
         if any(pieces):
             raise refused(f"{where}.refusal", "a reply is content or a refusal; send one of the two")
         pieces = [message.refusal]
-    return content_of(pieces)
+    return message_content(pieces)
 
 
 # --- the answer -------------------------------------------------------------------------------------------

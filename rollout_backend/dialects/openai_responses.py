@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from rollout_backend.core.api_error import ApiError
-from rollout_backend.core.images import Image, content_of
+from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
@@ -337,7 +337,7 @@ def _content(
         pieces.append(images.url(part.image_url or "", f"{where}.{i}"))
         if text_of is not None:
             raise refused(f"{where}.{i}", f"a message of the {text_of} cannot hold an image")
-    return content_of(pieces)
+    return message_content(pieces)
 
 
 def _json_schema(request: _Request) -> dict[str, Any] | None:

@@ -32,12 +32,12 @@ from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import (
+    ContainerStartTimeout,
+    InvokeRejected,
+    NoCredentials,
     OutcomeUnknown,
-    Rejected,
     RuntimeCallError,
     RuntimeUnavailable,
-    StartTimeout,
-    Unsigned,
 )
 from rollout_backend.runtimes.base import SessionCalls
 
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _BETWEEN_ATTEMPTS = wait_exponential_jitter(multiplier=5, exp_base=3, max=300, jitter=1.0)
 # Short, for the queue paces the calls: it only keeps one rollout that conflicts from taking every turn.
 _AFTER_REFUSAL = wait_exponential_jitter(multiplier=0.5, max=5, jitter=0.5)
-_RETRYABLE = (RuntimeUnavailable, Unsigned, OutcomeUnknown, StartTimeout)
+_RETRYABLE = (RuntimeUnavailable, NoCredentials, OutcomeUnknown, ContainerStartTimeout)
 _ACCEPTED = frozenset({"accepted", "running", "finished"})
 
 
@@ -192,7 +192,7 @@ def _check_accepted(body: bytes) -> None:
     except (ValueError, KeyError, TypeError):
         status = None
     if status not in _ACCEPTED:
-        raise Rejected(
+        raise InvokeRejected(
             f"the agent answered {body[:200]!r} instead of accepting the rollout: is its function wrapped in "
             "RolloutApp, and the deployed image the current one?",
             reason="not_a_rollout_app",

@@ -17,13 +17,13 @@ from tenacity.wait import WaitBaseT
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import (
+    NoCredentials,
     OutcomeUnknown,
     QuotaExceeded,
     RuntimeCallError,
     RuntimeConflict,
     RuntimeUnavailable,
     Throttled,
-    Unsigned,
 )
 from rollout_backend.runtimes.base import SessionCalls
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _PAUSE = wait_exponential_jitter(multiplier=0.2, max=10, jitter=0.5)
 # A stop may be repeated without harm.
-_RETRYABLE = (Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, Unsigned, OutcomeUnknown)
+_RETRYABLE = (Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, NoCredentials, OutcomeUnknown)
 _LEAST_TRIES = 8  # so that a long queue of stops is not mistaken for a long outage
 
 

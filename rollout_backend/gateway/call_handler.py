@@ -200,4 +200,4 @@ class CallHandler:
 
     def _leave(self, running: InFlightCall) -> None:
         if running.leave():  # the client hung up
-            self._counters.hung_up += 1
+            self._counters.client_disconnects += 1

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from agent_wrapper.contract import ImageSpan
 from rollout_backend.core.images import Image, PlacedImage, image_names
 from rollout_backend.gateway.engine_client import Completion
-from rollout_backend.rendering.image_positions import collapsed
-from rollout_backend.rendering.segments import Place, SegmentRecorder
+from rollout_backend.rendering.image_positions import collapse_images
+from rollout_backend.rendering.segments import SegmentRecorder, TurnPosition
 from rollout_backend.rendering.tool_names import with_tool_names
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's process needs no renderer
@@ -84,7 +84,7 @@ class Conversations:
     def __init__(self, bundle: RendererBundle) -> None:
         self.recorder = SegmentRecorder()
         self._bundle = bundle
-        self._turns: dict[tuple[_Digest, _Digest], Place] = {}  # by tools and by conversation, reply included
+        self._turns: dict[tuple[_Digest, _Digest], TurnPosition] = {}  # by tools and by conversation, reply included
         self._replies: set[_Digest] = set()  # recorded conversations, with any tools
         self._seen: set[_Digest] = set()  # every prefix of an answered request
         self._said: dict[int, Sequence[Message]] = {}  # the conversation of each segment
@@ -166,10 +166,10 @@ class Conversations:
             return self._bundle.render(messages, tools), ()
         assert self._bundle.vision is not None, "images were accepted for a model that takes none"
         ids = self._bundle.renderer.render_places(messages, tools=tools)
-        return self._bundle.vision.expanded(ids, [images[name] for name in names])
+        return self._bundle.vision.expand(ids, [images[name] for name in names])
 
     def _bridged(
-        self, place: Place, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
+        self, place: TurnPosition, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
     ) -> tuple[list[int], tuple[PlacedImage, ...]] | None:
         """Return the conversation at `place` extended by these messages; None if the renderer cannot extend it."""
         prompt, completion = self.recorder.prompt_ids(place), self.recorder.completion_ids(place)
@@ -179,16 +179,16 @@ class Conversations:
         ]
         names = image_names(messages)
         extended = self._bundle.renderer.bridge_to_next_turn(
-            collapsed(prompt, earlier), completion, list(messages), tools=tools, places=bool(earlier or names)
+            collapse_images(prompt, earlier), completion, list(messages), tools=tools, places=bool(earlier or names)
         )
         if extended is None:
             return None
         before = [*prompt, *completion]
-        added = extended.token_ids[len(collapsed(before, earlier)) :]
+        added = extended.token_ids[len(collapse_images(before, earlier)) :]
         if not names:
             return [*before, *added], tuple(earlier)
         assert self._bundle.vision is not None, "images were accepted for a model that takes none"
-        ids, placed = self._bundle.vision.expanded(added, [images[name] for name in names], len(before))
+        ids, placed = self._bundle.vision.expand(added, [images[name] for name in names], len(before))
         return [*before, *ids], (*earlier, *placed)
 
     def _add(
@@ -198,7 +198,7 @@ class Conversations:
         messages: Sequence[Message],
         split_reason: str,
         spans: Sequence[ImageSpan],
-    ) -> Place:
+    ) -> TurnPosition:
         return self.recorder.add(
             ids,
             completion.token_ids,
@@ -212,7 +212,7 @@ class Conversations:
             images=spans,
         )
 
-    def _index(self, place: Place, messages: Sequence[Message], turn: RecordedTurn) -> None:
+    def _index(self, place: TurnPosition, messages: Sequence[Message], turn: RecordedTurn) -> None:
         self._said[place.segment] = messages
         self._images.update((image.sha256, image) for image in turn.images)
         self._turns[turn.tools_digest, turn.end] = place

@@ -41,7 +41,7 @@ from rollout_backend.core.images import PlacedImage
 from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.generation_gate import GateClosed
-from rollout_backend.rendering.image_positions import collapsed
+from rollout_backend.rendering.image_positions import collapse_images
 from rollout_backend.rendering.stop_strings import StopStrings
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
@@ -272,7 +272,7 @@ class EngineClient:
         prompt = [*request.input_ids, *partial.token_ids]
         body = {
             "rid": uuid.uuid4().hex,
-            "input_ids": collapsed(prompt, images),
+            "input_ids": collapse_images(prompt, images),
             "sampling_params": params,
             "return_logprob": True,
             "logprob_start_len": -1,  # 0 would disable the prefix cache

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from rollout_backend.core.api_error import session_closed
 from rollout_backend.core.model_call import Answer, Delta, ModelCall
-from rollout_backend.rendering.streaming_parser import at_once
+from rollout_backend.rendering.streaming_parser import whole_deltas
 
 
 class InFlightCall:
@@ -123,5 +123,5 @@ def _deltas_of(answer: Answer) -> list[Delta]:
     return [
         delta
         for i, choice in enumerate(answer.choices)
-        for delta in at_once(choice.message, i, choice.logprobs or ())
+        for delta in whole_deltas(choice.message, i, choice.logprobs or ())
     ]

@@ -38,7 +38,7 @@ from rollout_backend.rendering.constrained_decoding import Constraints
 from rollout_backend.rendering.renderer import RendererBundle
 from rollout_backend.rendering.reply import Reply
 from rollout_backend.rendering.stop_strings import StopStrings
-from rollout_backend.rendering.streaming_parser import StreamingParser, at_once, with_logprobs
+from rollout_backend.rendering.streaming_parser import StreamingParser, whole_deltas, with_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class ModelCallExecutor:
         if choice == 0:
             self._counters.overridden.update(asked.overridden)
         if prompt.images and self._bundle.vision is not None:
-            asked.params["logit_bias"] = {str(token): _NEVER for token in self._bundle.vision.unsayable}
+            asked.params["logit_bias"] = {str(token): _NEVER for token in self._bundle.vision.reserved_ids}
         return asked.params
 
     def _record(self, session: OpenSession, prompt: Prompt, sampled: _Sampled, index: int) -> RecordedTurn:
@@ -190,7 +190,7 @@ class ModelCallExecutor:
             if call.tool_choice == "required":
                 _check_called(reply, completion)
             logprobs = await thread.run(thread.logprobs, call, completion.token_ids, completion.logprobs)
-            running.emit(at_once(reply.message, request.index, logprobs or ()))
+            running.emit(whole_deltas(reply.message, request.index, logprobs or ()))
         else:
             parser = await thread.run(thread.stream_parser, call, request.prompt, request.index)
             completion = await self._stream(request, parser, stops)

@@ -212,7 +212,7 @@ class Gateway:
         return await self._api_error(request, ApiError(error.status_code, message, code=code))
 
     async def _client_disconnected(self, _: Request, error: Exception) -> Response:
-        self._counters.hung_up += 1
+        self._counters.client_disconnects += 1
         return Response(status_code=499)
 
     async def _unexpected(self, request: Request, error: Exception) -> Response:

@@ -26,7 +26,7 @@ class GatewayStats(BaseModel):
     extra_tool_calls: int  # sampled but dropped, because parallel_tool_calls was false
     constrained: int  # replies under a grammar: their logprobs cannot be trained
     replayed: int  # retried requests that got the first one's answer
-    hung_up: int  # calls aborted because the client disconnected
+    client_disconnects: int  # calls aborted because the client disconnected
     segments: dict[str, int]  # opened segments, by reason
     overridden: dict[str, int]  # ignored sampling settings of agents, by field
     errors: dict[str, int]  # error responses, by code
@@ -58,7 +58,7 @@ class Counters:
     extra_tool_calls: int = 0
     constrained: int = 0
     replayed: int = 0
-    hung_up: int = 0
+    client_disconnects: int = 0
     segments: Counter[str] = field(default_factory=Counter)
     overridden: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)

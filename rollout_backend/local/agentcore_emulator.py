@@ -193,7 +193,7 @@ class AgentCoreEmulator:
         try:
             content = await answer.read()
         except aiohttp.ClientError as error:
-            message = f"The runtime's answer broke off ({error}). {session.tail()}"
+            message = f"The runtime's answer broke off ({error}). {session.log_tail()}"
             raise ServiceError("RuntimeClientError", message) from None
         finally:
             pool.release(session)

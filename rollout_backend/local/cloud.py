@@ -193,7 +193,7 @@ class LocalRuntime(_Startable):
     async def sessions(self) -> dict[str, Any]:
         """Return the open `sessions`: {id, pid, status, since}, the number of `ending` processes, and `counters`."""
         if not self.process.running:
-            raise StartupError(f"the AgentCore emulator is not running. {self.process.tail()}")
+            raise StartupError(f"the AgentCore emulator is not running. {self.process.log_tail()}")
         async with aiohttp.ClientSession() as http, http.get(self._sessions_url) as response:
             return dict(json.loads(await response.read()))
 
@@ -301,7 +301,7 @@ class LocalCloud(_Startable):
         process = parts[done.pop()]
         raise CloudLost(
             f"{process.name} ended with code {process.returncode}, so this run cannot continue. The local cloud "
-            f"ends, and what it stored is lost: start the run again. {process.tail()}"
+            f"ends, and what it stored is lost: start the run again. {process.log_tail()}"
         )
 
     async def start(self) -> None:

@@ -44,8 +44,8 @@ DEFERRED = {
     "openai": ("openai.resources.chat.completions", "openai.resources.responses", "openai.types.chat"),
 }
 
-_LEARN_S = 30.0  # how long the first session reports its imports
-_LEARN_EVERY_S = 0.2
+_REPORT_S = 30.0  # how long the first session reports its imports
+_REPORT_INTERVAL_S = 0.2
 
 
 def imported_by(script: Path) -> list[str]:
@@ -83,7 +83,7 @@ def serve() -> tuple[Path, dict[str, str]]:
     sys.path[0] = str(script.parent)
     preload(script, order["preload"])
     if threading.active_count() > 1:  # a lock held by another thread would stay locked in the child
-        _say({"ready": False, "why": "a preloaded library runs threads, which do not survive a fork"})
+        _write_message({"ready": False, "why": "a preloaded library runs threads, which do not survive a fork"})
         sys.exit(0)
     gc.collect()
     gc.freeze()  # a child's garbage collection then copies no page
@@ -91,40 +91,42 @@ def serve() -> tuple[Path, dict[str, str]]:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    _say({"ready": True})
+    _write_message({"ready": True})
     sessions: set[int] = set()
-    teach: int | None
-    lessons, teach = os.pipe()
-    learned, waits_on = _Lines(lessons), [lines.fd, awake, lessons]
+    report_to: int | None
+    reports, report_to = os.pipe()
+    reported, waits_on = _Lines(reports), [lines.fd, awake, reports]
     while True:
         readable, _, _ = select.select(waits_on, [], [])
         if awake in readable:
             os.read(awake, 4096)
             for pid, code in _ended():
                 sessions.discard(pid)
-                _say({"pid": pid, "code": code})
+                _write_message({"pid": pid, "code": code})
         if lines.fd in readable:
             for line in lines.read():
                 order = json.loads(line)
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
-                    for fd in (awake, wake, lessons):
+                    for fd in (awake, wake, reports):
                         os.close(fd)
-                    _become_session(order["log"])
-                    if teach is not None:
-                        threading.Thread(target=_teach, args=(teach, set(sys.modules)), daemon=True).start()
+                    _start_session(order["log"])
+                    if report_to is not None:
+                        threading.Thread(
+                            target=_report_imports, args=(report_to, set(sys.modules)), daemon=True
+                        ).start()
                     return script, order["env"]
                 sessions.add(pid)
-                _say({"id": order["id"], "pid": pid})
-                if teach is not None:  # only the first session keeps it
-                    os.close(teach)
-                    teach = None
-        if lessons in readable:
-            for line in learned.read():
-                _learn(json.loads(line))
-            if learned.ended:
-                waits_on.remove(lessons)
+                _write_message({"id": order["id"], "pid": pid})
+                if report_to is not None:  # only the first session keeps it
+                    os.close(report_to)
+                    report_to = None
+        if reports in readable:
+            for line in reported.read():
+                _import_safely(json.loads(line))
+            if reported.ended:
+                waits_on.remove(reports)
         if lines.ended:
             for pid in sessions:
                 with contextlib.suppress(ProcessLookupError):
@@ -132,7 +134,7 @@ def serve() -> tuple[Path, dict[str, str]]:
             sys.exit(0)
 
 
-def _become_session(log: str) -> None:
+def _start_session(log: str) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     os.setsid()
@@ -148,13 +150,13 @@ def _become_session(log: str) -> None:
         sys.modules["numpy"].random.seed()
 
 
-def _teach(fd: int, known: set[str]) -> None:
+def _report_imports(fd: int, known: set[str]) -> None:
     """Report, from the first session, the modules that it imports later."""
     installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")}
-    end = time.monotonic() + _LEARN_S
+    end = time.monotonic() + _REPORT_S
     with contextlib.suppress(BrokenPipeError):
         while time.monotonic() < end:
-            time.sleep(_LEARN_EVERY_S)
+            time.sleep(_REPORT_INTERVAL_S)
             new = [name for name in list(sys.modules) if name not in known]
             known.update(new)
             if names := [name for name in new if _is_installed(name, installed)]:
@@ -168,7 +170,7 @@ def _is_installed(name: str, folders: set[str]) -> bool:
     return spec is not None and spec.name == name and any(str(parent) in folders for parent in origin.parents)
 
 
-def _learn(names: list[str]) -> None:
+def _import_safely(names: list[str]) -> None:
     """Import the modules, if a trial process shows that this starts no thread."""
     trial = os.fork()
     if trial == 0:
@@ -194,8 +196,8 @@ def _ended() -> list[tuple[int, int]]:
     return found
 
 
-def _say(message: dict[str, object]) -> None:
-    os.write(_SAY, json.dumps(message).encode() + b"\n")
+def _write_message(message: dict[str, object]) -> None:
+    os.write(_STDOUT, json.dumps(message).encode() + b"\n")
 
 
 class _Lines:
@@ -223,10 +225,10 @@ class _Lines:
 
 if __name__ == "__main__":
     # Output of an import goes to the log, not between the messages.
-    _SAY = os.dup(1)
+    _STDOUT = os.dup(1)
     os.dup2(2, 1)
     agent, env = serve()
-    os.close(_SAY)
+    os.close(_STDOUT)
     os.environ.update(env)
     sys.argv = [str(agent)]
     runpy.run_path(str(agent), run_name="__main__")

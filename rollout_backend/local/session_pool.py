@@ -107,8 +107,8 @@ class RuntimeSession:
             return 0.0
         return time.time() - max(self.last_request, self.updated)
 
-    def tail(self) -> str:
-        return self.process.tail() if self.process else ""
+    def log_tail(self) -> str:
+        return self.process.log_tail() if self.process else ""
 
 
 class SessionPool:
@@ -156,7 +156,8 @@ class SessionPool:
         except (aiohttp.ClientError, TimeoutError) as error:
             self.release(session)
             raise ServiceError(
-                "RuntimeClientError", f"The runtime did not answer ({type(error).__name__} {error}). {session.tail()}"
+                "RuntimeClientError",
+                f"The runtime did not answer ({type(error).__name__} {error}). {session.log_tail()}",
             ) from None
         except BaseException:
             self.release(session)
@@ -255,11 +256,13 @@ class SessionPool:
         while not await self._ping(session):
             if not session.process.running:
                 code = session.process.returncode
-                raise StartupError(f"The runtime ended with code {code} before it answered /ping. {session.tail()}")
+                raise StartupError(
+                    f"The runtime ended with code {code} before it answered /ping. {session.log_tail()}"
+                )
             if time.monotonic() > deadline:
                 raise StartupError(
                     f"Runtime initialization time exceeded: no answer to /ping on {session.url} (env PORT) within "
-                    f"{self._limits.startup_timeout_s:g} s. {session.tail()}"
+                    f"{self._limits.startup_timeout_s:g} s. {session.log_tail()}"
                 )
             await asyncio.sleep(0.03)
 

@@ -56,12 +56,12 @@ class Channel:
         self._next += 1
         self._out(packed)
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         """Return once the other side has processed every frame. Raise the error that `fail` got."""
         while self._kept:
             await self._change()
 
-    def acknowledged(self, consumed: int) -> None:
+    def on_ack(self, consumed: int) -> None:
         """Free the frames below `consumed`, which the other side has processed."""
         if consumed > self._next:
             raise FrameError(f"an Ack of {consumed} after {self._next} frames")
@@ -70,13 +70,13 @@ class Channel:
         self._changed.set()
 
     @property
-    def untouched(self) -> bool:
+    def is_unprocessed(self) -> bool:
         """True if the other side has not processed any frame yet."""
         return self._next == len(self._kept)
 
     # --- receiving ----------------------------------------------------------------------------------------
 
-    def offer(self, frame: Numbered) -> None:
+    def on_frame(self, frame: Numbered) -> None:
         """Take a frame from the link. Raise FrameError if it is not the expected one."""
         if frame.seq != self._wanted:
             raise FrameError(f"frame {frame.seq} instead of {self._wanted}")
@@ -94,7 +94,7 @@ class Channel:
             await self._change()
         return self._waiting[0][1]
 
-    def consumed(self, *, now: bool = False) -> None:
+    def mark_processed(self, *, now: bool = False) -> None:
         """Mark the frame from `receive` as processed. It is acknowledged `now`, or after a quarter window."""
         cost, frame = self._waiting.popleft()
         self._waiting_bytes -= cost
@@ -110,7 +110,7 @@ class Channel:
     # --- both ---------------------------------------------------------------------------------------------
 
     @property
-    def wanted(self) -> int:
+    def next_expected(self) -> int:
         """The number of the next expected frame."""
         return self._wanted
 
@@ -125,7 +125,7 @@ class Channel:
             self._acknowledge()
 
     def fail(self, failure: Exception) -> None:
-        """End the call on this side: `send`, `drained` and `receive` raise `failure`."""
+        """End the call on this side: `send`, `drain` and `receive` raise `failure`."""
         if self._failure is None:
             self._failure = failure
         self._changed.set()

@@ -120,7 +120,7 @@ class Dialer(Exchange):
         link = Link(socket)
         try:
             async with asyncio.timeout(handshake.TIMEOUT_S):
-                relay = await self._shake_hands(link)
+                relay = await self._handshake(link)
         except LinkClosed as closed:
             _stop_if_refused(closed)
             raise _NoLink(f"{settings.url} ended the handshake (code {closed.code})") from None
@@ -138,7 +138,7 @@ class Dialer(Exchange):
             self._relay = relay
         return link
 
-    async def _shake_hands(self, link: Link) -> str:
+    async def _handshake(self, link: Link) -> str:
         """Perform the handshake and return the relay's id."""
         key = self._settings.key.get_secret_value()
         challenge = await link.receive()
@@ -162,7 +162,7 @@ class Dialer(Exchange):
                 raise FrameError(f"more than {self._settings.max_calls} calls at once")
             channel = self.channels[frame.call] = Channel(frame.call, self.send)
             self._tasks[frame.call] = asyncio.create_task(self._call(channel))
-        channel.offer(frame)
+        channel.on_frame(frame)
 
     def on_cancel(self, call: int) -> None:
         self.channels.pop(call, None)
@@ -187,9 +187,9 @@ class Dialer(Exchange):
             async with asyncio.timeout(self._settings.call_s):
                 opened = await channel.receive()
                 assert isinstance(opened, Open)
-                channel.consumed(now=True)
+                channel.mark_processed(now=True)
                 await self._forward(channel, opened)
-                await channel.drained()
+                await channel.drain()
         except TimeoutError:
             log.warning("a call exceeded its time limit of %g s", self._settings.call_s)
         except CallLost as lost:
@@ -236,8 +236,8 @@ class Dialer(Exchange):
 async def _body(channel: Channel) -> AsyncIterator[bytes]:
     while isinstance(frame := await channel.receive(), Chunk):
         yield frame.data
-        channel.consumed()
-    channel.consumed(now=True)
+        channel.mark_processed()
+    channel.mark_processed(now=True)
 
 
 async def _answer(channel: Channel, status: int, message: str) -> None:

@@ -147,7 +147,7 @@ class Exchange:
         """
         self.detach()
         async with link.writing():
-            link.send(encode(Resume(tuple((call, channel.wanted) for call, channel in self.channels.items()))))
+            link.send(encode(Resume(tuple((call, channel.next_expected) for call, channel in self.channels.items()))))
             first = await link.receive()
             if not isinstance(first, Resume):
                 raise FrameError(f"a {type(first).__name__} instead of a Resume")
@@ -197,7 +197,7 @@ class Exchange:
         match frame:
             case Ack():
                 if (channel := self.channels.get(frame.call)) is not None:
-                    channel.acknowledged(frame.consumed)
+                    channel.on_ack(frame.consumed)
             case Cancel():
                 self.on_cancel(frame.call)
             case Open():
@@ -205,7 +205,7 @@ class Exchange:
             case Head() | Chunk() | End() | Abort():
                 # An unknown call was given up on this side; the other side gets a Cancel or Resume.
                 if (channel := self.channels.get(frame.call)) is not None:
-                    channel.offer(frame)
+                    channel.on_frame(frame)
             case _:
                 raise FrameError(f"a {type(frame).__name__} after the handshake")
 

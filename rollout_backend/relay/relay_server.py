@@ -164,7 +164,7 @@ class Relay(Exchange):
                 await asyncio.gather(closing, return_exceptions=True)
 
     def on_unknown_call(self, channel: Channel) -> None:
-        if channel.untouched:  # the other side has not received it yet
+        if channel.is_unprocessed:  # the other side has not received it yet
             channel.resume(0)
         else:
             self.channels.pop(channel.call, None)
@@ -249,14 +249,14 @@ async def _answer(request: web.Request, channel: Channel, started: list[web.Stre
     answer = web.StreamResponse(status=head.status, headers=CIMultiDict(head.headers))
     started.append(answer)
     await answer.prepare(request)
-    channel.consumed()
+    channel.mark_processed()
     while isinstance(frame := await channel.receive(), Chunk):
         await answer.write(frame.data)  # waits for a slow agent
-        channel.consumed()
+        channel.mark_processed()
     if not isinstance(frame, End):
         raise CallLost(502, "the gateway's answer is incomplete")
     await answer.write_eof()
-    channel.consumed(now=True)
+    channel.mark_processed(now=True)
     return answer
 
 

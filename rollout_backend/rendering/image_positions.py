@@ -27,11 +27,12 @@ _PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "
 class Vision:
     """The image processing of one model.
 
-    `pad_id` is the token of one piece of an image. The `unsayable` tokens are valid only within an image or a video.
+    `pad_id` is the token of one piece of an image. The `reserved_ids` tokens are valid only within an image or a
+    video.
     """
 
     pad_id: int
-    unsayable: tuple[int, ...]
+    reserved_ids: tuple[int, ...]
     processor: Any
 
     def tokens(self, image: Image) -> int:
@@ -43,7 +44,7 @@ class Vision:
         patches = self.processor.get_number_of_image_patches(image.height, image.width, {})  # None fails in 5.10
         return int(patches // self.processor.merge_size**2)
 
-    def expanded(
+    def expand(
         self, ids: Sequence[int], images: Sequence[Image], start: int = 0
     ) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """Return the ids with each image token repeated to its image's length.
@@ -69,7 +70,7 @@ class Vision:
         return expanded, tuple(placed)
 
 
-def collapsed(ids: Sequence[int], placed: Sequence[PlacedImage]) -> list[int]:
+def collapse_images(ids: Sequence[int], placed: Sequence[PlacedImage]) -> list[int]:
     """Return the ids with one token for each image, which is the form that engines take."""
     found: list[int] = []
     at = 0

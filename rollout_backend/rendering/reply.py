@@ -47,10 +47,10 @@ def read_reply(
     parallel: bool = True,
 ) -> Reply:
     """Build the message of a `renderers.ParsedResponse`. `text` is the whole completion without its end token."""
-    content, reasoning = spoken(parsed, text, tools_offered)
+    content, reasoning = content_and_reasoning(parsed, text, tools_offered)
     calls, malformed = [], 0
     for call in parsed.tool_calls if tools_offered else ():
-        if is_whole(call):
+        if is_complete(call):
             calls.append(tool_call(call))
         else:
             malformed += 1
@@ -75,7 +75,7 @@ def message(content: str, reasoning: str, calls: list[dict[str, Any]]) -> Messag
     return made
 
 
-def spoken(parsed: Any, text: str, tools_offered: bool) -> tuple[str, str]:
+def content_and_reasoning(parsed: Any, text: str, tools_offered: bool) -> tuple[str, str]:
     """Return content and reasoning, before stop strings and malformed calls are handled."""
     reasoning: str = parsed.reasoning_content or ""
     calls = parsed.tool_calls
@@ -99,7 +99,7 @@ def _before(stop: str, text: str) -> str:
     return text.removesuffix(stop.rstrip())
 
 
-def is_whole(call: Any) -> bool:
+def is_complete(call: Any) -> bool:
     return str(call.status) in _OK_STATUSES and bool(call.name)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GIVEN, SAMPLED = 0, 1
 
 
-class Place(NamedTuple):
+class TurnPosition(NamedTuple):
     """The position of a call: the sampled tokens `[start, end)` of a segment; its prompt is all before `start`."""
 
     segment: int
@@ -86,7 +86,7 @@ class SegmentRecorder:
         messages: Sequence[Mapping[str, Any]] = (),
         split_reason: str = "first_call",
         images: Sequence[ImageSpan] = (),
-    ) -> Place:
+    ) -> TurnPosition:
         """Record one model call.
 
         `logprobs` has one entry for each id of `completion_ids`. The spans of `weight_versions` count from the first
@@ -126,9 +126,9 @@ class SegmentRecorder:
         )
         segment.messages = messages
         segment.images += images[len(segment.images) :]
-        return Place(index, before, start, len(segment.ids), opened)
+        return TurnPosition(index, before, start, len(segment.ids), opened)
 
-    def prompt_ids(self, place: Place) -> list[int]:
+    def prompt_ids(self, place: TurnPosition) -> list[int]:
         return self._segments[place.segment].ids[: place.start].tolist()
 
     def ids(self, segment: int) -> list[int]:
@@ -139,7 +139,7 @@ class SegmentRecorder:
         """Return the images of a segment; with `end`, those within its first `end` tokens."""
         return [span for span in self._segments[segment].images if end is None or span.end <= end]
 
-    def completion_ids(self, place: Place) -> list[int]:
+    def completion_ids(self, place: TurnPosition) -> list[int]:
         return self._segments[place.segment].ids[place.start : place.end].tolist()
 
     def segments(self) -> tuple[Segment, ...]:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from rollout_backend.core.model_call import Delta, Message
 from rollout_backend.rendering.renderer import RendererBundle
-from rollout_backend.rendering.reply import Reply, is_whole, message, spoken, tool_call
+from rollout_backend.rendering.reply import Reply, content_and_reasoning, is_complete, message, tool_call
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ _LONGEST = max(map(len, _MARKERS))
 Channel = Literal["reasoning", "text"]
 
 
-def at_once(said: Message, choice: int = 0, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[Delta]:
+def whole_deltas(said: Message, choice: int = 0, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[Delta]:
     """Return the deltas of a whole message, with the logprobs of all its tokens."""
     texts: list[tuple[Channel, Any]] = [("reasoning", said.get("reasoning_content")), ("text", said.get("content"))]
     deltas = [
@@ -187,7 +187,7 @@ class StreamingParser:
             deltas += self._send("reasoning", _beyond(self._sent["reasoning"], reasoning))
             if _PROBE not in text:  # otherwise the text contains an open call
                 deltas += self._take("text", text)
-        deltas += self._send_calls([tool_call(call) for call in calls if is_whole(call)])
+        deltas += self._send_calls([tool_call(call) for call in calls if is_complete(call)])
         if self._channel is not None and not (self._sent[self._channel] or self._held.strip()):
             self._stale = True  # some parsers drop whitespace before the first word: parse again when it comes
         return deltas
@@ -201,7 +201,7 @@ class StreamingParser:
         except Exception:  # parsers expect whole replies; the whole may still be parsed
             logger.debug("the renderer cannot parse an incomplete reply", exc_info=True)
             return None
-        text, reasoning = spoken(parsed, self._bundle.decode(ids), self._tools_offered)
+        text, reasoning = content_and_reasoning(parsed, self._bundle.decode(ids), self._tools_offered)
         return text, reasoning, parsed.tool_calls if self._tools_offered else []
 
     def _reasoning_is_over(self, reasoning: str, calls: bool) -> bool:

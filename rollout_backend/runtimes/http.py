@@ -14,10 +14,10 @@ import aiohttp
 
 from rollout_backend.config import HttpConfig
 from rollout_backend.errors import (
+    InvokeRejected,
     OutcomeUnknown,
     PreflightError,
     QuotaExceeded,
-    Rejected,
     RuntimeConflict,
     RuntimeUnavailable,
     Throttled,
@@ -85,7 +85,7 @@ class HttpRuntime(AgentRuntime):
             case 502 | 503 | 504:  # from a proxy in front of the server, or from a server that is full
                 raise RuntimeUnavailable(text, refused=reply.status == 503)
             case _:
-                raise Rejected(text, reason="container_error")
+                raise InvokeRejected(text, reason="container_error")
 
     async def stop(self, session_id: str) -> None:
         try:
@@ -103,7 +103,7 @@ class HttpRuntime(AgentRuntime):
             case status if status >= 500:
                 raise RuntimeUnavailable(text)
             case _:
-                raise Rejected(text)
+                raise InvokeRejected(text)
 
     async def aclose(self) -> None:
         await self._http.close()

@@ -33,7 +33,7 @@ class Engine(Protocol):
         """End the engine and all its processes, in any state."""
         ...
 
-    async def tail(self) -> str:
+    async def log_tail(self) -> str:
         """Return the end of the engine's log, for an error message."""
         ...
 
@@ -65,7 +65,7 @@ SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0, it never touches the GPU: generating
 kills it."""
 
 
-async def answers(url: str, timeout_s: float = 5.0) -> bool:
+async def is_responding(url: str, timeout_s: float = 5.0) -> bool:
     """Return whether the server answers a probe with 200 in time."""
     return await _is_ok(url + PROBE, timeout_s)
 

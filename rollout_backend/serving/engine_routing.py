@@ -10,7 +10,7 @@ import asyncio
 import logging
 
 from rollout_backend.errors import StartupError
-from rollout_backend.serving.engine import Engine, MakeEngine, answers
+from rollout_backend.serving.engine import Engine, MakeEngine, is_responding
 from rollout_backend.serving.generation_control import pause_generation, resume_generation
 from rollout_backend.serving.router import Router
 from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, Supervisor, first_of
@@ -117,7 +117,7 @@ class RouterSupervisor(Supervisor):
     async def wait_ended(self) -> str:
         return await self._routing.router.wait()
 
-    async def answers(self) -> bool:
+    async def is_responding(self) -> bool:
         return await self._routing.router.alive()
 
 
@@ -167,11 +167,11 @@ class EngineSupervisor(Supervisor):
             except StartupError as error:
                 return str(error)
 
-    async def answers(self) -> bool:
-        return self._routing.asleep or await answers(self.url, self._probe_timeout_s)
+    async def is_responding(self) -> bool:
+        return self._routing.asleep or await is_responding(self.url, self._probe_timeout_s)
 
-    async def tail(self) -> str:
-        return await self.engine.tail()
+    async def log_tail(self) -> str:
+        return await self.engine.log_tail()
 
     async def release(self) -> None:
         if self._in_router:

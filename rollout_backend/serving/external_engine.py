@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import StartupError
-from rollout_backend.serving.engine import PROBE, EngineFactory, answers
+from rollout_backend.serving.engine import PROBE, EngineFactory, is_responding
 
 
 class ExternalEngineFactory(EngineFactory):
@@ -32,7 +32,7 @@ class ExternalEngine:
 
     async def start(self) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while not await answers(self.url):
+        while not await is_responding(self.url):
             if time.monotonic() > deadline:
                 raise StartupError(
                     f"{self._name}: {self.url}{PROBE} did not answer 200 within {self._timeout_s:g} s: "
@@ -47,5 +47,5 @@ class ExternalEngine:
     async def stop(self) -> None:
         pass
 
-    async def tail(self) -> str:
+    async def log_tail(self) -> str:
         return ""

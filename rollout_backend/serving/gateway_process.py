@@ -163,12 +163,12 @@ class GatewayProcess:
         """Return how the gateway ended, once it has, with the end of its log."""
         assert self._process is not None, "not started"
         code = await self._process.wait()
-        return f"{self._name} ended with code {code}. {self._process.tail()}"
+        return f"{self._name} ended with code {code}. {self._process.log_tail()}"
 
-    async def tail(self) -> str:
+    async def log_tail(self) -> str:
         """Return the end of the log, for an error message."""
         assert self._process is not None, "not started"
-        return self._process.tail()
+        return self._process.log_tail()
 
     def endpoint(self, claims: SessionClaims) -> ModelEndpoint:
         """Return a session's model endpoint: URL and key."""

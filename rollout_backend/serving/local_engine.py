@@ -71,14 +71,14 @@ class LocalEngine:
     async def wait(self) -> str:
         assert self._process is not None, "not started"
         code = await self._process.wait()
-        return f"ended with code {code}. {self._process.tail()}"
+        return f"ended with code {code}. {self._process.log_tail()}"
 
     async def stop(self) -> None:
         if self._process is not None:
             await self._process.stop(_GRACE_S)
 
-    async def tail(self) -> str:
-        return self._process.tail() if self._process is not None else ""
+    async def log_tail(self) -> str:
+        return self._process.log_tail() if self._process is not None else ""
 
     @property
     def pid(self) -> int | None:

@@ -92,11 +92,11 @@ class RayActor:
         finally:
             ray.kill(self.handle)
 
-    async def tail(self) -> str:
+    async def log_tail(self) -> str:
         """Return the end of the server's log, or why it cannot be read."""
         try:
             async with asyncio.timeout(_STOP_S):
-                text: str = await self.call("tail")
+                text: str = await self.call("log_tail")
                 return text
         except (ServingError, TimeoutError) as error:
             return str(error)

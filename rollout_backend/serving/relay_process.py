@@ -83,4 +83,4 @@ class DialerProcess:
             ServingError: how it ended, with the end of its log.
         """
         code = await self._process.wait()
-        raise ServingError(f"the relay's dialer ended with code {code}. {self._process.tail()}")
+        raise ServingError(f"the relay's dialer ended with code {code}. {self._process.log_tail()}")

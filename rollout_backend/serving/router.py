@@ -115,7 +115,7 @@ class Router:
         """Return how the router ended, once it has, with the end of its log."""
         assert self._process is not None, "not started"
         code = await self._process.wait()
-        return f"ended with code {code}. {self._process.tail()}"
+        return f"ended with code {code}. {self._process.log_tail()}"
 
     async def stop(self) -> None:
         if self._process is not None:
@@ -200,4 +200,4 @@ class Router:
             ) from None
 
     def _tail(self) -> str:
-        return self._process.tail() if self._process is not None else ""
+        return self._process.log_tail() if self._process is not None else ""

@@ -138,9 +138,11 @@ class ServerProcess:
         deadline = time.monotonic() + timeout_s
         while not await healthy():
             if not self.running:
-                raise StartupError(f"{self.name} ended with code {self.returncode} before it was up. {self.tail()}")
+                raise StartupError(
+                    f"{self.name} ended with code {self.returncode} before it was up. {self.log_tail()}"
+                )
             if time.monotonic() > deadline:
-                raise StartupError(f"{self.name} was not healthy after {timeout_s:g} s. {self.tail()}")
+                raise StartupError(f"{self.name} was not healthy after {timeout_s:g} s. {self.log_tail()}")
             await asyncio.sleep(0.1)
 
     async def wait(self) -> int:
@@ -162,7 +164,7 @@ class ServerProcess:
             self._signal(signal.SIGKILL)  # for children that outlived it, and for itself after a cancellation
             await asyncio.shield(self._process.wait())
 
-    def tail(self) -> str:
+    def log_tail(self) -> str:
         """Return the end of the log, with its path, for an error message."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]

@@ -85,11 +85,11 @@ class Supervisor(ABC):
     async def wait_ended(self) -> str:
         """Return how the server ended, once it has."""
 
-    async def answers(self) -> bool:
+    async def is_responding(self) -> bool:
         """Return whether the server answers a probe."""
         return True
 
-    async def tail(self) -> str:
+    async def log_tail(self) -> str:
         """Return the end of the server's log, for an error message."""
         return ""
 
@@ -157,8 +157,8 @@ class Supervisor(ABC):
         failures = 0
         while failures < probing.failures:
             await asyncio.sleep(probing.interval_s)
-            failures = 0 if await self.answers() else failures + 1
-        return f"did not answer any more. {await self.tail()}"
+            failures = 0 if await self.is_responding() else failures + 1
+        return f"did not answer any more. {await self.log_tail()}"
 
 
 class SupervisorGroup:

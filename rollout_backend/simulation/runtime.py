@@ -10,9 +10,9 @@ import json
 
 from agent_wrapper.contract import REQUEST_FIELD, RolloutRequest
 from rollout_backend.errors import (
+    InvokeRejected,
     OutcomeUnknown,
     QuotaExceeded,
-    Rejected,
     RuntimeConflict,
     RuntimeUnavailable,
     Throttled,
@@ -123,7 +123,7 @@ class SimRuntime:
         if self._env.chance("unavailable"):
             raise RuntimeUnavailable("503", refused=self._env.random.random() < 0.5)
         if self._env.chance("container") or self._runtime.is_poisoned(task):
-            raise Rejected("424", reason="container_error")
+            raise InvokeRejected("424", reason="container_error")
 
     async def stop(self, session_id: str) -> None:
         await self._env.passes(0.3)

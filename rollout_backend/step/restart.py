@@ -25,7 +25,7 @@ from rollout_backend.step.rollout_task import RolloutTask, StepContext
 log = logging.getLogger(__name__)
 
 
-def can_check(before: Manifest | None, sealed_by: str) -> bool:
+def can_verify_seals(before: Manifest | None, sealed_by: str) -> bool:
     """Return whether the seals of an earlier trainer's results can be verified. If not, none of them can be used."""
     if before is None or not sealed_by or before.sealed_by == sealed_by:
         return True

@@ -285,7 +285,7 @@ class RolloutTask:
         )
         self.settle(Outcome.TIMED_OUT, NO_RESULT, message)
 
-    def lose_container(self) -> None:
+    def on_container_lost(self) -> None:
         """Retry after the container died silently, or settle the rollout if no attempt is left."""
         if self.entry.session_id not in self._services.heartbeats.lost_sessions:
             return  # it was heard again while S3 was asked
@@ -301,7 +301,7 @@ class RolloutTask:
         else:
             self.settle(Outcome.INFRA_ERROR, CONTAINER_LOST, message)
 
-    def cut_off(self) -> None:
+    def settle_straggler(self) -> None:
         """Settle a straggler."""
         assert self.began is not None
         ran = asyncio.get_running_loop().time() - self.began

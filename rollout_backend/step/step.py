@@ -30,7 +30,7 @@ from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
 from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.group import Group
 from rollout_backend.step.plan import StepPlan
-from rollout_backend.step.restart import can_check, resume
+from rollout_backend.step.restart import can_verify_seals, resume
 from rollout_backend.step.results import StepResults
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
 from rollout_backend.step.services import StepServices
@@ -115,7 +115,7 @@ class Step:
         listing = asyncio.create_task(buffer.list_when_idle(self.results, config.collect))
         listing.add_done_callback(self._context.abort_on_failure)
         try:
-            await self._unless_stopped(self._begin())
+            await self._cancel_on_abort(self._begin())
             await self._collect()
         except RunHeld as error:
             self.abort(error)
@@ -152,7 +152,7 @@ class Step:
         before = await self._plan.write_first(
             [(group.task, group.planned, group.task.sampling or sampling) for group in groups],
             weights=self._weights,
-            can_resume=lambda before: self._same_weights and can_check(before, self._services.sealed_by),
+            can_resume=lambda before: self._same_weights and can_verify_seals(before, self._services.sealed_by),
         )
         for planned in self._plan.manifest.tasks:
             group = self.groups[planned.task_id]
@@ -215,11 +215,11 @@ class Step:
         overdue, self._context.overdue = self._context.overdue, []
         self._absence_check.start(overdue, RolloutTask.time_out)
         stragglers, next_at = self._context.stragglers.due(now, self.ledger.open)
-        self._absence_check.start([self.rollouts[each] for each in stragglers], RolloutTask.cut_off)
+        self._absence_check.start([self.rollouts[each] for each in stragglers], RolloutTask.settle_straggler)
         heartbeats = self._services.heartbeats
         if now >= self._silence_checked_at + heartbeats.poll_s:
             self._silence_checked_at = now
-            self._absence_check.start(self._silent(heartbeats.lost_sessions), RolloutTask.lose_container)
+            self._absence_check.start(self._silent(heartbeats.lost_sessions), RolloutTask.on_container_lost)
         return min(next_at, self._silence_checked_at + heartbeats.poll_s)
 
     def _silent(self, session_ids: Collection[str]) -> list[RolloutTask]:
@@ -251,7 +251,7 @@ class Step:
             rollout.settle(Outcome.INFRA_ERROR, "run_failed", str(error))
         self._changed.set()
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _cancel_on_abort(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` to its end; cancel it if the step is aborted."""
         working, stopped = asyncio.create_task(work), asyncio.create_task(self._stopped.wait())
         try:

@@ -7,7 +7,7 @@ import pytest
 from rollout_backend.config import HttpConfig
 from rollout_backend.core.ledger import CallTally
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
-from rollout_backend.errors import OutcomeUnknown, QuotaExceeded, Rejected, RuntimeUnavailable, Throttled
+from rollout_backend.errors import InvokeRejected, OutcomeUnknown, QuotaExceeded, RuntimeUnavailable, Throttled
 from rollout_backend.simulation.clock import VirtualLoop
 
 
@@ -146,7 +146,7 @@ def test_in_a_shared_quota_both_kinds_together_keep_to_it_and_stops_go_first():
         (CallKind.INVOKE, Throttled("429"), True),
         (CallKind.INVOKE, QuotaExceeded("402"), True),
         (CallKind.INVOKE, RuntimeUnavailable("503"), True),
-        (CallKind.INVOKE, Rejected("424", reason="container_error"), False),
+        (CallKind.INVOKE, InvokeRejected("424", reason="container_error"), False),
         (CallKind.INVOKE, OutcomeUnknown("cut"), False),
     ],
 )

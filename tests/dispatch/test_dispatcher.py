@@ -9,12 +9,12 @@ from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.errors import (
+    ContainerStartTimeout,
+    InvokeRejected,
     OutcomeUnknown,
     QuotaExceeded,
-    Rejected,
     RuntimeConflict,
     RuntimeUnavailable,
-    StartTimeout,
     Throttled,
 )
 
@@ -112,7 +112,7 @@ async def test_a_session_that_a_503_may_have_opened_is_closed_in_the_end(
     assert not ledger.open_sessions
 
 
-@pytest.mark.parametrize("kind", [RuntimeUnavailable, OutcomeUnknown, StartTimeout])
+@pytest.mark.parametrize("kind", [RuntimeUnavailable, OutcomeUnknown, ContainerStartTimeout])
 async def test_a_session_that_may_have_begun_is_stopped_and_its_id_never_used_again(
     dispatcher, runtime, ledger, prepare, close, kind
 ):
@@ -125,7 +125,7 @@ async def test_a_session_that_may_have_begun_is_stopped_and_its_id_never_used_ag
 
 
 async def test_what_fails_for_good_is_settled_at_once_with_its_reason(dispatcher, runtime, ledger, prepare, close):
-    runtime.on_invoke = [Rejected("ResourceNotFoundException: no such runtime", reason="runtime_not_found")]
+    runtime.on_invoke = [InvokeRejected("ResourceNotFoundException: no such runtime", reason="runtime_not_found")]
     assert not await dispatcher.submit("a.0", ledger, prepare, close, EVER)
     entry = ledger.entries["a.0"]
     assert (entry.outcome, entry.reason) == (Outcome.INFRA_ERROR, "runtime_not_found")
@@ -135,7 +135,7 @@ async def test_what_fails_for_good_is_settled_at_once_with_its_reason(dispatcher
 
 
 async def test_a_container_that_answers_an_error_has_its_session_stopped(dispatcher, runtime, ledger, prepare, close):
-    runtime.on_invoke = [Rejected("500", reason="container_error")]
+    runtime.on_invoke = [InvokeRejected("500", reason="container_error")]
     assert not await dispatcher.submit("a.0", ledger, prepare, close, EVER)
     assert runtime.stops == runtime.invokes
     assert ledger.entries["a.0"].reason == "container_error"
@@ -204,7 +204,7 @@ async def test_a_session_that_will_not_close_for_so_long_is_named(runtime, ledge
 
 async def test_a_stop_that_is_refused_for_good_is_not_repeated(runtime, ledger):
     ledger.start_attempt("a.0", "s1", deadline=1.0)
-    runtime.on_stop = [Rejected("403", reason="access_denied")]
+    runtime.on_stop = [InvokeRejected("403", reason="access_denied")]
     await SessionCloser(runtime, calls(), wait=wait_none()).close("s1", ledger)
     assert runtime.stops == ["s1"]
     assert ledger.unclosed_sessions == {"s1": "403"}

@@ -537,7 +537,7 @@ async def test_a_step_survives_clock_jumps_of_the_trainer(world: World, calm: Ro
         part.replace(clock)
 
     def steps_written() -> list[dict[str, Any]]:
-        assert trainer.running or trainer.returncode == 0, trainer.tail()
+        assert trainer.running or trainer.returncode == 0, trainer.log_tail()
         return [json.loads(line) for line in done.read_text().splitlines()]
 
     async def step(begin: str, *then: str) -> dict[str, Any]:

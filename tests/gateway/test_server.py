@@ -161,7 +161,7 @@ def test_a_client_that_disconnects_aborts_its_call_and_nothing_is_recorded(play,
         with pytest.raises(openai.APITimeoutError):
             ask(gateway.client().with_options(timeout=0.3))
     until(lambda: gateway.engine.aborted == 1)
-    until(lambda: gateway.stats().hung_up == 1)
+    until(lambda: gateway.stats().client_disconnects == 1)
     held.go.set()
     assert gateway.stats().calls_in_flight == 0
     assert gateway.trajectory().segments == ()

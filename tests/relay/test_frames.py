@@ -207,14 +207,14 @@ class Pair:
             for message in messages:
                 match decode(message):
                     case Ack(consumed=consumed):
-                        end.acknowledged(consumed)
+                        end.on_ack(consumed)
                     case frame:
-                        end.offer(frame)
+                        end.on_frame(frame)
 
     def reconnect(self) -> None:
         self.there.clear()
         self.back.clear()
-        wanted_by_a, wanted_by_b = self.a.wanted, self.b.wanted
+        wanted_by_a, wanted_by_b = self.a.next_expected, self.b.next_expected
         self.a.resume(wanted_by_b)
         self.b.resume(wanted_by_a)
 
@@ -248,11 +248,11 @@ async def test_frames_arrive_once_and_in_order_after_any_loss(data):
         assert pair.b._waiting_bytes <= WINDOW
         while pair.b._waiting and (draws >= 60 or data.draw(st.booleans())):
             got.append(await pair.b.receive())
-            pair.b.consumed(now=isinstance(got[-1], End))
+            pair.b.mark_processed(now=isinstance(got[-1], End))
     assert [frame.data for frame in got[:-1]] == sent
     pair.carry()
     async with asyncio.timeout(1):
-        await pair.a.drained()
+        await pair.a.drain()
 
 
 async def test_sender_waits_for_the_window_and_wakes_on_failure():
@@ -273,10 +273,10 @@ async def test_sender_waits_for_the_window_and_wakes_on_failure():
 
 async def test_received_frames_are_returned_before_a_failure():
     pair = Pair()
-    pair.b.offer(End(1, 0))
+    pair.b.on_frame(End(1, 0))
     pair.b.fail(CallLost(502, "gone"))
     assert isinstance(await pair.b.receive(), End)
-    pair.b.consumed()
+    pair.b.mark_processed()
     with pytest.raises(CallLost):
         await pair.b.receive()
 
@@ -284,15 +284,15 @@ async def test_received_frames_are_returned_before_a_failure():
 async def test_receiver_enforces_the_window():
     pair = Pair()
     for n in range(3):
-        pair.b.offer(Chunk(1, n, b"x" * MAX_CHUNK))
+        pair.b.on_frame(Chunk(1, n, b"x" * MAX_CHUNK))
     with pytest.raises(FrameError, match="window"):
-        pair.b.offer(Chunk(1, 3, b"x" * MAX_CHUNK))
+        pair.b.on_frame(Chunk(1, 3, b"x" * MAX_CHUNK))
     with pytest.raises(FrameError, match="instead of"):
-        pair.a.offer(Chunk(1, 1, b""))
+        pair.a.on_frame(Chunk(1, 1, b""))
     with pytest.raises(FrameError, match="instead of"):
-        pair.b.offer(Chunk(1, 0, b""))  # a second time
+        pair.b.on_frame(Chunk(1, 0, b""))  # a second time
     with pytest.raises(FrameError, match="Ack of 1"):
-        pair.a.acknowledged(1)
+        pair.a.on_ack(1)
     with pytest.raises(FrameError, match="is expected"):
         pair.a.resume(1)
 

@@ -24,14 +24,14 @@ from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher, Submission
 from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.errors import (
+    ContainerStartTimeout,
+    InvokeRejected,
     OutcomeUnknown,
     PreflightError,
     QuotaExceeded,
-    Rejected,
     RuntimeCallError,
     RuntimeConflict,
     RuntimeUnavailable,
-    StartTimeout,
     Throttled,
 )
 from rollout_backend.local.cloud import LocalRuntime
@@ -108,12 +108,12 @@ async def test_a_runtime_that_ends_sessions_before_their_agents_is_refused(open_
 
 async def test_agentcores_errors_by_what_may_be_done(open_agentcore):
     runtime, local = await open_agentcore(max_sessions=1)
-    with pytest.raises(Rejected) as caught:
+    with pytest.raises(InvokeRejected) as caught:
         await runtime.invoke(session(), b'{"do": "fail"}')
     assert caught.value.reason == "container_error"
     with pytest.raises(QuotaExceeded, match="ServiceQuotaExceededException"):
         await runtime.invoke(session(), b"{}")
-    with pytest.raises(Rejected, match="valid min length: 33"):
+    with pytest.raises(InvokeRejected, match="valid min length: 33"):
         await runtime.invoke("too-short", b"{}")
     await local.stop()
     with pytest.raises(RuntimeUnavailable):
@@ -192,7 +192,7 @@ async def test_a_quota_that_invokes_and_stops_share_is_kept(open_agentcore):
 async def test_a_container_that_is_not_up_in_time_is_worth_another_attempt(open_agentcore, tmp_path):
     runtime, _ = await open_agentcore(startup_timeout_s=0.1)
     (tmp_path / "agent.py").write_text("import time\ntime.sleep(60)\n")
-    with pytest.raises(StartTimeout, match="initialization time exceeded"):
+    with pytest.raises(ContainerStartTimeout, match="initialization time exceeded"):
         await runtime.invoke(session(), b"{}")
 
 
@@ -201,10 +201,13 @@ async def test_a_container_that_is_not_up_in_time_is_worth_another_attempt(open_
     [
         (
             "Runtime initialization time exceeded. Please make sure that initialization completes in 120s.",
-            StartTimeout,
+            ContainerStartTimeout,
         ),
-        ("Received error (500) from runtime. Please check your CloudWatch logs for more information.", Rejected),
-        ("Received error (422) from runtime: no such task", Rejected),
+        (
+            "Received error (500) from runtime. Please check your CloudWatch logs for more information.",
+            InvokeRejected,
+        ),
+        ("Received error (422) from runtime: no such task", InvokeRejected),
     ],
 )
 def test_what_a_424_says(message, kind):
@@ -214,7 +217,7 @@ def test_what_a_424_says(message, kind):
     }
     error = _to_call_error(ClientError(body, "InvokeAgentRuntime"))
     assert type(error) is kind
-    assert error.reason == ("container_start_timeout" if kind is StartTimeout else "container_error")
+    assert error.reason == ("container_start_timeout" if kind is ContainerStartTimeout else "container_error")
 
 
 async def test_agentcores_runtime_that_does_not_exist(open_agentcore):
@@ -224,7 +227,7 @@ async def test_agentcores_runtime_that_does_not_exist(open_agentcore):
     try:
         with pytest.raises(PreflightError, match=r"does not exist.*runtime\.arn"):
             await other.check()
-        with pytest.raises(Rejected) as caught:
+        with pytest.raises(InvokeRejected) as caught:
             await other.invoke(session(), b"{}")
         assert caught.value.reason == "runtime_not_found"
     finally:
@@ -280,8 +283,8 @@ async def test_http_answers_with_the_containers_body(http_runtime):
         (b"402", QuotaExceeded),
         (b"409", RuntimeConflict),
         (b"503", RuntimeUnavailable),
-        (b"500", Rejected),
-        (b"404", Rejected),
+        (b"500", InvokeRejected),
+        (b"404", InvokeRejected),
         (b'"hang up"', OutcomeUnknown),
         (b'"hang"', OutcomeUnknown),
     ],
@@ -298,7 +301,13 @@ async def test_http_a_session_that_is_gone_or_cannot_be_stopped_is_closed(http_r
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(429, Throttled), (409, RuntimeConflict), (500, RuntimeUnavailable), (503, RuntimeUnavailable), (403, Rejected)],
+    [
+        (429, Throttled),
+        (409, RuntimeConflict),
+        (500, RuntimeUnavailable),
+        (503, RuntimeUnavailable),
+        (403, InvokeRejected),
+    ],
 )
 async def test_http_stops_that_fail_by_what_may_be_done(http_runtime, status, kind):
     with pytest.raises(kind, match=str(status)):

@@ -320,7 +320,7 @@ async def test_probes_do_not_generate_on_a_sleeping_server(sleeper, until):
         return log.count("/model_info router") > 1 and log.count("/model_info fleet") > 3
 
     await until(lambda: not process.running or probed())
-    assert process.running, process.tail()
+    assert process.running, process.log_tail()
     assert kinds(events, "engine-0") == ["started"]
 
 
@@ -341,7 +341,7 @@ async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper):
     assert await post(url, "/resume_memory_occupation") == 200
     await fleet.wake()
     assert (await straggler)[0] == 200
-    assert process.running, process.tail()
+    assert process.running, process.log_tail()
     assert kinds(events, "engine-0") == ["started"]
 
 

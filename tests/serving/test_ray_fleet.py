@@ -89,7 +89,7 @@ async def test_death_of_the_actor_ends_the_engine(ray, command, make_config, tmp
     waiting = asyncio.create_task(engine.wait())
     ray.kill(engine.handle)
     assert "Ray actor died" in await asyncio.wait_for(waiting, 20)
-    assert "Ray actor died" in await engine.tail()
+    assert "Ray actor died" in await engine.log_tail()
     assert await is_gone(engine.url)  # the server ends too
     await engine.stop()
 

@@ -33,10 +33,10 @@ class Server(Supervisor):
     async def wait_ended(self):
         return await self.ended.get()
 
-    async def answers(self):
+    async def is_responding(self):
         return self.alive
 
-    async def tail(self):
+    async def log_tail(self):
         return "its last line"
 
     async def release(self):

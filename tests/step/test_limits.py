@@ -13,7 +13,7 @@ import pytest
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import CircuitOpen, Rejected
+from rollout_backend.errors import CircuitOpen, InvokeRejected
 from rollout_backend.manager import RolloutManager
 from rollout_backend.run_lease import RunLease
 from rollout_backend.step.task_blocklist import TaskBlocklist
@@ -33,7 +33,7 @@ async def test_failures_of_one_kind_stop_the_step_with_a_diagnosis_and_close_wha
 
     async def all_but_the_last(request):
         if not request.rollout_id.endswith(".3"):
-            raise Rejected("exec format error", reason="container_error")
+            raise InvokeRejected("exec format error", reason="container_error")
 
     async def hang(agents, request):
         await asyncio.Event().wait()
@@ -51,7 +51,7 @@ async def test_failures_add_up_over_steps_and_a_stopped_run_dispatches_nothing(o
     bench = await open_bench("circuit_breaker.max_failures=4", "circuit_breaker.min_span_s=0")
 
     async def refuse(request):
-        raise Rejected("who are you?", reason="access_denied")
+        raise InvokeRejected("who are you?", reason="access_denied")
 
     bench.agents.before = refuse
     first = await bench.step(number=0).run()
@@ -87,7 +87,7 @@ async def test_every_step_of_the_run_is_stopped(open_bench, tmp_path):
             beside.set()
         else:
             await beside.wait()
-            raise Rejected("404", reason="runtime_not_found")
+            raise InvokeRejected("404", reason="runtime_not_found")
 
     async def hang(agents, request):
         await asyncio.Event().wait()

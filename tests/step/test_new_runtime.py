@@ -15,7 +15,7 @@ from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
-from rollout_backend.errors import CircuitOpen, ConfigError, Rejected
+from rollout_backend.errors import CircuitOpen, ConfigError, InvokeRejected
 from rollout_backend.janitor.__main__ import stop_sessions
 from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec, SessionCalls
 from rollout_backend.runtimes.registry import open_runtime
@@ -48,7 +48,7 @@ class ToyRuntime(AgentRuntime):
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         if self.config.greeting != "hello":
-            raise Rejected("wrong greeting", reason="container_error")
+            raise InvokeRejected("wrong greeting", reason="container_error")
         return await self.agents.invoke(session_id, payload)
 
     async def stop(self, session_id: str) -> None:

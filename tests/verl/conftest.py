@@ -249,8 +249,8 @@ class Training:
     async def until(self, condition: Callable[[], object], what: str, within_s: float = 600) -> None:
         deadline = time.monotonic() + within_s
         while not condition():
-            assert self.verl.running, f"verl ended before {what}. {self.verl.tail()}"
-            assert time.monotonic() < deadline, f"not {what} within {within_s:g} s. {self.verl.tail()}"
+            assert self.verl.running, f"verl ended before {what}. {self.verl.log_tail()}"
+            assert time.monotonic() < deadline, f"not {what} within {within_s:g} s. {self.verl.log_tail()}"
             await asyncio.sleep(0.2)
 
     async def ends(self, within_s: float = 600) -> int:

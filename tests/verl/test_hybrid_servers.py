@@ -56,7 +56,7 @@ async def test_rollouts_complete_while_a_hybrid_server_leaves_and_returns(tmp_pa
         await run.start()
         await run.until(lambda: run.steps_done() >= 2, "done with step 2")
         run.say("go")
-        assert await run.ends() == 0, run.verl.tail()
+        assert await run.ends() == 0, run.verl.log_tail()
 
         metrics = run.metrics()
         assert ["timing_s/switch_to_trainer" in each for each in metrics] == [True, True, True]

@@ -85,7 +85,7 @@ async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training:
         await run.until(lambda: [*run.begun().values()].count("stale") == GROUP, "at work in step 3", within_s=900)
         await push(run, run.work / "model", version=2)
         run.say("go")
-        assert await run.ends() == 0, run.verl.tail()
+        assert await run.ends() == 0, run.verl.log_tail()
 
         rows = run.gradient(step=1)
         assert {name: len(of_group) for name, of_group in rows.items()} == {
@@ -198,7 +198,7 @@ async def test_the_legacy_trainer_leaves_a_lost_slot_empty(tmp_path: Path, train
     second = [normal("second-0"), normal("second-1")]
     async with training(tmp_path, first + second, 2, "trainer.use_v1=False") as run:
         await run.start()
-        assert await run.ends() == 0, run.verl.tail()
+        assert await run.ends() == 0, run.verl.log_tail()
         names = run.groups()
         rows = defaultdict(list)
         for row in json.loads(run.spy_file.read_text().splitlines()[0]):
@@ -239,7 +239,7 @@ async def test_a_greedy_baseline_is_rolled_out_and_a_lost_one_trains_nothing(tmp
     remax = ("trainer.use_v1=False", "algorithm.adv_estimator=remax")
     async with training(tmp_path, tasks, 2, *remax) as run:
         await run.start()
-        assert await run.ends() == 0, run.verl.tail()
+        assert await run.ends() == 0, run.verl.log_tail()
         [metrics] = run.metrics()
         is_trained_well(metrics)
         assert metrics["critic/advantages/max"] == pytest.approx(0.25)

@@ -69,7 +69,7 @@ async def test_rollouts_span_weight_versions_and_stale_ones_are_dropped(tmp_path
         run.say("go-late")
         await run.until(lambda: len(rollouts_of(run, "too-old")) == GROUP, "done with the old group")
         run.say("go-last")
-        assert await run.ends() == 0, run.verl.tail()
+        assert await run.ends() == 0, run.verl.log_tail()
 
         for rollout in rollouts_of(run, "spans"):
             assert versions(rollout) == ["0", "1"]

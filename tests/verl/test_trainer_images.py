@@ -112,7 +112,7 @@ async def test_a_vision_model_is_trained_on_the_images_that_it_saw(tmp_path: Pat
     more = [f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=160"]
     async with training(tmp_path, tasks, 2, *more, backend={"model": {"renderer": "qwen3-vl"}}) as run:
         await run.start()
-        assert await run.ends() == 0, run.verl.tail()
+        assert await run.ends() == 0, run.verl.log_tail()
         for metrics in run.metrics():
             assert metrics["training/rollout_probs_diff_max"] < SAME, "training used other pixels or positions"
             assert metrics["actor/grad_norm"] > 0

@@ -81,7 +81,7 @@ async def test_a_killed_trainer_resumes_from_its_checkpoint_with_finished_rollou
         run.forget()
         run.say(*(f"{name}-{when}" for name in second for when in ("early", "late")))
         await run.start_again()
-        assert await run.ends() == 0, run.verl.tail()
+        assert await run.ends() == 0, run.verl.log_tail()
         assert run.begun().keys() == begun - finished.keys(), "other rollouts than the unfinished ones ran again"
         again = {rollout.rollout_id: rollout.encode() for rollout in run.rollouts(2)}
         assert again.keys() == begun
@@ -123,7 +123,7 @@ async def test_a_restarted_trainer_keeps_running_agents(tmp_path: Path, training
         await run.kill()
         run.say(*(f"{name}-late" for name in second))  # they call a gateway that is down
         await run.start_again()
-        assert await run.ends() == 0, run.verl.tail()
+        assert await run.ends() == 0, run.verl.log_tail()
         assert run.begun() == begun, "agents were started again"
         report = run.report(2)
         assert (report.resumed, report.reattached, report.attempts) == (4, 4, 0)

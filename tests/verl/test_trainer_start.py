@@ -93,7 +93,7 @@ async def test_verl_ends_before_it_starts_an_engine_and_says_why(ready: Any, tmp
     )
     await verl.start()
     try:
-        assert await verl.wait() == 0, verl.tail()
+        assert await verl.wait() == 0, verl.log_tail()
     finally:
         await verl.stop(grace_s=20)
     log = verl.log.read_text(errors="replace")

@@ -172,7 +172,7 @@ class SGLangServer:
         except (aiohttp.ClientError, TimeoutError) as error:
             what = str(error) or type(error).__name__
             raise EngineUnavailable(
-                f"{self._name} did not answer to {path} ({what}). {await self._engine.tail()}"
+                f"{self._name} did not answer to {path} ({what}). {await self._engine.log_tail()}"
             ) from None
         finally:
             request.cancel()

@@ -14,16 +14,16 @@ from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 from rollout_backend import aws
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.errors import (
+    ContainerStartTimeout,
+    InvokeRejected,
+    NoCredentials,
     OutcomeUnknown,
     PreflightError,
     QuotaExceeded,
-    Rejected,
     RuntimeCallError,
     RuntimeConflict,
     RuntimeUnavailable,
-    StartTimeout,
     Throttled,
-    Unsigned,
 )
 from rollout_backend.runtimes.agentcore.control import control_client, make_runtime, preview_runtime
 from rollout_backend.runtimes.agentcore.quotas import fit_limits
@@ -147,9 +147,9 @@ class AgentCoreRuntime(AgentRuntime):
                 raise OutcomeUnknown(f"the invoke was cut off: {error}") from error
             raise RuntimeUnavailable(f"the runtime cannot be reached: {error}", never_opened=True) from error
         except aws.UNSIGNED as error:
-            raise Unsigned(f"the invoke could not be signed: {error}") from error
+            raise NoCredentials(f"the invoke could not be signed: {error}") from error
         except ParamValidationError as error:
-            raise Rejected(f"the invoke was not sent: {error}") from error
+            raise InvokeRejected(f"the invoke was not sent: {error}") from error
         except aws.NO_ANSWER as error:
             raise OutcomeUnknown(f"the invoke was cut off: {error or type(error).__name__}") from error
 
@@ -163,7 +163,7 @@ class AgentCoreRuntime(AgentRuntime):
                 return
             raise _to_call_error(error) from error
         except aws.UNSIGNED as error:
-            raise Unsigned(f"the stop could not be signed: {error}") from error
+            raise NoCredentials(f"the stop could not be signed: {error}") from error
         except aws.NO_ANSWER as error:
             raise RuntimeUnavailable(f"the stop was not answered: {error}") from error
 
@@ -190,7 +190,7 @@ def _check_lifetime(described: Mapping[str, Any], session_s: float) -> None:
 def _to_call_error(error: ClientError) -> RuntimeCallError:
     text = f"{aws.code_of(error)}: {aws.message_of(error)}"
     if aws.is_expired(error):
-        return Rejected(text, reason="credentials_expired")
+        return InvokeRejected(text, reason="credentials_expired")
     match aws.status_of(error):
         case 429:
             return Throttled(text)
@@ -199,14 +199,14 @@ def _to_call_error(error: ClientError) -> RuntimeCallError:
         case 409:
             return RuntimeConflict(text)
         case 424 if _START_TIMEOUT in text.lower():
-            return StartTimeout(text)
+            return ContainerStartTimeout(text)
         case 424:
-            return Rejected(text, reason="container_error")
+            return InvokeRejected(text, reason="container_error")
         case 404:
-            return Rejected(text, reason="runtime_not_found")
+            return InvokeRejected(text, reason="runtime_not_found")
         case 401 | 403:
-            return Rejected(text, reason="access_denied")
+            return InvokeRejected(text, reason="access_denied")
         case status if status >= 500:
             return RuntimeUnavailable(text, refused=status == 503)
         case _:
-            return Rejected(text)
+            return InvokeRejected(text)

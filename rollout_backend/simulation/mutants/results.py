@@ -24,7 +24,6 @@ from rollout_backend.simulation.mutants.registry import Patch, all_of, mutant
 from rollout_backend.step.group import Group
 from rollout_backend.step.results import StepResults
 from rollout_backend.step.rollout_task import RolloutTask
-from rollout_backend.step.step import Step
 
 
 @mutant
