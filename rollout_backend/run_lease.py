@@ -130,7 +130,7 @@ class RunLease:
     ) -> None:
         """Prepare a hold on a run; nothing is written yet. Each wait is reported to the given callback."""
         self.me = me
-        self.before: str | None = None  # the holder on record when this manager began
+        self.previous_manager_id: str | None = None  # the holder on record when this manager began
         self.held = False
         self.lost: RunHeld | None = None
         self.key = lease_key(store.config.prefix, run_id)
@@ -179,7 +179,7 @@ class RunLease:
         while True:
             seen = await self._wait_available()
             self._was_free = seen.record.manager_id is None or seen.record.released
-            self.before = seen.record.manager_id
+            self.previous_manager_id = seen.record.manager_id
             self._etag = seen.etag
             try:
                 await self._retry(lambda: self._put(seen.record.model_copy(update={"starting": self.me})))  # noqa: B023

@@ -21,7 +21,7 @@ _ALGORITHM = "HS256"
 
 class SessionClaims(BaseModel):
     """Whose key it is. `expires_at` is in unix seconds; `journal_id` names the journal that holds the session,
-    and `life` the trainer's life in which it was begun."""
+    and `trainer_incarnation` the trainer's process in which it began."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

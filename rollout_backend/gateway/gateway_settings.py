@@ -30,7 +30,7 @@ class GatewaySettings(BaseModel):
     """Attempts of one model call. With their back-off they bridge about a minute without an engine."""
     keepalive_s: Seconds = 10.0
     """Interval of keepalives in a stream without new tokens."""
-    loads_s: Seconds = 2.0
+    load_poll_s: Seconds = 2.0
     """Interval of polling the engines' load."""
     journal: Path | None = None
     """Folder of the session journal, made by `journal.prepare`. None: sessions end with the process."""

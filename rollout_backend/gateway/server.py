@@ -139,7 +139,7 @@ class Gateway:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         await self._executor.start()
         loads = EngineLoadPoller(
-            self._settings.engine_url, self._admission.observe, self._settings.loads_s, self._engines
+            self._settings.engine_url, self._admission.observe, self._settings.load_poll_s, self._engines
         )
         background = [asyncio.create_task(self._sweep()), asyncio.create_task(loads.run())]
         try:

@@ -126,7 +126,7 @@ def clean_up(state: RunState) -> None:
     while (starting := _starting(s3, run)) is not None:  # they become that manager's, unless its start fails
         log.info("run %s is being started again (%s): waiting for that start to end", run["run_id"], starting)
         time.sleep(_POLL_S)
-    if (now := _lease(s3, run)[0].get("manager_id")) not in (None, run["manager_id"], run["before"]):
+    if (now := _lease(s3, run)[0].get("manager_id")) not in (None, run["manager_id"], run["previous_manager_id"]):
         log.info("run %s was started again (%s): nothing to clean up", run["run_id"], now)
         return
     _delete_queues(run["aws"], state.queues)

@@ -146,7 +146,7 @@ def _run(config: RolloutConfig, lease: RunLease, runtime: AgentRuntime) -> dict[
     return {
         "run_id": config.run_id,
         "manager_id": lease.me.id,
-        "before": lease.before,
+        "previous_manager_id": lease.previous_manager_id,
         "bucket": config.storage.bucket,
         "key": lease.key,
         "aws": {"region": config.aws.region, "endpoint_url": config.aws.endpoint_url},

@@ -23,7 +23,7 @@ async def join_cluster() -> None:
 
 
 class RayActor:
-    """A server on the machine that Ray chose. The server has the coroutine methods `wait`, `stop` and `tail`."""
+    """A server on the machine that Ray chose. The server has the coroutine methods `wait`, `stop` and `log_tail`."""
 
     def __init__(self, name: str, make: Callable[[str], Any], *, num_gpus: int = 0, spread: bool = False) -> None:
         """`make` makes the server, on its machine, from the machine's address. `name` is for messages.

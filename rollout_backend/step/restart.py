@@ -38,18 +38,18 @@ def can_verify_seals(before: Manifest | None, sealed_by: str) -> bool:
 
 
 def resumable_attempts(
-    before: Manifest | None, now: Manifest, notes: Iterable[InFlightAttempt], wall: float
+    before: Manifest | None, now: Manifest, recorded: Iterable[InFlightAttempt], wall: float
 ) -> dict[str, InFlightAttempt]:
     """Return the attempt that an earlier trainer left in flight, by rollout. `wall` in unix seconds."""
     if before is None or not now.resumed or not now.gateway or before.gateway != now.gateway:
         return {}
     rollouts = {rollout_id for task in now.tasks for rollout_id in task.rollouts}
     return {
-        note.rollout_id: note
-        for note in notes
-        if note.rollout_id in rollouts
-        and note.session_id == now.session_id(note.rollout_id, note.attempt)
-        and note.deadline > wall
+        attempt.rollout_id: attempt
+        for attempt in recorded
+        if attempt.rollout_id in rollouts
+        and attempt.session_id == now.session_id(attempt.rollout_id, attempt.attempt)
+        and attempt.deadline > wall
     }
 
 

@@ -268,7 +268,7 @@ class LoadedEngine(ScriptedEngine):
 def test_a_gateway_refuses_calls_that_would_only_wait(serve):
     body = {"model": "scripted", "messages": [user("Hello")]}
     with LoadedEngine(["Yes?"]) as engine:
-        gateway = serve(engine.url, gateway={"max_queued_per_engine": 4}, loads_s=0.02)
+        gateway = serve(engine.url, gateway={"max_queued_per_engine": 4}, load_poll_s=0.02)
         engine.waiting = 50
         engine.wait_for_looks()
         refused = gateway.post(body)
