@@ -48,7 +48,7 @@ class ResultStatus(StrEnum):
 class PlannedRollout:
     rollout_id: str
     task_id: str
-    replaces: bool = False  # a replacement for a rollout that the infrastructure lost
+    is_replacement: bool = False  # a replacement for a rollout that the infrastructure lost
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Ledger:
             self._phases[Phase.PLANNED] += 1
             group = self._group(rollout.task_id)
             group.open[rollout.rollout_id] = None
-            group.replacements += rollout.replaces
+            group.replacements += rollout.is_replacement
 
     def start_attempt(self, rollout_id: str, session_id: str, deadline: float) -> int:
         """Record an attempt in a new session, and return its number, from 1."""

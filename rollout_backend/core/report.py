@@ -216,7 +216,7 @@ def make_report(
         run_id=run_id,
         step=ledger.step,
         planned=len(entries),
-        replacements=sum(entry.planned.replaces for entry in entries),
+        replacements=sum(entry.planned.is_replacement for entry in entries),
         outcomes=ledger.counts(),
         reasons=_reasons(entries),
         trainable=sum(entry.trainable for entry in entries),

@@ -157,7 +157,7 @@ class Step:
         for planned in self._plan.manifest.tasks:
             group = self.groups[planned.task_id]
             for i, rollout_id in enumerate(planned.rollouts):
-                self._add_rollout(group, rollout_id, replaces=i >= group.planned)
+                self._add_rollout(group, rollout_id, is_replacement=i >= group.planned)
         resumed = await resume(before, self.rollouts, self.results, self._context)
         self.results.resumed, self.results.adopted = resumed.finished, len(resumed.adopted)
         if self._plan.manifest.resumed:
@@ -195,14 +195,14 @@ class Step:
         for task_id, count in decision.replace:
             for _ in range(count):
                 rollout_id = self._plan.add_rollout(task_id)
-                self._add_rollout(self.groups[task_id], rollout_id, replaces=True).start_once_recorded()
+                self._add_rollout(self.groups[task_id], rollout_id, is_replacement=True).start_once_recorded()
         for cancellation in decision.cancel:
             self.rollouts[cancellation.rollout_id].settle(Outcome.CANCELLED, cancellation.reason)
         return self.ledger.open == 0
 
-    def _add_rollout(self, group: Group, rollout_id: str, replaces: bool) -> RolloutTask:
+    def _add_rollout(self, group: Group, rollout_id: str, is_replacement: bool) -> RolloutTask:
         self.ledger.groups[group.task.task_id] = group.state
-        self.ledger.plan([PlannedRollout(rollout_id, group.task.task_id, replaces)])
+        self.ledger.plan([PlannedRollout(rollout_id, group.task.task_id, is_replacement)])
         rollout = RolloutTask(self.ledger.entries[rollout_id], group.task, self._context)
         self.rollouts[rollout_id] = rollout
         group.rollouts.append(rollout)

@@ -133,7 +133,7 @@ def test_counts_equal_a_full_recount(events):
             case "abandon_attempt":
                 ledger.abandon_attempt(rid)
             case "replace":
-                ledger.plan([PlannedRollout(f"{rid[0]}.{i + 2}", rid[0], replaces=True)])
+                ledger.plan([PlannedRollout(f"{rid[0]}.{i + 2}", rid[0], is_replacement=True)])
         entries = list(ledger.entries.values())
         assert ledger.counts() == {each: sum(entry.outcome is each for entry in entries) for each in Outcome}
         assert ledger.phases() == {each: sum(entry.phase is each for entry in entries) for each in Phase}
@@ -143,7 +143,7 @@ def test_counts_equal_a_full_recount(events):
             assert list(group.open) == [entry.planned.rollout_id for entry in own if entry.outcome is None]
             assert group.trainable == sum(entry.trainable for entry in own)
             assert group.lost == sum(entry.lost for entry in own)
-            assert group.replacements == sum(entry.planned.replaces for entry in own)
+            assert group.replacements == sum(entry.planned.is_replacement for entry in own)
             assert group.messages_only == sum(entry.reason == MESSAGES_ONLY for entry in own)
 
 
