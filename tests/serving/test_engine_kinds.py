@@ -1,19 +1,33 @@
 """The values of `serving.kind`: the known kinds, and a factory in a package of the user's."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from rollout_backend.config import ENGINE_KINDS
 from rollout_backend.errors import ConfigError
 from rollout_backend.serving.engine import EngineFactory
+from rollout_backend.serving.engine_fleet import EngineFleet
+from rollout_backend.serving.local_engine import LocalEngine
 from rollout_backend.serving.registry import engine_factory
 
 
-class ToyEngineFactory(EngineFactory):
+def fake_engine(model, serving, host, port, first_gpu):
+    return [sys.executable, "-S", str(Path(__file__).with_name("fake_engine.py")), host, str(port), "healthy"], {}
+
+
+class FakeEngineFactory(EngineFactory):
+    """Makes engines that need no GPU."""
+
     def __init__(self, config, log_dir):
-        self.count = 2
+        self.count = config.serving.servers
+        self._config = config
+        self._log_dir = log_dir
 
     def make(self, number):
-        return f"engine {number}"
+        name, config = f"engine-{number}", self._config
+        return LocalEngine(name, config.model, config.serving, self._log_dir / f"{name}.log", command=fake_engine)
 
 
 @pytest.mark.parametrize("kind", ENGINE_KINDS)
@@ -22,9 +36,10 @@ def test_each_known_kind_has_a_factory(make_config, tmp_path, kind):
     assert engine_factory(make_config(serving={"kind": kind, "urls": urls}), tmp_path).count == 1
 
 
-def test_a_factory_of_another_package_is_used(make_config, tmp_path):
-    factory = engine_factory(make_config(serving={"kind": f"{__name__}.ToyEngineFactory"}), tmp_path)
-    assert (factory.count, factory.make(0)) == (2, "engine 0")
+async def test_engines_of_another_package_serve(make_config, tmp_path):
+    config = make_config(serving={"kind": f"{__name__}.FakeEngineFactory", "servers": 2})
+    async with EngineFleet(config, tmp_path) as fleet:
+        assert len(fleet.engine_urls) == 2
 
 
 def test_an_unknown_kind_is_refused_when_the_settings_are_read(make_config):
