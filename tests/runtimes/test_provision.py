@@ -158,7 +158,7 @@ class Cloud:
     async def make(self, **more: object) -> str:
         return await make_runtime(self.config(**more), self.told.append)
 
-    async def look(self, **more: object) -> str:
+    async def preview(self, **more: object) -> str:
         return await preview_runtime(self.config(**more))
 
     async def describe(self, arn: str) -> dict[str, Any]:
@@ -231,7 +231,7 @@ async def test_a_runtime_is_made_once_and_then_used_as_it_is(start_cloud):
     assert await cloud.invoke(arn) == {"image": IMAGE, "greeting": "hello"}
     made = await cloud.describe(arn)
     assert (made["agentRuntimeVersion"], made["description"]) == ("2", MARK)
-    assert await cloud.look(environment={"GREETING": "hello"}) == f"runtime {NAME}: there, and ready"
+    assert await cloud.preview(environment={"GREETING": "hello"}) == f"runtime {NAME}: there, and ready"
     cloud.told.clear()
     assert await cloud.make(environment={"GREETING": "hello"}) == arn
     assert cloud.told == []
@@ -251,7 +251,7 @@ async def test_other_settings_make_a_new_version_that_is_served_at_once(start_cl
     network = {"subnets": ["subnet-01234567"], "security_groups": ["sg-01234567"]}
     wanted = {"image": NEWER, "environment": {"GREETING": "bye"}, **network}
     assert (
-        await cloud.look(**wanted)
+        await cloud.preview(**wanted)
         == f"runtime {NAME}: would be updated (image, subnets, security_groups, environment)"
     )
     assert await cloud.make(**wanted) == arn
@@ -364,7 +364,7 @@ async def test_somebody_elses_runtime_is_left_alone(start_cloud):
     with pytest.raises(PreflightError, match=r"not made by this backend.*runtime\.name"):
         await cloud.make(name="first")
     with pytest.raises(PreflightError, match="not made by this backend"):
-        await cloud.look(name="first")
+        await cloud.preview(name="first")
     assert (await cloud.describe(ARN))["agentRuntimeVersion"] == "1"
 
 
