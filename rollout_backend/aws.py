@@ -34,8 +34,8 @@ NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
 # No call was sent.
 UNSIGNED = (*NO_CREDENTIALS, CredentialRetrievalError, MetadataRetrievalError, SSOError, TokenRetrievalError)
 NO_ANSWER = (BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError, TimeoutError)
-"""A call without an answer, or with one that was cut or cannot be parsed. The service may have done its work. Neither
-botocore nor aiobotocore wraps what goes wrong while a body is streamed, or while XML is parsed."""
+"""A call without a response, or with one that is truncated or invalid. The service may have executed the call.
+Neither botocore nor aiobotocore wraps errors that occur while a body is streamed or XML is parsed."""
 CALL_ERRORS = (ClientError, *NO_ANSWER)
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException"})
 _UNKNOWN_CREDENTIALS = frozenset(
@@ -64,10 +64,11 @@ def client(
     retries: int = 0,
     newer_fields: Mapping[str, Any] | None = None,
 ) -> AbstractAsyncContextManager[Any]:
-    """A client of one service, to be entered. `retries` are botocore's own; where it is 0 they are the caller's.
+    """Return an async context manager that opens a client of one service.
 
-    A PUT or a receive may be repeated by botocore without harm; an invoke may not. `newer_fields` is merged into
-    botocore's own description of the service: what the service knows, and this botocore does not yet.
+    `retries` is the number of botocore's own retries. Leave it 0 for calls that are not idempotent, such as an
+    invoke. `newer_fields` is merged into botocore's model of the service: fields that this botocore does not know
+    yet.
     """
     config = AioConfig(
         connect_timeout=connect_timeout_s,
@@ -104,8 +105,8 @@ def _loader(data_path: str | None) -> Loader:
 
 
 class _CredentialProvider:
-    """A session's chain of credential providers. Errors of Python, such as those that aiobotocore raises when a
-    `credential_process` cannot be started or prints no JSON, become CredentialRetrievalError."""
+    """A session's chain of credential providers. Other exceptions, such as those of a `credential_process` that
+    cannot be started or prints no JSON, become CredentialRetrievalError."""
 
     def __init__(self, chain: Any) -> None:
         self._chain = chain
@@ -120,7 +121,7 @@ class _CredentialProvider:
 
 
 class _Credentials:
-    """Credentials whose renewal fails with errors of botocore only."""
+    """Credentials whose renewal raises only botocore's exceptions."""
 
     def __init__(self, credentials: Any) -> None:
         self._credentials = credentials
@@ -144,7 +145,7 @@ def _retrieval(provider: str = "the AWS configuration") -> Iterator[None]:
 
 
 async def read_up_to(reply: aiohttp.ClientResponse, limit: int) -> bytes:
-    """The first `limit` bytes of a body. The rest is not read."""
+    """Return the first `limit` bytes of a body, without reading the rest."""
     data = bytearray()
     async for piece in reply.content.iter_any():
         data += piece
@@ -166,20 +167,20 @@ def message_of(error: ClientError) -> str:
 
 
 def was_sent(error: BaseException) -> bool:
-    """Whether one of NO_CONNECTION means that the connection broke after the call had been sent on it. aiobotocore
-    raises the same error for a connection that was refused and for one that was reset."""
+    """Return whether one of NO_CONNECTION means that the connection broke after the call was sent. aiobotocore raises
+    the same error for a connection that was refused and for one that was reset."""
     cause = error.kwargs.get("error") if isinstance(error, BotoCoreError) else None
     return isinstance(cause, aiohttp.ClientOSError) and not isinstance(cause, aiohttp.ClientConnectorError)
 
 
 def is_expired(error: ClientError) -> bool:
-    """Whether the service takes the credentials no more. Those that renew themselves are renewed long before, so no
-    later try does better."""
+    """Return whether the credentials have expired. Renewable ones are renewed long before, so a retry is
+    pointless."""
     return code_of(error) in _EXPIRED
 
 
 def is_throttled(error: ClientError) -> bool:
-    """Whether the service refuses for its rate alone. SQS says so with status 400."""
+    """Return whether the service throttles the call. SQS does so with status 400."""
     return status_of(error) == 429 or code_of(error) in _THROTTLED
 
 
@@ -189,7 +190,7 @@ def is_denied(error: BaseException) -> bool:
 
 
 def raise_if_expired(error: BaseException, what: str) -> None:
-    """Raises CredentialsExpired if that is why `what` did not do as it was asked."""
+    """Raise CredentialsExpired if `what` refused the call because the credentials have expired."""
     if isinstance(error, ClientError) and is_expired(error):
         raise CredentialsExpired(
             f"the AWS credentials have expired ({what} says {code_of(error)}). Get new ones (aws sso login, or the "
@@ -199,7 +200,7 @@ def raise_if_expired(error: BaseException, what: str) -> None:
 
 
 def preflight_error(error: BotoCoreError | ClientError, what: str, setting: str) -> PreflightError:
-    """What a failed look at `what`, named by `setting`, means to the user."""
+    """Describe a failed check of `what`, which `setting` names, to the user."""
     if isinstance(error, NO_CREDENTIALS):
         return PreflightError(
             f"{what} cannot be reached: there are no AWS credentials. Log in (aws sso login), or set AWS_PROFILE, "
@@ -213,7 +214,7 @@ def preflight_error(error: BotoCoreError | ClientError, what: str, setting: str)
 
 
 def _refusal(error: ClientError, what: str, setting: str) -> str:
-    """What a service's error code says about `what`, and what to do about it."""
+    """Describe a service's error code, and what to do about it."""
     code, status = code_of(error), status_of(error)
     said = f"{code}: {message_of(error)}"
     if is_expired(error):

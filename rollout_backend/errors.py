@@ -1,31 +1,31 @@
 """The exceptions of the training side.
 
     RolloutBackendError
-    ├── ConfigError            the settings: raised before anything is started or spent
-    ├── TaskFileError          a task file with a broken line, which is named
-    ├── PreflightError         credentials, bucket, queue, runtime: found out before the first rollout
-    ├── ServingError           an engine or the router
-    │   ├── StartupError           never became healthy, died on the way, or its port is taken
-    │   └── EngineUnavailable      no engine left that could answer
-    ├── RuntimeCallError       one call to the agent runtime; the dispatcher acts on its kind
-    │   ├── Throttled              429: repeated until the time is up, at a lower rate
-    │   ├── QuotaExceeded          402: too many sessions; the same
-    │   ├── RuntimeConflict        409: the same, at the same rate
-    │   ├── RuntimeUnavailable     503, or no connection: as Throttled. Another 5xx: the session may have opened; it
-    │   │                          is closed, and another attempt is made
-    │   ├── NoCredentials          there are no credentials, or none to be had just now: it was not sent
-    │   ├── OutcomeUnknown         the call was cut or timed out after it was sent: the session may be running
-    │   ├── ContainerStartTimeout  424, the container was not up in time: another attempt, in another session
-    │   └── InvokeRejected         4xx for good: the rollout ends as infra_error at once
-    ├── RunHeld                another manager holds the run, or has taken it over: this one ends
-    ├── CloudLost              the local cloud's S3, SQS or runtime has ended, and each session with it
-    ├── WriteConflict          an object is not what it was when it was read; who wrote it decides what follows
-    ├── StoreError             S3 did not answer as it should; a later look may find the result
+    ├── ConfigError            invalid settings: raised before anything is started
+    ├── TaskFileError          an invalid task file; the message names the line
+    ├── PreflightError         credentials, bucket, queue or runtime: raised before the first rollout
+    ├── ServingError           an engine, the router, a gateway or the dialer
+    │   ├── StartupError           the process did not become healthy, or its port is taken
+    │   └── EngineUnavailable      no engine answered a model call
+    ├── RuntimeCallError       one call to the agent runtime; the dispatcher acts on the subclass
+    │   ├── Throttled              429: retried until the deadline, at a lower rate
+    │   ├── QuotaExceeded          402: too many sessions; retried likewise
+    │   ├── RuntimeConflict        409: retried until the deadline, at the same rate
+    │   ├── RuntimeUnavailable     503, or no connection: retried like Throttled. After another 5xx the session may
+    │   │                          be open: it is closed, and another attempt is made
+    │   ├── NoCredentials          no credentials were found or could be renewed; the call was not sent
+    │   ├── OutcomeUnknown         the connection broke or timed out after the call was sent: the session may run
+    │   ├── ContainerStartTimeout  424: the container did not start in time; another attempt gets another session
+    │   └── InvokeRejected         a permanent 4xx: the rollout ends as infra_error at once
+    ├── RunHeld                another manager holds the run, or has taken it over: this manager stops
+    ├── CloudLost              the local cloud's S3, SQS or runtime has ended, and every session with it
+    ├── WriteConflict          an object has changed since it was read
+    ├── StoreError             S3 failed; a retry may succeed
     │   └── ResultMissing          nothing is stored under the key
-    ├── CredentialsExpired     the run stops; restart it with new ones to resume
-    ├── CircuitOpen            rollouts are lost in one way again and again: the run stops, with a diagnosis
-    ├── ManifestError          a step was begun before, and what it left cannot be understood
-    └── LedgerError            a step that does not reconcile: a bug, the run stops with the ledger printed
+    ├── CredentialsExpired     the run stops; restart it with new credentials to resume
+    ├── CircuitOpen            too many consecutive failures for one reason: the run stops with a diagnosis
+    ├── ManifestError          the manifest of an earlier execution of a step cannot be read
+    └── LedgerError            a step does not reconcile, which is a bug: the run stops and prints the ledger
 
 A failed rollout is not an exception: it is a `Rollout`, or a ledger entry, with an outcome and a reason.
 `agent_wrapper.contract.ContractError` is the one error of malformed objects on both sides.
@@ -35,40 +35,40 @@ from __future__ import annotations
 
 
 class RolloutBackendError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base class of the exceptions that this package raises."""
 
 
 class ConfigError(RolloutBackendError):
-    """Settings that cannot work. The message names the key and says what to change."""
+    """Invalid settings. The message names the setting and says what to change."""
 
 
 class TaskFileError(RolloutBackendError):
-    """A task file that cannot be read whole. The message names the line or the row."""
+    """An invalid task file. The message names the line or the row."""
 
 
 class PreflightError(RolloutBackendError):
-    """Something outside this process that the run needs is missing or refuses us."""
+    """An external service that the run needs is missing or refuses access."""
 
 
 class ServingError(RolloutBackendError):
-    """An engine or the router."""
+    """An engine, the router, a gateway or the dialer has failed."""
 
 
 class StartupError(ServingError):
-    """A server process that did not come up. The message carries the end of its log and the log's path."""
+    """A server process did not start. The message has the end of its log and the log's path."""
 
 
 class EngineUnavailable(ServingError):
-    """No engine could answer a model call."""
+    """No engine answered a model call."""
 
 
 class RuntimeCallError(RolloutBackendError):
-    """One call to the agent runtime that failed. `reason` is what the ledger counts by."""
+    """A call to the agent runtime failed. `reason` is the reason in the ledger."""
 
     reason = "runtime_error"
-    never_opened = False  # True: no session was started, so there is none to stop
-    refused = False  # True: turned away for now. It is no attempt: the same call is repeated until the time is up
-    slow_down = False  # True: the runtime takes fewer calls than it gets
+    never_opened = False  # True: no session was opened, so none needs a stop
+    refused = False  # True: refused for now. It is no attempt: the same call is retried until the deadline
+    slow_down = False  # True: the runtime accepts fewer calls than it receives
 
 
 class Throttled(RuntimeCallError):
@@ -91,7 +91,7 @@ class RuntimeUnavailable(RuntimeCallError):
     slow_down = True
 
     def __init__(self, message: str, *, refused: bool = False, never_opened: bool = False) -> None:
-        """`refused`: 503, which says that the call was not processed. `never_opened`: it was not even received."""
+        """`refused`: the runtime answered 503 and did not process the call. `never_opened`: it did not receive it."""
         super().__init__(message)
         self.refused = refused or never_opened
         self.never_opened = never_opened
@@ -120,31 +120,31 @@ class InvokeRejected(RuntimeCallError):
 
 
 class RunHeld(RolloutBackendError):
-    """Another manager holds the run, or has taken it over. The message says which one, and what to do."""
+    """Another manager holds the run, or has taken it over. The message names it and says what to do."""
 
 
 class CloudLost(RolloutBackendError):
-    """A process of the local cloud has ended by itself. The message carries the end of its log."""
+    """A process of the local cloud has ended unexpectedly. The message has the end of its log."""
 
 
 class WriteConflict(RolloutBackendError):
-    """A conditional write was refused: the object has changed, exists already, or is gone."""
+    """S3 refused a conditional write: the object has changed, already exists, or was deleted."""
 
 
 class StoreError(RolloutBackendError):
-    """S3 did not answer as it should."""
+    """S3 failed or did not answer in time."""
 
 
 class ResultMissing(StoreError):
-    """Nothing is stored under the key: an announcement that names it is ahead of its time, or false."""
+    """Nothing is stored under the key: the announcement that names it is early or false."""
 
 
 class CredentialsExpired(RolloutBackendError):
-    """AWS takes this process's credentials no more, and they do not renew themselves. The message says what to do."""
+    """AWS no longer accepts this process's credentials, and they cannot be renewed. The message says what to do."""
 
 
 class CircuitOpen(RolloutBackendError):
-    """The run is stopped, for its rollouts are lost in one way again and again. The message is the diagnosis."""
+    """The run stops after too many consecutive failures for one reason. The message is the diagnosis."""
 
 
 class ManifestError(RolloutBackendError):
@@ -152,4 +152,4 @@ class ManifestError(RolloutBackendError):
 
 
 class LedgerError(RolloutBackendError):
-    """The books do not balance. The message is the whole ledger."""
+    """A step's ledger does not reconcile. The message prints the ledger."""

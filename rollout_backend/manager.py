@@ -150,7 +150,7 @@ class RolloutManager:
             CircuitOpen: too many rollouts failed for the same reason; every step of the run raises this.
             RunHeld: another manager has taken the run over; every step of this manager raises this.
             CloudLost: the local cloud has ended.
-            LedgerError: the books do not balance.
+            LedgerError: the ledger does not reconcile.
         """
         run, wanted = self._started, check_unique(tasks)
         log.info("%s", check_ramp(self.config, run.limits, planned_rollouts(wanted, self.config.group)))

@@ -101,7 +101,7 @@ class Step:
         """Collect until the policy is satisfied or the deadline passes.
 
         Raises:
-            LedgerError: the books do not balance.
+            LedgerError: the ledger does not reconcile.
             StoreError: S3 refused the step's manifest until the step's deadline; nothing was dispatched.
             RunHeld: another manager has taken the run over.
             CircuitOpen: the run's breaker has opened, in this step or before it.
