@@ -1,4 +1,4 @@
-"""Which manager holds a run: one process at a time, fenced by a token.
+"""Lease a run to one manager at a time, with a fencing token.
 
 Invariants:
 
@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 _CLOCK_S = 2.0  # S3 timestamps have a resolution of 1 s
 _RETRY_S = 300.0  # for S3, while a run starts and before a step returns
 _PAUSE_S = 2.0  # between two tries
-_SURE = 0.75  # of a lease, counted from the renewal: so long no other manager can have the run
+_VALID_SHARE = 0.75  # of a lease, counted from the renewal: so long no other manager can have the run
 
 
 class LeaseHolder(BaseModel):
@@ -57,10 +57,10 @@ class LeaseHolder(BaseModel):
     id: str
     host: str
     machine: str
-    """Names the kernel and the process namespace: only there does `pid` say anything."""
+    """Identifies the kernel and the process namespace in which `pid` is valid."""
     pid: int
     started: int = 0
-    """When the process started, in the kernel's ticks: a pid may be used again."""
+    """Start time of the process in kernel ticks, because pids are reused."""
     since: float
     """Unix seconds."""
 
@@ -87,7 +87,7 @@ class LeaseHolder(BaseModel):
 
 
 class LeaseRecord(BaseModel):
-    """What `runs/RUN/lease` holds. `manager_id` repeats the holder's id, for the janitor."""
+    """The content of `runs/RUN/lease`. `manager_id` repeats the holder's id, for the janitor."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -96,10 +96,10 @@ class LeaseRecord(BaseModel):
     holder: LeaseHolder | None = None
     released: bool = False
     starting: LeaseHolder | None = None
-    """A manager that has found the run given up and is starting everything else. It holds the run only afterwards."""
+    """A manager that has found the run free and is starting its services. It holds the run afterwards."""
     renewals: int = 0
     lease_s: float = 60.0
-    """Of the manager that wrote this: it renews its lease several times within it."""
+    """Duration of the lease of the manager that wrote this, which renews it several times within that time."""
 
     def manager(self, age_s: float) -> LeaseHolder | None:
         """Return the manager that has the run and has not given it up. `age_s`: since this record was written."""
@@ -116,7 +116,7 @@ class _Seen:
 
 
 class RunLease:
-    """One manager's hold on its run: `begin`, start everything else, `claim`, and in the end `release`."""
+    """One manager's lease on its run: `begin`, start everything else, `claim`, and finally `release`."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class RunLease:
         is_dead: Callable[[LeaseHolder], bool] = LeaseHolder.is_dead,
         on_status: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """Prepare a hold on a run; nothing is written yet. Each wait is reported to the given callback."""
+        """Prepare a lease; nothing is written yet. `on_status` is called with a line for each wait."""
         self.me = me
         self.previous_manager_id: str | None = None  # the holder on record when this manager began
         self.held = False
@@ -143,7 +143,7 @@ class RunLease:
         self._etag: str | None = None
         self._renewed_at = float("-inf")  # loop seconds: before the last write that S3 took was sent
         self._writing = asyncio.Lock()
-        self._news = asyncio.Event()  # replaced at each renewal, and when the run is lost
+        self._changed = asyncio.Event()  # replaced at each renewal, and when the run is lost
         self._renewing: asyncio.Task[None] | None = None
         self._was_free = True
 
@@ -152,9 +152,10 @@ class RunLease:
         return self._record.fencing_token
 
     async def may_delete_queue(self) -> bool:
-        """Whether the run's queue is this manager's to delete: it surely holds the run, or no other manager did when
-        it began. Otherwise the queue may be another's, or a dead run's, which is left to the janitors."""
-        stale = asyncio.get_running_loop().time() - self._renewed_at > _SURE * self._lease_s
+        """Return whether this manager may delete the run's queue: its lease is valid, or no other manager held the
+        run when it began. Otherwise the queue may belong to another manager, or to a dead run, whose janitor deletes
+        it."""
+        stale = asyncio.get_running_loop().time() - self._renewed_at > _VALID_SHARE * self._lease_s
         if self.held and stale and self.lost is None:
             try:
                 async with self._writing:
@@ -165,9 +166,9 @@ class RunLease:
         return self.lost is None and (self.held or self._was_free)
 
     def mark_lost(self, error: RunHeld) -> None:
-        """Another manager has the run, as one of its writes shows."""
+        """Record that another manager has the run, as one of its writes shows."""
         self.lost = self.lost or error
-        self._announce()
+        self._notify()
 
     async def begin(self) -> None:
         """Announce that this manager is starting.
@@ -205,19 +206,19 @@ class RunLease:
     async def wait_lost(self) -> None:
         """Wait until another manager has the run. Raises RunHeld, and never returns."""
         while self.lost is None:
-            await self._news.wait()
+            await self._changed.wait()
         raise self.lost
 
     async def wait_confirmed(self) -> None:
-        """Wait until the lease is surely this manager's, so that no other one can have the run. Raises RunHeld."""
+        """Wait until the lease is known to be valid, so that no other manager can hold the run. Raises RunHeld."""
         loop = asyncio.get_running_loop()
-        while self.lost is None and loop.time() - self._renewed_at > _SURE * self._lease_s:
-            await self._news.wait()
+        while self.lost is None and loop.time() - self._renewed_at > _VALID_SHARE * self._lease_s:
+            await self._changed.wait()
         if self.lost is not None:
             raise self.lost
 
     async def try_to_confirm(self) -> None:
-        """Wait until the lease is surely this manager's, or until S3 has not answered for some minutes.
+        """Wait until the lease is known to be valid, or until S3 has not answered for some minutes.
 
         A manager that could not renew its lease must not return a step's result before it knows whether another
         manager has taken the run over. Raises RunHeld.
@@ -229,7 +230,7 @@ class RunLease:
             log.warning("the run's lease could not be renewed for %g s; another manager may hold the run", _RETRY_S)
 
     async def release(self) -> None:
-        """Give the run up, so that the next start need not wait for anything."""
+        """Release the lease, so that the next manager need not wait for it to expire."""
         if self._renewing is None:
             return
         self._renewing.cancel()
@@ -245,10 +246,10 @@ class RunLease:
         except RolloutBackendError as error:
             log.warning("%s: a start on another machine waits %g s before it takes the run", error, self._lease_s)
 
-    # --- what is on record --------------------------------------------------------------------------------
+    # --- the record ---------------------------------------------------------------------------------------
 
     async def _wait_available(self) -> _Seen:
-        """Return the record once no other manager has the run. One on another machine is given the time in which it
+        """Return the record once no other manager has the run. A manager on another machine gets the time in which it
         would renew its lease. Raises RunHeld."""
         first = seen = await self._retry(self._read)
         while (other := self._active(seen)) is not None:
@@ -283,7 +284,7 @@ class RunLease:
         record = record.model_copy(update={"renewals": record.renewals + 1, "lease_s": self._lease_s})
         self._etag = await self._store.put_if_match(self.key, record.model_dump_json(indent=1).encode(), self._etag)
         self._record, self._renewed_at = record, sent_at
-        self._announce()
+        self._notify()
 
     async def _renew(self) -> None:
         pause = self._lease_s / 4
@@ -303,7 +304,7 @@ class RunLease:
                 pause = min(_PAUSE_S, self._lease_s / 4)
 
     async def _resolve_conflict(self) -> None:
-        """After a conflict: what is on record is another manager's, or still this one's under another ETag."""
+        """Resolve a write conflict: the record is another manager's, or still this one's under another ETag."""
         seen = await self._read()
         record = seen.record
         mine = record.holder if self.held else record.starting
@@ -314,12 +315,12 @@ class RunLease:
         other = record.starting or record.holder
         self.mark_lost(self._taken_by(other) if self.held or other is None else self._held_by(other, record.lease_s))
 
-    def _announce(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Repeat a call while S3 does not answer. Raises StoreError after some minutes."""
+        """Retry a call until S3 answers. Raises StoreError after some minutes."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _RETRY_S
         while True:
@@ -343,7 +344,7 @@ class RunLease:
 
 
 class FencedRuntime:
-    """A runtime in which this manager starts sessions only while it surely holds the run."""
+    """A runtime that starts sessions only while this manager's lease is valid."""
 
     def __init__(self, runtime: SessionCalls, lease: RunLease) -> None:
         self._runtime = runtime
