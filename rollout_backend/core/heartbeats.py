@@ -21,7 +21,7 @@ _AGENTS_RETRY_S = 300.0  # as long as agents retry a model call: see `RolloutCon
 
 @dataclass(frozen=True)
 class HeartbeatReport:
-    """The sessions that a gateway has heard from since it was last asked."""
+    """The sessions that a gateway has heard from since the last poll."""
 
     beats: frozenset[str] = frozenset()  # sent a heartbeat
     calls: frozenset[str] = frozenset()  # called the model, or fetched the trajectory
@@ -35,7 +35,7 @@ class _Gateway:
 
 
 class Heartbeats:
-    """The sessions of a run that are watched. One for all its steps."""
+    """Watches the sessions of all steps of a run."""
 
     def __init__(self, every_s: float, gateways: int = 1, *, same_machine: bool = False) -> None:
         """`same_machine`: agents run on this machine, so a gateway that answers us can be reached by them."""
@@ -55,7 +55,7 @@ class Heartbeats:
             self._last.pop(session_id, None)
 
     def observe(self, now: float, answers: Sequence[HeartbeatReport | None]) -> None:
-        """Takes in what each gateway answered; None: it did not."""
+        """Record each gateway's report; None if it did not answer."""
         for gateway, heard in zip(self._gateways, answers, strict=True):
             if heard is None:
                 gateway.asked_at, gateway.unproven_s = None, 0.0
@@ -75,12 +75,12 @@ class Heartbeats:
 
     @property
     def lost_sessions(self) -> set[str]:
-        """The sessions that have missed `MISSED` heartbeats."""
+        """Return the sessions that have missed `MISSED` heartbeats."""
         limit = MISSED * self._every_s
         return {name for name, (gateway, at) in self._last.items() if gateway.proven_s - at >= limit}
 
     async def poll(self, ask: Callable[[], Awaitable[Sequence[HeartbeatReport | None]]]) -> None:
-        """Asks the gateways again and again, until it is cancelled."""
+        """Poll the gateways until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.poll_s)

@@ -74,10 +74,10 @@ def task_of(rollout_id: str) -> str:
 
 
 def check_unique(tasks: Iterable[Task]) -> tuple[Task, ...]:
-    """The tasks of one step.
+    """Return the tasks of one step.
 
     Raises:
-        TaskFileError: none at all, or two with one id: their rollouts would be indistinguishable.
+        TaskFileError: there is no task, or two have the same id, so their rollouts could not be told apart.
     """
     found: dict[str, Task] = {}
     for task in tasks:

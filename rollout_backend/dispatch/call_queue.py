@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class CallKind(IntEnum):
-    """The kinds of calls; where they compete, the lower value goes first."""
+    """The kinds of calls, in the order of their priority."""
 
     STOP = 0  # of a session whose rollout is settled: it frees a slot
     INVOKE = 1
@@ -35,7 +35,7 @@ class CallKind(IntEnum):
 
 class CallQueue:
     def __init__(self, invoke_per_s: float, stop_per_s: float, calls_per_s: float | None = None) -> None:
-        """`calls_per_s`: of both kinds together, where the runtime counts them in one quota."""
+        """`calls_per_s` limits invokes and stops together, for a runtime that counts them in one quota."""
         self._invokes = AdaptiveRate(invoke_per_s)
         self._stops = AdaptiveRate(stop_per_s)
         self._shared = AdaptiveRate(calls_per_s) if calls_per_s is not None else None
@@ -62,7 +62,7 @@ class CallQueue:
 
     @contextmanager
     def track(self, call: CallKind, tally: CallTally) -> Iterator[None]:
-        """Report what comes of the call in this block to its rate and to the step's tally."""
+        """Report the outcome of the call in this block to its rate and to the step's tally."""
         sent_at = asyncio.get_running_loop().time()
         try:
             yield
@@ -79,9 +79,9 @@ class CallQueue:
 
     def _refused(self, call: CallKind, error: RuntimeCallError, sent_at: float, tally: CallTally) -> None:
         rate, now = self._adaptive(call), asyncio.get_running_loop().time()
-        if rate.rate == rate.ceiling:  # once for each time that it leaves its ceiling, not for each refusal
+        if rate.rate == rate.ceiling:  # log once each time the rate drops below its ceiling
             what = "invokes" if call is CallKind.INVOKE else "stops"
-            log.warning("the runtime refuses %s (%s): they slow down, and are repeated", what, error)
+            log.warning("the runtime refuses %s (%s): they slow down and are retried", what, error)
         rate.refused(sent_at, now)
         tally.refused(now)
         self._serve()
@@ -96,12 +96,12 @@ class CallQueue:
         return (own,) if self._shared is None else (own, self._shared)
 
     def _adaptive(self, call: CallKind) -> AdaptiveRate:
-        """Return the rate that answers change. A refused invoke may have met a quota of new sessions or of active
-        ones, which bound no stop; a refused stop can only have met the quota of calls."""
+        """Return the rate that adapts to responses. A quota of new or active sessions may refuse an invoke, but no
+        stop; only the quota of calls refuses a stop."""
         return self._invokes if call is CallKind.INVOKE else self._shared or self._stops
 
     def _serve(self) -> None:
-        """Admit every call that may go now, and come back when the next one may."""
+        """Admit every call that is due, and set a timer for the next one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -2,13 +2,13 @@
 
 Invariants:
 
-- each attempt has a new session id, which is never reused: after a stop, an invoke with an old id would
-  start a fresh machine. The id is known before the attempt (see `manifest`), so that no session is ever forgotten;
-- a refusal is no attempt: the same session is invoked again until the rollout's time is up. Attempts are counted, and
-  bounded, only where a session may have opened;
-- what an attempt's session publishes once the attempt is given up does not settle its rollout;
-- a rollout that cannot be submitted is settled at once, with the reason, and never waited for;
-- a session that may have been opened is closed; one that surely was not is not.
+- each attempt has a new session id, which is never reused: after a stop, an invoke with an old id would start a new
+  container. The id is known before the attempt (see `manifest`), so no open session is lost;
+- a refusal is not an attempt: the same session is invoked again until the rollout's deadline. An attempt counts
+  towards `max_attempts` only if its session may be open;
+- a result of an abandoned attempt does not settle its rollout;
+- a rollout that cannot be submitted is settled at once, with the reason;
+- a session that may be open is closed; one that was never opened is not.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _ACCEPTED = frozenset({"accepted", "running", "finished"})
 
 @dataclass(frozen=True)
 class Submission:
-    """One attempt that is about to be made."""
+    """The request of one attempt."""
 
     session_id: str
     payload: bytes
-    deadline: float  # loop seconds after which nothing can come of it
+    deadline: float  # loop seconds after which no result can arrive
 
 
 class Dispatcher:
-    """Submits rollouts of any number of steps, within the runtime's rate and number of sessions.
+    """Submits the rollouts of all steps of a run, within the runtime's rate and number of sessions.
 
     `slots` is held from a rollout's submission until its session is closed.
     """
@@ -76,7 +76,7 @@ class Dispatcher:
         wait: WaitBaseT = _BETWEEN_ATTEMPTS,
         wait_refused: WaitBaseT = _AFTER_REFUSAL,
     ) -> None:
-        """`wait` is the pause between two attempts, `wait_refused` that before a refused call is repeated."""
+        """`wait` is the back-off between attempts, `wait_refused` that between retries of a refused invoke."""
         self._runtime = runtime
         self._calls = calls
         self._max_attempts = max_attempts
@@ -92,12 +92,11 @@ class Dispatcher:
         close: Callable[[str], Awaitable[None]],
         until: float,
     ) -> bool:
-        """Makes attempts until the agent has accepted the rollout, or it is settled. Those made before count.
+        """Make attempts until an agent accepts the rollout or the rollout is settled. Earlier attempts count.
 
-        Called with a slot held. `prepare` makes the request of the first, second, ... attempt, again for each invoke
-        of it. `close` ends the session of an attempt that failed, and sees it through even if its caller is
-        cancelled. Refused invokes are repeated until the loop's time is `until`. True if the agent runs: then the
-        session is the caller's to close.
+        The caller holds a slot. `prepare` returns the request of the nth attempt; it is called before each invoke.
+        `close` closes the session of a failed attempt, even if the caller is cancelled. Refused invokes are retried
+        until the loop's time is `until`. Return True if the agent runs; then the caller must close its session.
         """
         last: Submission | None = None
 
@@ -133,7 +132,7 @@ class Dispatcher:
         close: Callable[[str], Awaitable[None]],
         until: float,
     ) -> bool:
-        """One attempt, which begins once the runtime no longer refuses it."""
+        """Make one attempt. Retry while the runtime refuses the invoke."""
         now = asyncio.get_running_loop().time
         refusals = AsyncRetrying(
             retry=retry_if_exception(_refused),
