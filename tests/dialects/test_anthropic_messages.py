@@ -1,11 +1,10 @@
 import json
 
-import anthropic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dialect_data import CALL, FULL, JSON, answer, bodies, check_read_or_refused, read_events, sampled
+from dialect_data import CALL, JSON, answer, bodies, check_read_or_refused, read_events, sampled
 from field_claims import MESSAGES
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Delta
@@ -318,99 +317,6 @@ def test_blocks_of_a_stream_do_not_overlap():
     ]
     assert [data["index"] for data in sent if "index" in data] == [0] * 5 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3
     assert sent[4]["delta"]["type"] == "signature_delta"
-
-
-# --- with Anthropic's client ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server(serve_dialect):
-    return serve_dialect(DIALECT, "/v1/messages")
-
-
-@pytest.fixture
-def client(server):
-    with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as client:
-        yield client
-
-
-ASK = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
-REPLIES = [
-    (FULL, "tool_calls", None),
-    ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "tool_calls", None),
-    ({"role": "assistant", "content": "short"}, "stop", "END"),
-    ({"role": "assistant", "content": "cut"}, "length", None),
-    ({"role": "assistant", "content": ""}, "stop", None),
-]
-
-
-@pytest.mark.parametrize("reply", REPLIES)
-def test_the_client_reads_the_same_from_a_stream_and_a_body(client, script, reply):
-    script.reply(*reply)
-    plain = client.messages.create(**ASK)
-    with client.messages.stream(**ASK) as stream:
-        kinds = [event.type for event in stream]
-        streamed = stream.get_final_message()
-    assert streamed.to_dict() == plain.to_dict()
-    assert [call.stream for call in script.calls] == [False, True]
-    assert plain.usage.input_tokens + plain.usage.cache_read_input_tokens == 11
-    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
-
-
-def test_the_client_finds_every_block(client, script):
-    script.reply(FULL, "tool_calls")
-    with client.messages.stream(**ASK) as stream:
-        said = "".join(stream.text_stream)
-        final = stream.get_final_message()
-    thinking, spoken, *uses = final.content
-    assert (thinking.thinking, spoken.text, said) == ("why so", "some text", "some text")
-    assert [(use.id, use.name, use.input) for use in uses] == [("c1", "f", {"x": 1}), ("2", "f", {"x": 1})]
-    assert final.stop_reason == "tool_use"
-
-
-def test_the_clients_history_equals_the_sampled_message(client, script):
-    script.reply(FULL, "tool_calls")
-    first = client.messages.create(**ASK, tools=[TOOL])
-    results = [{"type": "tool_result", "tool_use_id": block.id, "content": "r"} for block in first.content[2:]]
-    history = [
-        *ASK["messages"],
-        {"role": "assistant", "content": first.content},
-        {"role": "user", "content": results},
-    ]
-    client.messages.create(**{**ASK, "messages": history}, tools=[TOOL])
-    sent = script.calls[-1].messages
-    assert sent[1] == FULL
-    assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool"]
-
-
-async def test_the_async_client(server, script):
-    script.reply(FULL, "tool_calls")
-    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="k", max_retries=0) as client:
-        async with client.messages.stream(**ASK) as stream:
-            final = await stream.get_final_message()
-        assert final.to_dict() == (await client.messages.create(**ASK)).to_dict()
-
-
-def test_the_client_counts(client, script):
-    assert client.messages.count_tokens(model="m", messages=ASK["messages"], tools=[TOOL]).input_tokens == 11
-
-
-def test_the_client_raises_refusals(client, script):
-    with pytest.raises(anthropic.BadRequestError, match="takes text only") as error:
-        client.messages.create(**{**ASK, "messages": [user({"type": "image", "source": {}})]})
-    assert error.value.type == "invalid_request_error"
-    script.error = ApiError(429, "busy", retry_after_s=1)
-    with pytest.raises(anthropic.RateLimitError, match="busy"):
-        client.messages.create(**ASK)
-
-
-def test_the_client_raises_a_failure_in_a_stream(client, script):
-    script.reply(FULL)
-    script.error = ApiError(503, "the engine is gone")
-    failing = pytest.raises(anthropic.APIStatusError, match="the engine is gone")
-    with failing as error, client.messages.stream(**ASK) as stream:
-        stream.get_final_message()
-    assert error.value.type == "overloaded_error"
 
 
 # --- properties -------------------------------------------------------------------------------------------

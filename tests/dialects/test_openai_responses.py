@@ -1,13 +1,12 @@
 import json
 
-import openai
 import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import ResponseStreamEvent
 
-from dialect_data import CALL, FULL, answer, bodies, check_read_or_refused, read_events, sampled
+from dialect_data import CALL, answer, bodies, check_read_or_refused, read_events, sampled
 from field_claims import RESPONSES
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Delta
@@ -328,106 +327,6 @@ def test_a_stream_that_fails_before_its_start_has_all_opening_events():
     sent = read_events(b"".join(events.failed(ApiError(429, "busy"))))
     assert [name for name, _ in sent] == ["response.created", "response.in_progress", "response.failed"]
     assert sent[-1][1]["response"]["error"]["code"] == "rate_limit_exceeded"
-
-
-# --- with OpenAI's client ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server(serve_dialect):
-    return serve_dialect(DIALECT, "/v1/responses")
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
-        yield client
-
-
-ASK = {"model": "m", "input": "a"}
-REPLIES = [
-    (FULL, "tool_calls"),
-    ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "tool_calls"),
-    ({"role": "assistant", "content": "short"}, "stop"),
-    ({"role": "assistant", "content": ""}, "stop"),
-    ({"role": "assistant", "content": "", "reasoning_content": "hm"}, "stop"),
-]
-
-
-@pytest.mark.parametrize("reply", REPLIES)
-def test_the_client_reads_the_same_from_a_stream_and_a_body(client, script, reply):
-    script.reply(*reply)
-    Response.model_validate(client.responses.create(**ASK).to_dict(), strict=True)
-    plain = client.responses.parse(**ASK)  # with what the stream's helper adds to each item
-    with client.responses.stream(**ASK) as stream:
-        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
-        streamed = stream.get_final_response()
-    assert streamed.to_dict() == plain.to_dict()
-    assert plain.output_text == "".join(deltas) == (reply[0]["content"] or "")
-    assert [call.stream for call in script.calls] == [False, False, True]
-
-
-def test_the_client_finds_every_item(client, script):
-    script.reply(FULL, "tool_calls")
-    thinking, spoken, *calls = client.responses.create(**ASK, tools=[TOOL]).output
-    assert (thinking.content[0].text, spoken.content[0].text) == ("why so", "some text")
-    assert [(call.call_id, call.name, call.arguments) for call in calls] == [
-        ("c1", "f", '{"x": 1}'),
-        ("2", "f", '{"x": 1}'),
-    ]
-
-
-def test_the_clients_history_equals_the_sampled_message(client, script):
-    script.reply(FULL, "tool_calls")
-    first = client.responses.create(**ASK, tools=[TOOL])
-    calls = [item for item in first.output if item.type == "function_call"]
-    history = [USER, *first.output, *(output(call.call_id, "r") for call in calls)]
-    client.responses.create(model="m", input=history, tools=[TOOL])
-    sent = script.calls[-1].messages
-    assert sent[1] == FULL
-    assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool"]
-
-
-def test_the_client_sees_that_a_reply_was_cut(client, script):
-    script.reply({"role": "assistant", "content": "cut"}, "length")
-    assert client.responses.create(**ASK).incomplete_details.reason == "max_output_tokens"
-    *_, last = client.responses.create(**ASK, stream=True)
-    assert (last.type, last.response.output_text) == ("response.incomplete", "cut")
-
-
-def test_the_client_parses_a_reply_with_a_schema(client, script):
-    class Answered(pydantic.BaseModel):
-        a: str
-
-    script.reply({"role": "assistant", "content": '{"a": "b"}'})
-    assert client.responses.parse(**ASK, text_format=Answered).output_parsed == Answered(a="b")
-    with client.responses.stream(**ASK, text_format=Answered) as stream:
-        assert stream.get_final_response().output_parsed == Answered(a="b")
-    assert {call.json_schema["properties"]["a"]["type"] for call in script.calls} == {"string"}
-
-
-async def test_the_async_client(server, script):
-    script.reply(FULL, "tool_calls")
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
-        async with client.responses.stream(**ASK) as stream:
-            final = await stream.get_final_response()
-        assert final.to_dict() == (await client.responses.parse(**ASK)).to_dict()
-
-
-def test_the_client_raises_refusals(client, script):
-    with pytest.raises(openai.BadRequestError, match="send the whole conversation") as error:
-        client.responses.create(**ASK, previous_response_id="resp_1")
-    assert error.value.param == "previous_response_id"
-    script.error = ApiError(429, "busy", retry_after_s=1)
-    with pytest.raises(openai.RateLimitError, match="busy"):
-        client.responses.create(**ASK)
-
-
-def test_the_client_gets_a_failure_in_a_stream(client, script):
-    script.reply(FULL)
-    script.error = ApiError(503, "the engine is gone")
-    *_, last = client.responses.create(**ASK, stream=True)
-    assert (last.type, last.response.error.message) == ("response.failed", "the engine is gone")
 
 
 # --- properties -------------------------------------------------------------------------------------------
