@@ -21,8 +21,8 @@ from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.gateway_process import GatewayProcess
 
 
-def session_of(shard: int, shards: int = 2) -> str:
-    return next(name for name in (f"session-{i}" for i in range(1000)) if shard_of(name, shards) == shard)
+def session_of(shard: int, nth: int = 0) -> str:
+    return [name for name in (f"session-{i}" for i in range(100)) if shard_of(name, 2) == shard][nth]
 
 
 def listens(host: str, port: int) -> bool:
@@ -99,7 +99,7 @@ async def test_two_processes_serve_as_one_gateway(fleet, claims):
     assert (stats.sessions_open, stats.sessions_closed, stats.errors) == (0, 3, errors)
 
 
-async def test_each_gateway_reports_the_heartbeats_of_its_sessions(fleet, claims):
+async def test_each_gateway_reports_heartbeats_and_a_dead_one_without_a_journal_ends_the_run(fleet, claims):
     assert fleet.same_machine
     sessions = [session_of(0), session_of(1)]
     beating = [
@@ -115,9 +115,20 @@ async def test_each_gateway_reports_the_heartbeats_of_its_sessions(fleet, claims
     await fleet.revoke(sessions)
     async with asyncio.timeout(20):
         await asyncio.gather(*beating)  # they end once the sessions are closed
-    fleet._shards[1]._process._process.kill()
-    await fleet._shards[1].wait()
+    waiting = asyncio.create_task(fleet.failed())
+    await asyncio.sleep(0)
+    os.kill(fleet._shards[1]._process.pid, signal.SIGKILL)
+    with pytest.raises(StartupError, match=r"gateway 1 of 2 ended with code -9.*gateway-1\.log"):
+        await asyncio.wait_for(waiting, 20)
     assert [answer is None for answer in await fleet.heartbeats()] == [False, True]
+    alive = fleet.endpoint(claims(session_of(0, nth=1)))
+    assert await complete(alive) == "one"
+    with pytest.raises(ServingError, match="gateway 1 of 2 does not answer"):
+        await fleet.stats()
+    with pytest.raises(ServingError, match="gateway 1 of 2 does not answer"):
+        await fleet.revoke([session_of(1), session_of(0, nth=1)])
+    with pytest.raises(openai.APIStatusError, match="closed"):  # the other one has revoked its session
+        await complete(alive)
 
 
 async def a_key_is_valid_at_its_own_shard_only(fleet, claims):
@@ -131,21 +142,6 @@ async def a_key_is_valid_at_its_own_shard_only(fleet, claims):
     with pytest.raises(TrajectoryUnavailable, match="421"):
         await fetch_trajectory(elsewhere, 10)
     assert (await fleet.stats()).sessions_open == 0  # nothing was opened
-
-
-async def test_a_dead_gateway_without_a_journal_ends_the_run_with_its_log(fleet, claims):
-    waiting = asyncio.create_task(fleet.failed())
-    await asyncio.sleep(0)
-    os.kill(fleet._shards[1]._process.pid, signal.SIGKILL)
-    with pytest.raises(StartupError, match=r"gateway 1 of 2 ended with code -9.*gateway-1\.log"):
-        await asyncio.wait_for(waiting, 20)
-    assert await complete(fleet.endpoint(claims(session_of(0)))) == "one"
-    with pytest.raises(ServingError, match="gateway 1 of 2 does not answer"):
-        await fleet.stats()
-    with pytest.raises(ServingError, match="gateway 1 of 2 does not answer"):
-        await fleet.revoke([session_of(1), session_of(0)])
-    with pytest.raises(openai.APIStatusError, match="closed"):  # the other one has revoked its session
-        await complete(fleet.endpoint(claims(session_of(0))))
 
 
 async def test_a_fleet_that_is_not_running_reports_it(tmp_path):
