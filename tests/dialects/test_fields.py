@@ -1,6 +1,6 @@
 """Compare what the gateway does with each field of the SDKs' own types with the list in `field_claims.py`.
 
-A field that an SDK's next version adds fails here until it is listed. Most claims are tried with the byte model,
+A field that an SDK's next version adds fails here until it is listed. Most claims are send with the byte model,
 which takes no images, and whose template shows neither reasoning, names nor the ids of calls.
 """
 
@@ -107,19 +107,19 @@ def walk(api: Api) -> Walked:
             continue
         done.add(kind)
         name = name_of(kind)
-        stands = api.types[name]
+        claimed = api.types[name]
         hints = typing_extensions.get_type_hints(kind)
         fresh = hints.keys() - found.fields.setdefault(name, set())
         found.fields[name] |= fresh
-        for field in sorted(fresh & stands.fields.keys()):
-            found.cases.append((name, stands, field, stands.fields[field]))
-        for field in sorted(hints.keys() & stands.fields.keys()):
-            if isinstance(stands.fields[field], Honoured):
+        for field in sorted(fresh & claimed.fields.keys()):
+            found.cases.append((name, claimed, field, claimed.fields[field]))
+        for field in sorted(hints.keys() & claimed.fields.keys()):
+            if isinstance(claimed.fields[field], Honoured):
                 for inner in typed_dicts(hints[field]):
                     if name_of(inner) in api.types:
                         todo.append(inner)
                     else:
-                        found.unlisted.append((name, stands, field, inner))
+                        found.unlisted.append((name, claimed, field, inner))
     return found
 
 
@@ -143,7 +143,7 @@ def test_counting_tokens_accepts_the_fields_of_a_call():
 # --- the claims, one by one -------------------------------------------------------------------------------
 
 
-class Tried:
+class Sender:
     """Send requests to the shared gateway, each in a new session."""
 
     def __init__(self, gateway: GatewayServer, http: httpx.Client) -> None:
@@ -167,9 +167,9 @@ class Tried:
 
 
 @pytest.fixture(scope="module")
-def tried(shared_gateway):
+def send(shared_gateway):
     with httpx.Client(base_url=shared_gateway.url, timeout=60) as http:
-        yield Tried(shared_gateway.view(()), http)
+        yield Sender(shared_gateway.view(()), http)
 
 
 def put(body: Any, at: tuple[str | int, ...], value: Any) -> Any:
@@ -195,48 +195,48 @@ def with_type(api: Api, kind: Type) -> dict[str, Any]:
 
 
 CASES = [
-    pytest.param(api, stands, field, claim, id=f"{api}-{kind}-{field}")
+    pytest.param(api, claimed, field, claim, id=f"{api}-{kind}-{field}")
     for api, found in WALKED.items()
-    for kind, stands, field, claim in found.cases
+    for kind, claimed, field, claim in found.cases
 ]
 
 
-@pytest.mark.parametrize(("name", "stands", "field", "claim"), CASES)
-def test_a_field_is_handled_as_listed(tried, name, stands, field, claim):
+@pytest.mark.parametrize(("name", "claimed", "field", "claim"), CASES)
+def test_a_field_is_handled_as_listed(send, name, claimed, field, claim):
     api = APIS[name]
-    base = with_type(api, stands)
-    without = put(base, stands.at, {**get(base, stands.at), **claim.also})
-    body = put(without, (*stands.at, field), claim.value)
+    base = with_type(api, claimed)
+    without = put(base, claimed.at, {**get(base, claimed.at), **claim.also})
+    body = put(without, (*claimed.at, field), claim.value)
     if isinstance(claim, Refused):
-        answer, asked, _ = tried(api.path, body)
+        answer, asked, _ = send(api.path, body)
         assert answer.status_code == (404 if field == "model" else 400), answer.text
         assert asked == []
         says = json.loads(answer.text)["error"]["message"]
-        assert field in says or any(str(step) in says for step in stands.at[-1:]), says
+        assert field in says or any(str(step) in says for step in claimed.at[-1:]), says
         return
-    _, asked_without, text_without = tried(api.path, without, claim.reply)
-    overridden = tried.overridden()
-    answer, asked, text = tried(api.path, body, claim.reply)
+    _, asked_without, text_without = send(api.path, without, claim.reply)
+    overridden = send.overridden()
+    answer, asked, text = send(api.path, body, claim.reply)
     assert answer.status_code == 200, answer.text
     if isinstance(claim, Honoured):
         assert (asked, text) != (asked_without, text_without)
         return
     assert isinstance(claim, (Harmless, Trainers))
     assert asked == asked_without
-    assert (tried.overridden() > overridden) == isinstance(claim, Trainers)
+    assert (send.overridden() > overridden) == isinstance(claim, Trainers)
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_an_unlisted_type_is_refused(tried, name):
+def test_an_unlisted_type_is_refused(send, name):
     api = APIS[name]
     assert WALKED[name].unlisted
-    for kind, stands, field, unlisted in WALKED[name].unlisted:
-        base = with_type(api, stands)
-        at = (*stands.at, field)
+    for kind, claimed, field, unlisted in WALKED[name].unlisted:
+        base = with_type(api, claimed)
+        at = (*claimed.at, field)
         value = {**tags(unlisted), "name": "x", "content": "x"}
         assert tags(unlisted), f"{kind}.{field} may be a {unlisted.__name__}, which nothing tells apart"
-        listed = isinstance(get(base, stands.at).get(field), list)
-        answer, asked, _ = tried(api.path, put(base, (*at, 0) if listed else at, value))
+        listed = isinstance(get(base, claimed.at).get(field), list)
+        answer, asked, _ = send(api.path, put(base, (*at, 0) if listed else at, value))
         assert (answer.status_code, asked) == (400, []), (unlisted.__name__, answer.text)
         assert field in answer.json()["error"]["message"]
 
@@ -260,15 +260,15 @@ EXTENSIONS = {
 
 @pytest.mark.parametrize("name", APIS)
 @pytest.mark.parametrize("field", EXTENSIONS)
-def test_an_unknown_field_is_refused_by_name(tried, name, field):
+def test_an_unknown_field_is_refused_by_name(send, name, field):
     api = APIS[name]
-    answer, asked, _ = tried(api.path, {**api.base, field: EXTENSIONS[field]})
+    answer, asked, _ = send(api.path, {**api.base, field: EXTENSIONS[field]})
     assert (answer.status_code, asked) == (400, [])
     assert answer.json()["error"]["message"].startswith(f"{field}: ")
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_an_unknown_field_with_its_default_is_ignored(tried, name):
+def test_an_unknown_field_with_its_default_is_ignored(send, name):
     nothing = {
         **dict.fromkeys(EXTENSIONS),
         "continue_final_message": False,
@@ -280,21 +280,21 @@ def test_an_unknown_field_with_its_default_is_ignored(tried, name):
         "client_metadata": {"a": "b"},
     }
     api = APIS[name]
-    _, without, _ = tried(api.path, api.base)
-    answer, asked, _ = tried(api.path, {**api.base, **nothing})
+    _, without, _ = send(api.path, api.base)
+    answer, asked, _ = send(api.path, {**api.base, **nothing})
     assert (answer.status_code, asked) == (200, without)
 
 
-def test_context_management_that_keeps_all_thinking_is_accepted(tried):
+def test_context_management_that_keeps_all_thinking_is_accepted(send):
     edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
     body = {**claims.MESSAGES, "context_management": {"edits": edits}}
-    assert tried("/v1/messages", body)[0].status_code == 200
+    assert send("/v1/messages", body)[0].status_code == 200
 
 
-def test_context_management_that_shortens_the_history_is_refused(tried):
+def test_context_management_that_shortens_the_history_is_refused(send):
     edits = [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}]
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
-        answer = tried(path, {**claims.MESSAGES, "context_management": {"edits": edits}})[0]
+        answer = send(path, {**claims.MESSAGES, "context_management": {"edits": edits}})[0]
         assert answer.status_code == 400
         assert "context_management: the whole conversation is shown" in answer.json()["error"]["message"]
 

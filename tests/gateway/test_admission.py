@@ -40,7 +40,7 @@ def begin(admission, calls: int) -> None:
         admission.began()
 
 
-def let_in(admission, limit: int = 1000) -> int:
+def admitted(admission, limit: int = 1000) -> int:
     """Return how many calls are admitted before the first refusal."""
     for entered in range(limit):
         if admission.check() is not None:
@@ -50,7 +50,7 @@ def let_in(admission, limit: int = 1000) -> int:
 
 
 def test_without_known_loads_only_the_limit_applies(admission):
-    assert let_in(admission) == 100
+    assert admitted(admission) == 100
     refusal = admission.check()
     assert refusal is not None
     assert (refusal.status, refusal.code, refusal.retry_after_s) == (429, "rate_limit_exceeded", 1)
@@ -60,18 +60,18 @@ def test_without_known_loads_only_the_limit_applies(admission):
 
 def test_calls_are_admitted_until_the_queue_is_full(admission):
     admission.observe([FULL])
-    assert let_in(admission) == 2  # 8 wait, 10 may
+    assert admitted(admission) == 2  # 8 wait, 10 may
     assert "wait for an engine" in str(admission.check())
 
 
 def test_free_places_are_filled_before_calls_queue(admission):
     admission.observe([EngineLoad(running=60, waiting=0, free=4)])
-    assert let_in(admission) == 14
+    assert admitted(admission) == 14
 
 
 def test_the_queue_limit_applies_to_all_engines_together(admission):
     admission.observe([FULL, EngineLoad(running=64, waiting=0, free=0)])
-    assert let_in(admission) == 12
+    assert admitted(admission) == 12
 
 
 def test_a_call_that_ended_since_the_last_poll_is_not_counted(admission):
@@ -84,7 +84,7 @@ def test_a_call_that_ended_since_the_last_poll_is_not_counted(admission):
 
 def test_the_limit_applies_in_addition_to_the_queue(admission):
     admission.observe([EngineLoad(running=0, waiting=0, free=1000)])
-    assert let_in(admission) == 100
+    assert admitted(admission) == 100
 
 
 def test_an_old_load_is_ignored(admission, clock):
@@ -96,7 +96,7 @@ def test_an_old_load_is_ignored(admission, clock):
 
 def test_without_engines_only_the_limit_applies(admission):
     admission.observe([])
-    assert let_in(admission) == 100
+    assert admitted(admission) == 100
 
 
 def test_retry_after_follows_from_the_queue(admission):
@@ -114,7 +114,7 @@ def test_retry_after_spreads_refused_calls(admission, clock):
     waits = [admission.check().retry_after_s for _ in range(40)]
     assert waits == sorted(waits)
     assert waits[-1] - waits[0] in (9, 10)  # 4 each second
-    clock.now += 5  # they have come back meanwhile
+    clock.now += 5  # they have returned meanwhile
     admission.observe([EngineLoad(running=64, waiting=20, free=0)])
     assert admission.check().retry_after_s <= waits[-1] - 4
 

@@ -12,7 +12,7 @@ from anyio.from_thread import start_blocking_portal
 from rollout_backend.config import GatewayConfig, ModelConfig, RouterConfig, ServingConfig
 from rollout_backend.serving.install import cache_dir, find_model, model_path
 
-# A CPU engine starts without grammars by default. Unless told otherwise, a small model fills JSON with blanks.
+# A CPU engine starts without grammars. Without the second option, a small model fills JSON with blanks.
 GRAMMARS = ("--grammar-backend", "xgrammar", "--constrained-json-disable-any-whitespace")
 
 
