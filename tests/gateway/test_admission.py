@@ -1,5 +1,6 @@
 import asyncio
 import math
+from contextlib import AsyncExitStack
 
 import pytest
 from aiohttp import web
@@ -7,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from builders import eventually, until, user
+from builders import eventually, served, until, user
 from rollout_backend.gateway.admission import Admission, EngineLoad
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_load_poller import EngineLoadPoller
@@ -149,25 +150,16 @@ def test_a_failed_call_does_not_count_for_the_duration_of_calls(admission):
 @pytest.fixture
 async def site():
     """Serve GET requests: `pages` maps a path to JSON, or to a status."""
-    runners = []
+    async with AsyncExitStack() as stack:
 
-    async def start(pages: dict) -> str:
-        async def page(request: web.Request) -> web.Response:
-            found = pages.get(request.path, 404)
-            return web.Response(status=found) if isinstance(found, int) else web.json_response(found)
+        async def start(pages: dict) -> str:
+            async def page(request: web.Request) -> web.Response:
+                found = pages.get(request.path, 404)
+                return web.Response(status=found) if isinstance(found, int) else web.json_response(found)
 
-        app = web.Application()
-        app.router.add_get("/{path:.*}", page)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        runners.append(runner)
-        port = free_port()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        return f"http://127.0.0.1:{port}"
+            return await stack.enter_async_context(served(page))
 
-    yield start
-    for runner in runners:
-        await runner.cleanup()
+        yield start
 
 
 def loads(*ranks: tuple[int, int]) -> dict:

@@ -3,10 +3,10 @@ import json
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from tenacity import RetryCallState
 
 from agent_wrapper.contract import VersionSpan
+from builders import served
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_client import EngineClient, EngineRefused, _Aborted, _Retry, _wait
@@ -84,13 +84,8 @@ async def engine():
                 await client.close()
 
     engine = Engine()
-    app = web.Application()
-    app.router.add_post("/generate", engine.handle)
-    server = TestServer(app)
-    await server.start_server()
-    engine.url = str(server.make_url("/")).rstrip("/")
-    yield engine
-    await server.close()
+    async with served(engine.handle, handler_cancellation=True) as engine.url:
+        yield engine
 
 
 async def test_a_completion_has_the_sampled_tokens_and_their_versions(engine):

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from botocore.exceptions import ClientError, ConnectionError, HTTPClientError, ReadTimeoutError
 
+from builders import served
 from rollout_backend import aws
 from rollout_backend.local.fault_proxy import Fault, FaultProxy, ProxiedCall, Rule
 
@@ -59,19 +60,12 @@ async def test_calls_without_a_rule_pass_unchanged() -> None:
         seen.append((request.method, request.raw_path, list(request.headers.items()), await request.read()))
         return web.Response(status=207, body=b"\0\xff", headers={"x-amz-id": "7", "Content-Type": "odd/kind"})
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", note)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0][:2]
-    async with FaultProxy(f"http://{host}:{port}") as proxy, httpx.AsyncClient() as client:
+    async with served(note) as url, FaultProxy(url) as proxy, httpx.AsyncClient() as client:
         headers = {"Host": "bucket.example", "Authorization": "AWS4 Credential=AK/20260101/r/s3/aws4_request, x"}
         path = "/b/a%20%C3%BC%2B%2541?x-id=a%2Fb&empty="
         answer = await client.put(f"{proxy.url}{path}", content=b"\0\1\2", headers=headers)
         call = ProxiedCall("s3:PutObject", "/b/a ü+%41", "AK", None, 207)
         assert proxy.calls == [call]
-    await runner.cleanup()
     [(method, raw_path, came, body)] = seen
     assert (method, raw_path, body) == ("PUT", path, b"\0\1\2")
     assert headers.items() <= dict(came).items()

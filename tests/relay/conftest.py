@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
-from builders import eventually
+from builders import eventually, served
 from rollout_backend.relay.dialer import Dialer
 from rollout_backend.relay.relay_settings import DialerSettings
 from rollout_backend.serving.server_process import ServerProcess, free_port
@@ -230,15 +230,8 @@ async def _echo(request: web.Request) -> web.StreamResponse:
 @pytest.fixture
 async def upstream() -> AsyncIterator[Upstream]:
     server = Upstream()
-    app = web.Application(client_max_size=2**30)
-    app.router.add_route("*", "/{path:.*}", server.serve)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port := free_port())
-    await site.start()
-    server.url = f"http://127.0.0.1:{port}"
-    yield server
-    await runner.cleanup()
+    async with served(server.serve, handler_cancellation=True, shutdown_timeout=0.1) as server.url:
+        yield server
 
 
 @pytest.fixture

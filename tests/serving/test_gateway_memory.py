@@ -9,32 +9,20 @@ import pytest
 from aiohttp import web
 
 from agent_wrapper.contract import Trajectory
-from builders import run_config
+from builders import run_config, served
 from rollout_backend.serving.gateway_process import GatewayProcess
-from rollout_backend.serving.server_process import free_port
 
 WARM_UP = 2_000
 AT_ONCE = 16
 KEPT_BYTES = 4096  # for each closed session; it is about 250, but the allocator varies
 
 
-async def serve_engine() -> tuple[web.AppRunner, str]:
-    answer = {
-        "output_ids": [72, 105, 257],
-        "meta_info": {"finish_reason": {"type": "stop"}, "cached_tokens": 0, "weight_version": "0"},
-    }
-
-    async def generate(request: web.Request) -> web.Response:
-        await request.read()
-        return web.json_response(answer)
-
-    app = web.Application()
-    app.router.add_post("/generate", generate)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    port = free_port()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    return runner, f"http://127.0.0.1:{port}"
+async def generate(request: web.Request) -> web.Response:
+    await request.read()
+    if request.path != "/generate":
+        return web.Response(status=404)
+    meta = {"finish_reason": {"type": "stop"}, "cached_tokens": 0, "weight_version": "0"}
+    return web.json_response({"output_ids": [72, 105, 257], "meta_info": meta})
 
 
 def rss_bytes(pid: int) -> int:
@@ -44,8 +32,6 @@ def rss_bytes(pid: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("sessions", [4_000, 10_000])
 async def test_closed_sessions_use_no_memory(tmp_path, claims, sessions):
-    runner, url = await serve_engine()
-    gateway = GatewayProcess(run_config(), url, tmp_path / "log")
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 512}]}
 
     async def live(http: aiohttp.ClientSession, numbers) -> None:
@@ -65,16 +51,17 @@ async def test_closed_sessions_use_no_memory(tmp_path, claims, sessions):
                 group.create_task(live(http, numbers))
         await gateway.revoke(f"session-{number}" for number in new)  # as a step does at its end
 
-    try:
-        await gateway.start()
-        await serve(range(WARM_UP))
-        before = rss_bytes(gateway._process.pid)
-        for first in range(WARM_UP, sessions, 1000):
-            await serve(range(first, first + 1000))
-        grown = rss_bytes(gateway._process.pid) - before
-        stats = await gateway.stats()
-    finally:
-        await gateway.stop()
-        await runner.cleanup()
+    async with served(generate) as url:
+        gateway = GatewayProcess(run_config(), url, tmp_path / "log")
+        try:
+            await gateway.start()
+            await serve(range(WARM_UP))
+            before = rss_bytes(gateway._process.pid)
+            for first in range(WARM_UP, sessions, 1000):
+                await serve(range(first, first + 1000))
+            grown = rss_bytes(gateway._process.pid) - before
+            stats = await gateway.stats()
+        finally:
+            await gateway.stop()
     assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (sessions, 0, sessions)
     assert grown < (sessions - WARM_UP) * KEPT_BYTES, f"{grown / (sessions - WARM_UP):.0f} bytes of each session stay"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import RolloutConfig
 from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.serving.server_process import free_port
 
 
 def run_config(**sections: Any) -> RolloutConfig:
@@ -67,6 +69,22 @@ def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.01)
+
+
+@asynccontextmanager
+async def served(handle: Callable[[Any], Awaitable[Any]], **runner: Any) -> AsyncIterator[str]:
+    """Serve every request with an aiohttp handler; yield the URL."""
+    from aiohttp import web
+
+    app = web.Application(client_max_size=2**30)
+    app.router.add_route("*", "/{path:.*}", handle)
+    server = web.AppRunner(app, access_log=None, **runner)
+    await server.setup()
+    await web.TCPSite(server, "127.0.0.1", port := free_port()).start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await server.cleanup()
 
 
 async def eventually(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 30.0) -> None:
