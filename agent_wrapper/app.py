@@ -139,7 +139,7 @@ class RolloutApp:
         return function
 
     def run(self, host: str | None = None, port: int | None = None) -> None:
-        """Serves until the process is stopped. Default: $HOST or 0.0.0.0, $PORT or 8080."""
+        """Serve until the process is stopped. Default: $HOST or 0.0.0.0, $PORT or 8080."""
         asgi = self.asgi  # first, so that a missing entrypoint is reported before anything else
         import uvicorn
 
@@ -186,7 +186,7 @@ class RolloutApp:
         )
 
     async def shutdown(self) -> None:
-        """Ends every running rollout as a failure and publishes it. Takes a few seconds at most."""
+        """End every running rollout as a failure and publish it, within a few seconds."""
         self._stopping.set()
         for job in self._jobs.values():
             job.stopping.set()
@@ -232,7 +232,7 @@ class RolloutApp:
         return JSONResponse({"status": "accepted", "rollout_id": wanted.rollout_id})
 
     async def _stop(self, request: Request) -> JSONResponse:
-        """Stops the session that the header names, as a runtime does that gives each session a container."""
+        """Stop the session that the header names, like a runtime with one container per session."""
         from starlette.responses import JSONResponse
 
         session_id = request.headers.get(SESSION_HEADER)
@@ -303,7 +303,7 @@ class RolloutApp:
             heartbeats.cancel()
 
     async def _send_heartbeats(self, job: _Job) -> None:
-        """Sends heartbeats until the result is published. A session that is closed for good is stopped."""
+        """Send heartbeats until the result is published. Stop the agent if the gateway has closed its session."""
         endpoint, every_s = job.request.endpoint, job.request.heartbeat_s
         if endpoint.heartbeat_url is None or every_s is None:
             return
@@ -326,7 +326,7 @@ class RolloutApp:
         return build_rollout(request, result, trajectory, started_at, finished_at)
 
     async def _run_agent(self, job: _Job, context: RolloutContext) -> AgentResult:
-        """Runs the agent until it ends, its deadline passes, or its session is stopped."""
+        """Run the agent until it ends, its deadline passes, or its session is stopped."""
         assert self._agent is not None
         if not context.remaining_s:
             return failed(Outcome.TIMED_OUT, "agent_deadline", "the deadline had passed before the agent was started")
@@ -383,7 +383,7 @@ def _fetch_s(result: AgentResult, left_s: float, least_s: float) -> float:
 
 
 async def _in_thread(work: Callable[[], _T], name: str) -> _T:
-    """Like asyncio.to_thread, in a thread that the process does not wait for when it ends."""
+    """Run `work` like asyncio.to_thread, in a thread that does not delay the end of the process."""
     future: Future[_T] = Future()
 
     def run() -> None:

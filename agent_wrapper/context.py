@@ -44,7 +44,7 @@ class RolloutContext:
         return max(0.0, left)
 
     def openai_kwargs(self) -> dict[str, Any]:
-        """Arguments for `openai.OpenAI` and `openai.AsyncOpenAI`: base_url, api_key, timeout, max_retries.
+        """Return the arguments of `openai.OpenAI` and `openai.AsyncOpenAI`: base_url, api_key, timeout, max_retries.
 
         A call may last until the deadline, because a call that the client gives up and repeats is sampled twice.
         Retries outlast a restart of an engine, of the gateway, and of the whole training side: so long a janitor
@@ -56,7 +56,7 @@ class RolloutContext:
 
     @classmethod
     def from_request(cls, request: RolloutRequest, payload: dict[str, Any]) -> RolloutContext:
-        """For a request that has arrived just now."""
+        """Make the context of a request that has just arrived."""
         now = time.time()
         remaining_s = request.deadline - now if request.remaining_s is None else request.remaining_s
         return cls(
@@ -72,7 +72,8 @@ class RolloutContext:
 
     @classmethod
     def from_environment(cls, payload: dict[str, Any], env: Mapping[str, str] | None = None) -> RolloutContext:
-        """In deployment: OPENAI_BASE_URL, OPENAI_API_KEY and ROLLOUT_MODEL, each "" if unset."""
+        """Make the context of a deployed agent from OPENAI_BASE_URL, OPENAI_API_KEY and ROLLOUT_MODEL, "" if
+        unset."""
         env = os.environ if env is None else env
         return cls(
             payload=payload,

@@ -38,7 +38,8 @@ async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
 
 @cache
 def _certificates(https: bool) -> ssl.SSLContext | bool:
-    """What to verify servers with. Once, in a thread: importing httpx and reading certificates take 0.1 s each."""
+    """Return what verifies servers. Cached, and called in a thread: importing httpx and reading certificates take 0.1
+    s each."""
     import httpx
 
     return httpx.create_ssl_context() if https else False

@@ -102,7 +102,7 @@ def failed(
 
 
 def classify(result: Returned | Raised, base_url: str) -> AgentResult:
-    """The ending of an agent that came to its end by itself."""
+    """Return the result of an agent that ended before its deadline."""
     return _classify_value(result.value) if isinstance(result, Returned) else _classify_error(result.error, base_url)
 
 
@@ -113,7 +113,7 @@ def build_rollout(
     started_at: float,
     finished_at: float,
 ) -> Rollout:
-    """The rollout to publish: the agent's ending, corrected by what it sampled."""
+    """Return the rollout to publish: the agent's result, corrected by its trajectory."""
     model = request.endpoint.name
     segments: tuple[Segment, ...] = ()
     seal: str | None = None

@@ -61,7 +61,7 @@ class RunServices:
         on_serving: OnEvent,
         wait_lost: Callable[[], Awaitable[None]] | None,
     ) -> None:
-        """The arguments are those of `RolloutManager`."""
+        """Take the arguments of `RolloutManager`."""
         self._config = config
         self._archive = archive
         self._on_status = on_status

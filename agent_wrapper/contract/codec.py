@@ -138,7 +138,8 @@ def _read_packed(data: bytes, max_bytes: int) -> object:
 
 
 def _first_bytes() -> list[tuple[int, int, int]]:
-    """What each first byte of a msgpack value announces: bytes after it, bytes of a length, children per unit of it.
+    """Return what each first byte of a msgpack value announces: bytes after it, bytes of a length, children per unit
+    of it.
 
     A length without children counts bytes; no entry is the extension types, which no object of ours has.
     """

@@ -152,7 +152,8 @@ class Manifest(ContractObject):
         return sibling_id(task.rollouts[0], len(task.rollouts))
 
     def session_id(self, rollout_id: str, attempt: int) -> str:
-        """The session of an attempt; `attempt` counts from 1 over all executions. 40 characters: runtimes want 33.
+        """Return the session id of an attempt, counted from 1 over all executions. It has 40 characters: AgentCore
+        needs 33.
 
         The nonce makes it a secret of the attempt's own container: agents cannot read manifests, and a result is
         believed only if it names the session of its attempt.

@@ -77,7 +77,7 @@ class GroupPolicy:
         )
 
     def target_reached(self, complete: int) -> bool:
-        """True if this many complete groups end the step."""
+        """Return whether this many complete groups end the step."""
         return self.target_groups is not None and complete >= self.target_groups
 
     def decide(self, groups: Collection[GroupState]) -> Decision:

@@ -172,7 +172,7 @@ class StepResult:
 
 
 def failures_of(ledger: Ledger, rollout_ids: Iterable[str] | None = None) -> tuple[StepFailure, ...]:
-    """What did not complete, of these rollouts or of all."""
+    """Return the failures among these rollouts, or among all."""
     wanted = ledger.entries if rollout_ids is None else {each: ledger.entries[each] for each in rollout_ids}
     return tuple(
         StepFailure(

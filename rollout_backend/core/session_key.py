@@ -45,12 +45,12 @@ class KeyRefused(RolloutBackendError):
 
 
 def issue(secret: str, claims: SessionClaims) -> str:
-    """The key for these claims."""
+    """Return the signed key for these claims."""
     return jwt.encode(claims.model_dump(mode="json"), secret, algorithm=_ALGORITHM)
 
 
 def verify(secret: str, key: str, now: float) -> SessionClaims:
-    """The claims of a key that this secret signed and that is valid at `now` (unix seconds).
+    """Return the claims of a key that this secret signed and that is valid at `now` (unix seconds).
 
     Raises:
         KeyRefused: says in which way it is not.

@@ -92,7 +92,7 @@ class StepServices:
         )
 
     def payload(self, task: Task, claims: SessionClaims, remaining_s: float) -> bytes:
-        """What the agent of this session is invoked with. It must return within `remaining_s`."""
+        """Return the payload of this session's invoke. The agent must return within `remaining_s`."""
         config = self.config
         request = RolloutRequest(
             run_id=claims.run_id,
