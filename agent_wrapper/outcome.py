@@ -108,7 +108,7 @@ def classify(result: Returned | Raised, base_url: str) -> AgentResult:
 
 def build_rollout(
     request: RolloutRequest,
-    ending: AgentResult,
+    result: AgentResult,
     trajectory: Trajectory | TrajectoryUnavailable,
     started_at: float,
     finished_at: float,
@@ -122,20 +122,20 @@ def build_rollout(
     if isinstance(trajectory, Trajectory):
         model, segments, seal = trajectory.model, trajectory.segments, trajectory.seal
         images = trajectory.images
-        if ending.reward is not None and trajectory.unanswered_calls:
-            ending = failed(
+        if result.reward is not None and trajectory.unanswered_calls:
+            result = failed(
                 Outcome.INFRA_ERROR,
                 "model_unavailable",
                 f"the model endpoint left {trajectory.unanswered_calls} calls unanswered and the agent continued, so "
                 "its reward does not measure the model",
             )
-        elif ending.outcome is Outcome.COMPLETED and not any(segment.sampled_tokens for segment in segments):
-            ending, conversations = _with_conversation(ending)
-    elif ending.failure is None:
-        ending = failed(Outcome.INFRA_ERROR, "trajectory_unavailable", str(trajectory))
+        elif result.outcome is Outcome.COMPLETED and not any(segment.sampled_tokens for segment in segments):
+            result, conversations = _with_conversation(result)
+    elif result.failure is None:
+        result = failed(Outcome.INFRA_ERROR, "trajectory_unavailable", str(trajectory))
     else:
-        message = f"{ending.failure.message} (besides, {trajectory})"
-        ending = replace(ending, failure=ending.failure.model_copy(update={"message": message}))
+        message = f"{result.failure.message} (besides, {trajectory})"
+        result = replace(result, failure=result.failure.model_copy(update={"message": message}))
     return Rollout(
         run_id=request.run_id,
         step=request.step,
@@ -143,10 +143,10 @@ def build_rollout(
         rollout_id=request.rollout_id,
         attempt=request.attempt,
         session_id=request.session_id,
-        outcome=ending.outcome,
-        reward=ending.reward,
-        extras=ending.extras,
-        failure=ending.failure,
+        outcome=result.outcome,
+        reward=result.reward,
+        extras=result.extras,
+        failure=result.failure,
         model=model,
         segments=segments,
         seal=seal,
@@ -162,15 +162,15 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def _with_conversation(ending: AgentResult) -> tuple[AgentResult, tuple[Conversation, ...]]:
+def _with_conversation(result: AgentResult) -> tuple[AgentResult, tuple[Conversation, ...]]:
     """Return the result of an agent that sampled nothing here, with the conversation that it returned."""
-    if "messages" not in ending.extras:
+    if "messages" not in result.extras:
         message = (
             "the agent returned a reward, yet nothing was sampled for it: call the model at the context's base_url "
             "with its api_key, or return the 'messages' of a model called elsewhere, which are good for evaluation"
         )
         return failed(Outcome.AGENT_ERROR, "no_model_call", message), ()
-    extras = dict(ending.extras)
+    extras = dict(result.extras)
     fields = {"messages": extras.pop("messages"), "tools": extras.pop("tools", None) or ()}
     try:
         conversation = Conversation.parse(fields)
@@ -179,7 +179,7 @@ def _with_conversation(ending: AgentResult) -> tuple[AgentResult, tuple[Conversa
     except ContractError as error:
         message = f"{error}; return 'messages' (and 'tools') as lists in the shape of OpenAI's chat completions"
         return failed(Outcome.AGENT_ERROR, "bad_messages", message), ()
-    return replace(ending, extras=extras), (conversation,)
+    return replace(result, extras=extras), (conversation,)
 
 
 # --- what the agent returned ------------------------------------------------------------------------------
