@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from anyio.from_thread import start_blocking_portal
 from hypothesis import settings
 from xdist.scheduler import LoadGroupScheduling
 
-from agent_wrapper.contract import Failure, Outcome, Rollout, Sampling, Segment, Turn, VersionSpan
+import rollouts
+from agent_wrapper.contract import Rollout
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.local.cloud import LocalStorage
+from rollout_backend.local.fault_proxy import FaultProxy
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
 pytest_plugins = ["gateway_fixtures"]  # in tests/support
@@ -77,72 +79,33 @@ def local_aws(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> LocalSt
 
 
 @pytest.fixture
+async def proxy(local_aws: LocalStorage) -> AsyncIterator[FaultProxy]:
+    """Open a proxy for faults in front of S3 and SQS."""
+    async with FaultProxy(local_aws.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def local_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set credentials for local services."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "local")
+
+
+@pytest.fixture
 def run_id(request: pytest.FixtureRequest) -> str:
     return f"test-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**10}"
 
 
 @pytest.fixture
-def make_segment() -> Callable[..., Segment]:
-    def make(prompt: int = 3, sampled: int = 2) -> Segment:
-        n = prompt + sampled
-        return Segment(
-            token_ids=list(range(n)),
-            response_mask=[0] * prompt + [1] * sampled,
-            logprobs=[None] * prompt + [-0.5] * sampled,
-            turns=[
-                Turn(
-                    start=prompt,
-                    end=n,
-                    finish_reason="stop",
-                    weight_versions=[VersionSpan(version="7", start=prompt, end=n)],
-                )
-            ],
-        )
-
-    return make
-
-
-@pytest.fixture
-def make_rollout(make_segment: Callable[..., Segment], run_id: str) -> Callable[..., Rollout]:
-    def make(rollout_id: str = "task-a.0", outcome: Outcome = Outcome.COMPLETED, **more: object) -> Rollout:
-        fields: dict[str, object] = {
-            "run_id": run_id,
-            "step": 0,
-            "task_id": rollout_id.rpartition(".")[0],
-            "rollout_id": rollout_id,
-            "attempt": 1,
-            "session_id": f"session-{rollout_id}",
-            "outcome": outcome,
-            "started_at": 1.0,
-            "finished_at": 2.0,
-            "segments": [make_segment()],
-        }
-        if outcome is Outcome.COMPLETED:
-            fields["reward"] = 1.0
-        else:
-            fields["failure"] = Failure(reason="agent_exception", message="boom")
-        return Rollout.model_validate({**fields, **more})
-
-    return make
+def make_rollout(run_id: str) -> Callable[..., Rollout]:
+    """Return results of the test's own run."""
+    return functools.partial(rollouts.make_rollout, run_id=run_id)
 
 
 @pytest.fixture
 def claims() -> Callable[..., SessionClaims]:
-    """Return the claims of a session key that is valid for ten minutes."""
-
-    def make(session: str = "s", **more: object) -> SessionClaims:
-        fields: dict[str, object] = {
-            "run_id": "r",
-            "step": 0,
-            "rollout_id": "x",
-            "attempt": 1,
-            "session_id": session,
-            "sampling": Sampling(),
-            "expires_at": time.time() + 600,
-        }
-        return SessionClaims.model_validate({**fields, **more})
-
-    return make
+    return rollouts.make_claims
 
 
 @pytest.fixture(scope="session")

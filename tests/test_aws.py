@@ -36,12 +36,6 @@ NOT_RENEWED = {
 
 
 @pytest.fixture
-async def proxy(local_aws) -> AsyncIterator[FaultProxy]:
-    async with FaultProxy(local_aws.endpoint_url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
 async def stack() -> AsyncIterator[AsyncExitStack]:
     async with AsyncExitStack() as stack:
         yield stack
@@ -54,7 +48,7 @@ async def a_runtime(proxy: FaultProxy, stack: AsyncExitStack) -> AgentCoreRuntim
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "ExpiredTokenException"])
-async def test_what_s3_and_sqs_say_of_expired_credentials_ends_the_run(proxy, stack, local_aws, run_id, code) -> None:
+async def test_expired_credentials_at_s3_or_sqs_end_the_run(proxy, stack, local_aws, run_id, code) -> None:
     where = AwsConfig(endpoint_url=proxy.url)
     store = await ResultStore.open(StorageConfig(bucket=local_aws.bucket), where)
     stack.push_async_callback(store.aclose)
@@ -121,7 +115,7 @@ def refused(status: int, code: str, message: str = "") -> ClientError:
         (refused(400, "InvalidAttributeValue", "too long"), "InvalidAttributeValue: too long. Check queue.url"),
     ],
 )
-def test_each_refusal_says_what_it_is(error: ClientError, said: str) -> None:
+def test_each_refusal_is_reported_by_its_cause(error: ClientError, said: str) -> None:
     message = str(aws.preflight_error(error, "q", "queue.url"))
     assert re.search(said, message)
     assert ("does not exist" in message) == ("does not exist" in said)

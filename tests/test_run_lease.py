@@ -22,18 +22,12 @@ from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import InvokeRejected, RunHeld, StoreError, WriteConflict
-from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
+from rollout_backend.local.fault_proxy import Fault, Rule
 from rollout_backend.manager import RolloutManager
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 
 LONG = 600.0
 Open = Callable[..., RunLease]
-
-
-@pytest.fixture
-async def proxy(local_aws) -> AsyncIterator[FaultProxy]:
-    async with FaultProxy(local_aws.endpoint_url) as proxy:
-        yield proxy
 
 
 @pytest.fixture
@@ -63,6 +57,16 @@ async def start(lease: RunLease) -> RunLease:
     return lease
 
 
+def stall(lease: RunLease) -> None:
+    """Let a lease expire, as if its process had stalled."""
+    assert lease._renewing is not None
+    lease._renewing.cancel()
+
+
+def resume(lease: RunLease) -> None:
+    lease._renewing = asyncio.create_task(lease._renew())
+
+
 async def record(store: ResultStore, lease: RunLease) -> dict[str, Any]:
     return json.loads(await store.get(lease.key))
 
@@ -73,7 +77,7 @@ def ended_process() -> int:
     return process.pid
 
 
-async def test_a_run_is_held_by_one_manager_and_the_second_is_told_by_which(manager, store):
+async def test_a_run_is_held_by_one_manager_and_the_second_learns_by_which(manager, store):
     first = await start(manager())
     before = await record(store, first)
     with pytest.raises(RunHeld, match=rf"held by another manager \(process {first.me.pid} on .*, since 20") as caught:
@@ -103,19 +107,18 @@ async def test_a_released_run_is_taken_at_once_on_any_machine(manager):
 
 async def test_a_manager_on_another_machine_that_renews_its_lease_keeps_the_run(manager):
     await start(manager(lease_s=8.0, machine="elsewhere", host="far-away"))
-    told: list[str] = []
+    statuses: list[str] = []
     with pytest.raises(RunHeld, match=r"on far-away.*8 s \(janitor\.lease_s\) after its last sign of life"):
-        await manager(on_status=told.append).begin()
-    assert told[0].endswith("waiting up to 8 s for a sign of life of it")
+        await manager(on_status=statuses.append).begin()
+    assert statuses[0].endswith("waiting up to 8 s for a sign of life of it")
 
 
-async def test_one_that_no_longer_renews_its_lease_loses_the_run_and_learns_it(manager, store, proxy):
+async def test_a_manager_that_stops_renewing_its_lease_loses_the_run_and_learns_it(manager, store, proxy):
     first = await start(manager(lease_s=1.0, machine="elsewhere", host="far-away"))
-    assert first._renewing is not None
-    first._renewing.cancel()  # simulate a stalled process
+    stall(first)
     second = await start(manager(lease_s=1.0))
     assert second.fencing_token == 2
-    first._renewing = asyncio.create_task(first._renew())  # the stalled process resumes
+    resume(first)
     with pytest.raises(RunHeld, match=rf"taken over by another manager \(process {second.me.pid}.*far-away"):
         await first.wait_lost()
     assert not await first.may_delete_queue()
@@ -126,10 +129,9 @@ async def test_one_that_no_longer_renews_its_lease_loses_the_run_and_learns_it(m
     assert not (await record(store, second))["released"]
 
 
-async def test_what_was_lost_unnoticed_is_noticed_before_anything_is_deleted(manager):
+async def test_an_unnoticed_loss_is_noticed_before_anything_is_deleted(manager):
     first = await start(manager(lease_s=1.0, machine="elsewhere"))
-    assert first._renewing is not None
-    first._renewing.cancel()
+    stall(first)
     await start(manager(lease_s=1.0))
     assert not await first.may_delete_queue()
 
@@ -152,7 +154,7 @@ async def test_the_first_start_of_a_run_may_delete_what_it_made(manager):
     assert await first.may_delete_queue()
 
 
-async def test_of_many_that_start_at_once_one_gets_the_run(manager):
+async def test_of_many_managers_that_start_at_once_one_gets_the_run(manager):
     found = await asyncio.gather(*(start(manager()) for _ in range(5)), return_exceptions=True)
     assert sum(isinstance(each, RunLease) for each in found) == 1
     assert sum(isinstance(each, RunHeld) for each in found) == 4
@@ -160,11 +162,10 @@ async def test_of_many_that_start_at_once_one_gets_the_run(manager):
 
 async def test_a_holder_that_comes_back_before_the_next_one_has_started_keeps_the_run(manager):
     first = await start(manager(lease_s=1.0, machine="elsewhere"))
-    assert first._renewing is not None
-    first._renewing.cancel()
+    stall(first)
     second = manager(lease_s=1.0)
     await second.begin()
-    first._renewing = asyncio.create_task(first._renew())
+    resume(first)
     with pytest.raises(RunHeld, match="held by another manager"):
         await second.wait_lost()
     with pytest.raises(RunHeld):
@@ -190,8 +191,7 @@ async def test_agents_are_started_only_under_a_lease_that_is_sure(manager):
             return b"{}"
 
     first = await start(manager(lease_s=1.0, machine="elsewhere"))
-    assert first._renewing is not None
-    first._renewing.cancel()
+    stall(first)
     first._renewed_at -= 1.0
     runtime = FencedRuntime(Runtime(), first)  # type: ignore[arg-type]
     invoking = asyncio.create_task(runtime.invoke("a", b""))
@@ -233,11 +233,10 @@ def collect(monkeypatch, tmp_path) -> Callable[[RunLease], Awaitable[StepResult]
 async def test_a_step_returns_only_to_a_manager_that_still_has_the_run(manager, collect):
     first = await start(manager(lease_s=1.0, machine="elsewhere"))
     assert (await collect(first)).step == 0
-    assert first._renewing is not None
-    first._renewing.cancel()
+    stall(first)
     await start(manager(lease_s=1.0))
     collecting = asyncio.create_task(collect(first))
-    first._renewing = asyncio.create_task(first._renew())
+    resume(first)
     with pytest.raises(RunHeld, match="taken over by another manager"):
         await collecting
 

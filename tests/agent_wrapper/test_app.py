@@ -1,4 +1,4 @@
-"""The container as its callers see it: over HTTP, with a real S3 and SQS behind it."""
+"""The container as its callers see it, over HTTP, with S3 and SQS behind it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from agent_wrapper.app import _fetch_s, _Job
 from agent_wrapper.contract import Outcome, Rollout, RolloutRequest
 from agent_wrapper.errors import EntrypointError
 from agent_wrapper.outcome import AgentResult, failed
+from builders import until
+from wrapper_containers import CUT, make_trajectory
 
 STARTED = "with open(context.payload['started'], 'w') as pipe:\n    pipe.write('!')\n"
 
 
-def test_a_number_is_the_reward_and_the_rollout_says_what_it_is(container, gateway):
+def test_a_returned_number_is_the_reward_and_the_rollout_is_identified(container, gateway):
     block = container.request()
     before = time.time()
     rollout = container.play("return 0.25", block)
@@ -41,7 +43,7 @@ def test_a_dict_brings_extras(container):
 
 @pytest.mark.parametrize("levels", [191, 255, 500, 990, 5000])
 @pytest.mark.parametrize("name", ["deep", "messages"])
-def test_what_is_nested_too_deep_to_be_stored_is_the_agents_error(sync_container, levels, name):
+def test_too_deep_nesting_is_the_agents_error(sync_container, levels, name):
     body = f"value = 1\nfor _ in range({levels}):\n    value = [value]\nreturn {{'reward': 1, {name!r}: value}}"
     rollout = sync_container.play(body)
     assert (rollout.outcome, rollout.failure.reason, rollout.reward) == (Outcome.AGENT_ERROR, "bad_reward", None)
@@ -49,9 +51,8 @@ def test_what_is_nested_too_deep_to_be_stored_is_the_agents_error(sync_container
 
 
 @pytest.mark.parametrize("sampled", [0, 2])
-def test_what_is_nested_as_deep_as_can_be_is_stored(sync_container, gateway, trajectory, sampled):
-    block = sync_container.request()
-    gateway.answers[f"/{block['rollout_id']}/trajectory"] = [(200, trajectory(sampled=sampled).encode())]
+def test_the_deepest_allowed_nesting_is_stored(sync_container, sampled):
+    block = sync_container.request([(200, make_trajectory(sampled).encode())])
     body = """
 deep = 1
 for _ in range(180):
@@ -64,9 +65,8 @@ return {'reward': 1, 'deep': deep, 'messages': [{'role': 'assistant', 'content':
     assert Rollout.decode(rollout.to_json()).extras == rollout.extras
 
 
-def test_messages_of_a_model_called_elsewhere_are_published(container, gateway, trajectory):
-    block = container.request()
-    gateway.answers[f"/{block['rollout_id']}/trajectory"] = [(200, trajectory(sampled=0).encode())]
+def test_messages_of_a_model_called_elsewhere_are_published(container):
+    block = container.request([(200, make_trajectory(0).encode())])
     body = "return {'reward': 1, 'messages': [{'role': 'assistant', 'content': 'hi'}], 'tools': [], 'n': 1}"
     rollout = container.play(body, block)
     assert (rollout.outcome, rollout.reward, rollout.extras) == (Outcome.COMPLETED, 1.0, {"n": 1})
@@ -121,29 +121,21 @@ def test_the_agents_own_failures(container, body, reason, words):
     assert rollout.sampled_tokens == 2, "a failure carries what was sampled before it"
 
 
-def test_a_traceback_ends_in_the_agents_own_line(container):
-    rollout = container.play("x = 1\nraise KeyError('colour')")
-    assert "runner.py" not in rollout.failure.traceback
-    assert rollout.failure.traceback.endswith("in body\nKeyError: 'colour'\n")
-
-
-def test_an_agent_may_score_its_own_failure(container):
-    rollout = container.play("raise AgentFailure('gave up', reward=-1)")
+def test_a_failure_has_the_agents_score_and_a_traceback_that_ends_in_the_agents_line(container):
+    rollout = container.play("x = 1\nraise AgentFailure('gave up', reward=-1)")
     assert (rollout.outcome, rollout.reward, rollout.trainable) == (Outcome.AGENT_ERROR, -1.0, True)
+    assert "runner.py" not in rollout.failure.traceback
+    assert rollout.failure.traceback.endswith("in body\nagent_wrapper.errors.AgentFailure: gave up\n")
 
 
-def test_a_reward_without_a_sampled_token_is_dropped(container, gateway, trajectory):
-    block = container.request()
-    gateway.answers[f"/{block['rollout_id']}/trajectory"] = [(200, trajectory(sampled=0).encode())]
-    rollout = container.play("return 1.0", block)
+def test_a_reward_without_a_sampled_token_is_dropped(container):
+    rollout = container.play("return 1.0", container.request([(200, make_trajectory(0).encode())]))
     assert (rollout.outcome, rollout.reward) == (Outcome.AGENT_ERROR, None)
     assert rollout.failure.reason == "no_model_call"
 
 
-def test_the_trajectory_is_asked_for_again(sync_container, gateway, trajectory):
-    block = sync_container.request()
-    good = trajectory().encode()
-    gateway.answers[f"/{block['rollout_id']}/trajectory"] = [(503, b"later"), (429, b"later"), (200, good)]
+def test_the_request_for_the_trajectory_is_retried(sync_container):
+    block = sync_container.request([(503, b"later"), (429, b"later"), (200, make_trajectory().encode())])
     assert sync_container.play("return 1.0", block).outcome is Outcome.COMPLETED
 
 
@@ -152,20 +144,17 @@ def test_the_trajectory_is_asked_for_again(sync_container, gateway, trajectory):
     [(401, b"no such session", "401: no such session"), (200, b"junk", "neither a zstd frame nor a JSON object")],
 )
 def test_without_a_trajectory_there_is_no_reward(sync_container, gateway, status, body, words):
-    block = sync_container.request()
-    path = f"/{block['rollout_id']}/trajectory"
-    gateway.answers[path] = [(status, body)]
+    block = sync_container.request([(status, body)])
     rollout = sync_container.play("return 1.0", block)
     assert (rollout.outcome, rollout.reward) == (Outcome.INFRA_ERROR, None)
     assert rollout.failure.reason == "trajectory_unavailable"
     assert words in rollout.failure.message
-    assert [p for p, _ in gateway.requests].count(path) == 1, "a refusal is not asked again"
+    requested = [path for path, _ in gateway.requests]
+    assert requested.count(f"/{block['rollout_id']}/trajectory") == 1, "a refused request is not retried"
 
 
-def test_a_failure_stays_what_it_is_without_a_trajectory(sync_container, gateway):
-    block = sync_container.request()
-    gateway.answers[f"/{block['rollout_id']}/trajectory"] = [(404, b"gone")]
-    rollout = sync_container.play("raise KeyError('colour')", block)
+def test_a_failure_keeps_its_reason_without_a_trajectory(sync_container):
+    rollout = sync_container.play("raise KeyError('colour')", sync_container.request([(404, b"gone")]))
     assert rollout.failure.reason == "agent_exception"
     assert "404: gone" in rollout.failure.message
 
@@ -291,14 +280,11 @@ def beats(gateway, block) -> int:
     return gateway.requests.count(("/beat", f"Bearer {block['endpoint']['api_key']}"))
 
 
-def test_heartbeats_are_sent_while_the_agent_runs_whatever_the_gateway_answers(container, gateway, fifo):
-    gateway.answers["/beat"] = [(503, b""), (0, b"cut"), (204, b"")]
+def test_heartbeats_are_sent_while_the_agent_runs_even_if_the_gateway_fails(container, gateway, fifo):
+    gateway.answers["/beat"] = [(503, b""), (CUT, b"cut"), (204, b"")]
     block = container.request(heartbeat_s=0.05, endpoint__heartbeat_url=f"{gateway.url}/beat")
     container.invoke(f"open({str(fifo)!r}).read()\nreturn 1", block)
-    deadline = time.monotonic() + 30
-    while beats(gateway, block) < 6:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: beats(gateway, block) >= 6)
     fifo.open("w").close()
     assert container.await_result(block).reward == 1
     container.await_idle()
@@ -315,11 +301,8 @@ def test_an_agent_is_stopped_once_the_gateway_has_closed_its_session(async_conta
 
 
 def test_no_heartbeat_is_sent_unless_it_is_wanted(sync_container, gateway):
-    blocks = [
-        sync_container.request(heartbeat_s=0.01),
-        sync_container.request(endpoint__heartbeat_url=f"{gateway.url}/beat"),
-    ]
-    for block in blocks:
+    for half in ({"heartbeat_s": 0.01}, {"endpoint__heartbeat_url": f"{gateway.url}/beat"}):
+        block = sync_container.request(**half)
         assert sync_container.play("time.sleep(0.1)\nreturn 1", block).reward == 1
         assert beats(gateway, block) == 0
 
@@ -385,14 +368,14 @@ def test_without_the_block_it_is_an_ordinary_service(start_container):
         ("return float('nan')", "ValueError", "not JSON"),
     ],
 )
-def test_an_ordinary_service_tells_what_went_wrong(container, body, error, words):
+def test_an_ordinary_service_reports_errors(container, body, error, words):
     answer = container.client.post("/invocations", json={"body": body})
     assert answer.status_code == 500
     assert answer.json()["error"] == error
     assert words in answer.json()["message"]
 
 
-def test_a_result_that_cannot_be_written_is_told(sync_container, cloud):
+def test_a_result_that_cannot_be_written_is_reported(sync_container, cloud):
     block = sync_container.request(result__bucket="no-such-bucket")
     sync_container.invoke("return 1", block)
     sync_container.await_idle()
@@ -413,37 +396,32 @@ list(answer)
 """
 
 
-def test_a_dead_model_endpoint_is_not_the_agents_fault(sync_container, dead_url):
-    rollout = sync_container.play(CALL, sync_container.request(endpoint__base_url=f"{dead_url}/v1"))
-    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "model_unavailable")
-    assert "APIConnectionError" in rollout.failure.message
+NO = b'{"error": {"message": "no"}}'
+UNAVAILABLE, OWN = (Outcome.INFRA_ERROR, "model_unavailable"), (Outcome.AGENT_ERROR, "agent_exception")
 
 
 @pytest.mark.parametrize(
-    ("status", "outcome", "reason"),
+    ("answer", "stream", "ended", "words"),
     [
-        (503, Outcome.INFRA_ERROR, "model_unavailable"),
-        (429, Outcome.INFRA_ERROR, "model_unavailable"),
-        (400, Outcome.AGENT_ERROR, "agent_exception"),
+        (None, False, UNAVAILABLE, "APIConnectionError"),
+        ((503, NO), False, UNAVAILABLE, "503"),
+        ((429, NO), False, UNAVAILABLE, "429"),
+        ((400, NO), False, OWN, "400"),
+        ((CUT, b'data: {"id": "x", "choices": []}\n\n'), True, UNAVAILABLE, "RemoteProtocolError"),
+        ((200, b'data: {"error": {"message": "the engine died"}}\n\n'), True, UNAVAILABLE, "the engine died"),
     ],
+    ids=["no server", "503", "429", "400", "a stream that is cut", "an error inside a stream"],
 )
-def test_a_model_endpoint_that_refuses(sync_container, gateway, status, outcome, reason):
-    gateway.answers["/v1/chat/completions"] = [(status, b'{"error": {"message": "no"}}')]
-    rollout = sync_container.play(CALL)
-    assert (rollout.outcome, rollout.failure.reason) == (outcome, reason)
-
-
-def test_a_stream_that_is_cut(sync_container, gateway):
-    gateway.answers["/v1/chat/completions"] = [(0, b'data: {"id": "x", "choices": []}\n\n')]
-    rollout = sync_container.play(CALL, stream=True)
-    assert "RemoteProtocolError" in rollout.failure.message
-    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "model_unavailable")
-
-
-def test_an_error_inside_a_stream(sync_container, gateway):
-    gateway.answers["/v1/chat/completions"] = [(200, b'data: {"error": {"message": "the engine died"}}\n\n')]
-    rollout = sync_container.play(CALL, stream=True)
-    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "model_unavailable")
+def test_a_failing_model_endpoint_is_not_the_agents_fault(
+    sync_container, gateway, dead_url, answer, stream, ended, words
+):
+    if answer is None:
+        block = sync_container.request(endpoint__base_url=f"{dead_url}/v1")
+    else:
+        block, gateway.answers["/v1/chat/completions"] = sync_container.request(), [answer]
+    rollout = sync_container.play(CALL, block, stream=stream)
+    assert (rollout.outcome, rollout.failure.reason) == ended
+    assert words in rollout.failure.message
 
 
 def test_an_agent_may_wrap_the_failure(sync_container, gateway):
@@ -468,45 +446,37 @@ def test_other_servers_are_the_agents_own_affair(sync_container, dead_url, body)
 # --- the end of the process -------------------------------------------------------------------------------
 
 
+POOL = "import concurrent.futures as c\nc.ThreadPoolExecutor().submit(time.sleep, 600).result()"
+
+
 @pytest.mark.parametrize(
-    ("kind", "body", "where"),
+    ("number", "kind", "body", "where"),
     [
-        ("sync", STARTED + "time.sleep(600)", "in body"),
-        (
-            "sync",
-            STARTED + "import concurrent.futures as c\nc.ThreadPoolExecutor().submit(time.sleep, 600).result()",
-            "",
-        ),
-        ("async", STARTED + "await asyncio.sleep(600)", "in sleep"),
-        ("async", STARTED + "time.sleep(600)", "in body"),
-        ("async", STARTED + "await asyncio.to_thread(time.sleep, 600)", "to_thread"),
+        (signal.SIGTERM, "sync", "time.sleep(600)", "in body"),
+        (signal.SIGTERM, "async", "await asyncio.sleep(600)", "in sleep"),
+        (signal.SIGINT, "sync", POOL, ""),
+        pytest.param(signal.SIGTERM, "sync", POOL, "", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "async", "time.sleep(600)", "in body", marks=pytest.mark.slow),
+        (signal.SIGTERM, "async", "await asyncio.to_thread(time.sleep, 600)", "to_thread"),
     ],
 )
-def test_sigterm_publishes_what_runs(start_container, make_signal, kind, body, where):
+def test_a_signal_publishes_running_rollouts_and_waits_for_no_thread(
+    start_container, make_signal, number, kind, body, where
+):
     container = start_container(kind)
     block = container.request()
     started = make_signal()
-    container.invoke(body, block, started=started.path)
+    container.invoke(STARTED + body, block, started=started.path)
     started.wait()
-    assert container.stop() < 6
+    assert container.stop(number) < 6
+    assert number != signal.SIGINT or container.process.returncode == 0
     rollout = container.await_result(block)
     assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "terminated")
     assert where in rollout.failure.traceback
     assert rollout.sampled_tokens == 2
 
 
-def test_ctrl_c_does_the_same_and_waits_for_no_thread(start_container, make_signal):
-    container = start_container("sync")
-    block, started = container.request(), make_signal()
-    body = STARTED + "import concurrent.futures as c\nc.ThreadPoolExecutor().submit(time.sleep, 600).result()"
-    container.invoke(body, block, started=started.path)
-    started.wait()
-    assert container.stop(signal.SIGINT) < 6
-    assert container.process.returncode == 0
-    assert container.await_result(block).failure.reason == "terminated"
-
-
-def test_a_reward_is_worth_waiting_for_a_gateway_that_is_away_and_a_failure_is_not():
+def test_a_reward_waits_for_an_absent_gateway_and_a_failure_does_not():
     earned, lost = AgentResult(Outcome.COMPLETED, 1.0), failed(Outcome.INFRA_ERROR, "model_unavailable", "it is away")
     assert [_fetch_s(earned, left_s, 20.0) for left_s in (600.0, 5.0, 0.0)] == [600.0, 20.0, 20.0]
     assert _fetch_s(lost, 600.0, 20.0) == 20.0
@@ -569,7 +539,7 @@ def test_two_entrypoints_are_refused():
         app.entrypoint(lambda context: 2)
 
 
-def test_no_entrypoint_is_told_before_anything_is_served():
+def test_a_missing_entrypoint_is_reported_before_anything_is_served():
     with pytest.raises(EntrypointError, match=r"put @app\.entrypoint above"):
         RolloutApp().run()
 

@@ -92,7 +92,7 @@ def test_brackets_and_commas_inside_texts_do_not_count():
         b"",
     ],
 )
-def test_what_is_cut_or_of_a_foreign_type_is_refused(packed):
+def test_truncated_data_and_foreign_types_are_refused(packed):
     with pytest.raises(ContractError, match=r"^object: "):
         unpack(frame(packed))
 
@@ -110,7 +110,7 @@ plain = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=3), plain, max_size=20))
-def test_whatever_is_packed_comes_back(fields):
+def test_packed_fields_are_unpacked_unchanged(fields):
     assert unpack(pack(fields)) == fields
 
 

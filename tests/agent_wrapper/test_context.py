@@ -18,7 +18,7 @@ def test_in_deployment_the_environment_decides():
     assert "secret" not in repr(context)
 
 
-def test_what_the_environment_leaves_unset_is_left_to_the_client():
+def test_settings_missing_in_the_environment_are_left_to_the_client():
     context = RolloutContext.from_environment({}, {})
     assert set(context.openai_kwargs()) == {"timeout", "max_retries"}
 
@@ -33,12 +33,12 @@ def test_a_call_may_last_until_the_deadline():
     assert late.openai_kwargs()["timeout"] == 1
 
 
-def test_the_settings_are_what_the_client_takes():
+def test_the_openai_client_accepts_the_settings():
     context = RolloutContext.from_environment({}, {"OPENAI_BASE_URL": "http://model/v1", "OPENAI_API_KEY": "k"})
     with openai.OpenAI(**context.openai_kwargs()) as client:
         assert str(client.base_url) == "http://model/v1/"
 
 
-def test_it_cannot_be_changed():
+def test_a_context_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         RolloutContext.from_environment({}, {}).model = "other"  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What one side writes the other reads; whatever else arrives is a ContractError that names the field."""
+"""What one side writes the other reads. Anything else raises a ContractError that names the field."""
 
 from __future__ import annotations
 
@@ -116,12 +116,17 @@ def rollouts(draw: Callable[..., Any]) -> Rollout:
     )
 
 
+def turn(start: int, end: int, *versions: tuple[int, int]) -> dict[str, Any]:
+    spans = [{"version": "7", "start": a, "end": b} for a, b in versions]
+    return {"start": start, "end": end, "finish_reason": "stop", "weight_versions": spans}
+
+
 def make_segment(**changes: Any) -> dict[str, Any]:
     return {
         "token_ids": [5, 6, 7],
         "response_mask": [0, 1, 1],
         "logprobs": [None, -0.5, -1.5],
-        "turns": [{"start": 1, "end": 3, "finish_reason": "stop", "weight_versions": []}],
+        "turns": [turn(1, 3)],
         **changes,
     }
 
@@ -142,12 +147,27 @@ def make_fields(**changes: Any) -> dict[str, Any]:
     }
 
 
+def make_rollout(**changes: Any) -> Rollout:
+    return Rollout.parse(make_fields(**changes))
+
+
 def pack(fields: object) -> bytes:
     return zstandard.ZstdCompressor().compress(msgpack.packb(fields))
 
 
 def as_json(fields: object) -> bytes:
     return json.dumps(fields).encode()
+
+
+def refused(data: bytes, field: str, words: str) -> None:
+    with pytest.raises(ContractError) as caught:
+        Rollout.decode(data)
+    assert caught.value.field.startswith(field)
+    assert words in caught.value.reason
+
+
+BOTH_INPUTS = pytest.mark.parametrize("encode", [pack, as_json])
+BOTH_FORMS = pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
 
 
 # --- round trips ------------------------------------------------------------------------------------------
@@ -175,7 +195,7 @@ def test_a_trajectory_comes_back(found):
 
 
 def test_a_missing_logprob_is_nan_here_and_null_in_json():
-    rollout = Rollout.decode(as_json(make_fields()))
+    rollout = make_rollout()
     assert math.isnan(rollout.segments[0].logprobs[0])
     assert json.loads(rollout.to_json())["segments"][0]["logprobs"] == [None, -0.5, -1.5]
     again = Rollout.decode(rollout.encode())
@@ -184,7 +204,7 @@ def test_a_missing_logprob_is_nan_here_and_null_in_json():
 
 
 def test_the_compact_form_is_little_endian_bytes():
-    fields = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(Rollout.decode(as_json(make_fields())).encode()))
+    fields = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(make_rollout().encode()))
     segment = fields["segments"][0]
     assert segment["token_ids"] == b"\5\0\0\0\6\0\0\0\7\0\0\0"
     assert segment["response_mask"] == b"\0\1\1"
@@ -197,18 +217,18 @@ def test_sixteen_thousand_tokens_stay_small():
         token_ids=[i * 2_654_435_761 % 150_000 for i in range(n)],
         response_mask=[1] * n,
         logprobs=[-(i * 2_654_435_761 % 1_000_003) / 1e5 for i in range(n)],
-        turns=[{"start": 0, "end": n, "finish_reason": "stop", "weight_versions": []}],
+        turns=[turn(0, n)],
     )
-    rollout = Rollout.decode(as_json(make_fields(segments=[segment])))
+    rollout = make_rollout(segments=[segment])
     assert len(rollout.encode()) < 9 * n < len(rollout.to_json())
 
 
 # --- damage -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
+@BOTH_FORMS
 def test_cut_short_at_any_byte_it_is_refused(form):
-    data = form(Rollout.decode(as_json(make_fields())))
+    data = form(make_rollout())
     for end in range(len(data)):
         with pytest.raises(ContractError):
             Rollout.decode(data[:end])
@@ -216,9 +236,9 @@ def test_cut_short_at_any_byte_it_is_refused(form):
         Rollout.decode(data + b"x")
 
 
-@pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
+@BOTH_FORMS
 def test_a_flipped_byte_is_refused_or_read_as_a_rollout(form):
-    data = form(Rollout.decode(as_json(make_fields())))
+    data = form(make_rollout())
     for at in range(len(data)):
         for flip in (0x01, 0x20, 0x80, 0xFF):
             damaged = data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :]
@@ -266,7 +286,7 @@ def test_any_value_in_any_field_of_a_segment_is_read_or_refused(name, value):
         Rollout.decode(pack(make_fields(segments=[make_segment(**{name: value})])))
 
 
-@pytest.mark.parametrize("encode", [pack, as_json])
+@BOTH_INPUTS
 @pytest.mark.parametrize(
     ("changes", "field", "words"),
     [
@@ -293,19 +313,16 @@ def test_any_value_in_any_field_of_a_segment_is_read_or_refused(name, value):
     ],
 )
 def test_a_broken_rollout_names_its_field(encode, changes, field, words):
-    with pytest.raises(ContractError) as caught:
-        Rollout.decode(encode(make_fields(**changes)))
-    assert caught.value.field.startswith(field)
-    assert words in caught.value.reason
+    refused(encode(make_fields(**changes)), field, words)
 
 
 SAID = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
 
 
-@pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
+@BOTH_FORMS
 def test_a_rollout_of_messages_alone_is_complete_and_not_trainable(form):
     fields = make_fields(segments=[], conversations=[{**SAID, "tools": [{"type": "function"}]}])
-    rollout = Rollout.decode(form(Rollout.decode(as_json(fields))))
+    rollout = Rollout.decode(form(Rollout.parse(fields)))
     assert (rollout.messages_only, rollout.trainable, rollout.reward) == (True, False, 1.0)
     assert rollout.conversations[0].model_messages == (1,)
     assert rollout.conversations[0].tools == ({"type": "function"},)
@@ -317,7 +334,7 @@ def test_which_messages_are_the_models_can_be_said():
     assert Conversation.parse({"messages": messages, "replies": [3]}).model_messages == (3,)
 
 
-def test_messages_stand_beside_segments_only_if_those_were_made_of_them():
+def test_messages_and_segments_exclude_each_other_unless_the_segments_are_retokenized():
     guess = make_segment(logprobs=[None] * 3, retokenized=True)
     rollout = Rollout.decode(as_json(make_fields(segments=[guess], conversations=[SAID])))
     assert (rollout.retokenized, rollout.messages_only, rollout.trainable) == (True, False, True)
@@ -326,7 +343,7 @@ def test_messages_stand_beside_segments_only_if_those_were_made_of_them():
         Rollout.decode(as_json(make_fields(conversations=[SAID])))
 
 
-@pytest.mark.parametrize("encode", [pack, as_json])
+@BOTH_INPUTS
 @pytest.mark.parametrize(
     ("conversation", "field", "words"),
     [
@@ -346,10 +363,7 @@ def test_messages_stand_beside_segments_only_if_those_were_made_of_them():
     ],
 )
 def test_a_broken_conversation_names_its_field(encode, conversation, field, words):
-    with pytest.raises(ContractError) as caught:
-        Rollout.decode(encode(make_fields(segments=[], conversations=[conversation])))
-    assert caught.value.field.startswith(field)
-    assert words in caught.value.reason
+    refused(encode(make_fields(segments=[], conversations=[conversation])), field, words)
 
 
 def test_a_rollouts_conversations_are_capped():
@@ -357,10 +371,10 @@ def test_a_rollouts_conversations_are_capped():
         Rollout.decode(as_json(make_fields(segments=[], conversations=[SAID] * (MAX_CONVERSATIONS + 1))))
 
 
-@pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
+@BOTH_FORMS
 def test_the_readers_cap_holds_for_messages(form):
     long = {"messages": [*SAID["messages"], {"role": "user", "content": "x" * 10_000}]}
-    data = form(Rollout.decode(as_json(make_fields(segments=[], conversations=[long]))))
+    data = form(make_rollout(segments=[], conversations=[long]))
     with pytest.raises(ContractError, match="more than the cap of 5000"):
         Rollout.decode(data, max_bytes=5000)
 
@@ -369,20 +383,7 @@ def test_the_readers_cap_holds_for_messages(form):
     ("changes", "words"),
     [
         ({}, "logprobs has a value"),
-        (
-            {
-                "logprobs": [None] * 3,
-                "turns": [
-                    {
-                        "start": 1,
-                        "end": 3,
-                        "finish_reason": "stop",
-                        "weight_versions": [{"version": "7", "start": 1, "end": 3}],
-                    }
-                ],
-            },
-            "turns name weight_versions",
-        ),
+        ({"logprobs": [None] * 3, "turns": [turn(1, 3, (1, 3))]}, "turns name weight_versions"),
     ],
 )
 def test_a_retokenised_segment_claims_nothing_of_the_engines(changes, words):
@@ -396,12 +397,7 @@ def test_json_that_could_not_be_stored_in_the_compact_form_is_refused(number):
         Rollout.decode(as_json(make_fields(extras={"x": [number]})))
 
 
-def turn(start: int, end: int, *versions: tuple[int, int]) -> dict[str, Any]:
-    spans = [{"version": "7", "start": a, "end": b} for a, b in versions]
-    return {"start": start, "end": end, "finish_reason": "stop", "weight_versions": spans}
-
-
-@pytest.mark.parametrize("encode", [pack, as_json])
+@BOTH_INPUTS
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -427,11 +423,8 @@ def turn(start: int, end: int, *versions: tuple[int, int]) -> dict[str, Any]:
         ({"turns": [turn(1, 3, (1, 4))]}, "do not cover its tokens in order"),
     ],
 )
-def test_a_broken_segment_says_what_is_wrong(encode, changes, words):
-    with pytest.raises(ContractError) as caught:
-        Rollout.decode(encode(make_fields(segments=[make_segment(**changes)])))
-    assert caught.value.field.startswith("segments.0")
-    assert words in caught.value.reason
+def test_a_broken_segment_is_refused_with_the_reason(encode, changes, words):
+    refused(encode(make_fields(segments=[make_segment(**changes)])), "segments.0", words)
 
 
 def test_raw_bytes_of_a_wrong_length_are_refused():
@@ -486,7 +479,7 @@ def test_images_are_those_that_the_segments_name(changes, words):
         ({"media_type": "text/html"}, "pattern"),
     ],
 )
-def test_an_image_stands_among_the_given_tokens(changes, words):
+def test_an_image_is_among_the_given_tokens(changes, words):
     fields = make_seen()
     fields["segments"][0]["images"] = [{**SPAN, **changes}]
     with pytest.raises(ContractError, match=words):
@@ -495,34 +488,16 @@ def test_an_image_stands_among_the_given_tokens(changes, words):
 
 def test_the_encoded_forms_change_only_on_purpose():
     """The bytes of the compact form, before they are packed, and of the plain one."""
-    segment = Segment.parse(
-        {
-            "token_ids": [5, 6, 7, 8],
-            "response_mask": [0, 0, 1, 1],
-            "logprobs": [None, None, -0.25, -0.5],
-            "turns": [
-                {
-                    "start": 2,
-                    "end": 4,
-                    "finish_reason": "stop",
-                    "weight_versions": [{"version": "7", "start": 2, "end": 4}],
-                }
-            ],
-            "messages": [{"role": "user", "content": "h"}],
-        }
-    )
-    rollout = Rollout(
-        run_id="run",
-        step=0,
-        task_id="t",
-        rollout_id="r",
-        attempt=1,
-        session_id="s",
-        outcome=Outcome.COMPLETED,
-        reward=1.0,
-        model="m",
-        segments=(segment,),
-    )
+    fields = {
+        "token_ids": [5, 6, 7, 8],
+        "response_mask": [0, 0, 1, 1],
+        "logprobs": [None, None, -0.25, -0.5],
+        "turns": [turn(2, 4, (2, 4))],
+        "messages": [{"role": "user", "content": "h"}],
+    }
+    segment = Segment.parse(fields)
+    ids = {"run_id": "run", "step": 0, "task_id": "t", "rollout_id": "r", "attempt": 1, "session_id": "s"}
+    rollout = Rollout(**ids, outcome=Outcome.COMPLETED, reward=1.0, model="m", segments=(segment,))
     unpacked = [
         zstandard.ZstdDecompressor().decompress(found.encode())
         for found in (Trajectory(model="m", segments=(segment,)), rollout)
@@ -535,7 +510,7 @@ def test_the_encoded_forms_change_only_on_purpose():
 
 
 @pytest.mark.parametrize("data", [b"", b" ", b"[]", b"null", b"\x1f\x8b gzip", b"PK"])
-def test_what_is_neither_form_is_refused(data):
+def test_data_in_neither_form_is_refused(data):
     with pytest.raises(ContractError, match=r"^object: "):
         Rollout.decode(data)
 
@@ -573,9 +548,9 @@ def test_a_frame_that_hides_its_size_is_refused():
         Rollout.decode(compressor.compress(msgpack.packb(make_fields())))
 
 
-@pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
+@BOTH_FORMS
 def test_the_readers_cap_holds_for_either_form(form):
-    data = form(Rollout.decode(as_json(make_fields(extras={"x": "y" * 5_000}))))
+    data = form(make_rollout(extras={"x": "y" * 5_000}))
     assert Rollout.decode(data, max_bytes=10_000)
     with pytest.raises(ContractError, match="more than the cap of 5000"):
         Rollout.decode(data, max_bytes=5_000)
@@ -596,7 +571,7 @@ prefixes = st.sampled_from(["", "p/", "team.a/exp_1/"])
 
 @thorough
 @given(prefixes, identifiers, st.integers(0, MAX_STEP), identifiers)
-def test_a_key_tells_its_step_and_rollout(prefix, run_id, step, rollout_id):
+def test_a_key_contains_its_step_and_rollout(prefix, run_id, step, rollout_id):
     key = result_key(prefix, run_id, step, rollout_id)
     assert key.startswith(step_prefix(prefix, run_id, step))
     assert parse_result_key(prefix, run_id, key) == (step, rollout_id, None)
@@ -606,7 +581,7 @@ def test_a_key_tells_its_step_and_rollout(prefix, run_id, step, rollout_id):
 
 @thorough
 @given(prefixes, identifiers, st.text(max_size=40))
-def test_what_parses_is_the_key_of_what_it_says(prefix, run_id, tail):
+def test_a_parsed_key_is_that_of_its_rollout(prefix, run_id, tail):
     key = f"{prefix}runs/{run_id}/steps/{tail}"
     try:
         step, rollout_id, attempt = parse_result_key(prefix, run_id, key)

@@ -14,20 +14,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_wrapper import AgentFailure
-from agent_wrapper.contract import (
-    ModelEndpoint,
-    Outcome,
-    ResultTarget,
-    Rollout,
-    RolloutRequest,
-    Sampling,
-    Trajectory,
-)
+from agent_wrapper.contract import ModelEndpoint, Outcome, ResultTarget, Rollout, RolloutRequest, Sampling, Trajectory
 from agent_wrapper.outcome import build_rollout, classify, failed
 from agent_wrapper.runner import Raised, Returned
 from agent_wrapper.trajectory import TrajectoryUnavailable
+from rollouts import make_rollout, make_segment
 
 URL = "http://gateway:80/v1"
+REQUEST = RolloutRequest(
+    run_id="run",
+    step=0,
+    task_id="task",
+    rollout_id="task.0",
+    attempt=1,
+    session_id="s",
+    endpoint=ModelEndpoint(base_url=URL, api_key="k", name="m", trajectory_url=f"{URL}/rollout/trajectory"),
+    sampling=Sampling(),
+    deadline=10.0,
+    result=ResultTarget(bucket="rollouts"),
+)
+NOTHING = Trajectory(model="m", segments=())
+SAMPLED = Trajectory(model="m", segments=(make_segment(),))
+
+
+def rollout_of(returned: object, trajectory: Trajectory | TrajectoryUnavailable = NOTHING) -> Rollout:
+    """Return the rollout of an agent that returned or raised this."""
+    result = returned if isinstance(returned, (Raised, Returned)) else Returned(returned)
+    return build_rollout(REQUEST, classify(result, URL), trajectory, 1.0, 2.0)
+
+
+def ended(rollout: Rollout) -> tuple[Outcome, float | None, str]:
+    return rollout.outcome, rollout.reward, rollout.failure.reason
 
 
 @pytest.mark.parametrize(
@@ -74,7 +91,7 @@ def test_numbers_are_rewards(value, reward):
         {"reward": 1, "\ud800": 1},
     ],
 )
-def test_all_else_is_a_bad_reward(value):
+def test_other_values_are_a_bad_reward(value):
     ending = classify(Returned(value), URL)
     assert (ending.outcome, ending.reward, ending.extras) == (Outcome.AGENT_ERROR, None, {})
     assert ending.failure is not None
@@ -88,7 +105,7 @@ def test_more_extras_than_a_result_may_hold_are_a_bad_reward():
     assert "more than 125000 maps and lists" in ending.failure.message
 
 
-def test_extras_without_an_end_are_a_bad_reward():
+def test_endless_extras_are_a_bad_reward():
     endless: dict[str, object] = {}
     endless["x"] = endless
     deep: list[object] = []
@@ -107,19 +124,9 @@ JSON = st.recursive(
 
 @settings(max_examples=100)
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=2))
-def test_whatever_is_accepted_can_be_stored(extras):
+def test_accepted_extras_can_be_stored(extras):
     ending = classify(Returned({**extras, "reward": 1}), URL)
-    rollout = Rollout(
-        run_id="r",
-        step=0,
-        task_id="t",
-        rollout_id="x",
-        attempt=1,
-        session_id="s",
-        outcome=Outcome.INFRA_ERROR,
-        failure={"reason": "test", "message": "m"},
-        extras=ending.extras,
-    )
+    rollout = make_rollout("x.0", Outcome.INFRA_ERROR, extras=ending.extras)
     assert Rollout.decode(rollout.encode()).extras == ending.extras
     assert Rollout.decode(rollout.to_json()).extras == ending.extras
 
@@ -231,41 +238,33 @@ def test_a_cause_that_the_agent_disowned_does_not_count():
     assert classify(Raised(raised_from(status_error(503, MODEL), "from None")), URL).outcome is Outcome.AGENT_ERROR
 
 
-def test_a_chain_that_bites_its_tail_ends():
+def test_a_circular_chain_of_causes_ends():
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
     assert classify(Raised(first), URL).outcome is Outcome.AGENT_ERROR
 
 
-@pytest.mark.parametrize(
-    "ending", [classify(Returned(0.0), URL), classify(Raised(AgentFailure("gave up", 0.0)), URL)]
-)
-def test_a_reward_from_an_agent_that_lost_a_model_call_is_none(ending, asked, make_segment):
-    trajectory = Trajectory(model="m", segments=(make_segment(),), unanswered_calls=2)
-    rollout = build_rollout(asked, ending, trajectory, 1.0, 2.0)
-    assert (rollout.outcome, rollout.reward) == (Outcome.INFRA_ERROR, None)
-    assert rollout.failure.reason == "model_unavailable"
-    assert rollout.segments == trajectory.segments
-    kept = build_rollout(asked, ending, trajectory.model_copy(update={"unanswered_calls": 0}), 1.0, 2.0)
-    assert kept.reward == 0.0
+@pytest.mark.parametrize("result", [Returned(0.0), Raised(AgentFailure("gave up", 0.0))])
+def test_a_reward_from_an_agent_that_lost_a_model_call_is_none(result):
+    rollout = rollout_of(result, SAMPLED.model_copy(update={"unanswered_calls": 2}))
+    assert ended(rollout) == (Outcome.INFRA_ERROR, None, "model_unavailable")
+    assert rollout.segments == SAMPLED.segments
+    assert rollout_of(result, SAMPLED).reward == 0.0
 
 
-def test_an_agents_own_failure_stays_its_own_though_a_call_was_lost(asked, make_segment):
-    trajectory = Trajectory(model="m", segments=(make_segment(),), unanswered_calls=1)
-    rollout = build_rollout(asked, classify(Raised(KeyError("x")), URL), trajectory, 1.0, 2.0)
+def test_an_agents_own_failure_stays_its_own_though_a_call_was_lost():
+    rollout = rollout_of(Raised(KeyError("x")), SAMPLED.model_copy(update={"unanswered_calls": 1}))
     assert rollout.outcome is Outcome.AGENT_ERROR
 
 
 # --- agents that called their model elsewhere -------------------------------------------------------------
 
 MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-NOTHING = Trajectory(model="m", segments=())
 
 
-def test_messages_of_a_model_called_elsewhere_are_what_the_rollout_holds(asked):
+def test_the_rollout_holds_messages_of_a_model_called_elsewhere():
     tools = [{"type": "function", "function": {"name": "add"}}]
-    ending = classify(Returned({"reward": 1, "messages": MESSAGES, "tools": tools, "steps": 2}), URL)
-    rollout = build_rollout(asked, ending, NOTHING, 1.0, 2.0)
+    rollout = rollout_of({"reward": 1, "messages": MESSAGES, "tools": tools, "steps": 2})
     assert (rollout.outcome, rollout.reward, rollout.extras) == (Outcome.COMPLETED, 1.0, {"steps": 2})
     assert (rollout.messages_only, rollout.trainable) == (True, False)
     [conversation] = rollout.conversations
@@ -273,16 +272,15 @@ def test_messages_of_a_model_called_elsewhere_are_what_the_rollout_holds(asked):
     assert list(conversation.tools) == tools
 
 
-def test_messages_beside_what_was_sampled_here_are_extras(asked, make_segment):
-    ending = classify(Returned({"reward": 1, "messages": MESSAGES}), URL)
-    rollout = build_rollout(asked, ending, Trajectory(model="m", segments=(make_segment(),)), 1.0, 2.0)
+def test_messages_in_addition_to_sampled_tokens_are_extras():
+    rollout = rollout_of({"reward": 1, "messages": MESSAGES}, SAMPLED)
     assert (rollout.messages_only, rollout.trainable) == (False, True)
     assert rollout.extras == {"messages": MESSAGES}
 
 
-def test_without_messages_a_reward_for_nothing_is_the_agents_error(asked):
-    rollout = build_rollout(asked, classify(Returned({"reward": 1, "tools": []}), URL), NOTHING, 1.0, 2.0)
-    assert (rollout.outcome, rollout.reward, rollout.failure.reason) == (Outcome.AGENT_ERROR, None, "no_model_call")
+def test_without_messages_a_reward_for_nothing_is_the_agents_error():
+    rollout = rollout_of({"reward": 1, "tools": []})
+    assert ended(rollout) == (Outcome.AGENT_ERROR, None, "no_model_call")
     assert "return the 'messages'" in rollout.failure.message
 
 
@@ -298,40 +296,20 @@ def test_without_messages_a_reward_for_nothing_is_the_agents_error(asked):
         ({"messages": MESSAGES, "tools": 5}, "tools: "),
     ],
 )
-def test_messages_that_are_none_are_the_agents_error(asked, returned, words):
-    rollout = build_rollout(asked, classify(Returned({"reward": 1, **returned}), URL), NOTHING, 1.0, 2.0)
-    assert (rollout.outcome, rollout.reward, rollout.failure.reason) == (Outcome.AGENT_ERROR, None, "bad_messages")
+def test_invalid_messages_are_the_agents_error(returned, words):
+    rollout = rollout_of({"reward": 1, **returned})
+    assert ended(rollout) == (Outcome.AGENT_ERROR, None, "bad_messages")
     assert words in rollout.failure.message
     assert "in the shape of OpenAI's chat completions" in rollout.failure.message
 
 
-def test_messages_do_not_stand_in_for_a_trajectory_that_could_not_be_had(asked):
-    ending = classify(Returned({"reward": 1, "messages": MESSAGES}), URL)
-    rollout = build_rollout(asked, ending, TrajectoryUnavailable("no answer"), 1.0, 2.0)
-    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "trajectory_unavailable")
-
-
-def test_messages_do_not_excuse_calls_that_were_never_answered(asked):
-    ending = classify(Returned({"reward": 1, "messages": MESSAGES}), URL)
-    rollout = build_rollout(asked, ending, NOTHING.model_copy(update={"unanswered_calls": 1}), 1.0, 2.0)
-    assert (rollout.outcome, rollout.reward, rollout.failure.reason) == (
-        Outcome.INFRA_ERROR,
-        None,
-        "model_unavailable",
-    )
-
-
-@pytest.fixture
-def asked() -> RolloutRequest:
-    return RolloutRequest(
-        run_id="run",
-        step=0,
-        task_id="task",
-        rollout_id="task.0",
-        attempt=1,
-        session_id="s",
-        endpoint=ModelEndpoint(base_url=URL, api_key="k", name="m", trajectory_url=f"{URL}/rollout/trajectory"),
-        sampling=Sampling(),
-        deadline=10.0,
-        result=ResultTarget(bucket="rollouts"),
-    )
+@pytest.mark.parametrize(
+    ("trajectory", "reason"),
+    [
+        (TrajectoryUnavailable("no answer"), "trajectory_unavailable"),
+        (NOTHING.model_copy(update={"unanswered_calls": 1}), "model_unavailable"),
+    ],
+)
+def test_messages_replace_neither_a_missing_trajectory_nor_unanswered_calls(trajectory, reason):
+    rollout = rollout_of({"reward": 1, "messages": MESSAGES}, trajectory)
+    assert ended(rollout) == (Outcome.INFRA_ERROR, None, reason)

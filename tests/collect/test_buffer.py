@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import string
 import time
@@ -10,49 +9,49 @@ import time
 import pytest
 
 from agent_wrapper.contract import Announcement, ContractError
+from collect_bench import Sink
 from rollout_backend.collect import buffer
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.queue import AnnouncementQueue
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.errors import CredentialsExpired, StoreError
 from rollout_backend.local.fault_proxy import Fault, Rule
+from rollouts import make_segment
 
 # --- by announcement --------------------------------------------------------------------------------------
 
 
-async def test_an_announced_result_arrives_and_its_message_is_deleted(open_run, make_sink, make_rollout):
-    sink = make_sink("task-a.0")
+async def test_an_announced_result_arrives_and_its_message_is_deleted(open_run):
+    sink = Sink("task-a.0")
     run = await open_run(sink)
     before = time.time()
-    await run.store_(make_rollout())
-    await run.announce(run.key("task-a.0"))
+    await run.publish(run.rollout())
     await sink.until(lambda: sink.arrived)
     [(rollout, announced_at)] = sink.arrived
-    assert rollout.encode() == make_rollout().encode()
+    assert rollout.encode() == run.rollout().encode()
     assert before - 1 < announced_at < time.time() + 1
     await run.until_held(0)
     assert run.buffer.last_announcement_at > 0
     assert (run.buffer.refused, run.buffer.stale, run.buffer.dangling, run.buffer.queue_down) == (0, 0, 0, False)
 
 
-async def test_each_result_goes_to_its_step(open_run, make_sink, make_rollout):
-    sinks = [make_sink("task-a.0", step=step) for step in (1, 7)]
+async def test_each_result_goes_to_its_step(open_run):
+    sinks = [Sink("task-a.0", step=step) for step in (1, 7)]
     run = await open_run(*sinks)
     for sink in sinks:
-        await run.store_(make_rollout(step=sink.step))
+        await run.store_(run.rollout(step=sink.step))
         await run.announce(run.key("task-a.0", sink.step))
     for sink in sinks:
         await sink.until(lambda sink=sink: sink.arrived)
         assert [rollout.step for rollout, _ in sink.arrived] == [sink.step]
 
 
-async def test_a_repeated_announcement_is_counted_and_not_fetched(open_run, make_sink, make_rollout):
-    sink = make_sink("task-a.0")
+async def test_a_repeated_announcement_is_counted_and_not_fetched(open_run):
+    sink = Sink("task-a.0")
     run = await open_run(sink)
-    await run.store_(make_rollout())
-    await run.announce(run.key("task-a.0"))
+    await run.publish(run.rollout())
     await sink.until(lambda: sink.arrived)
-    await run.announce(run.key("task-a.0"))
+    await run.announce(run.key())
     await run.announce(run.key("never-planned.0"))
     await sink.until(lambda: len(sink.repeated) == 2)
     assert sorted(sink.repeated) == ["never-planned.0", "task-a.0"]
@@ -60,42 +59,41 @@ async def test_a_repeated_announcement_is_counted_and_not_fetched(open_run, make
     await run.until_held(0)
 
 
-async def test_an_announcement_for_an_ended_step_is_counted_and_deleted(open_run, make_sink, make_rollout):
-    sink = make_sink("task-a.0")
+async def test_an_announcement_for_an_ended_step_is_counted_and_deleted(open_run):
+    sink = Sink("task-a.0")
     run = await open_run(sink)
     run.buffer.detach(sink)
-    await run.store_(make_rollout())
-    await run.announce(run.key("task-a.0"))
+    await run.publish(run.rollout())
     await run.until_held(0)
     assert (run.buffer.stale, sink.arrived) == (1, [])
 
 
-async def test_a_step_is_attached_once_and_may_be_attached_again(open_run, make_sink):
-    sink = make_sink()
+async def test_a_step_is_attached_once_and_may_be_attached_again(open_run):
+    sink = Sink()
     run = await open_run(sink)
     with pytest.raises(AssertionError, match="step 0 is being collected already"):
-        run.buffer.attach(make_sink())
+        run.buffer.attach(Sink())
     run.buffer.detach(sink)
-    run.buffer.attach(make_sink())
+    run.buffer.attach(Sink())
 
 
-async def test_a_result_written_after_its_announcement_is_fetched_on_redelivery(open_run, make_sink, make_rollout):
-    sink = make_sink("task-a.0", "task-a.1")
+async def test_a_result_written_after_its_announcement_is_fetched_on_redelivery(open_run):
+    sink = Sink("task-a.0", "task-a.1")
     run = await open_run(sink, queue={"visibility_s": 5, "wait_s": 20})
-    await run.store_(make_rollout("task-a.1"))
-    await run.announce(run.key("task-a.0"), run.key("task-a.1"))
+    await run.store_(run.rollout("task-a.1"))
+    await run.announce(run.key(), run.key("task-a.1"))
     await sink.until(lambda: sink.arrived)
     assert sink.ids == ["task-a.1"]
     assert await run.held() == 1, "the message is kept: one of its results may appear later"
-    await run.store_(make_rollout("task-a.0"))
+    await run.store_(run.rollout("task-a.0"))
     await sink.until(lambda: len(sink.arrived) == 2)
     await run.until_held(0)
     assert run.buffer.dangling >= 1
     assert set(sink.repeated) == {"task-a.1"}, "the delivered result is only counted as a duplicate"
 
 
-async def test_s3s_test_event_is_deleted_silently(open_run, make_sink):
-    run = await open_run(make_sink())
+async def test_s3s_test_event_is_deleted_silently(open_run):
+    run = await open_run(Sink())
     await run.send('{"Event": "s3:TestEvent", "Service": "Amazon S3"}')
     await run.until_held(0)
     assert run.buffer.refused == 0
@@ -111,8 +109,8 @@ async def test_s3s_test_event_is_deleted_silently(open_run, make_sink):
         ("[" * 10_000, "body: not JSON"),
     ],
 )
-async def test_a_malformed_message_is_quarantined_and_deleted(open_run, make_sink, body, reason):
-    run = await open_run(make_sink())
+async def test_a_malformed_message_is_quarantined_and_deleted(open_run, body, reason):
+    run = await open_run(Sink())
     await run.send(body)
     await run.until_held(0)
     [record] = await run.quarantined()
@@ -122,16 +120,16 @@ async def test_a_malformed_message_is_quarantined_and_deleted(open_run, make_sin
     assert run.buffer.refused == 1
 
 
-async def test_an_announcement_gives_access_to_this_runs_results_only(open_run, make_sink, make_rollout, run_id, s3):
-    sink = make_sink("task-a.0")
+async def test_an_announcement_gives_access_to_this_runs_results_only(open_run, run_id, s3):
+    sink = Sink("task-a.0")
     run = await open_run(sink, storage={"prefix": "team/"})
-    await run.store_(make_rollout())
+    await run.store_(run.rollout())
     elsewhere = f"elsewhere-{run_id}"
     await s3.create_bucket(Bucket=elsewhere)
-    await s3.put_object(Bucket=elsewhere, Key=run.key("task-a.0"), Body=make_rollout().encode())
+    await s3.put_object(Bucket=elsewhere, Key=run.key(), Body=run.rollout().encode())
     forged = [
-        (elsewhere, run.key("task-a.0")),
-        (None, run.key("task-a.0").removeprefix("team/")),
+        (elsewhere, run.key()),
+        (None, run.key().removeprefix("team/")),
         (None, f"team/runs/{run_id}-more/steps/00000000/task-a.0"),
         (None, f"team/runs/{run_id}/steps/00000000/../task-a.0"),
         (None, f"team/runs/{run_id}/steps/00000000/task-a.0/more"),
@@ -146,17 +144,15 @@ async def test_an_announcement_gives_access_to_this_runs_results_only(open_run, 
     assert sum(reason.startswith("object.key: ") for reason in reasons) == len(forged) - 1
 
 
-async def test_runs_that_share_a_queue_leave_each_other_their_announcements(
-    open_run, make_sink, make_rollout, sqs, s3, run_id
-):
+async def test_runs_that_share_a_queue_leave_each_other_their_announcements(open_run, sqs, s3, run_id):
     url = (await sqs.create_queue(QueueName=f"shared-{run_id}"))["QueueUrl"]
     ids = [f"task-{i}.0" for i in range(30)]
     runs = []
     for other in (run_id, f"{run_id}-more"):
-        sink = make_sink(*ids)
+        sink = Sink(*ids)
         runs.append((await open_run(sink, queue={"url": url}, run_id=other), sink))
     for run, _ in runs:
-        await run.store_(*(make_rollout(rollout_id, run_id=run.run_id) for rollout_id in ids))
+        await run.store_(*(run.rollout(rollout_id) for rollout_id in ids))
     for rollout_id in ids:
         for run, _ in runs:
             await run.announce(run.key(rollout_id))
@@ -165,19 +161,19 @@ async def test_runs_that_share_a_queue_leave_each_other_their_announcements(
         assert (run.buffer.refused, await run.quarantined()) == (0, [])
 
 
-async def test_a_message_that_no_other_run_takes_is_quarantined(open_run, make_sink, sqs, run_id, monkeypatch):
+async def test_a_message_that_no_other_run_takes_is_quarantined(open_run, sqs, run_id, monkeypatch):
     monkeypatch.setattr(buffer, "_RECEIVES", 3)
     url = (await sqs.create_queue(QueueName=f"shared-{run_id}"))["QueueUrl"]
-    run = await open_run(make_sink(), queue={"url": url})
-    await run.announce(run.key("task-a.0").replace(run_id, "ended"))
+    run = await open_run(Sink(), queue={"url": url})
+    await run.announce(run.key().replace(run_id, "ended"))
     await run.until_held(0)
     [record] = await run.quarantined()
     assert record["reason"].startswith("object.key: ")
 
 
-async def test_announcements_of_trainer_objects_are_ignored(open_run, make_sink, run_id):
+async def test_announcements_of_trainer_objects_are_ignored(open_run, run_id):
     """S3 may notify of them. A quarantine record about one would cause the next notification, without an end."""
-    sink = make_sink("task-a.0")
+    sink = Sink("task-a.0")
     run = await open_run(sink, storage={"prefix": "team/"})
     for record in ("quarantine/0123.json", "manifests/00000000.json", "lease"):
         await run.announce(f"team/runs/{run_id}/{record}")
@@ -187,29 +183,29 @@ async def test_announcements_of_trainer_objects_are_ignored(open_run, make_sink,
     assert await run.quarantined() == []
 
 
-async def test_a_message_that_also_names_a_foreign_object_is_refused_whole(open_run, make_sink, make_rollout):
-    sink = make_sink("task-a.0")
+async def test_a_message_that_also_names_a_foreign_object_is_refused_whole(open_run):
+    sink = Sink("task-a.0")
     run = await open_run(sink)
-    await run.store_(make_rollout())
-    await run.announce(run.key("task-a.0"), "not/ours")
+    await run.store_(run.rollout())
+    await run.announce(run.key(), "not/ours")
     await run.until_held(0)
     assert sink.arrived == []
     await run.buffer.sweep(sink)  # finds it without the announcement
     assert sink.ids == ["task-a.0"]
 
 
-async def test_malformed_messages_do_not_stop_receiving(open_run, make_sink, make_rollout):
+async def test_malformed_messages_do_not_stop_receiving(open_run):
     random.seed(7)
-    sink = make_sink("task-a.0")
+    sink = Sink("task-a.0")
     run = await open_run(sink)
-    good = Announcement(bucket=run.store.config.bucket, key=run.key("task-a.0")).encode()
+    good = Announcement(bucket=run.store.config.bucket, key=run.key()).encode()
     for _ in range(20):
         cut = good[: random.randrange(1, len(good))]
         noise = "".join(random.choices(string.ascii_letters + string.punctuation + " ", k=30))
         await run.send(random.choice([cut, noise, good.replace("Records", "records"), f"[{good}]"]))
     await run.until_held(0)
     assert run.buffer.refused == 20
-    await run.store_(make_rollout())
+    await run.store_(run.rollout())
     await run.send(good)
     await sink.until(lambda: sink.arrived)
 
@@ -238,62 +234,55 @@ async def test_malformed_messages_do_not_stop_receiving(open_run, make_sink, mak
     ],
     ids=["empty", "cut", "neither form", "run", "step", "rollout", "beyond 64 bits", "session", "text format"],
 )
-async def test_a_result_that_breaks_the_contract_is_rejected_with_evidence(
-    open_run, make_sink, make_rollout, damage, reason
-):
-    sink = make_sink("task-a.0", "task-a.1")
+async def test_a_result_that_breaks_the_contract_is_rejected_with_evidence(open_run, damage, reason):
+    sink = Sink("task-a.0", "task-a.1")
     run = await open_run(sink)
-    body = damage(make_rollout())
-    key = await run.put(run.key("task-a.0"), body)
+    body = damage(run.rollout())
+    key = await run.put(run.key(), body)
     await run.announce(key)
     await sink.until(lambda: sink.rejected)
     assert str(sink.rejected["task-a.0"]).startswith(reason)
     [record] = await run.quarantined()
     assert (record["what"], record["bytes"]) == (key, len(body))
     await run.until_held(0)
-    await run.store_(make_rollout("task-a.1"))  # receiving continues
-    await run.announce(run.key("task-a.1"))
+    await run.publish(run.rollout("task-a.1"))  # receiving continues
     await sink.until(lambda: sink.arrived)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-async def test_a_result_beyond_the_cap_is_rejected(open_run, make_sink, make_rollout, packed):
-    sink = make_sink("task-a.0")
+async def test_a_result_beyond_the_cap_is_rejected(open_run, packed):
+    sink = Sink("task-a.0")
     run = await open_run(sink, storage={"max_result_bytes": 4096})
     text = "x" * 10_000 if packed else random.Random(3).randbytes(10_000).hex()
-    await run.store_(make_rollout(extras={"x": text}))
-    await run.announce(run.key("task-a.0"))
+    await run.store_(run.rollout(extras={"x": text}))
+    await run.announce(run.key())
     await sink.until(lambda: sink.rejected)
     assert "more than the cap of 4096" in str(sink.rejected["task-a.0"])
     [record] = await run.quarantined()
     assert (record["bytes"] > 0) == packed, "an object too large to fetch is not fetched for evidence either"
 
 
-async def test_a_result_that_cannot_be_quarantined_is_neither_rejected_nor_deleted(
-    open_run, make_sink, until_logged, receive_with
-):
+async def test_a_result_that_cannot_be_quarantined_is_neither_rejected_nor_deleted(open_run, until_logged):
     class Full(ResultStore):
         async def quarantine(self, *args: object) -> str:
             raise StoreError("S3 is full")
 
-    sink = make_sink("task-a.0")
+    sink = Sink("task-a.0")
     run = await open_run(receive=False)
-    await run.put(run.key("task-a.0"), b"broken")
-    await run.announce(run.key("task-a.0"))
+    await run.put(run.key(), b"broken")
+    await run.announce(run.key())
     await run.send("not json")
-    async with receive_with(run, Full(run.store.config, run.store._s3, run.store._stack), sink):
+    async with run.receive_with(Full(run.store.config, run.store._s3, run.store._stack), sink):
         await until_logged("S3 is full; it is retried", 2)
         assert (sink.rejected, await run.held()) == ({}, 2)
 
 
-async def test_while_s3_does_not_answer_messages_stay(
-    open_run, make_sink, nowhere, open_store, until_logged, receive_with
-):
-    sink = make_sink("task-a.0")
+async def test_while_s3_does_not_answer_messages_stay(open_run, nowhere, open_store, until_logged):
+    sink = Sink("task-a.0")
     run = await open_run(receive=False)
-    await run.announce(run.key("task-a.0"))
-    async with receive_with(run, await open_store(nowhere), sink) as buffer:
-        await until_logged("it is retried", 1)
+    await run.announce(run.key())
+    async with run.receive_with(await open_store(nowhere), sink) as buffer:
+        await until_logged("it is retried")
         assert (sink.arrived, sink.rejected, await run.held(), buffer.dangling) == ([], {}, 1, 0)
         with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
             await buffer.sweep(sink)
@@ -303,56 +292,42 @@ async def test_while_s3_does_not_answer_messages_stay(
 
 
 @pytest.mark.parametrize("fault", [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH])
-async def test_receiving_survives_truncated_bodies(
-    open_run, make_sink, make_rollout, open_store, faulty, until_logged, receive_with, fault
-):
-    sink = make_sink("task-a.0")
+async def test_receiving_survives_truncated_bodies(open_run, open_store, faulty, until_logged, fault):
+    sink = Sink("task-a.0")
     run = await open_run(receive=False, queue={"visibility_s": 5})
-    await run.store_(make_rollout())
-    await run.announce(run.key("task-a.0"))
+    await run.publish(run.rollout())
     where, proxy = await faulty(Rule("s3:GetObject", fault))
-    async with receive_with(run, await open_store(where), sink) as buffer:
-        await until_logged("it is retried", 1)
+    async with run.receive_with(await open_store(where), sink) as buffer:
+        await until_logged("it is retried")
         assert (sink.arrived, sink.rejected, await run.held()) == ([], {}, 1)
         proxy.rules = []
         await buffer.sweep(sink)
         assert sink.ids == ["task-a.0"]
 
 
-async def test_a_truncated_listing_is_not_an_empty_step(open_run, make_sink, make_rollout, open_store, faulty):
-    sink = make_sink("task-a.0")
-    run = await open_run(queue=False)
-    await run.store_(make_rollout())
-    where, _ = await faulty(Rule("s3:ListObjects", Fault.TRUNCATE))
-    with pytest.raises(StoreError, match=r"listing .* in S3 failed"):
-        await RolloutBuffer(run.run_id, await open_store(where), None, 4).sweep(sink)
-
-
-async def test_a_defect_in_handling_one_result_does_not_stop_receiving(
-    open_run, make_sink, make_rollout, until_logged, receive_with
-):
+async def test_a_defect_in_handling_one_result_does_not_stop_receiving(open_run, until_logged):
     def verify(rollout):
         if rollout.rollout_id == "task-a.0":
             raise ZeroDivisionError("a defect")
 
-    sink = make_sink("task-a.0", "task-a.1")
+    sink = Sink("task-a.0", "task-a.1")
     run = await open_run(receive=False)
-    await run.store_(make_rollout(), make_rollout("task-a.1"))
-    await run.announce(run.key("task-a.0"))
-    async with receive_with(run, run.store, sink, verify=verify) as buffer:
-        await until_logged("failed; it is retried", 1)
+    await run.store_(run.rollout(), run.rollout("task-a.1"))
+    await run.announce(run.key())
+    async with run.receive_with(run.store, sink, verify=verify) as buffer:
+        await until_logged("failed; it is retried")
         await run.announce(run.key("task-a.1"))
         await sink.until(lambda: sink.arrived)
         assert not await buffer.sweep(sink)
     assert (sink.ids, sink.rejected, await run.held()) == (["task-a.1"], {}, 1)
 
 
-async def test_expired_credentials_stop_receiving(open_run, make_sink, open_store, faulty):
+async def test_expired_credentials_stop_receiving(open_run, open_store, faulty):
     run = await open_run(receive=False)
-    await run.announce(run.key("task-a.0"))
+    await run.announce(run.key())
     where, _ = await faulty(Rule("s3:GetObject", Fault.FAIL, status=400, code="ExpiredToken"))
     buffer = RolloutBuffer(run.run_id, await open_store(where), run.queue, 4)
-    buffer.attach(make_sink("task-a.0"))
+    buffer.attach(Sink("task-a.0"))
     with pytest.RaisesGroup(CredentialsExpired, flatten_subgroups=True):
         await buffer.run(1)
 
@@ -360,41 +335,37 @@ async def test_expired_credentials_stop_receiving(open_run, make_sink, open_stor
 # --- the queue itself -------------------------------------------------------------------------------------
 
 
-async def test_a_deleted_queue_is_noticed_and_used_again_when_it_is_back(
-    open_run, make_sink, make_rollout, sqs, until_logged
-):
-    sink = make_sink("task-a.0")
+async def test_a_deleted_queue_is_noticed_and_used_again_when_it_is_back(open_run, sqs, until_logged):
+    sink = Sink("task-a.0")
     run = await open_run(sink)
     await sqs.delete_queue(QueueUrl=run.queue.url)
-    await until_logged("the queue does not answer; results are found by listing", 1)
+    await until_logged("the queue does not answer; results are found by listing")
     assert run.buffer.queue_down
     await sqs.create_queue(QueueName=run.queue.url.rpartition("/")[2])
-    await run.store_(make_rollout())
-    await run.announce(run.key("task-a.0"))
+    await run.publish(run.rollout())
     await sink.until(lambda: sink.arrived)
     assert not run.buffer.queue_down
 
 
-async def test_messages_that_could_not_be_deleted_change_nothing(open_run, make_sink, make_rollout, until_logged):
+async def test_messages_that_could_not_be_deleted_change_nothing(open_run, until_logged):
     class Undeletable(AnnouncementQueue):
         async def delete(self, messages) -> None:
             await self._sqs.delete_queue(QueueUrl=self.url)
             await super().delete(messages)
 
-    sink = make_sink("task-a.0")
+    sink = Sink("task-a.0")
     run = await open_run(sink, queue={"kind": Undeletable})
-    await run.store_(make_rollout())
-    await run.announce(run.key("task-a.0"))
+    await run.publish(run.rollout())
     await sink.until(lambda: sink.arrived)
-    await until_logged("1 messages will be received again", 1)
+    await until_logged("1 messages will be received again")
     assert sink.ids == ["task-a.0"]
 
 
-async def test_without_a_queue_results_are_found_by_listing(open_run, make_sink, make_rollout):
-    sink = make_sink("task-a.0")
+async def test_without_a_queue_results_are_found_by_listing(open_run):
+    sink = Sink("task-a.0")
     run = await open_run(sink, queue=False)
     assert run.buffer.queue_down
-    await run.store_(make_rollout())
+    await run.store_(run.rollout())
     await run.buffer.sweep(sink)
     assert [(rollout.rollout_id, announced_at) for rollout, announced_at in sink.arrived] == [("task-a.0", None)]
 
@@ -402,37 +373,28 @@ async def test_without_a_queue_results_are_found_by_listing(open_run, make_sink,
 # --- by listing -------------------------------------------------------------------------------------------
 
 
-async def test_a_sweep_fetches_only_wanted_results(open_run, make_sink, make_rollout):
-    sink = make_sink("task-a.0", "task-a.2", step=2)
+async def test_a_sweep_fetches_only_wanted_results(open_run):
+    sink = Sink("task-a.0", "task-a.2", step=2)
     run = await open_run(sink, receive=False)
-    await run.store_(*(make_rollout(f"task-a.{i}", step=2) for i in (0, 1)), make_rollout("task-a.2", step=3))
+    await run.store_(*(run.rollout(f"task-a.{i}", step=2) for i in (0, 1)), run.rollout("task-a.2", step=3))
     await run.buffer.sweep(sink)
     assert (sink.ids, sink.repeated, sink.wanted) == (["task-a.0"], [], {"task-a.2"})
     await run.buffer.sweep(sink)
     assert sink.ids == ["task-a.0"], "a delivered result is not delivered twice"
 
 
-async def test_a_sweep_rejects_invalid_results(open_run, make_sink):
-    sink = make_sink("task-a.0")
+async def test_fetch_by_key_fetches_only_the_given_rollout(open_run):
+    sink = Sink("task-a.0", "task-a.1", "task-a.2")
     run = await open_run(sink, receive=False)
-    await run.put(run.key("task-a.0"), b"broken")
-    await run.buffer.sweep(sink)
-    assert list(sink.rejected) == ["task-a.0"]
-    assert len(await run.quarantined()) == 1
-
-
-async def test_fetch_by_key_fetches_only_the_given_rollout(open_run, make_sink, make_rollout):
-    sink = make_sink("task-a.0", "task-a.1", "task-a.2")
-    run = await open_run(sink, receive=False)
-    await run.store_(make_rollout("task-a.0"), make_rollout("task-a.1"))
+    await run.store_(run.rollout("task-a.0"), run.rollout("task-a.1"))
     assert [await run.buffer.fetch_by_key(sink, each, 1) for each in ("task-a.1", "task-a.2")] == [True, True]
     assert (sink.ids, sink.wanted) == (["task-a.1"], {"task-a.0", "task-a.2"})
     assert run.buffer.dangling == 0, "the missing result was not announced"
 
 
-async def test_fetch_by_key_reports_when_s3_does_not_answer(open_run, make_sink, open_store, faulty):
+async def test_fetch_by_key_reports_when_s3_does_not_answer(open_run, open_store, faulty):
     """A result or failure marker that cannot be read does not count as absent."""
-    sink = make_sink("task-a.0")
+    sink = Sink("task-a.0")
     run = await open_run(queue=False)
     where, proxy = await faulty()
     buffer = RolloutBuffer(run.run_id, await open_store(where), None, 4)
@@ -444,15 +406,15 @@ async def test_fetch_by_key_reports_when_s3_does_not_answer(open_run, make_sink,
     assert (sink.arrived, sink.rejected) == ([], {})
 
 
-async def test_list_results_returns_rollouts_with_a_result_or_a_failure_marker(open_run, make_sink, make_rollout):
-    sink = make_sink("task-a.0", "task-a.2", step=2)
+async def test_list_results_returns_rollouts_with_a_result_or_a_failure_marker(open_run):
+    sink = Sink("task-a.0", "task-a.2", step=2)
     run = await open_run(sink, receive=False)
-    await run.store_(*(make_rollout(f"task-a.{i}", step=2) for i in (0, 1)), make_rollout("task-a.3", step=3))
+    await run.store_(*(run.rollout(f"task-a.{i}", step=2) for i in (0, 1)), run.rollout("task-a.3", step=3))
     await run.put(run.key("task-a.2", 2) + "~1", b"")
     assert await run.buffer.list_results(sink) == {"task-a.0", "task-a.2"}
 
 
-async def test_fetches_at_once_are_limited(open_run, make_sink, make_rollout):
+async def test_fetches_at_once_are_limited(open_run):
     class Counted(ResultStore):
         now = most = 0
 
@@ -465,9 +427,9 @@ async def test_fetches_at_once_are_limited(open_run, make_sink, make_rollout):
                 self.now -= 1
 
     ids = [f"task-a.{i}" for i in range(12)]
-    sink = make_sink(*ids)
+    sink = Sink(*ids)
     run = await open_run(sink, receive=False)
-    await run.store_(*(make_rollout(each) for each in ids))
+    await run.store_(*(run.rollout(each) for each in ids))
     store = Counted(run.store.config, run.store._s3, run.store._stack)
     await RolloutBuffer(run.run_id, store, None, max_fetches=3).sweep(sink)
     assert (len(sink.arrived), store.most) == (12, 3)
@@ -476,25 +438,24 @@ async def test_fetches_at_once_are_limited(open_run, make_sink, make_rollout):
 # --- re-tokenized results ---------------------------------------------------------------------------------
 
 
-async def test_delivered_results_are_retokenized(open_run, make_sink, make_rollout):
+async def test_delivered_results_are_retokenized(open_run):
     async def mark(rollout):
         return rollout.model_copy(update={"extras": {"seen": rollout.rollout_id}})
 
-    sink = make_sink("task-a.0")
+    sink = Sink("task-a.0")
     run = await open_run(sink, receive=False)
-    await run.store_(make_rollout())
+    await run.store_(run.rollout())
     await RolloutBuffer(run.run_id, run.store, None, 4, mark).sweep(sink)
     assert sink.arrived[0][0].extras == {"seen": "task-a.0"}
 
 
 @pytest.mark.parametrize("form", ["encode", "to_json"])
-async def test_a_result_marked_retokenized_by_the_agent_is_rejected(open_run, make_sink, make_rollout, form):
-    segment = json.loads(make_rollout().to_json())["segments"][0]
-    segment["turns"][0]["weight_versions"] = []
+async def test_a_result_marked_retokenized_by_the_agent_is_rejected(open_run, form):
+    segment = make_segment(version=None).model_dump(mode="json")
     forged = {**segment, "logprobs": [None] * 5, "retokenized": True}
-    sink = make_sink("task-a.0")
+    sink = Sink("task-a.0")
     run = await open_run(sink, receive=False)
-    await run.put(run.key("task-a.0"), getattr(make_rollout(segments=[forged]), form)())
+    await run.put(run.key(), getattr(run.rollout(segments=[forged]), form)())
     await run.buffer.sweep(sink)
     assert sink.arrived == []
     assert "marked retokenized" in str(sink.rejected["task-a.0"])
@@ -503,14 +464,14 @@ async def test_a_result_marked_retokenized_by_the_agent_is_rejected(open_run, ma
 # --- seals ------------------------------------------------------------------------------------------------
 
 
-async def test_a_result_without_a_valid_seal_is_rejected_with_evidence(open_run, make_sink, make_rollout):
+async def test_a_result_without_a_valid_seal_is_rejected_with_evidence(open_run):
     def verify(rollout):
         if rollout.seal != "good":
             raise ContractError("seal", "is not one that this run's gateway made")
 
-    sink = make_sink("task-a.0", "task-a.1")
+    sink = Sink("task-a.0", "task-a.1")
     run = await open_run(sink, queue=False)
-    await run.store_(make_rollout("task-a.0", seal="good"), make_rollout("task-a.1", seal="forged"))
+    await run.store_(run.rollout("task-a.0", seal="good"), run.rollout("task-a.1", seal="forged"))
     assert await RolloutBuffer(run.run_id, run.store, None, 4, verify=verify).sweep(sink)
     assert sink.ids == ["task-a.0"]
     assert sink.rejected["task-a.1"].field == "seal"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, failure_marker_key
+from collect_bench import Sink
 from rollout_backend.collect import buffer as buffer_module
 from rollout_backend.collect import inventory as inventory_module
 from rollout_backend.collect.buffer import MessageStatus, RolloutBuffer
@@ -44,13 +45,11 @@ FORGED: dict[str, Callable[..., bytes]] = {
 
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "listed"])
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-async def test_a_result_of_another_session_is_rejected_with_evidence(
-    open_run, make_sink, make_rollout, forge, announced
-):
-    sink = make_sink("task-a.0")
+async def test_a_result_of_another_session_is_rejected_with_evidence(open_run, forge, announced):
+    sink = Sink("task-a.0")
     run = await open_run(receive=False)
     buffer = RolloutBuffer(run.run_id, run.store, None, 4, text_format=True)
-    key = await run.put(run.key("task-a.0"), forge(make_rollout))
+    key = await run.put(run.key(), forge(run.rollout))
     if announced:
         await run.announce(key)
         [message] = await run.queue.receive()
@@ -74,12 +73,10 @@ async def test_a_result_of_another_session_is_rejected_with_evidence(
     ],
     ids=["of another session", "no loss", "broken", "too large"],
 )
-async def test_a_forged_failure_marker_is_quarantined_once_and_does_not_end_the_rollout(
-    open_run, make_sink, make_rollout, body
-):
-    sink = make_sink("task-a.0")
+async def test_a_forged_failure_marker_is_quarantined_once_and_does_not_end_the_rollout(open_run, body):
+    sink = Sink("task-a.0")
     run = await open_run(sink, storage={"max_result_bytes": 4096})
-    key = await run.put(failure_marker_key("", run.run_id, 0, "task-a.0", 1), body(make_rollout))
+    key = await run.put(failure_marker_key("", run.run_id, 0, "task-a.0", 1), body(run.rollout))
     await run.announce(key)
     await run.until_held(0)
     await run.announce(key)
@@ -87,15 +84,15 @@ async def test_a_forged_failure_marker_is_quarantined_once_and_does_not_end_the_
     await run.buffer.sweep(sink)
     assert (sink.arrived, sink.rejected) == ([], {})
     assert len(await run.quarantined()) == 1
-    await run.store_(make_rollout())
+    await run.store_(run.rollout())
     await run.buffer.sweep(sink)
     assert sink.ids == ["task-a.0"]
 
 
-async def test_a_failure_marker_of_the_attempts_session_counts(open_run, make_sink, make_rollout):
-    sink = make_sink("task-a.0")
+async def test_a_failure_marker_of_the_attempts_session_counts(open_run):
+    sink = Sink("task-a.0")
     run = await open_run(sink)
-    lost = make_rollout(outcome=Outcome.INFRA_ERROR)
+    lost = run.rollout(outcome=Outcome.INFRA_ERROR)
     await run.announce(await run.put(failure_marker_key("", run.run_id, 0, "task-a.0", 1), lost.encode()))
     await sink.until(lambda: sink.arrived)
 
@@ -120,15 +117,15 @@ class Keys(ResultStore):
         return await super().get(key)
 
 
-async def test_a_flooded_prefix_does_not_hide_results(open_run, make_sink, make_rollout, monkeypatch, caplog):
+async def test_a_flooded_prefix_does_not_hide_results(open_run, monkeypatch, caplog):
     for module in (inventory_module, buffer_module):
         monkeypatch.setattr(module, "MAX_KEYS", 100)
-    sink = make_sink("task-a.0", "task-a.1", "task-a.2")
+    sink = Sink("task-a.0", "task-a.1", "task-a.2")
     run = await open_run(receive=False)
     store = Keys(run.store.config, run.store._s3, run.store._stack)
     buffer = RolloutBuffer(run.run_id, store, None, 4)
-    await run.store_(make_rollout("task-a.0"))
-    lost = make_rollout("task-a.1", outcome=Outcome.INFRA_ERROR)
+    await run.store_(run.rollout("task-a.0"))
+    lost = run.rollout("task-a.1", outcome=Outcome.INFRA_ERROR)
     await run.put(failure_marker_key("", run.run_id, 0, "task-a.1", 1), lost.encode())
     store.flood = 10_000
     buffer.attach(sink)
@@ -142,21 +139,21 @@ async def test_a_flooded_prefix_does_not_hide_results(open_run, make_sink, make_
     store.broken, store.flood = None, 99
     buffer.detach(sink)
     buffer.attach(sink)
-    await run.store_(make_rollout("task-a.2"))
+    await run.store_(run.rollout("task-a.2"))
     assert await buffer.sweep(sink)
     assert (sink.ids, store.listed) == (["task-a.0", "task-a.1", "task-a.2"], 2)
 
 
 @pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
-async def test_large_results_are_decoded_off_the_event_loop(open_run, make_sink, make_rollout, form):
+async def test_large_results_are_decoded_off_the_event_loop(open_run, form):
     threads = {}
 
     def verify(rollout: Rollout) -> None:
         threads[rollout.rollout_id] = threading.current_thread()
 
-    sink = make_sink("task-a.0", "task-a.1")
+    sink = Sink("task-a.0", "task-a.1")
     run = await open_run(receive=False)
-    for rollout in (make_rollout("task-a.0"), make_rollout("task-a.1", extras={"x": "y" * _LARGE_BYTES})):
+    for rollout in (run.rollout("task-a.0"), run.rollout("task-a.1", extras={"x": "y" * _LARGE_BYTES})):
         await run.put(run.key(rollout.rollout_id), form(rollout))
     assert await RolloutBuffer(run.run_id, run.store, None, 4, verify=verify).sweep(sink)
     assert sink.ids == ["task-a.0", "task-a.1"]

@@ -15,7 +15,7 @@ from rollout_backend.collect import store as store_module
 from rollout_backend.collect.inventory import inventory
 from rollout_backend.config import AwsConfig
 from rollout_backend.errors import PreflightError, ResultMissing, StoreError
-from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
+from rollout_backend.local.fault_proxy import Fault, Rule
 
 
 @pytest.fixture
@@ -51,12 +51,6 @@ async def test_a_missing_bucket_is_reported(open_store):
 async def test_an_unreachable_s3_is_reported(open_store, nowhere):
     with pytest.raises(PreflightError, match=r"cannot be reached.*aws\.endpoint_url"):
         await (await open_store(nowhere)).check()
-
-
-@pytest.fixture
-async def proxy(local_aws):
-    async with FaultProxy(local_aws.endpoint_url) as proxy:
-        yield proxy
 
 
 @pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])

@@ -116,7 +116,7 @@ def test_a_runtime_from_an_image_needs_little():
         (by_image(qualifier="training"), "leave qualifier out"),
     ],
 )
-def test_what_no_runtime_can_be_made_from_is_refused(runtime, message):
+def test_settings_that_make_no_runtime_are_refused(runtime, message):
     refused(message, runtime=runtime)
 
 
@@ -138,14 +138,9 @@ def test_a_group_needs_no_more_than_it_plans():
 
 @pytest.mark.parametrize(
     ("group", "needed"),
-    [
-        ({"size": 1}, 1),
-        ({"size": 4}, 2),
-        ({"size": 4, "min_viable": 3}, 3),
-        ({"size": 4, "policy": "strict"}, 4),
-    ],
+    [({"size": 1}, 1), ({"size": 4}, 2), ({"size": 4, "min_viable": 3}, 3), ({"size": 4, "policy": "strict"}, 4)],
 )
-def test_what_makes_a_group_usable(group, needed):
+def test_the_policy_decides_when_a_group_is_usable(group, needed):
     assert GroupConfig(**group).needed == needed
 
 
@@ -166,8 +161,7 @@ def test_settings_cannot_be_changed_afterwards():
 
 
 @pytest.mark.parametrize(
-    ("content", "match"),
-    [("a: [", "is not YAML"), ("- 1", "must hold a map"), (None, "cannot read the settings")],
+    ("content", "match"), [("a: [", "is not YAML"), ("- 1", "must hold a map"), (None, "cannot read the settings")]
 )
 def test_a_file_that_cannot_be_read(tmp_path, content, match):
     file = tmp_path / "c.yaml"
@@ -201,7 +195,7 @@ def test_the_context_is_the_models_own_with_a_cap(tmp_path, written, tokens):
 
 
 @pytest.mark.parametrize("written", [None, "{", '{"hidden_size": 8}'])
-def test_a_model_that_does_not_say_its_context_must_be_told_it(tmp_path, written):
+def test_a_model_without_a_context_length_needs_the_setting(tmp_path, written):
     if written is not None:
         (tmp_path / "config.json").write_text(written)
     with pytest.raises(ConfigError, match=r"model\.context_length is not set, and .*config\.json"):

@@ -30,7 +30,7 @@ def opened(entries, max_failures=3, min_span_s=0.0, every_s=1.0, running=0):
     return breaker.opened
 
 
-def test_it_opens_at_the_limit_and_says_what_failed_where_and_what_to_try():
+def test_it_opens_at_the_limit_with_a_diagnosis():
     assert opened([entry()] * 2) is None
     said = opened([entry(), entry(), entry(message="exit code 137")])
     for part in ("3 rollouts", "infra_error, container_error", "exit code 137", "the log", "arm64", "a.0"):

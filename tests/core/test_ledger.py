@@ -92,25 +92,35 @@ EVENTS = st.lists(
 )
 
 
+def play(ledger: Ledger, number: int, event: str, rid: str, outcome: Outcome) -> None:
+    match event:
+        case "start_attempt":
+            if ledger.is_open(rid):
+                ledger.start_attempt(rid, f"s{number}", deadline=float(number))
+        case "accept":
+            ledger.accept(rid)
+        case "record_result":
+            reason = MESSAGES_ONLY if number % 3 else ""
+            ledger.record_result(rid, outcome, reason, trainable=bool(number % 2))
+        case "settle":
+            ledger.settle(rid, outcome, NO_RESULT)
+        case "abandon_attempt":
+            ledger.abandon_attempt(rid)
+        case "replace":
+            ledger.plan([PlannedRollout(f"{rid[0]}.{number + 2}", rid[0], is_replacement=True)])
+
+
 @given(EVENTS)
 def test_any_events_settle_each_rollout_in_one_class(events):
     ledger = planned(*IDS)
     first: dict[str, Outcome] = {}
     repeats = 0
-    for i, (event, rid, outcome) in enumerate(events):
-        match event:
-            case "start_attempt":
-                if ledger.is_open(rid):
-                    ledger.start_attempt(rid, f"s{i}", deadline=float(i))
-            case "accept":
-                ledger.accept(rid)
-            case "record_result":
-                ledger.record_result(rid, outcome)
-                repeats += rid in first
-                first.setdefault(rid, outcome)
-            case "settle":
-                ledger.settle(rid, outcome, "x")
-                first.setdefault(rid, outcome)
+    for number, (event, rid, outcome) in enumerate(events):
+        if event in ("start_attempt", "accept", "record_result", "settle"):
+            play(ledger, number, event, rid, outcome)
+        repeats += event == "record_result" and rid in first
+        if event in ("record_result", "settle"):
+            first.setdefault(rid, outcome)
     assert {rid: entry.outcome for rid, entry in ledger.entries.items() if entry.outcome} == first
     assert ledger.duplicates + ledger.late == repeats
     assert sum(ledger.counts().values()) + len(list(ledger.open_entries())) == len(IDS)
@@ -119,21 +129,8 @@ def test_any_events_settle_each_rollout_in_one_class(events):
 @given(EVENTS)
 def test_counts_equal_a_full_recount(events):
     ledger = planned(*IDS)
-    for i, (event, rid, outcome) in enumerate(events):
-        match event:
-            case "start_attempt":
-                if ledger.is_open(rid):
-                    ledger.start_attempt(rid, f"s{i}", deadline=float(i))
-            case "accept":
-                ledger.accept(rid)
-            case "record_result":
-                ledger.record_result(rid, outcome, MESSAGES_ONLY if i % 3 else "", trainable=bool(i % 2))
-            case "settle":
-                ledger.settle(rid, outcome, NO_RESULT)
-            case "abandon_attempt":
-                ledger.abandon_attempt(rid)
-            case "replace":
-                ledger.plan([PlannedRollout(f"{rid[0]}.{i + 2}", rid[0], is_replacement=True)])
+    for number, (event, rid, outcome) in enumerate(events):
+        play(ledger, number, event, rid, outcome)
         entries = list(ledger.entries.values())
         assert ledger.counts() == {each: sum(entry.outcome is each for entry in entries) for each in Outcome}
         assert ledger.phases() == {each: sum(entry.phase is each for entry in entries) for each in Phase}

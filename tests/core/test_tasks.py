@@ -13,7 +13,7 @@ from rollout_backend.core.tasks import MAX_TASK_ID, Task, check_unique, read_tas
 from rollout_backend.errors import TaskFileError
 
 
-def test_jsonl(tmp_path):
+def test_a_jsonl_file_is_read(tmp_path):
     file = tmp_path / "t.jsonl"
     file.write_text('{"task_id": "x", "payload": {"q": 1}}\n\n{"payload": {"q": "é"}}\n', encoding="utf-8")
     first, second = read_tasks(file)
@@ -22,7 +22,7 @@ def test_jsonl(tmp_path):
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_parquet(tmp_path, as_text):
+def test_a_parquet_file_is_read(tmp_path, as_text):
     file = tmp_path / "t.parquet"
     payloads = [{"q": 1, "deep": {"a": [1, 2]}}, {"q": 2, "deep": {"a": []}}]
     column = [json.dumps(payload) for payload in payloads] if as_text else payloads

@@ -3,13 +3,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
+from tenacity import wait_none
 
 from rollout_backend.core.ledger import Ledger, PlannedRollout
-from rollout_backend.dispatch.dispatcher import Submission
+from rollout_backend.dispatch.call_queue import CallKind, CallQueue
+from rollout_backend.dispatch.dispatcher import Dispatcher, Submission
+from rollout_backend.dispatch.session_closer import SessionCloser
+
+Close = Callable[..., Awaitable[bool]]
 
 
-class PlainRuntime:
-    """Answers each call as told, and remembers what was asked. What is told last goes on."""
+class ScriptedRuntime:
+    """A runtime that answers each call with the next scripted answer. The last one is repeated."""
 
     def __init__(self) -> None:
         self.invokes: list[str] = []
@@ -21,23 +26,23 @@ class PlainRuntime:
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         self.invokes.append(session_id)
-        told = self.on_invoke.pop(0) if len(self.on_invoke) > 1 else self.on_invoke[0]
-        if isinstance(told, Exception):
-            raise told
-        return told
+        answer = self.on_invoke.pop(0) if len(self.on_invoke) > 1 else self.on_invoke[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     async def stop(self, session_id: str) -> None:
         self.stops.append(session_id)
-        told = self.on_stop.pop(0) if len(self.on_stop) > 1 else self.on_stop[0]
-        if told is not None:
-            raise told
+        answer = self.on_stop.pop(0) if len(self.on_stop) > 1 else self.on_stop[0]
+        if answer is not None:
+            raise answer
 
     async def aclose(self) -> None: ...
 
 
 @pytest.fixture
-def runtime() -> PlainRuntime:
-    return PlainRuntime()
+def runtime() -> ScriptedRuntime:
+    return ScriptedRuntime()
 
 
 @pytest.fixture
@@ -48,8 +53,28 @@ def ledger() -> Ledger:
 
 
 @pytest.fixture
-def prepare() -> Callable[[int], Awaitable[Submission]]:
+def close(runtime: ScriptedRuntime, ledger: Ledger) -> Close:
+    """Stop a session, and give up after some seconds."""
+
+    async def close(session_id: str, call: CallKind = CallKind.STOP, retry_s: float = 0.0) -> bool:
+        calls = CallQueue(invoke_per_s=1000, stop_per_s=1000)
+        return await SessionCloser(runtime, calls, retry_s=retry_s, wait=wait_none()).close(session_id, ledger, call)
+
+    return close
+
+
+@pytest.fixture
+def submit(runtime: ScriptedRuntime, ledger: Ledger, close: Close) -> Callable[..., Awaitable[bool]]:
+    """Submit the rollout a.0 in at most three attempts, until a time of the loop's clock."""
+
     async def prepare(attempt: int) -> Submission:
         return Submission(f"session-of-attempt-{attempt}", b"{}", deadline=100.0)
 
-    return prepare
+    async def submit(until: float = float("inf")) -> bool:
+        calls = CallQueue(invoke_per_s=1000, stop_per_s=1000)
+        dispatcher = Dispatcher(
+            runtime, calls, max_sessions=4, max_attempts=3, wait=wait_none(), wait_refused=wait_none()
+        )
+        return await dispatcher.submit("a.0", ledger, prepare, close, until)
+
+    return submit

@@ -36,9 +36,7 @@ def test_limits_follow_from_the_runtimes_kind_and_region(region, described, per_
     assert (limits.invoke_per_s, limits.max_sessions) == (per_s, sessions)
 
 
-async def test_a_run_takes_its_limits_from_the_runtime_that_it_found(monkeypatch):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")
+async def test_a_run_takes_its_limits_from_the_runtime_that_it_found(local_keys):
     tree = {
         "model": {"path": "m"},
         "storage": {"bucket": "bucket"},
@@ -86,7 +84,7 @@ def test_more_rollouts_than_sessions_run_in_waves():
     assert str(ramp).endswith("in 3 waves of 400 sessions (runtime.max_sessions)")
 
 
-def test_a_batch_that_cannot_finish_is_refused_with_what_to_do():
+def test_a_batch_that_cannot_finish_is_refused_with_advice():
     ramp = Ramp.of(1024, config())
     with pytest.raises(ConfigError, match=r"1,024 rollouts cannot finish within timeouts\.collection_s \(157 s\)"):
         ramp.check(collection_s=157)
@@ -94,11 +92,11 @@ def test_a_batch_that_cannot_finish_is_refused_with_what_to_do():
     ramp.check(collection_s=100, enough=512)  # the others are spare
 
 
-def test_a_target_counts_instead_of_what_is_planned():
+def test_a_target_replaces_the_number_of_planned_rollouts():
     assert enough_rollouts(GroupConfig(size=8)) is None
     assert enough_rollouts(GroupConfig(size=8, target_groups=10, policy="strict")) == 80
     assert enough_rollouts(GroupConfig(size=8, target_groups=10)) == 20  # min_viable: two of each are enough
 
 
-def test_a_server_of_ones_own_has_no_quota():
+def test_an_own_server_has_no_quota():
     assert HttpConfig(url="http://agents").invoke_per_s == 100

@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ import boto3
 import pytest
 from anyio.from_thread import start_blocking_portal
 
+from bare_agent import BARE_AGENT
+from builders import until
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import StorageConfig, load_config
@@ -30,21 +31,6 @@ from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog, StepFiles
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-
-APP = """
-import os
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-class Handler(BaseHTTPRequestHandler):
-    def answer(self):
-        self.send_response(200)
-        body = b'{"status": "HealthyBusy", "time_of_last_update": 1}'
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-    do_GET = do_POST = answer
-    def log_message(self, *_): pass
-ThreadingHTTPServer((os.environ["HOST"], int(os.environ["PORT"])), Handler).serve_forever()
-"""
 
 # A run, reduced to what the janitor has to do with: it takes orders on stdin and answers each with a line.
 OWNER = """
@@ -100,13 +86,6 @@ asyncio.run(main())
 
 def sid(name: str) -> str:
     return f"{name}-{'0' * 40}"[:40]
-
-
-def until(condition: Callable[[], object], what: str, within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.05)
 
 
 def janitors_of(pid: int) -> list[int]:
@@ -204,7 +183,7 @@ class Cloud:
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalRuntime, Any]]:
     folder = tmp_path_factory.mktemp("runtime")
-    (folder / "agent.py").write_text(APP)
+    (folder / "agent.py").write_text(BARE_AGENT)
     local = LocalRuntime(
         folder / "agent.py", run_dir=folder, env={}, preload=False, limits=EmulatorLimits(grace_s=1.0)
     )
@@ -241,7 +220,7 @@ def start(cloud: Cloud, local_aws: LocalStorage) -> Iterator[Callable[..., Manag
         with manager.process:  # closes its pipes
             manager.process.kill()
     for manager in started:
-        until(lambda manager=manager: not janitors_of(manager.pid), "the janitor has ended")
+        until(lambda manager=manager: not janitors_of(manager.pid), what="the janitor has ended")
 
 
 def test_a_killed_run_leaves_no_queue_and_no_session(start, cloud):
@@ -254,10 +233,10 @@ def test_a_killed_run_leaves_no_queue_and_no_session(start, cloud):
     [janitor] = janitors_of(manager.pid)
     notes = cloud.note()
     manager.kill()
-    until(lambda: not cloud.queues, "the queues are gone")
-    until(lambda: not cloud.sessions, "the sessions are stopped")
-    until(lambda: not janitors_of(manager.pid), "the janitor is gone")
-    assert notes.running_attempts(0) == []  # whoever starts the run again need not wait for them
+    until(lambda: not cloud.queues, what="the queues are gone")
+    until(lambda: not cloud.sessions, what="the sessions are stopped")
+    until(lambda: not janitors_of(manager.pid), what="the janitor is gone")
+    assert notes.running_attempts(0) == []  # a restarted run need not wait for them
     assert notes.open_sessions(0, "nonce").session_ids == []  # nor stop them
     assert f"(process {manager.pid}) is dead: 1 queues and 2 sessions are left" in cloud.log
     assert "stopped 2 of 2 sessions" in cloud.log
@@ -275,7 +254,7 @@ def test_a_run_that_ends_by_itself_takes_its_janitor_with_it(start, cloud):
     assert cloud.log == ""
 
 
-def test_what_is_started_again_keeps_its_queue_and_its_sessions_until_it_dies_itself(start, cloud):
+def test_a_restarted_run_keeps_its_queue_and_sessions_until_it_dies_itself(start, cloud):
     first = start()
     first.do("open", sid("e"))
     notes = cloud.note()
@@ -284,7 +263,7 @@ def test_what_is_started_again_keeps_its_queue_and_its_sessions_until_it_dies_it
     first.kill()
     second = start()
     os.kill(janitor, signal.SIGCONT)
-    until(lambda: not janitors_of(first.pid), "the first janitor is gone")
+    until(lambda: not janitors_of(first.pid), what="the first janitor is gone")
     assert notes.running_attempts(0)
     assert "was started again" in cloud.log
     assert cloud.queues == {"", "-dlq"}
@@ -292,7 +271,7 @@ def test_what_is_started_again_keeps_its_queue_and_its_sessions_until_it_dies_it
     second.do("close", sid("e"))
     second.do("open", sid("f"))
     second.kill()
-    until(lambda: not cloud.queues and not cloud.sessions, "all is gone")
+    until(lambda: not cloud.queues and not cloud.sessions, what="all is gone")
 
 
 def test_a_second_manager_is_refused_and_takes_nothing_from_the_first(start, cloud):
@@ -305,7 +284,7 @@ def test_a_second_manager_is_refused_and_takes_nothing_from_the_first(start, clo
     assert cloud.queues == {"", "-dlq"}
     assert cloud.sessions == {sid("h")}
     first.kill()  # its janitor is still at its post
-    until(lambda: not cloud.queues and not cloud.sessions, "all is gone")
+    until(lambda: not cloud.queues and not cloud.sessions, what="all is gone")
 
 
 @pytest.mark.slow
@@ -317,22 +296,22 @@ def test_a_start_that_fails_after_a_kill_leaves_the_dead_runs_janitor_its_work(s
     first.kill()
     second = start(begun=False)
     os.kill(janitor, signal.SIGCONT)
-    until(lambda: "is being started again" in cloud.log, "the janitor waits for the start")
+    until(lambda: "is being started again" in cloud.log, what="the janitor waits for the start")
     assert cloud.sessions == {sid("i")}  # the second manager may resume this session
     assert cloud.queues == {"", "-dlq"}
     second.says("fail")
     assert second.process.wait(30) == 0
-    until(lambda: not cloud.queues and not cloud.sessions, "all is gone")
-    until(lambda: "stopped 1 of 1 sessions" in cloud.log, "the first one's janitor has done its work")
+    until(lambda: not cloud.queues and not cloud.sessions, what="all is gone")
+    until(lambda: "stopped 1 of 1 sessions" in cloud.log, what="the first one's janitor has done its work")
 
 
 @pytest.mark.slow
 def test_a_manager_that_is_killed_while_it_starts_leaves_no_queue(start, cloud):
     start(begun=False).kill()
-    until(lambda: not cloud.queues, "the queues are gone")
+    until(lambda: not cloud.queues, what="the queues are gone")
 
 
-def test_neither_a_signal_nor_a_child_that_holds_the_pipe_keeps_it_from_its_errand(start, cloud):
+def test_neither_signals_nor_an_inherited_pipe_prevent_the_cleanup(start, cloud):
     manager = start()
     [janitor] = janitors_of(manager.pid)
     assert os.getsid(janitor) not in (os.getsid(manager.pid), os.getsid(0))
@@ -345,7 +324,7 @@ def test_neither_a_signal_nor_a_child_that_holds_the_pipe_keeps_it_from_its_erra
         manager.do("open", sid("g"))
         assert janitors_of(manager.pid) == [janitor]
         manager.kill()
-        until(lambda: not cloud.queues and not cloud.sessions, "all is gone")
+        until(lambda: not cloud.queues and not cloud.sessions, what="all is gone")
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -355,13 +334,13 @@ def test_evidence_stays(start, cloud):
     dead = cloud.sqs.get_queue_url(QueueName=f"{queue_name(cloud.storage, cloud.settings['run_id'])}-dlq")["QueueUrl"]
     cloud.sqs.send_message(QueueUrl=dead, MessageBody="unusable")
     manager.kill()
-    until(lambda: cloud.queues == {"-dlq"}, "the queue is gone")
-    until(lambda: not janitors_of(manager.pid), "the janitor is gone")
+    until(lambda: cloud.queues == {"-dlq"}, what="the queue is gone")
+    until(lambda: not janitors_of(manager.pid), what="the janitor is gone")
     assert "1 messages that could not be handled are kept" in cloud.log
 
 
 @pytest.mark.slow
-def test_a_bucket_that_cannot_be_asked_leaves_all_as_it_is(start, cloud):
+def test_a_missing_bucket_leaves_everything_unchanged(start, cloud):
     bucket = f"bucket-of-{cloud.settings['run_id']}"
     cloud.s3.create_bucket(Bucket=bucket)
     cloud.storage = StorageConfig(bucket=bucket)
@@ -369,20 +348,20 @@ def test_a_bucket_that_cannot_be_asked_leaves_all_as_it_is(start, cloud):
     cloud.s3.delete_object(Bucket=bucket, Key=f"runs/{cloud.settings['run_id']}/lease")
     cloud.s3.delete_bucket(Bucket=bucket)
     manager.kill()
-    until(lambda: not janitors_of(manager.pid), "the janitor is gone")
+    until(lambda: not janitors_of(manager.pid), what="the janitor is gone")
     assert "NoSuchBucket" in cloud.log
     assert cloud.queues == {"", "-dlq"}
 
 
 @pytest.mark.slow
-def test_without_a_janitor_all_is_left(start, cloud):
+def test_without_a_janitor_everything_is_left(start, cloud):
     manager = start(janitor={"enabled": False})
     assert not janitors_of(manager.pid)
     manager.kill()
     assert cloud.queues == {"", "-dlq"}
 
 
-async def test_a_run_goes_on_without_its_janitor(cloud, caplog, tmp_path):
+async def test_a_run_continues_without_its_janitor(cloud, caplog, tmp_path):
     config = load_config(base=cloud.settings, env={})
     store = await ResultStore.open(config.storage, config.aws)
     runtime = await AgentCoreRuntime.open(config.runtime)
@@ -395,7 +374,7 @@ async def test_a_run_goes_on_without_its_janitor(cloud, caplog, tmp_path):
         janitor.session_opened(sid("a"))
         return "cannot be reached" in caplog.text
 
-    until(noticed, "the run has noticed that it is gone")
+    until(noticed, what="the run has noticed that it is gone")
     janitor.session_opened(sid("b"))
     assert caplog.text.count("cannot be reached") == 1
     await janitor.aclose()
@@ -403,7 +382,7 @@ async def test_a_run_goes_on_without_its_janitor(cloud, caplog, tmp_path):
     await store.aclose()
 
 
-async def test_a_session_that_never_opened_is_not_told_of(cloud, tmp_path):
+async def test_a_session_that_never_opened_is_closed_in_the_janitors_books(cloud, tmp_path):
     config = load_config(base=cloud.settings, env={})
     told: list[tuple[str, str]] = []
 
@@ -440,7 +419,7 @@ def test_the_books_are_read_in_pieces_of_any_size():
     assert whole.done
 
 
-def test_it_is_light_while_it_waits():
+def test_it_loads_no_heavy_module_while_it_waits():
     program = "import rollout_backend.janitor.__main__, sys; print([m for m in sys.modules if m.startswith(HEAVY)])"
     heavy = "('boto', 'aio', 'pydantic', 'asyncio', 'numpy', 'ray')"
     argv = [sys.executable, "-c", program.replace("HEAVY", heavy)]

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import uvicorn
 
+from bare_agent import BARE_AGENT
+from builders import eventually
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.errors import PreflightError
 from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator, EmulatorSettings
@@ -27,23 +29,6 @@ ECR = "000000000000.dkr.ecr.us-east-1.amazonaws.com"
 IMAGE, NEWER, MISSING = f"{ECR}/team/my-agent:1", f"{ECR}/team/my-agent:2", f"{ECR}/team/my-agent:missing"
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/first-0123456789"
 NAME = "rollout_my_agent"
-
-APP = """
-import json, os, sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-class Handler(BaseHTTPRequestHandler):
-    def answer(self, body):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-    def do_GET(self):
-        self.answer(b'{"status": "HealthyBusy", "time_of_last_update": 1}')
-    def do_POST(self):
-        self.answer(json.dumps({"image": sys.argv[1], "greeting": os.environ.get("GREETING")}).encode())
-    def log_message(self, *_): pass
-ThreadingHTTPServer((os.environ["HOST"], int(os.environ["PORT"])), Handler).serve_forever()
-"""
 
 
 def config(**more: object) -> AgentCoreConfig:
@@ -62,14 +47,14 @@ def described(**more: object) -> dict[str, Any]:
     return {**SPEC.definition(), **fixed, **more}
 
 
-def test_what_is_not_there_is_made():
+def test_a_missing_runtime_is_created():
     assert plan(SPEC, None).action is Action.CREATE
 
 
-def test_what_is_as_it_should_be_is_left_alone():
+def test_a_matching_runtime_is_left_alone():
     assert plan(SPEC, described()).action is Action.READY
     by_hand = described(description="by hand")
-    assert plan(SPEC, by_hand).action is Action.READY  # used as it is, whoever made it
+    assert plan(SPEC, by_hand).action is Action.READY  # used unchanged, although this backend did not make it
 
 
 @pytest.mark.parametrize(
@@ -132,7 +117,7 @@ def test_nothing_is_done_to_a_runtime_in_transition(status):
         ("FAILED_NEXT_YEAR_FAILED", Action.UPDATE),
     ],
 )
-def test_what_failed_before_is_tried_again_if_it_is_ours(status, action):
+def test_our_failed_runtime_is_repaired(status, action):
     assert plan(SPEC, described(status=status)).action is action
     assert plan(SPEC, described(status=status, description="by hand")).action is Action.LEAVE
 
@@ -184,10 +169,8 @@ StartCloud = Callable[..., Awaitable[Cloud]]
 
 
 @pytest.fixture
-async def start_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartCloud]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")
-    (tmp_path / "app.py").write_text(APP)
+async def start_cloud(tmp_path: Path, local_keys: None) -> AsyncIterator[StartCloud]:
+    (tmp_path / "app.py").write_text(BARE_AGENT)
     async with AsyncExitStack() as stack:
 
         async def start(**more: object) -> Cloud:
@@ -214,8 +197,7 @@ async def start_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
                 await serving
 
             stack.push_async_callback(end)
-            while not server.started:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await eventually(lambda: server.started)
             return Cloud(f"http://127.0.0.1:{port}")
 
         yield start
@@ -307,7 +289,7 @@ async def test_runs_that_start_at_once_share_one_runtime(start_cloud):
     assert await cloud.invoke(arns[0]) == {"image": IMAGE, "greeting": None}
 
 
-async def test_a_run_whose_runtime_another_run_changes_is_told(start_cloud):
+async def test_a_runtime_that_another_run_changes_is_reported(start_cloud):
     cloud = await start_cloud(new_runtimes_require_mmdsv2=True)
     arn = await cloud.make()
     theirs = RuntimeSpec.of(config(environment={"GREETING": "theirs"})).definition()
@@ -331,7 +313,7 @@ async def test_a_run_whose_runtime_another_run_changes_is_told(start_cloud):
     await asyncio.gather(*others)
 
 
-async def test_an_image_that_is_not_there_is_told_and_mended(start_cloud):
+async def test_a_missing_image_is_reported_and_can_be_corrected(start_cloud):
     cloud = await start_cloud()
     with pytest.raises(PreflightError, match=r"CREATE_FAILED: .*does not exist.*missing.*runtime\.image") as caught:
         await cloud.make(image=MISSING)
@@ -342,7 +324,7 @@ async def test_an_image_that_is_not_there_is_told_and_mended(start_cloud):
     assert await cloud.invoke(arn) == {"image": IMAGE, "greeting": None}
 
 
-async def test_a_failed_update_is_told_leaves_the_old_version_served_and_is_mended(start_cloud):
+async def test_a_failed_update_is_reported_and_the_old_version_stays_served(start_cloud):
     cloud = await start_cloud()
     arn = await cloud.make()
     with pytest.raises(PreflightError, match=r"UPDATE_FAILED: .*does not exist"):
@@ -359,7 +341,7 @@ async def test_a_role_that_the_service_refuses(start_cloud):
     assert await cloud.names() == ["first"]
 
 
-async def test_somebody_elses_runtime_is_left_alone(start_cloud):
+async def test_a_runtime_of_another_origin_is_left_alone(start_cloud):
     cloud = await start_cloud()
     with pytest.raises(PreflightError, match=r"not made by this backend.*runtime\.name"):
         await cloud.make(name="first")
@@ -375,8 +357,6 @@ async def test_a_wait_has_an_end(start_cloud):
     assert await cloud.preview() == f"runtime {NAME}: CREATING"
 
 
-async def test_a_control_plane_that_does_not_answer(monkeypatch):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")
+async def test_a_control_plane_that_does_not_answer(local_keys):
     with pytest.raises(PreflightError, match="cannot be reached"):
         await preview_runtime(config(endpoint_url="http://127.0.0.1:9"))

@@ -1,49 +1,43 @@
-"""A container that writes in the names of others costs them one rollout at most, and none is trained on its word."""
+"""A container that writes as other rollouts costs them one rollout at most, and nothing that it claims is trained."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from dataclasses import replace
 
 import pytest
 
 from agent_wrapper.contract import Failure, Outcome, Sampling, failure_marker_key
+from builders import eventually
 from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.tasks import Task, rollout_id
 from rollout_backend.errors import CircuitOpen
+from step_bench import Agents, only
 
 TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 
 
 async def test_a_result_forged_for_another_rollout_is_no_result_and_it_is_replaced(open_bench):
-    """The forged object occupies the key for good, so the rollout cannot finish; a further one takes its place."""
+    """The forged object occupies the key for good, so the rollout cannot finish. Another one takes its place."""
     bench = await open_bench("group.size=1", "group.policy=replace")
-    forged = asyncio.Event()
 
-    async def behave(agents, request):
-        if request.task_id == "hostile":
-            for victim in agents.requests:
-                if victim.rollout_id == "victim.0":
-                    body = agents.result(
-                        victim, segments=[], conversations=[{"messages": TALK}], session_id=request.session_id
-                    )
-                    await agents.put(victim, body.encode())
-                    await agents.announce(victim)
-            forged.set()
-        elif request.rollout_id == "victim.0":
-            await asyncio.Event().wait()
+    def victims():
+        return [request for request in bench.agents.requests if request.rollout_id == "victim.0"]
+
+    async def forge(agents, request):
+        [victim] = victims()
+        talk = {"segments": [], "conversations": [{"messages": TALK}]}
+        await agents.put(victim, agents.result(victim, **talk, session_id=request.session_id).encode())
+        await agents.announce(victim)
         await agents.complete(request)
 
     async def victim_first(request):
         if request.task_id == "hostile":
-            while not any(one.rollout_id == "victim.0" for one in bench.agents.requests):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await eventually(victims)
 
-    bench.agents.before = victim_first
-    bench.agents.behave = behave
-    result = await bench.step("hostile", "victim").run()
+    result = await bench.run(
+        "hostile", "victim", before=victim_first, behave=only("hostile", forge, only("victim.0", Agents.hang))
+    )
     assert result.report.reasons == {"infra_error: invalid_result": 1}
     [failure] = result.failures
     assert failure.rollout_id == "victim.0"
@@ -60,57 +54,47 @@ async def test_failure_markers_forged_for_another_rollout_change_nothing(open_be
 
     async def behave(agents, request):
         key = failure_marker_key("", request.run_id, 0, request.rollout_id, request.attempt)
-        failure = Failure(reason="terminated", message="boom")
-        forged = agents.result(
-            request, outcome=Outcome.INFRA_ERROR, reward=None, failure=failure, session_id="made-up"
-        )
-        await agents.put(request, forged.encode(), key)
+        lost = {"outcome": Outcome.INFRA_ERROR, "failure": Failure(reason="terminated", message="boom")}
+        await agents.put(request, agents.result(request, session_id="made-up", **lost).encode(), key)
         await agents.announce(request, key=key)
-        while not await bench.quarantined():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await eventually(bench.quarantined)
         await agents.complete(request)
 
-    bench.agents.behave = behave
-    result = await bench.step().run()
-    assert result.report.outcomes[Outcome.COMPLETED] == 1
+    assert (await bench.run(behave=behave)).report.outcomes[Outcome.COMPLETED] == 1
     assert len(await bench.quarantined()) == 1
 
 
-async def test_refused_results_of_an_earlier_take_do_not_open_the_breaker_again(open_bench):
-    bench = await open_bench(
-        "circuit_breaker.max_failures=2", "circuit_breaker.min_span_s=0", "group.size=3", "group.min_viable=1"
-    )
+async def test_results_refused_before_a_restart_do_not_open_the_breaker_again(open_bench):
+    breaker = ("circuit_breaker.max_failures=2", "circuit_breaker.min_span_s=0")
+    bench = await open_bench(*breaker, "group.size=3", "group.min_viable=1")
 
     async def garbage(agents, request):
-        if request.rollout_id.endswith(".2"):
-            await asyncio.Event().wait()
         await agents.put(request, b"broken")
         await agents.announce(request)
 
-    bench.agents.behave = garbage
     with pytest.raises(CircuitOpen):
-        await bench.step().run()
-    bench.services = replace(bench.services, breaker=CircuitBreaker(bench.config.circuit_breaker))
-    bench.agents.behave = type(bench.agents).complete
-    result = await bench.step().run()
-    assert result.report.reasons == {"infra_error: invalid_result": 2}
-    assert result.report.outcomes[Outcome.COMPLETED] == 1
+        await bench.run(behave=only("task-a.2", Agents.hang, garbage))
+    bench.replace(breaker=CircuitBreaker(bench.config.circuit_breaker))
+    report = (await bench.run(behave=Agents.complete)).report
+    assert report.reasons == {"infra_error: invalid_result": 2}
+    assert report.outcomes[Outcome.COMPLETED] == 1
 
 
-def test_no_two_tasks_share_a_rollout_whatever_they_are_called():
+def test_tasks_of_any_names_share_no_rollout():
     tasks = ("a", "a.g1", "a.0", "a.0.g1", "a.g1.0", "0", "0.0", "g1")
     ids = [rollout_id(*each) for each in itertools.product(tasks, range(12), range(12))]
     assert len(set(ids)) == len(ids)
 
 
-def test_a_step_planned_again_shares_no_rollout_with_the_one_before():
-    def plan(name, payload, before=None):
-        tasks = [(Task(name, payload), 2, Sampling())]
-        return Manifest.plan("r", 0, tasks, now=0, deadline=1, before=before)
+def plan(name, before=None):
+    tasks = [(Task(name, {"q": name}), 2, Sampling())]
+    return Manifest.plan("r", 0, tasks, now=0, deadline=1, before=before)
 
-    first = plan("a.g1", {"q": "first"})
-    second = plan("a", {"q": "second"}, first)
-    third = plan("a.g2", {"q": "third"}, second)
+
+def test_a_step_planned_again_shares_no_rollout_with_the_one_before():
+    first = plan("a.g1")
+    second = plan("a", first)
+    third = plan("a.g2", second)
     ids = [each for manifest in (first, second, third) for each in manifest.tasks[0].rollouts]
     assert len(set(ids)) == 6
     assert second.next_rollout("a") == "a.2.g1"
@@ -118,7 +102,6 @@ def test_a_step_planned_again_shares_no_rollout_with_the_one_before():
 
 
 def test_session_ids_cannot_be_known_without_the_manifest():
-    tasks = [(Task("a", {}), 1, Sampling())]
-    one, other = (Manifest.plan("r", 0, tasks, now=0, deadline=1) for _ in range(2))
+    one, other = plan("a"), plan("a")
     assert one.session_id("a.0", 1) != other.session_id("a.0", 1), "the same step of the same run"
     assert len(one.nonce) == 32

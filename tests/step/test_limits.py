@@ -1,9 +1,8 @@
-"""What a run spends on what cannot succeed: the circuit breaker, blocked tasks, stragglers, rollouts to spare."""
+"""The circuit breaker, blocked tasks, stragglers and spare rollouts bound what a run spends on hopeless work."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from types import SimpleNamespace
 from unittest.mock import create_autospec
@@ -11,88 +10,70 @@ from unittest.mock import create_autospec
 import pytest
 
 from agent_wrapper.contract import Outcome
+from builders import eventually
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, InvokeRejected
 from rollout_backend.manager import RolloutManager
 from rollout_backend.run_lease import RunLease
 from rollout_backend.step.task_blocklist import TaskBlocklist
-
-
-async def lose(agents, request):
-    await agents.fail(request, Outcome.INFRA_ERROR)
-
+from step_bench import Agents, only
 
 # --- the circuit breaker ----------------------------------------------------------------------------------
 
 
+def opens_after(max_failures: int) -> str:
+    return f"circuit_breaker={{max_failures: {max_failures}, min_span_s: 0}}"
+
+
 async def test_failures_of_one_kind_stop_the_step_with_a_diagnosis_and_close_what_runs(open_bench):
-    bench = await open_bench(
-        "circuit_breaker.max_failures=3", "circuit_breaker.min_span_s=0", "group.size=4", "group.min_viable=1"
-    )
+    bench = await open_bench(opens_after(3), "group.size=4", "group.min_viable=1")
 
     async def all_but_the_last(request):
         if not request.rollout_id.endswith(".3"):
             raise InvokeRejected("exec format error", reason="container_error")
 
-    async def hang(agents, request):
-        await asyncio.Event().wait()
-
-    bench.agents.before, bench.agents.behave = all_but_the_last, hang
-    step = bench.step()
     with pytest.raises(CircuitOpen, match=r"3 rollouts.*container_error.*exec format error.*127\.0\.0\.1.*arm64"):
-        await step.run()
-    step.ledger.reconcile()
-    assert step.ledger.entries["task-a.3"].reason == "run_failed"
-    assert set(bench.agents.stopped) == {request.session_id for request in bench.agents.requests}
+        await bench.run(before=all_but_the_last, behave=Agents.hang)
+    bench.ledger.reconcile()
+    assert bench.ledger.entries["task-a.3"].reason == "run_failed"
+    assert set(bench.agents.stopped) == bench.agents.invoked
 
 
 async def test_failures_add_up_over_steps_and_a_stopped_run_dispatches_nothing(open_bench):
-    bench = await open_bench("circuit_breaker.max_failures=4", "circuit_breaker.min_span_s=0")
+    bench = await open_bench(opens_after(4))
 
     async def refuse(request):
         raise InvokeRejected("who are you?", reason="access_denied")
 
-    bench.agents.before = refuse
-    first = await bench.step(number=0).run()
-    assert first.report.reasons == {"infra_error: access_denied": 2}
+    assert (await bench.run(before=refuse)).report.reasons == {"infra_error: access_denied": 2}
     with pytest.raises(CircuitOpen, match="TrainerPolicyArn"):
-        await bench.step(number=1).run()
-    bench.agents.requests.clear()
+        await bench.run(number=1)
+    bench.forget()
     with pytest.raises(CircuitOpen):
-        await bench.step(number=2).run()
+        await bench.run(number=2)
     assert bench.agents.requests == []
 
 
-async def test_one_success_begins_the_count_anew(open_bench):
-    bench = await open_bench("circuit_breaker.max_failures=3", "circuit_breaker.min_span_s=0", "group.min_viable=1")
-
-    async def every_second(agents, request):
-        await (agents.complete(request) if request.rollout_id.endswith(".0") else lose(agents, request))
-
-    bench.agents.behave = every_second
+async def test_one_success_resets_the_count(open_bench):
+    bench = await open_bench(opens_after(3), "group.min_viable=1")
     for number in range(4):
-        result = await bench.step(number=number).run()
+        result = await bench.run(number=number, behave=only("task-a.1", Agents.lose))
         assert result.report.outcomes[Outcome.INFRA_ERROR] == 1
 
 
 async def test_every_step_of_the_run_is_stopped(open_bench, tmp_path):
-    bench = await open_bench(
-        "circuit_breaker.max_failures=2", "circuit_breaker.min_span_s=0", f"output_dir={tmp_path}"
-    )
-    beside = asyncio.Event()
+    bench = await open_bench(opens_after(2), f"output_dir={tmp_path}")
+    other_runs = asyncio.Event()
 
     async def refuse_a(request):
         if request.task_id == "task-b":
-            beside.set()
+            other_runs.set()
         else:
-            await beside.wait()
+            await other_runs.wait()
             raise InvokeRejected("404", reason="runtime_not_found")
 
-    async def hang(agents, request):
-        await asyncio.Event().wait()
-
-    bench.agents.before, bench.agents.behave = refuse_a, hang
+    bench.agents.before, bench.agents.behave = refuse_a, Agents.hang
     manager = RolloutManager(bench.config)
     manager._run = SimpleNamespace(
         for_steps=bench.services,
@@ -110,29 +91,29 @@ async def test_every_step_of_the_run_is_stopped(open_bench, tmp_path):
 # --- blocked tasks ---------------------------------------------------------------------------------------
 
 
-async def lose_b(agents, request):
-    await (lose(agents, request) if request.task_id == "b" else agents.complete(request))
+def restart(bench) -> None:
+    """Replace what the trainer's process knows. What S3 holds stays."""
+    bench.forget()
+    store, after = bench.services.blocklist._store, bench.config.group.block_task_after
+    bench.replace(blocklist=TaskBlocklist(store, bench.config.run_id, after))
 
 
-def started_again(bench, after=2):
-    """The same run in another process: it knows what stands in S3."""
-    store = bench.services.blocklist._store
-    return dataclasses.replace(bench.services, blocklist=TaskBlocklist(store, bench.config.run_id, after))
+async def blocklist(bench) -> list:
+    return await bench.objects(f"runs/{bench.config.run_id}/task-blocklist/")
 
 
-async def test_a_task_that_is_lost_again_and_again_is_not_dispatched_any_more(open_bench):
+async def test_a_repeatedly_lost_task_is_no_longer_dispatched(open_bench):
     bench = await open_bench("group.block_task_after=2", "group.min_viable=1")
-    bench.agents.behave = lose_b
     for number in range(2):
-        assert (await bench.step("a", "b", number=number).run()).report.outcomes[Outcome.INFRA_ERROR] == 2
-    bench.agents.requests.clear()
-    bench.services = started_again(bench)
-    result = await bench.step("b", "a", number=2).run()
+        result = await bench.run("a", "b", number=number, behave=only("b", Agents.lose))
+        assert result.report.outcomes[Outcome.INFRA_ERROR] == 2
+    restart(bench)
+    result = await bench.run("b", "a", number=2)
     assert {request.task_id for request in bench.agents.requests} == {"a"}
     assert result.report.reasons == {"infra_error: task_blocked": 2}
     assert [group.usable for group in result.groups] == [False, True]
     digest = payload_digest(Task("b", {"q": "b"}))
-    [record] = await bench.objects(f"runs/{bench.config.run_id}/task-blocklist/")
+    [record] = await blocklist(bench)
     assert (record["digest"], record["task_id"]) == (digest, "b")
     assert [loss["step"] for loss in record["losses"]] == [0, 1]
     [first, _] = record["losses"][0]["failures"]
@@ -141,69 +122,50 @@ async def test_a_task_that_is_lost_again_and_again_is_not_dispatched_any_more(op
     assert f"{digest}.json" in result.failures[0].message
 
 
-async def test_takes_of_one_step_count_and_a_resume_is_not_wedged(open_bench):
+async def test_restarts_of_one_step_count_and_a_blocked_task_does_not_block_a_resume(open_bench):
     bench = await open_bench("group.block_task_after=2", "group.policy=replace", "group.max_replacements=1")
-    bench.agents.behave = lose_b
-    for _ in range(2):
-        bench.services = started_again(bench)
-        await bench.step("a", "b").run()
-    bench.agents.requests.clear()
-    bench.services = started_again(bench)
-    result = await bench.step("a", "b").run()
+    for _ in range(3):
+        restart(bench)
+        result = await bench.run("a", "b", behave=only("b", Agents.lose))
     assert bench.agents.requests == []
     # Two losses at once leave the group beyond one replacement, so none was planned; one by one, one was.
     assert set(result.report.reasons) == {"infra_error: task_blocked"}
     assert result.report.reasons["infra_error: task_blocked"] == 2 + result.report.replacements
 
 
-async def test_one_rollout_that_gets_through_ends_the_row(open_bench):
+async def test_one_delivered_rollout_resets_the_count_of_losses(open_bench):
     bench = await open_bench("group.block_task_after=2", "group.min_viable=1")
-    losing = True
-
-    async def behave(agents, request):
-        lost = request.task_id == "b" and (losing or request.rollout_id.endswith(".0"))
-        await (lose(agents, request) if lost else agents.complete(request))
-
-    bench.agents.behave = behave
     for number in range(6):
-        losing = number % 2 == 0
-        result = await bench.step("a", "b", number=number).run()
+        lost = "b.0" if number % 2 else "b"
+        result = await bench.run("a", "b", number=number, behave=only(lost, Agents.lose))
         assert "infra_error: task_blocked" not in result.report.reasons
-    [record] = await bench.objects(f"runs/{bench.config.run_id}/task-blocklist/")
+    [record] = await blocklist(bench)
     assert record["losses"] == []
 
 
-async def test_what_is_lost_with_all_others_is_not_the_tasks_own_fault(open_bench):
+async def test_a_loss_of_all_tasks_blocks_none(open_bench):
     bench = await open_bench("group.block_task_after=1", "circuit_breaker.max_failures=null")
-    bench.agents.behave = lose
     for number in range(3):
-        await bench.step("a", "b", number=number).run()
+        await bench.run("a", "b", number=number, behave=Agents.lose)
     assert len(bench.agents.requests) == 12
-    assert await bench.objects(f"runs/{bench.config.run_id}/task-blocklist/") == []
+    assert await blocklist(bench) == []
 
 
-async def test_a_record_that_nobody_can_read_sets_nothing_aside(open_bench):
+async def test_an_unreadable_record_blocks_no_task(open_bench):
     bench = await open_bench("group.block_task_after=1")
-    key = f"runs/{bench.config.run_id}/task-blocklist/{payload_digest(Task('a', {'q': 'a'}))}.json"
-    body = json.dumps({"schema_version": 9}).encode()
-    await bench.agents.s3.put_object(Bucket=bench.config.storage.bucket, Key=key, Body=body)
-    assert (await bench.step("a").run()).report.outcomes[Outcome.COMPLETED] == 2
+    name = f"{payload_digest(Task('a', {'q': 'a'}))}.json"
+    await bench.put(f"runs/{bench.config.run_id}/task-blocklist/{name}", json.dumps({"schema_version": 9}).encode())
+    assert (await bench.run("a")).report.outcomes[Outcome.COMPLETED] == 2
 
 
 # --- stragglers -------------------------------------------------------------------------------------------
 
 
-async def test_who_takes_much_longer_than_the_others_is_cut_off(open_bench):
+async def test_a_straggler_is_cut_off(open_bench):
     bench = await open_bench("group.size=4", "group.straggler_after=0.7", "group.straggler_factor=3")
-
-    async def behave(agents, request):
-        await (agents.vanish(request) if request.rollout_id == "task-a.2" else agents.complete(request))
-
-    bench.agents.behave = behave
-    result = await bench.step().run()
+    result = await bench.run(behave=only("task-a.2", Agents.vanish))
     assert result.report.reasons == {"timed_out: straggler": 1}
     assert "group.straggler_factor" in result.failures[0].message
-    assert result.report.balanced
     bias = result.report.length_bias
     assert (bias.finished.rollouts, bias.finished.mean_sampled_tokens, bias.finished.mean_turns) == (3, 2.0, 1.0)
     assert (bias.cut_off.rollouts, bias.cut_off.mean_sampled_tokens) == (1, None)
@@ -212,40 +174,25 @@ async def test_who_takes_much_longer_than_the_others_is_cut_off(open_bench):
 
 async def test_before_a_straggler_is_cut_off_s3_is_asked(open_bench):
     bench = await open_bench("group.size=4", "group.straggler_after=0.7")
-
-    async def behave(agents, request):
-        if request.rollout_id == "task-a.2":
-            await agents.put(request, agents.result(request).encode())  # and its announcement is lost
-        else:
-            await agents.complete(request)
-
-    bench.agents.behave = behave
-    result = await bench.step().run()
+    result = await bench.run(behave=only("task-a.2", Agents.write_unannounced))
     assert result.report.outcomes[Outcome.COMPLETED] == 4
     assert result.report.length_bias is None
 
 
-async def test_nobody_is_a_straggler_before_enough_are_finished(open_bench):
-    bench = await open_bench("group.size=4", "group.straggler_after=0.8", "timeouts.model_call_s=0.1",
-        "timeouts.agent_s=0.7", "timeouts.publish_grace_s=0.3")  # fmt: skip
-
-    async def behave(agents, request):
-        await (agents.vanish(request) if request.rollout_id == "task-a.2" else agents.complete(request))
-
-    bench.agents.behave = behave
-    result = await bench.step().run()
+async def test_no_rollout_is_a_straggler_before_enough_are_finished(open_bench):
+    times = ("timeouts.model_call_s=0.1", "timeouts.agent_s=0.7", "timeouts.publish_grace_s=0.3")
+    bench = await open_bench("group.size=4", "group.straggler_after=0.8", *times)
+    result = await bench.run(behave=only("task-a.2", Agents.vanish))
     assert result.report.reasons == {"timed_out: no_result": 1}
 
 
-async def test_with_some_to_spare_a_group_is_complete_without_its_slowest(open_bench):
+# --- spare rollouts ---------------------------------------------------------------------------------------
+
+
+async def test_an_oversampled_group_is_complete_without_its_slowest(open_bench):
     bench = await open_bench("group.size=2", "group.oversample=2", "group.policy=strict")
-
-    async def behave(agents, request):
-        slow = request.rollout_id in ("task-a.0", "task-b.3")
-        await (agents.vanish(request) if slow else agents.complete(request))
-
-    bench.agents.behave = behave
-    result = await bench.step("task-a", "task-b").run()
+    slow = only("task-a.0", Agents.vanish, only("task-b.3", Agents.vanish))
+    result = await bench.run("task-a", "task-b", behave=slow)
     assert result.report.planned == 8
     assert [len(group.rollouts) for group in result.groups] == [2, 2]
     assert all(group.usable for group in result.groups)
@@ -254,33 +201,25 @@ async def test_with_some_to_spare_a_group_is_complete_without_its_slowest(open_b
     assert ended[Outcome.COMPLETED] + ended[Outcome.CANCELLED] == 8
     assert result.report.surplus == ended[Outcome.COMPLETED] - 4
     assert result.report.length_bias.cut_off.rollouts == ended[Outcome.CANCELLED]
-    assert set(bench.agents.stopped) == {request.session_id for request in bench.agents.requests}
+    assert set(bench.agents.stopped) == bench.agents.invoked
 
 
 async def test_no_more_than_its_size_is_trained_of_a_group(open_bench):
     bench = await open_bench("group.size=2", "group.oversample=2")
-    bench.agents.behave = type(bench.agents).vanish
-    running = asyncio.create_task(bench.step().run())
-    async with asyncio.timeout(10):
-        while len(bench.agents.requests) < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    running = bench.start(behave=Agents.vanish)
+    await eventually(lambda: len(bench.agents.requests) == 4)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     for request in bench.agents.requests:  # all four were done before their sessions were closed
-        await bench.agents.put(request, bench.agents.result(request).encode())
-    result = await bench.step().run()
+        await bench.agents.write_unannounced(request)
+    result = await bench.run()
     assert result.report.resumed == 4
     assert len(result.groups[0].rollouts) == 2
     assert (result.report.trainable, result.report.surplus) == (4, 2)
 
 
-async def test_what_is_to_spare_makes_up_for_what_is_lost(open_bench):
+async def test_a_spare_rollout_compensates_for_a_lost_one(open_bench):
     bench = await open_bench("group.size=2", "group.oversample=1", "group.policy=strict")
-
-    async def behave(agents, request):
-        await (lose(agents, request) if request.rollout_id == "task-a.1" else agents.complete(request))
-
-    bench.agents.behave = behave
-    result = await bench.step().run()
+    result = await bench.run(behave=only("task-a.1", Agents.lose))
     assert [rollout.rollout_id for rollout in result.groups[0].rollouts] == ["task-a.0", "task-a.2"]
     assert result.groups[0].usable

@@ -10,11 +10,8 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend import preflight
-from rollout_backend.config import RuntimeConfig, load_config
+from rollout_backend.config import RolloutConfig, RuntimeConfig, load_config
 from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
-from rollout_backend.dispatch.call_queue import CallQueue
-from rollout_backend.dispatch.dispatcher import Dispatcher
-from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.errors import CircuitOpen, ConfigError, InvokeRejected
 from rollout_backend.janitor.__main__ import stop_sessions
 from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec, SessionCalls
@@ -74,40 +71,40 @@ def toy_stopper(options: dict[str, Any]) -> Callable[[str], bool]:
     return stop
 
 
-async def open_toy(open_bench: Any, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Any:
-    """Open a bench whose steps run on the toy runtime."""
-    bench = await open_bench(f"runtime={{kind: {__name__}.ToyConfig, greeting: hello, max_attempts: 2}}", *overrides)
-    monkeypatch.setattr(ToyRuntime, "agents", bench.agents, raising=False)
-    runtime = await open_runtime(bench.config.runtime)
-    calls = CallQueue(invoke_per_s=1000, stop_per_s=1000)
-    bench.services = dataclasses.replace(
-        bench.services,
-        dispatcher=Dispatcher(runtime, calls, max_sessions=4, max_attempts=2),
-        closer=SessionCloser(runtime, calls),
-        breaker=CircuitBreaker(
-            bench.config.circuit_breaker, lambda entry: describe_log(bench.config, entry, runtime.log_location)
-        ),
-    )
-    return bench
+@pytest.fixture
+def open_toy(open_bench: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Open a bench whose steps run on the toy runtime. Arguments override its settings."""
+
+    async def open_(*overrides: str) -> Any:
+        runtime = f"runtime={{kind: {__name__}.ToyConfig, greeting: hello, max_attempts: 2, max_sessions: 4}}"
+        bench = await open_bench(runtime, *overrides)
+        monkeypatch.setattr(ToyRuntime, "agents", bench.agents, raising=False)
+        toy = await open_runtime(bench.config.runtime)
+        breaker = CircuitBreaker(
+            bench.config.circuit_breaker, lambda entry: describe_log(bench.config, entry, toy.log_location)
+        )
+        bench.replace(**bench.without_pauses(toy), breaker=breaker)
+        return bench
+
+    return open_
 
 
-async def test_a_step_runs_on_it(open_bench, monkeypatch):
-    bench = await open_toy(open_bench, monkeypatch)
-    result = await bench.step("a", "b").run()
+async def test_a_step_runs_on_it(open_toy):
+    bench = await open_toy()
+    result = await bench.run("a", "b")
     assert result.report.outcomes[Outcome.COMPLETED] == 4
     assert len(bench.agents.requests) == 4
     assert sorted(bench.agents.stopped) == sorted(request.session_id for request in bench.agents.requests)
 
 
-async def test_its_diagnosis_names_its_logs(open_bench, monkeypatch):
-    overrides = ("runtime.greeting=goodbye", "circuit_breaker={max_failures: 2, min_span_s: 0}")
-    bench = await open_toy(open_bench, monkeypatch, *overrides)
+async def test_its_diagnosis_names_its_logs(open_toy):
+    bench = await open_toy("runtime.greeting=goodbye", "circuit_breaker={max_failures: 2, min_span_s: 0}")
     with pytest.raises(CircuitOpen, match=r"wrong greeting.*the toy box"):
-        await bench.step("a", "b").run()
+        await bench.run("a", "b")
 
 
-async def test_the_preflight_checks_it(open_bench, monkeypatch):
-    bench = await open_toy(open_bench, monkeypatch, "queue.enabled=false", "model.context_length=2048")
+async def test_the_preflight_checks_it(open_toy):
+    bench = await open_toy("queue.enabled=false", "model.context_length=2048")
     said: list[str] = []
     await preflight.check(bench.config, said.append, rollouts=8)
     assert "runtime: there, and ready" in said
@@ -118,6 +115,10 @@ def test_the_janitor_stops_its_sessions():
     runtime = ToyRuntime(ToyConfig(kind="toy", greeting="hello"))
     assert stop_sessions(dataclasses.asdict(runtime.cleanup_spec()), 1000, ["a", "unknown"]) == ["a", "unknown"]
     assert sorted(stopped) == ["hello a", "hello unknown"]
+
+
+def load(runtime: dict[str, Any]) -> RolloutConfig:
+    return load_config(base={"model": {"path": "m"}, "storage": {"bucket": "results"}, "runtime": runtime}, env={})
 
 
 @pytest.mark.parametrize(
@@ -131,14 +132,12 @@ def test_the_janitor_stops_its_sessions():
     ],
 )
 def test_a_runtime_section_that_cannot_work_is_refused(runtime, message):
-    base = {"model": {"path": "m"}, "storage": {"bucket": "results"}, "runtime": runtime}
     with pytest.raises(ConfigError, match=message):
-        load_config(base=base, env={})
+        load(runtime)
 
 
 def test_a_configuration_survives_a_round_trip():
-    runtime = {"kind": f"{__name__}.ToyConfig", "greeting": "hello"}
-    config = load_config(base={"model": {"path": "m"}, "storage": {"bucket": "results"}, "runtime": runtime}, env={})
+    config = load({"kind": f"{__name__}.ToyConfig", "greeting": "hello"})
     again = load_config(base=config.model_dump(mode="json"), env={})
     assert again == config
     assert isinstance(again.runtime, ToyConfig)

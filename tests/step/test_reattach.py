@@ -1,28 +1,28 @@
-"""A trainer that is killed while agents are at work, and started again: what can go on goes on."""
+"""A trainer that is killed and restarted while agents run keeps the agents that it can."""
 
 import asyncio
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
-from agent_wrapper.contract import Outcome, manifest_key
+from agent_wrapper.contract import Outcome
+from builders import eventually
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog, StepFiles
+from step_bench import Agents, Behaviour
 
 
 @dataclass
 class Work:
-    """The second rollout of each group is at work until `go`, and then does `then`."""
+    """The second rollout of each group runs until `go`, and then does `then`."""
 
     go: asyncio.Event = field(default_factory=asyncio.Event)
     adopted: list[str] = field(default_factory=list)
+    then: Behaviour = Agents.complete
 
     async def adopt(self, session_ids) -> None:
         self.adopted += session_ids
-
-    async def then(self, agents, request) -> None:
-        await agents.complete(request)
 
     async def behave(self, agents, request) -> None:
         if request.rollout_id.endswith(".1"):
@@ -33,79 +33,70 @@ class Work:
 
 
 @pytest.fixture
-def work(tmp_path) -> Work:
+def work() -> Work:
     return Work()
 
 
-def started_again(bench, work, tmp_path, gateway="here"):
-    bench.services = replace(
-        bench.services, gateway=gateway, in_flight=InFlightLog(StepFiles(tmp_path / "steps")), adopt=work.adopt
-    )
-    bench.agents.requests.clear()
-    bench.agents.stopped.clear()
-    bench.revoked.clear()
+@pytest.fixture
+def restart(work, tmp_path):
+    def restart(bench, gateway="here") -> None:
+        bench.replace(gateway=gateway, in_flight=InFlightLog(StepFiles(tmp_path / "steps")), adopt=work.adopt)
+        bench.forget()
+
+    return restart
 
 
-async def kill_in_the_middle(bench, work, tmp_path, *tasks) -> list:
-    """The requests whose agents are at work when the trainer is gone."""
-    started_again(bench, work, tmp_path)
-    bench.agents.behave = lambda agents, request: work.behave(agents, request)
-    running = asyncio.create_task(bench.step(*tasks).run())
-    notes, expected = tmp_path / "steps" / "00000000.in-flight", len(tasks)
-    while len(bench.kept) < expected or sum(r.rollout_id.endswith(".1") for r in bench.agents.requests) < expected:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    while len(bench.services.in_flight.running_attempts(0)) < expected:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    at_work = [request for request in bench.agents.requests if request.rollout_id.endswith(".1")]
-    key, stop = manifest_key("", bench.config.run_id, 0), bench.agents.stop
-    [manifest], noted = await bench.objects(key), notes.read_text()
+async def kill(bench, running, tmp_path) -> None:
+    """Cancel the step, but leave its records and sessions unchanged: a dead process closes nothing."""
+    notes, stop = tmp_path / "steps" / "00000000.in-flight", bench.agents.stop
+    manifest, noted = await bench.manifest(), notes.read_text()
 
-    async def nobody_stops_it(session_id):
+    async def stop_nothing(session_id):
         return None
 
-    bench.agents.stop = nobody_stops_it  # the dead close nothing, and write nothing either
+    bench.agents.stop = stop_nothing
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     bench.agents.stop = stop
-    await bench.agents.s3.put_object(Bucket=bench.config.storage.bucket, Key=key, Body=json.dumps(manifest).encode())
+    await bench.put(bench.manifest_key, json.dumps(manifest).encode())
     notes.write_text(noted)
-    return at_work
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  # a step tells nobody
-            await asyncio.sleep(0.01)
+@pytest.fixture
+def kill_in_the_middle(work, restart, tmp_path):
+    """Kill the trainer while the second agent of each group runs, restart it, and return those agents' requests."""
+
+    async def kill_in_the_middle(bench, *tasks, **how) -> list:
+        restart(bench)
+        running = bench.start(*tasks, behave=lambda agents, request: work.behave(agents, request))
+        await eventually(lambda: len(bench.kept) == len(tasks))
+        await eventually(lambda: len(bench.services.in_flight.running_attempts(0)) == len(tasks))
+        left = [request for request in bench.agents.requests if request.rollout_id.endswith(".1")]
+        await kill(bench, running, tmp_path)
+        restart(bench, **how)
+        return left
+
+    return kill_in_the_middle
 
 
-async def test_only_what_was_invoked_is_stopped(open_bench, work, tmp_path):
+async def test_only_invoked_sessions_are_stopped(open_bench, restart, tmp_path):
     bench = await open_bench("runtime.max_sessions=2", "group.size=4")
-    started_again(bench, work, tmp_path)
-    bench.agents.behave = type(bench.agents).vanish
-    running = asyncio.create_task(bench.step("a").run())
-    await until(lambda: len(bench.agents.requests) == 2)
-    invoked = {request.session_id for request in bench.agents.requests}
-    key, notes = manifest_key("", bench.config.run_id, 0), tmp_path / "steps" / "00000000.in-flight"
-    [manifest], noted = await bench.objects(key), notes.read_text()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await bench.agents.s3.put_object(Bucket=bench.config.storage.bucket, Key=key, Body=json.dumps(manifest).encode())
-    notes.write_text(noted)
-    started_again(bench, work, tmp_path, gateway="another: nothing goes on")
-    bench.agents.behave = type(bench.agents).complete
-    assert (await bench.step("a").run()).report.outcomes[Outcome.COMPLETED] == 4
-    mine = {request.session_id for request in bench.agents.requests}
-    assert set(bench.agents.stopped) == invoked | mine
+    restart(bench)
+    running = bench.start("a", behave=Agents.vanish)
+    await eventually(lambda: len(bench.agents.requests) == 2)
+    invoked = bench.agents.invoked
+    await kill(bench, running, tmp_path)
+    restart(bench, gateway="another, so that nothing continues")
+    assert (await bench.run("a", behave=Agents.complete)).report.outcomes[Outcome.COMPLETED] == 4
+    assert set(bench.agents.stopped) == invoked | bench.agents.invoked
 
 
-async def test_an_agent_at_work_is_waited_for_and_not_run_again(open_bench, work, tmp_path):
+async def test_a_running_agent_is_waited_for_and_not_run_again(open_bench, work, restart, kill_in_the_middle):
     bench = await open_bench()
-    [request] = await kill_in_the_middle(bench, work, tmp_path, "a")
-    started_again(bench, work, tmp_path)
-    step = bench.step("a:2")
-    running = asyncio.create_task(step.run())
-    await until(lambda: work.adopted)
-    assert request.session_id in step.ledger.open_sessions
+    [request] = await kill_in_the_middle(bench, "a")
+    running = bench.start("a:2")
+    await eventually(lambda: work.adopted)
+    assert request.session_id in bench.ledger.open_sessions
     work.go.set()
     result = await running
     assert bench.agents.requests == []
@@ -116,38 +107,35 @@ async def test_an_agent_at_work_is_waited_for_and_not_run_again(open_bench, work
     assert bench.agents.stopped.count(request.session_id) == 1
     assert request.session_id in bench.revoked
     assert bench.services.in_flight.running_attempts(0) == []
-    # A third take finds all of it done, and everything closed.
-    started_again(bench, work, tmp_path)
-    assert (await bench.step("a").run()).report.resumed == 2
+    restart(bench)  # now all is done, and everything is closed
+    assert (await bench.run("a")).report.resumed == 2
     assert (bench.agents.stopped, bench.agents.requests) == ([], [])
 
 
-async def test_what_was_published_while_no_trainer_was_there_is_finished(open_bench, work, tmp_path):
+async def test_a_result_published_without_a_trainer_is_used(open_bench, work, kill_in_the_middle):
     bench = await open_bench()
-    [request] = await kill_in_the_middle(bench, work, tmp_path, "a")
+    [request] = await kill_in_the_middle(bench, "a")
     work.go.set()
-    await until(lambda: bench.agents.finished == 2)
-    started_again(bench, work, tmp_path)
-    report = (await bench.step("a").run()).report
+    await eventually(lambda: bench.agents.finished == 2)
+    report = (await bench.run("a")).report
     assert (report.resumed, report.reattached) == (2, 0)
     assert (bench.agents.requests, work.adopted) == ([], [])
     assert request.session_id in bench.agents.stopped
 
 
 @pytest.mark.parametrize("meanwhile", [True, False])
-async def test_an_attempt_that_says_it_was_lost_is_followed_by_another(open_bench, work, tmp_path, meanwhile):
+async def test_an_attempt_that_reports_its_loss_is_followed_by_another(
+    open_bench, work, kill_in_the_middle, meanwhile
+):
     bench = await open_bench()
-    [request] = await kill_in_the_middle(bench, work, tmp_path, "a")
-    work.then = lambda agents, request: (
-        agents.fail(request, Outcome.INFRA_ERROR) if request.attempt == 1 else agents.complete(request)
-    )
+    [request] = await kill_in_the_middle(bench, "a")
+    work.then = lambda agents, request: (agents.lose if request.attempt == 1 else agents.complete)(request)
     if meanwhile:
         work.go.set()
-        await until(lambda: bench.agents.finished == 2)
-    started_again(bench, work, tmp_path)
-    running = asyncio.create_task(bench.step("a").run())
+        await eventually(lambda: bench.agents.finished == 2)
+    running = bench.start("a")
     if not meanwhile:
-        await until(lambda: work.adopted)
+        await eventually(lambda: work.adopted)
         work.go.set()
     report = (await running).report
     assert report.outcomes[Outcome.COMPLETED] == 2
@@ -157,41 +145,32 @@ async def test_an_attempt_that_says_it_was_lost_is_followed_by_another(open_benc
     assert report.reattached == (0 if meanwhile else 1)
 
 
-async def test_an_attempt_whose_deadline_comes_is_followed_by_another(open_bench, work, tmp_path):
+async def test_an_attempt_that_reaches_its_deadline_is_followed_by_another(open_bench, work, kill_in_the_middle):
     bench = await open_bench("timeouts.agent_s=6", "timeouts.publish_grace_s=0.5")
-    [request] = await kill_in_the_middle(bench, work, tmp_path, "a")
-
-    async def first_hangs(agents, again):
-        if again.attempt > 1:
-            await agents.complete(again)
-
-    work.behave = first_hangs
-    started_again(bench, work, tmp_path)
-    report = (await bench.step("a").run()).report
+    [request] = await kill_in_the_middle(bench, "a")
+    work.behave = lambda agents, again: (agents.complete if again.attempt > 1 else agents.vanish)(again)
+    report = (await bench.run("a")).report
     assert report.outcomes[Outcome.COMPLETED] == 2
-    assert [again.rollout_id for again in bench.agents.requests] == ["a.1"]
+    assert bench.agents.rollouts == ["a.1"]
     assert report.reattached == 1
     assert request.session_id in bench.agents.stopped
 
 
-async def test_with_another_gateway_all_is_closed_and_run_anew(open_bench, work, tmp_path):
+async def test_with_another_gateway_everything_is_closed_and_runs_again(open_bench, work, kill_in_the_middle):
     bench = await open_bench()
-    [request] = await kill_in_the_middle(bench, work, tmp_path, "a")
-    started_again(bench, work, tmp_path, gateway="elsewhere")
+    [request] = await kill_in_the_middle(bench, "a", gateway="elsewhere")
     work.go.set()
-    report = (await bench.step("a").run()).report
-    assert [again.rollout_id for again in bench.agents.requests] == ["a.1"] or report.resumed == 2
+    report = (await bench.run("a")).report
+    assert bench.agents.rollouts == ["a.1"] or report.resumed == 2
     assert work.adopted == []
     assert request.session_id in bench.agents.stopped
     assert request.session_id in bench.revoked
 
 
-async def test_with_other_weights_what_is_at_work_is_closed(open_bench, work, tmp_path):
+async def test_with_other_weights_running_agents_are_closed(open_bench, work, kill_in_the_middle):
     bench = await open_bench()
-    [request] = await kill_in_the_middle(bench, work, tmp_path, "a")
-    started_again(bench, work, tmp_path)
-    bench.agents.behave = type(bench.agents).complete
-    result = await bench.step("a", same_weights=False).run()
+    [request] = await kill_in_the_middle(bench, "a")
+    result = await bench.run("a", same_weights=False, behave=Agents.complete)
     assert len(bench.agents.requests) == 2
     assert work.adopted == []
     assert request.session_id in bench.agents.stopped
@@ -199,35 +178,32 @@ async def test_with_other_weights_what_is_at_work_is_closed(open_bench, work, tm
     assert request.session_id not in {rollout.session_id for rollout in result.rollouts}
 
 
-async def test_what_goes_on_holds_its_slot(open_bench, work, tmp_path):
+async def test_a_running_agent_keeps_its_slot(open_bench, work, kill_in_the_middle):
     bench = await open_bench("runtime.max_sessions=2")
-    at_work = await kill_in_the_middle(bench, work, tmp_path, "a", "b")
-    started_again(bench, work, tmp_path)
-    fresh = Manifest.parse((await bench.objects(manifest_key("", bench.config.run_id, 0)))[0])
-    # Of one of the finished rollouts the result is gone, so that it must be run again.
-    await bench.agents.s3.delete_object(
-        Bucket=bench.config.storage.bucket, Key=f"runs/{fresh.run_id}/steps/00000000/a.0"
-    )
-    running = asyncio.create_task(bench.step("a", "b").run())
-    await until(lambda: len(work.adopted) == 2)
+    running_agents = await kill_in_the_middle(bench, "a", "b")
+    run_id = Manifest.parse(await bench.manifest()).run_id
+    # One finished rollout loses its result, so that it must run again.
+    await bench.agents.s3.delete_object(Bucket=bench.config.storage.bucket, Key=f"runs/{run_id}/steps/00000000/a.0")
+    running = bench.start("a", "b")
+    await eventually(lambda: len(work.adopted) == 2)
     for _ in range(20):
         await asyncio.sleep(0)
     assert bench.agents.requests == []
     assert bench.services.dispatcher.slots.locked()
     work.go.set()
     report = (await running).report
-    assert [again.rollout_id for again in bench.agents.requests] == ["a.0"]
-    assert report.reattached == len(at_work) == 2
+    assert bench.agents.rollouts == ["a.0"]
+    assert report.reattached == len(running_agents) == 2
 
 
-# --- the notes --------------------------------------------------------------------------------------------
+# --- the log of attempts in flight ------------------------------------------------------------------------
 
 
 def note(session: str, attempt: int = 1) -> InFlightAttempt:
     return InFlightAttempt(session_id=session, rollout_id="a.0", attempt=attempt, began=1.0, deadline=2.0)
 
 
-def test_what_is_noted_and_not_closed_is_at_work(tmp_path):
+def test_an_accepted_and_unclosed_attempt_is_at_work(tmp_path):
     notes = InFlightLog(StepFiles(tmp_path / "steps"))
     assert notes.running_attempts(3) == []
     notes.record_running(3, note("s1"))
@@ -241,7 +217,7 @@ def test_what_is_noted_and_not_closed_is_at_work(tmp_path):
     assert notes.running_attempts(4) == [note("s4")]
 
 
-def test_what_was_invoked_and_not_stopped_may_be_open(tmp_path):
+def test_an_invoked_session_that_was_not_stopped_may_be_open(tmp_path):
     notes = InFlightLog(StepFiles(tmp_path))
     notes.record_execution(0, "nonce", first=1, last=1)
     for session in ("s1", "s2", "s3"):
@@ -260,7 +236,7 @@ def test_what_was_invoked_and_not_stopped_may_be_open(tmp_path):
     assert notes.open_sessions(1, "nonce").session_ids == []
 
 
-def test_notes_of_a_machine_that_went_down_name_sessions_and_prove_nothing(tmp_path):
+def test_after_a_reboot_the_log_names_sessions_but_is_not_complete(tmp_path):
     notes = InFlightLog(StepFiles(tmp_path))
     notes._boot = "before"
     notes.record_execution(0, "nonce", first=1, last=1)
@@ -269,16 +245,15 @@ def test_notes_of_a_machine_that_went_down_name_sessions_and_prove_nothing(tmp_p
     assert (left.session_ids, left.complete_attempts) == (["s1"], frozenset())
 
 
-def test_a_line_that_was_cut_off_hides_no_other(tmp_path):
-    notes = InFlightLog(StepFiles(tmp_path))
-    notes.record_running(0, note("s1"))
+def test_a_truncated_line_hides_no_other(tmp_path):
+    InFlightLog(StepFiles(tmp_path)).record_running(0, note("s1"))
     with (tmp_path / "00000000.in-flight").open("a") as file:
         file.write('\n{"closed": "s')
     InFlightLog(StepFiles(tmp_path)).record_running(0, note("s2"))
     assert InFlightLog(StepFiles(tmp_path)).running_attempts(0) == [note("s1"), note("s2")]
 
 
-def test_where_notes_cannot_be_written_there_are_none(tmp_path, monkeypatch):
+def test_a_log_that_cannot_be_written_is_dropped(tmp_path, monkeypatch):
     files = StepFiles(tmp_path)
     notes = InFlightLog(files)
     notes.record_running(0, note("s1"))
@@ -290,4 +265,4 @@ def test_where_notes_cannot_be_written_there_are_none(tmp_path, monkeypatch):
     notes.record_closed(0, "s1")
     monkeypatch.undo()
     notes.record_running(0, note("s2"))
-    assert notes.running_attempts(0) == []  # or the session that was closed would be waited for
+    assert notes.running_attempts(0) == []  # or the step would wait for the closed session

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 from tenacity import wait_none
 
-from agent_wrapper.contract import Failure, Outcome
+from agent_wrapper.contract import Outcome
+from builders import eventually
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import CircuitOpen, CredentialsExpired, StoreError
-from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
+from rollout_backend.local.fault_proxy import Fault, Rule
 from rollout_backend.step import plan as plan_module
+from step_bench import Agents, only
 
 REPLACING = "group.policy=replace"
-LOST = Failure(reason="terminated", message="its container was told to stop")
-
-
-@pytest.fixture
-async def proxy(local_aws) -> AsyncIterator[FaultProxy]:
-    async with FaultProxy(local_aws.endpoint_url) as proxy:
-        yield proxy
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    """Between our own tries; the SDK makes its own."""
+    """Retry at once. The SDK makes its own retries in addition."""
     monkeypatch.setattr(plan_module, "_BACK_OFF", wait_none())
 
 
@@ -35,31 +28,20 @@ def no_manifests(operation: str) -> Rule:
     return Rule(operation, Fault.FAIL, status=503, code="SlowDown", path="*/manifests/*")
 
 
-async def lose_the_first(agents, request) -> None:
-    """The first rollout is lost to the infrastructure; all others complete."""
-    if request.rollout_id == "a.0":
-        await agents.complete(request, outcome=Outcome.INFRA_ERROR, reward=None, segments=(), failure=LOST)
-    else:
-        await agents.complete(request)
-
-
 @pytest.mark.parametrize("operation", ["s3:GetObject", "s3:PutObject"])
-async def test_a_refusal_at_the_start_delays_the_step_and_nothing_is_dispatched_before(open_bench, proxy, operation):
+async def test_a_refusal_at_the_start_delays_the_step_and_nothing_is_dispatched_before(proxy, open_bench, operation):
     bench = await open_bench(f"aws.endpoint_url={proxy.url}")
     rule = no_manifests(operation)
     proxy.rules.append(rule)
-    step = bench.step("a")
-    running = asyncio.create_task(step.run())
-    while rule.hits < 5:  # noqa: ASYNC110  # more than the SDK's own tries
-        await asyncio.sleep(0.02)
+    running = bench.start("a")
+    await eventually(lambda: rule.hits >= 5)  # more than the SDK's own attempts
     assert bench.agents.requests == []
     assert not running.done()
     proxy.rules.clear()
-    result = await running
-    assert result.report.outcomes[Outcome.COMPLETED] == 2
+    assert (await running).report.outcomes[Outcome.COMPLETED] == 2
 
 
-async def test_a_refusal_during_a_replacement_holds_up_the_replacement_alone(open_bench, proxy):
+async def test_a_refusal_during_a_replacement_holds_up_the_replacement_alone(proxy, open_bench):
     bench = await open_bench(REPLACING, f"aws.endpoint_url={proxy.url}")
     rule, go = no_manifests("s3:PutObject"), asyncio.Event()
 
@@ -67,70 +49,52 @@ async def test_a_refusal_during_a_replacement_holds_up_the_replacement_alone(ope
         if request.rollout_id == "b.0":
             await go.wait()
         proxy.rules[:] = [rule] if not go.is_set() else proxy.rules
-        await lose_the_first(agents, request)
+        await only("a.0", Agents.lose)(agents, request)
 
-    bench.agents.behave = behave
-    step = bench.step("a", "b")
-    running = asyncio.create_task(step.run())
-    while rule.hits < 5:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
+    running = bench.start("a", "b", behave=behave)
+    await eventually(lambda: rule.hits >= 5)
     go.set()
-    while step.ledger.entries["b.0"].outcome is None:  # noqa: ASYNC110  # it is settled while S3 still refuses
-        await asyncio.sleep(0.02)
-    assert "a.2" not in [request.rollout_id for request in bench.agents.requests]
+    await eventually(lambda: bench.ledger.entries["b.0"].outcome is not None)  # while S3 still refuses
+    assert "a.2" not in bench.agents.rollouts
     proxy.rules.clear()
-    result = await running
-    assert result.report.outcomes[Outcome.COMPLETED] == 4
-    assert result.report.replacements == 1
+    report = (await running).report
+    assert (report.outcomes[Outcome.COMPLETED], report.replacements) == (4, 1)
 
 
 async def test_an_older_state_never_lands_last(open_bench):
     bench = await open_bench(REPLACING, "group.size=4")
     began: list[Manifest] = []
     landed: list[Manifest] = []
-    writing = 0
 
     async def write(manifest: Manifest) -> None:
-        nonlocal writing
-        writing += 1
-        assert writing == 1, "two writes of one manifest at the same time"
+        assert len(began) == len(landed), "two writes of one manifest at the same time"
         began.append(manifest)
         await asyncio.sleep(0)
         landed.append(manifest)
-        writing -= 1
 
-    async def lose_the_planned(agents, request):
-        if int(request.rollout_id.partition(".")[2]) < 2:
-            await agents.complete(request, outcome=Outcome.INFRA_ERROR, reward=None, segments=(), failure=LOST)
-        else:
-            await agents.complete(request)
-
-    bench.agents.behave = lose_the_planned
-    bench.services = replace(bench.services, write_manifest=write)
-    result = await bench.step("a").run()
+    bench.replace(write_manifest=write)
+    result = await bench.run("a", behave=only("a.0", Agents.lose, only("a.1", Agents.lose)))
     assert result.report.replacements == 2
-    assert [len(manifest.tasks[0].rollouts) for manifest in landed] == sorted(
-        len(manifest.tasks[0].rollouts) for manifest in landed
-    )
+    sizes = [len(manifest.tasks[0].rollouts) for manifest in landed]
+    assert sizes == sorted(sizes)
     assert landed == began
-    assert len(landed[-1].tasks[0].rollouts) == 6
+    assert sizes[-1] == 6
 
 
-async def test_what_s3_refuses_until_the_deadline_ends_the_step_and_nothing_was_dispatched(open_bench):
+async def test_a_refusal_until_the_deadline_ends_the_step_and_nothing_was_dispatched(open_bench):
     times = ("agent_s=0.3", "publish_grace_s=0.1", "model_call_s=0.1", "collection_s=0.5")
     bench = await open_bench(*(f"timeouts.{each}" for each in times))
-    tries = 0
+    tries = []
 
     async def write(manifest: Manifest) -> None:
-        nonlocal tries
-        tries += 1
+        tries.append(manifest)
         await asyncio.sleep(0.01)
         raise StoreError("503 SlowDown")
 
-    bench.services = replace(bench.services, write_manifest=write)
+    bench.replace(write_manifest=write)
     with pytest.raises(StoreError, match="503 SlowDown"):
-        await bench.step("a").run()
-    assert tries > 4
+        await bench.run("a")
+    assert len(tries) > 4
     assert bench.agents.requests == []
 
 
@@ -143,7 +107,7 @@ async def test_an_abort_does_not_wait_for_s3(open_bench):
         await asyncio.sleep(0.01)
         raise StoreError("503 SlowDown")
 
-    bench.services = replace(bench.services, read_manifest=read)
+    bench.replace(read_manifest=read)
     step = bench.step("a")
     running = asyncio.create_task(step.run())
     await asked.wait()
@@ -162,12 +126,7 @@ async def test_credentials_that_expire_during_a_replacement_end_the_step(open_be
             raise CredentialsExpired("get new ones")
         await write(manifest)
 
-    async def behave(agents, request):
-        if request.rollout_id == "a.0":
-            await lose_the_first(agents, request)
-
-    bench.agents.behave = behave
-    bench.services = replace(bench.services, write_manifest=expired)
+    bench.replace(write_manifest=expired)
     with pytest.raises(CredentialsExpired):
-        await bench.step("a").run()
+        await bench.run("a", behave=only("a.0", Agents.lose, Agents.vanish))
     assert not bench.agents.sessions

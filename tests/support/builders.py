@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -63,11 +64,11 @@ def stream_data(lines: Iterable[str]) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
-def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 30.0, what: str = "the condition is true") -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.01)
 
 
@@ -87,12 +88,12 @@ async def served(handle: Callable[[Any], Awaitable[Any]], **runner: Any) -> Asyn
         await server.cleanup()
 
 
-async def eventually(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 30.0) -> None:
-    """Wait for a condition, which may be a coroutine function."""
+async def eventually(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Wait until the condition, or the awaitable that it returns, is true."""
     async with asyncio.timeout(timeout_s):
         while True:
             found = condition()
-            if found is True or (found is not False and await found):
+            if await found if inspect.isawaitable(found) else found:
                 return
             await asyncio.sleep(0.01)
 

@@ -1,0 +1,63 @@
+"""Segments, rollouts and claims for tests, with defaults for every field."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from agent_wrapper.contract import Failure, Outcome, Rollout, Sampling, Segment, Turn, VersionSpan
+from rollout_backend.core.session_key import SessionClaims
+
+
+def make_turn(start: int, end: int, version: str | None = "7") -> Turn:
+    spans = [VersionSpan(version=version, start=start, end=end)] if version is not None else []
+    return Turn(start=start, end=end, finish_reason="stop", weight_versions=spans)
+
+
+def make_segment(
+    prompt: int = 3, sampled: int = 2, *, version: str | None = "7", logprob: float | None = -0.5
+) -> Segment:
+    """Return a segment of one turn. Its token ids count up from 0."""
+    n = prompt + sampled
+    return Segment(
+        token_ids=list(range(n)),
+        response_mask=[0] * prompt + [1] * sampled,
+        logprobs=[None] * prompt + [logprob] * sampled,
+        turns=[make_turn(prompt, n, version)],
+    )
+
+
+def make_rollout(rollout_id: str = "task-a.0", outcome: Outcome = Outcome.COMPLETED, **more: Any) -> Rollout:
+    """Return the result of a rollout. Unless it is completed, it has a failure and no reward."""
+    fields: dict[str, Any] = {
+        "run_id": "run",
+        "step": 0,
+        "task_id": rollout_id.rpartition(".")[0],
+        "rollout_id": rollout_id,
+        "attempt": 1,
+        "session_id": f"session-{rollout_id}",
+        "outcome": outcome,
+        "started_at": 1.0,
+        "finished_at": 2.0,
+    }
+    if outcome is Outcome.COMPLETED:
+        fields["reward"] = 1.0
+    else:
+        fields["failure"] = Failure(reason="agent_exception", message="boom")
+    if "segments" not in more:
+        fields["segments"] = [make_segment()]
+    return Rollout.model_validate({**fields, **more})
+
+
+def make_claims(session: str = "s", **more: Any) -> SessionClaims:
+    """Return the claims of a session key that is valid for ten minutes."""
+    fields: dict[str, Any] = {
+        "run_id": "r",
+        "step": 0,
+        "rollout_id": "x",
+        "attempt": 1,
+        "session_id": session,
+        "sampling": Sampling(),
+        "expires_at": time.time() + 600,
+    }
+    return SessionClaims.model_validate({**fields, **more})

@@ -1,0 +1,291 @@
+"""A run's services over real S3 and SQS, with agents that run in this process and behave as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+from tenacity import wait_none
+
+from agent_wrapper.contract import Announcement, ModelEndpoint, Outcome, Rollout, RolloutRequest, manifest_key
+from rollout_backend import aws
+from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.collect.queue import AnnouncementQueue, queue_name
+from rollout_backend.collect.retokenize import Retokenizer
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.config import ModelConfig, RolloutConfig
+from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
+from rollout_backend.core.ledger import Ledger
+from rollout_backend.core.report import StepResult
+from rollout_backend.core.tasks import Task
+from rollout_backend.dispatch.call_queue import CallQueue
+from rollout_backend.dispatch.dispatcher import Dispatcher
+from rollout_backend.dispatch.session_closer import SessionCloser
+from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.step.services import StepServices
+from rollout_backend.step.step import Step
+from rollouts import make_rollout
+
+Behaviour = Callable[["Agents", RolloutRequest], Awaitable[None]]
+
+
+class Agents:
+    """An agent runtime whose sessions are tasks of this process. Each agent does what `behave` does."""
+
+    def __init__(self, s3: Any, sqs: Any) -> None:
+        self.s3 = s3
+        self.sqs = sqs
+        self.behave: Behaviour = Agents.complete
+        self.before: Callable[[RolloutRequest], Awaitable[None]] | None = None  # may raise, as the runtime would
+        self.requests: list[RolloutRequest] = []
+        self.sessions: dict[str, asyncio.Task[None]] = {}
+        self.stopped: list[str] = []
+        self.finished = 0
+
+    @property
+    def invoked(self) -> set[str]:
+        """The ids of the invoked sessions."""
+        return {request.session_id for request in self.requests}
+
+    @property
+    def rollouts(self) -> list[str]:
+        """The ids of the invoked rollouts, sorted."""
+        return sorted(request.rollout_id for request in self.requests)
+
+    # --- the runtime --------------------------------------------------------------------------------------
+
+    async def check(self) -> None: ...
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        request = RolloutRequest.parse(json.loads(payload)["_rollout"])
+        assert request.session_id == session_id
+        self.requests.append(request)
+        if self.before is not None:
+            await self.before(request)
+        self.sessions[session_id] = asyncio.create_task(self._run(request))
+        return b'{"status": "accepted"}'
+
+    async def _run(self, request: RolloutRequest) -> None:
+        await self.behave(self, request)
+        self.finished += 1
+
+    async def stop(self, session_id: str) -> None:
+        self.stopped.append(session_id)
+        session = self.sessions.pop(session_id, None)
+        if session is not None:
+            session.cancel()
+
+    async def aclose(self) -> None:
+        for session in self.sessions.values():
+            session.cancel()
+
+    # --- what an agent may do -----------------------------------------------------------------------------
+
+    async def complete(self, request: RolloutRequest, **more: Any) -> None:
+        result = self.result(request, **more)
+        key = request.key_for(result.outcome)
+        await self.put(request, result.encode(), key)
+        await self.announce(request, key=key)
+
+    async def fail(self, request: RolloutRequest, **more: Any) -> None:
+        await self.complete(request, **{"outcome": Outcome.AGENT_ERROR, **more})
+
+    async def lose(self, request: RolloutRequest) -> None:
+        """Report that the infrastructure lost the attempt."""
+        await self.complete(request, outcome=Outcome.INFRA_ERROR)
+
+    async def vanish(self, request: RolloutRequest) -> None:
+        """Accept the invoke, and do nothing else."""
+
+    async def hang(self, request: RolloutRequest) -> None:
+        await asyncio.Event().wait()
+
+    async def write_unannounced(self, request: RolloutRequest) -> None:
+        await self.put(request, self.result(request).encode())
+
+    def result(self, request: RolloutRequest, **more: Any) -> Rollout:
+        names = ("run_id", "step", "task_id", "rollout_id", "attempt", "session_id")
+        fields = {name: getattr(request, name) for name in names}
+        return make_rollout(**{**fields, "started_at": 0, "finished_at": 0, **more})
+
+    async def put(self, request: RolloutRequest, body: bytes, key: str = "") -> None:
+        await self.s3.put_object(Bucket=request.result.bucket, Key=key or request.key, Body=body)
+
+    async def announce(
+        self, request: RolloutRequest, *, bucket: str | None = None, key: str | None = None, times: int = 1
+    ) -> None:
+        """Send all announcements at once: as soon as one is received, the session may be stopped."""
+        body = Announcement(bucket=bucket or request.result.bucket, key=key or request.key).encode()
+        entries = [{"Id": str(n), "MessageBody": body} for n in range(times)]
+        assert request.result.queue_url is not None
+        await self.sqs.send_message_batch(QueueUrl=request.result.queue_url, Entries=entries)
+
+    async def send(self, request: RolloutRequest, body: str) -> None:
+        assert request.result.queue_url is not None
+        await self.sqs.send_message(QueueUrl=request.result.queue_url, MessageBody=body)
+
+
+def only(name: str, special: Behaviour, others: Behaviour = Agents.complete) -> Behaviour:
+    """Return a behaviour in which the task or rollout of this name behaves differently from the others."""
+
+    async def behave(agents: Agents, request: RolloutRequest) -> None:
+        await (special if name in (request.task_id, request.rollout_id) else others)(agents, request)
+
+    return behave
+
+
+class Bench:
+    """One run's services, and steps over them."""
+
+    def __init__(self, config: RolloutConfig, agents: Agents) -> None:
+        self.config = config
+        self.agents = agents
+        self.services: StepServices
+        self.kept: list[Rollout] = []
+        self.revoked: list[str] = []
+        self.verify: Callable[[Rollout], None] = lambda rollout: None  # the check of seals
+        self.ledger: Ledger  # of the step that was made last
+
+    @classmethod
+    async def open(cls, config: RolloutConfig, stack: AsyncExitStack) -> Bench:
+        where = {"region": config.aws.region, "endpoint_url": config.aws.endpoint_url}
+        clients = [await stack.enter_async_context(aws.client(name, **where)) for name in ("s3", "sqs")]
+        bench = cls(config, Agents(*clients))
+        stack.push_async_callback(bench.agents.aclose)
+        store = await ResultStore.open(config.storage, config.aws)
+        stack.push_async_callback(store.aclose)
+        buffer, queue_url = await bench._receive(store, stack)
+        services = StepServices.assemble(
+            config,
+            bench.agents,
+            store,
+            buffer=buffer,
+            queue_url=queue_url,
+            endpoint=lambda claims: ModelEndpoint(
+                base_url="http://gateway/v1", api_key="key", name="m", trajectory_url="http://gateway/t"
+            ),
+            revoke=bench._revoke,
+            archive=bench._keep,
+            breaker=CircuitBreaker(
+                config.circuit_breaker, lambda entry: describe_log(config, entry, lambda session: config.runtime.url)
+            ),
+        )
+        bench.services = replace(services, **bench.without_pauses(bench.agents))
+        return bench
+
+    def without_pauses(self, runtime: Any) -> dict[str, Any]:
+        """Return services that repeat refused calls at once."""
+        calls, limits = CallQueue(invoke_per_s=1000, stop_per_s=1000), self.config.runtime
+        bounds = {"max_sessions": limits.max_sessions, "max_attempts": limits.max_attempts}
+        return {
+            "dispatcher": Dispatcher(runtime, calls, **bounds, wait=wait_none(), wait_refused=wait_none()),
+            "closer": SessionCloser(runtime, calls, wait=wait_none()),
+        }
+
+    async def _receive(self, store: ResultStore, stack: AsyncExitStack) -> tuple[RolloutBuffer, str | None]:
+        """Return a buffer that receives until the stack is closed, and the URL of its queue."""
+        config, queue, retokenizer = self.config, None, None
+        if config.queue.enabled:
+            name = queue_name(config.storage, config.run_id)
+            queue = await AnnouncementQueue.open(config.queue, config.aws, name)
+            stack.push_async_callback(queue.aclose)
+        if config.collect.retokenize:
+            retokenizer = await Retokenizer.open(ModelConfig(path=BYTE_MODEL))
+            stack.callback(retokenizer.close)
+        settings = config.collect
+        buffer = RolloutBuffer(
+            config.run_id,
+            store,
+            queue,
+            settings.max_fetches,
+            retokenizer,
+            verify=lambda rollout: self.verify(rollout),
+            text_format=settings.text_format,
+        )
+        stack.push_async_callback(_end, asyncio.create_task(buffer.run(config.queue.receivers)))
+        return buffer, queue.url if queue is not None else None
+
+    async def _revoke(self, sessions: Any) -> None:
+        self.revoked += sessions
+
+    def _keep(self, rollout: Rollout) -> bool:
+        self.kept.append(rollout)
+        return True
+
+    def replace(self, **services: Any) -> None:
+        self.services = replace(self.services, **services)
+
+    def forget(self) -> None:
+        """Forget which sessions were invoked, stopped and revoked."""
+        for names in (self.agents.requests, self.agents.stopped, self.revoked):
+            names.clear()
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def step(
+        self, *tasks: str | Task, number: int = 0, behave: Behaviour | None = None, before: Any = None, **more: Any
+    ) -> Step:
+        """Make a step of tasks, or of their ids. A task's payload is its id up to a colon."""
+        if behave is not None:
+            self.agents.behave = behave
+        if before is not None:
+            self.agents.before = before
+        made = [
+            task if isinstance(task, Task) else Task(task.replace(":", "-"), {"q": task.partition(":")[0]})
+            for task in tasks or ("task-a",)
+        ]
+        step = Step(number, made, self.services, None, **more)
+        self.ledger = step.ledger
+        return step
+
+    def start(self, *tasks: str | Task, **more: Any) -> asyncio.Task[StepResult]:
+        return asyncio.create_task(self.step(*tasks, **more).run())
+
+    async def run(self, *tasks: str | Task, **more: Any) -> StepResult:
+        """Run a step, and check what holds at the end of any step."""
+        result = await self.step(*tasks, **more).run()
+        self.check_ended(result)
+        return result
+
+    def check_ended(self, result: StepResult) -> None:
+        assert sum(result.report.outcomes.values()) == result.report.planned
+        assert result.report.balanced
+        assert not self.ledger.open_sessions
+        assert set(self.agents.stopped) >= set(self.agents.sessions)
+        grouped = {rollout.rollout_id for group in result.groups for rollout in group.rollouts}
+        trainable = {rollout.rollout_id for rollout in result.rollouts if rollout.trainable}
+        assert grouped == trainable if result.report.surplus == 0 else grouped < trainable
+
+    # --- what S3 holds ------------------------------------------------------------------------------------
+
+    async def objects(self, prefix: str) -> list[dict[str, Any]]:
+        """Return the JSON objects under a prefix."""
+        listed = await self.agents.s3.list_objects_v2(Bucket=self.config.storage.bucket, Prefix=prefix)
+        found = []
+        for item in listed.get("Contents", ()):
+            reply = await self.agents.s3.get_object(Bucket=self.config.storage.bucket, Key=item["Key"])
+            found.append(json.loads(await reply["Body"].read()))
+        return found
+
+    async def put(self, key: str, body: bytes, **more: Any) -> None:
+        await self.agents.s3.put_object(Bucket=self.config.storage.bucket, Key=key, Body=body, **more)
+
+    async def quarantined(self) -> list[dict[str, Any]]:
+        return await self.objects(f"runs/{self.config.run_id}/quarantine/")
+
+    @property
+    def manifest_key(self) -> str:
+        return manifest_key("", self.config.run_id, 0)
+
+    async def manifest(self) -> dict[str, Any]:
+        [manifest] = await self.objects(self.manifest_key)
+        return manifest
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
