@@ -75,8 +75,8 @@ def main() -> int:
     known = [(pin, one) for pin in pins for one in pin.get("vulns", ())]
     bad = [(pin, one) for pin, one in known if not ACCEPTED.keys() & {one["id"], *one["aliases"]}]
     for pin, one in bad:
-        mended = ", ".join(one["fix_versions"]) or "no version yet"
-        print(f"{pin['name']} {pin['version']}: {one['id']} ({', '.join(one['aliases'])}), mended in {mended}")
+        fixed = ", ".join(one["fix_versions"]) or "no version yet"
+        print(f"{pin['name']} {pin['version']}: {one['id']} ({', '.join(one['aliases'])}), fixed in {fixed}")
     for pin in skipped:
         print(f"NOT AUDITED: {pin['name']}: {pin['skip_reason']}")
     print(f"{len(pins) - len(skipped)} pinned versions looked up: {len(bad)} known vulnerabilities")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from anyio.from_thread import start_blocking_portal
 from typer.testing import CliRunner
 
 from rollout_backend import cli
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.local.cloud import LocalRuntime
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.run_lease import LeaseHolder, RunLease
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/no_such-0123456789"
 
@@ -110,7 +114,7 @@ def test_an_arn_of_no_runtime(rollout, settings, tasks, local_aws):
     refused(rollout("run", config, "--tasks", tasks), f"runtime {ARN} does not exist", "runtime.arn")
 
 
-def test_a_check_tells_what_would_become_of_an_image_and_makes_nothing(rollout, settings, tmp_path):
+def test_a_check_reports_the_runtime_of_an_image_and_creates_nothing(rollout, settings, tmp_path):
     agent = tmp_path / "agent.py"
     agent.write_text("raise SystemExit(1)")
     with start_blocking_portal() as portal:
@@ -142,6 +146,27 @@ def test_a_batch_that_cannot_start_in_time_is_refused_before_anything_starts(rol
     assert code == 0, output
     assert "4 rollouts start within 0 s, at 10 sessions per second" in output
     assert "in 2 waves of 2 sessions (runtime.max_sessions)" in output
+
+
+def test_a_run_that_another_manager_holds_is_refused(rollout, settings, tasks, agent_server, local_aws):
+    async def hold() -> RunLease:
+        store = await ResultStore.open(StorageConfig(bucket=local_aws.bucket), AwsConfig(endpoint_url=url))
+        lease = RunLease(store, "held", LeaseHolder.this_process(), 600.0)
+        await lease.begin()
+        await lease.claim()
+        return lease
+
+    url = local_aws.endpoint_url
+    with start_blocking_portal() as portal, ScriptedEngine(["7"]) as engine:
+        lease = portal.call(hold)
+        serving = {"kind": "external", "urls": [engine.url]}
+        config = settings(run_id="held", runtime={"kind": "http", "url": agent_server}, serving=serving)
+        code, output = rollout("run", config, "--tasks", tasks)
+        assert code == 1, output
+        assert f"run 'held' is held by another manager (process {os.getpid()} on" in output
+        assert engine.requests == []
+        portal.call(lease.release)
+        portal.call(lease._store.aclose)
 
 
 def test_an_agent_that_is_no_file(rollout, tasks, tmp_path):

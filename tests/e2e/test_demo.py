@@ -83,7 +83,7 @@ def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
         below: set[int] = set()
         while process.poll() is None:
             below |= descendants(process.pid)
-            time.sleep(0.05)
+            time.sleep(0.25)
         output = process.communicate()[0]
     assert process.returncode == 0, output
     for part in (

@@ -284,6 +284,13 @@ async def listing(world: World) -> AsyncIterator[RolloutManager]:
         yield manager
 
 
+@pytest.fixture
+def manager(request: pytest.FixtureRequest) -> RolloutManager:
+    """The run of this name, `run` or `listing`."""
+    found: RolloutManager = request.getfixturevalue(request.param)
+    return found
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def calm(world: World, run: RolloutManager) -> Rows:
     """The rows of an undisturbed step."""
@@ -295,6 +302,7 @@ async def calm(world: World, run: RolloutManager) -> Rows:
 # --- S3 and SQS -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # test_security has a run without a queue, too
 async def test_a_run_without_a_queue_completes(world: World, listing: RolloutManager, calm: Rows) -> None:
     async with world.faults():
         result = await listing.collect(TASKS)
@@ -302,30 +310,39 @@ async def test_a_run_without_a_queue_completes(world: World, listing: RolloutMan
     await same_as(calm, result, world)
 
 
-async def test_s3_fails_on_both_sides(world: World, run: RolloutManager, listing: RolloutManager, calm: Rows) -> None:
-    for manager, rare in ((run, ("s3:PutObject",)), (listing, ("s3:PutObject", "s3:ListObjects"))):
-        trainer = [Rule(name, Fault.FAIL, times=2, code="SlowDown") for name in rare]
-        trainer += [Rule("s3:*", Fault.FAIL, share=0.2, code="SlowDown"), Rule("s3:*", Fault.CUT_BEFORE, share=0.1)]
-        agents = [
-            Rule("s3:PutObject", Fault.FAIL, share=0.2, status=500, code="InternalError"),
-            Rule("s3:PutObject", Fault.CUT_BEFORE, share=0.2),
-        ]
-        async with world.faults(agents=agents, trainer=trainer):
-            await same_as(calm, await manager.collect(TASKS, step=1), world)
+BOTH = pytest.mark.parametrize("manager", ["run", pytest.param("listing", marks=pytest.mark.slow)], indirect=True)
 
 
-async def test_truncated_bodies_are_read_again(
-    world: World, run: RolloutManager, listing: RolloutManager, calm: Rows
-) -> None:
-    cut = (Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH)
-    for manager, rare in ((run, ()), (listing, (Fault.TRUNCATE, Fault.CUT_BODY, Fault.NO_LENGTH))):
-        trainer = [Rule("s3:GetObject", fault, share=0.2, path="*/steps/*") for fault in cut]
-        trainer += [Rule("s3:GetObject", Fault.CUT_BODY, times=1, path="*/manifests/*")] if manager is run else []
-        trainer += [Rule("s3:ListObjects", fault, times=2) for fault in rare]
-        async with world.faults(trainer=trainer):
-            await same_as(calm, await manager.collect(TASKS, step=8), world)
+@BOTH
+async def test_s3_fails_on_both_sides(world: World, manager: RolloutManager, calm: Rows) -> None:
+    rare = ("s3:PutObject", "s3:ListObjects") if manager.config.run_id == "listing" else ("s3:PutObject",)
+    trainer = [Rule(name, Fault.FAIL, times=2, code="SlowDown") for name in rare]
+    trainer += [Rule("s3:*", Fault.FAIL, share=0.2, code="SlowDown"), Rule("s3:*", Fault.CUT_BEFORE, share=0.1)]
+    agents = [
+        Rule("s3:PutObject", Fault.FAIL, share=0.2, status=500, code="InternalError"),
+        Rule("s3:PutObject", Fault.CUT_BEFORE, share=0.2),
+    ]
+    async with world.faults(agents=agents, trainer=trainer):
+        await same_as(calm, await manager.collect(TASKS, step=1), world)
 
 
+@pytest.mark.slow
+@BOTH
+async def test_truncated_bodies_are_read_again(world: World, manager: RolloutManager, calm: Rows) -> None:
+    trainer = [
+        Rule("s3:GetObject", fault, share=0.2, path="*/steps/*")
+        for fault in (Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH)
+    ]
+    if manager.config.run_id == "listing":
+        listings = (Fault.TRUNCATE, Fault.CUT_BODY, Fault.NO_LENGTH)
+        trainer += [Rule("s3:ListObjects", fault, times=2) for fault in listings]
+    else:
+        trainer += [Rule("s3:GetObject", Fault.CUT_BODY, times=1, path="*/manifests/*")]
+    async with world.faults(trainer=trainer):
+        await same_as(calm, await manager.collect(TASKS, step=8), world)
+
+
+@pytest.mark.slow
 async def test_s3_and_sqs_hang_for_a_while(world: World, run: RolloutManager, calm: Rows) -> None:
     agents = [
         Rule("s3:PutObject", Fault.HANG, share=0.3, seconds=3),
@@ -402,9 +419,8 @@ async def test_sqs_fails_on_both_sides(world: World, run: RolloutManager, calm: 
         await same_as(calm, await run.collect(TASKS, step=4), world)
 
 
-async def test_announcements_may_be_lost_duplicated_and_reordered(
-    world: World, run: RolloutManager, calm: Rows
-) -> None:
+@pytest.mark.slow  # tests/step shows it for single messages
+async def test_announcements_may_be_lost_duplicated_and_reordered(world, run, calm):
     agents = [
         Rule("sqs:SendMessage", Fault.DROP, share=0.1),
         Rule("sqs:SendMessage", Fault.DOUBLE, share=0.1),
@@ -415,9 +431,7 @@ async def test_announcements_may_be_lost_duplicated_and_reordered(
 
 
 @pytest.mark.slow
-async def test_a_run_restarts_after_its_queue_was_deleted(
-    world: World, calm: Rows, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_run_restarts_after_its_queue_was_deleted(world, calm, caplog):
     async with world.run("queueless") as manager:
         assert manager._run is not None
         url = manager._run.for_steps.queue_url
@@ -456,9 +470,7 @@ async def three_of_the_agents_are_shot(world: World, manager: RolloutManager, *h
 
 
 @pytest.mark.slow
-async def test_killed_agents_are_detected_by_missing_heartbeats(
-    world: World, calm: Rows, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, caplog):
     """The agents' deadline is hours away, so only missing heartbeats can end the test."""
     timeouts = {"model_call_s": 5, "agent_s": 7000, "publish_grace_s": 20, "collection_s": 8000, "token_s": 9000}
     async with world.run("shot", timeouts={**timeouts, "heartbeat_s": 1}) as manager:
@@ -619,9 +631,7 @@ class Vault:
 
 
 @pytest.mark.slow
-async def test_expiring_credentials_are_renewed(
-    world: World, calm: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_expiring_credentials_are_renewed(world, calm, tmp_path, monkeypatch):
     async with Vault(world.agents, world.trainer).open() as vault:
         role = {"AWS_CONTAINER_CREDENTIALS_FULL_URI": vault.url}
         for name, value in role.items():
@@ -658,9 +668,7 @@ async def test_expiring_credentials_are_renewed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by_queue", [True, False], ids=["queue", "listing"])
-async def test_expired_credentials_end_the_run_and_new_ones_resume_it(
-    world: World, calm: Rows, by_queue: bool
-) -> None:
+async def test_expired_credentials_end_the_run_and_new_ones_resume_it(world, calm, by_queue):
     settings = {"run_id": f"expired-{by_queue}", "queue": {"enabled": by_queue, "wait_s": 1}}
     async with world.run(**settings) as manager:
         world.hold(after=4)

@@ -7,9 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import boto3
 import pytest
@@ -43,9 +41,7 @@ def queues(cloud: LocalCloud) -> list[str]:
     return list(boto3.client("sqs", **where, **keys).list_queues().get("QueueUrls", []))
 
 
-async def test_a_killed_run_leaves_no_process_session_or_queue(
-    agent: Path, base_settings: dict[str, Any], held_back: Callable[[str], str], tmp_path: Path
-) -> None:
+async def test_a_killed_run_leaves_no_process_session_or_queue(agent, base_settings, held_back, tmp_path):
     (tmp_path / "tasks.jsonl").write_text('{"payload": {}}\n')
     limits = EmulatorLimits(grace_s=2.0)
     with ScriptedEngine(held_back) as engine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from textwrap import dedent
 
 import aiohttp
 import pytest
@@ -15,31 +14,8 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ServingError
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
+PATIENT = {"do": "ask patiently"}
 KEY = "a-key-that-both-sides-know-" * 2
-AGENT = """
-from openai import AsyncOpenAI
-from agent_wrapper import RolloutApp
-
-app = RolloutApp()
-
-@app.entrypoint
-async def agent(context):
-    client = AsyncOpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=8)
-    messages = [{"role": "user", "content": "What is 3 + 4?"}]
-    reply = await client.chat.completions.create(model=context.model, messages=messages)
-    return {"reward": float("7" in reply.choices[0].message.content), "base_url": context.base_url}
-
-if __name__ == "__main__":
-    app.run()
-"""
-
-
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "patient" / "agent.py"
-    path.parent.mkdir()
-    path.write_text(dedent(AGENT))
-    return path
 
 
 class Relay:
@@ -76,7 +52,7 @@ async def relay(tmp_path):
 
 
 @pytest.mark.slow
-async def test_a_run_through_a_relay(open_run, relay, script, held_back, monkeypatch):
+async def test_a_run_through_a_relay(open_run, relay, held_back, monkeypatch):
     monkeypatch.setenv("ROLLOUT__RELAY__KEY", KEY)
     holding, asked = False, asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -87,10 +63,8 @@ async def test_a_run_through_a_relay(open_run, relay, script, held_back, monkeyp
             held_back(prompt)  # the connection is gone when it answers
         return "7"
 
-    run = await open_run(
-        f"relay.url=ws://127.0.0.1:{relay.port}", "gateway.processes=2", replies=answer, script=script
-    )
-    result = await run.manager.collect([Task(f"task-{i}", {}) for i in range(4)])
+    run = await open_run(f"relay.url=ws://127.0.0.1:{relay.port}", "gateway.processes=2", replies=answer)
+    result = await run.manager.collect([Task(f"task-{i}", PATIENT) for i in range(4)])
     assert result.report.balanced
     assert result.report.outcomes[Outcome.COMPLETED] == 8
     urls = {rollout.extras["base_url"] for rollout in result.rollouts}
@@ -99,7 +73,7 @@ async def test_a_run_through_a_relay(open_run, relay, script, held_back, monkeyp
 
     # A relay that restarts in the middle of a step loses no rollout.
     holding = True
-    collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))
+    collecting = asyncio.create_task(run.manager.collect([Task("a", PATIENT)]))
     async with asyncio.timeout(30):
         await asked.wait()
     await relay.stop()
@@ -109,7 +83,7 @@ async def test_a_run_through_a_relay(open_run, relay, script, held_back, monkeyp
     assert result.report.outcomes[Outcome.COMPLETED] == 2
 
     # Without the dialer no model call can reach the gateway: the run ends with the reason and leaves no session.
-    collecting = asyncio.create_task(run.manager.collect([Task("b", {})]))
+    collecting = asyncio.create_task(run.manager.collect([Task("b", PATIENT)]))
     run.manager._run.serving.dialer._process._process.kill()
     with pytest.raises(ServingError, match="the relay's dialer ended with code"):
         await collecting

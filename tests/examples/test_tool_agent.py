@@ -133,7 +133,7 @@ async def test_a_lost_model_is_detected_through_the_framework(tool_agent, task, 
     monkeypatch.setattr("agent_wrapper.context._MAX_RETRIES", 0)
     env = {"OPENAI_BASE_URL": f"http://127.0.0.1:{free_port()}/v1", "OPENAI_API_KEY": "k", "ROLLOUT_MODEL": "m"}
     context = RolloutContext.from_environment(task, env)
-    with pytest.raises(Exception) as caught:  # noqa: PT011  of whatever class the framework wraps it in
+    with pytest.raises(Exception) as caught:  # noqa: PT011  the framework wraps it
         await tool_agent.agent(context)
     assert classify(Raised(caught.value), context.base_url).failure.reason == "model_unavailable"
 

@@ -157,7 +157,7 @@ def printed_config(done: subprocess.CompletedProcess[str], tmp_path: Path) -> Ro
     return load_config(path, ["model.path=models/qwen"], env={})
 
 
-def test_what_it_prints_is_a_config(deployed: Machine, tmp_path: Path) -> None:
+def test_the_output_is_a_config(deployed: Machine, tmp_path: Path) -> None:
     config = printed_config(deployed.done, tmp_path)
     assert isinstance(config.runtime, AgentCoreConfig)
     assert (config.runtime.arn, config.aws.region) == (ARN, "eu-west-1")
@@ -173,7 +173,7 @@ def test_what_it_prints_is_a_config(deployed: Machine, tmp_path: Path) -> None:
         ("Presigned=true", ("", True, OUTPUTS["QueueUrl"])),
     ],
 )
-def test_what_it_prints_follows_the_stacks_parameters(machine, tmp_path, parameter, expected) -> None:
+def test_the_output_follows_the_stacks_parameters(machine, tmp_path, parameter, expected) -> None:
     done = machine.deploy(parameter, **READY)
     assert done.returncode == 0, done.stderr
     config = printed_config(done, tmp_path)

@@ -84,7 +84,7 @@ def test_only_the_training_side_comes_in_from_outside(manifest: dict[str, Any]) 
 # --- the image --------------------------------------------------------------------------------------------
 
 
-def test_the_image_holds_what_the_relay_imports_and_nothing_heavy() -> None:
+def test_the_image_holds_the_relays_imports_and_nothing_heavy() -> None:
     dockerfile = (ROOT / "infra" / "relay.Dockerfile").read_text()
     for path in re.findall(r"^COPY (.*) /relay/.*$", dockerfile, flags=re.M):
         assert all((ROOT / name).exists() for name in path.split())
@@ -140,7 +140,7 @@ def test_nothing_but_tls_comes_in_and_from_two_places(relay_stack: dict[str, Any
     assert condition["PathPatternConfig"]["Values"] == ["/v1/*", "/s/*", "/relay", "/health"]
 
 
-def test_what_starts_the_task_reads_its_key_and_no_other(relay_stack: dict[str, Any]) -> None:
+def test_the_execution_role_reads_only_the_relays_key(relay_stack: dict[str, Any]) -> None:
     (policy,) = relay_stack["Resources"]["ExecutionRole"]["Properties"]["Policies"]
     by_sid = {statement["Sid"]: statement for statement in policy["PolicyDocument"]["Statement"]}
     assert by_sid["Key"]["Resource"] == {"Ref": "Key"}
@@ -161,7 +161,7 @@ def test_the_load_balancer_waits_longer_than_a_model_call(relay_stack: dict[str,
 # --- the page ---------------------------------------------------------------------------------------------
 
 
-def test_the_page_tells_every_parameter(relay_stack: dict[str, Any]) -> None:
+def test_the_page_describes_every_parameter(relay_stack: dict[str, Any]) -> None:
     table = PAGE.partition("## The stack's parameters")[2].partition("## ")[0]
     told = set(re.findall(r"`([A-Z]\w+)`", " ".join(re.findall(r"^\| ([^|]*) \|", table, flags=re.M))))
     assert told == set(relay_stack["Parameters"])

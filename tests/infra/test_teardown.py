@@ -172,7 +172,7 @@ def test_everything_of_the_stack_and_its_runs_goes_and_nothing_else(account: Acc
     assert "s3://results" in done.stdout
 
 
-def test_results_and_logs_go_on_demand(account: Account) -> None:
+def test_results_and_logs_are_deleted_on_demand(account: Account) -> None:
     done = account.teardown("my-agent", "--delete-results")
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(account.state["stacks"]) == {"my-relay", "another"}

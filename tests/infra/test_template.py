@@ -94,9 +94,7 @@ def test_no_permission_has_a_wildcard_action(agent: list[Statement], trainer: li
     assert [action for action in actions(agent + trainer) if "*" in action] == []
 
 
-def test_a_wildcard_resource_only_where_an_action_names_none(
-    agent: list[Statement], trainer: list[Statement]
-) -> None:
+def test_a_wildcard_resource_only_where_an_action_names_none(agent, trainer):
     for statement in agent + trainer:
         if "*" in resources(statement):
             assert set(listed(statement["Action"])) <= NAMELESS, statement["Sid"]
@@ -120,9 +118,7 @@ def test_with_presigned_urls_an_agent_has_neither_s3_nor_sqs(template: dict[str,
                 assert entry["Fn::If"][:2] == ["IsPresigned", {"Ref": "AWS::NoValue"}], statement["Sid"]
 
 
-def test_with_presigned_urls_the_trainer_signs_for_one_write_and_the_bucket_announces_it(
-    template: dict[str, Any], trainer: list[Statement]
-) -> None:
+def test_with_presigned_urls_the_trainer_signs_for_one_write_and_the_bucket_announces_it(template, trainer):
     (signing,) = [statement for statement in trainer if statement["Sid"] == "SignForResults"]
     assert (signing["Action"], resources(signing), signing["Condition"]) == ("s3:PutObject", [STEPS], WRITE_ONCE)
     document = template["Resources"]["TrainerPolicy"]["Properties"]["PolicyDocument"]
@@ -172,9 +168,7 @@ def test_the_trainer_starts_and_stops_sessions_of_this_runtime_only(trainer: lis
     ]
 
 
-def test_the_trainer_makes_runtimes_under_their_own_name_and_only_where_it_is_allowed_to(
-    template: dict[str, Any], trainer: list[Statement]
-) -> None:
+def test_the_trainer_makes_runtimes_under_their_own_name_and_only_where_it_is_allowed_to(template, trainer):
     document = template["Resources"]["TrainerPolicy"]["Properties"]["PolicyDocument"]
     conditional = [
         one["Fn::If"][1]["Sid"] for one in document["Statement"] if one.get("Fn::If", [""])[0] == "HasRunRuntimes"
@@ -272,9 +266,7 @@ def test_without_an_image_there_is_no_runtime(template: dict[str, Any]) -> None:
         ("EndpointVersion", ["", "2", "14"], ["0", "v2", "latest"]),
     ],
 )
-def test_parameters_refuse_what_aws_would(
-    template: dict[str, Any], parameter: str, good: list[str], bad: list[str]
-) -> None:
+def test_parameters_refuse_values_that_aws_would_refuse(template, parameter, good, bad):
     pattern = template["Parameters"][parameter]["AllowedPattern"]
     assert [value for value in good if not re.fullmatch(pattern, value)] == []
     assert [value for value in bad if re.fullmatch(pattern, value)] == []
@@ -283,9 +275,7 @@ def test_parameters_refuse_what_aws_would(
 def test_defaults_fit_the_settings_defaults(template: dict[str, Any]) -> None:
     """A stack and a config that both leave the defaults must work together."""
     config = load_config(
-        None,
-        ["model.path=m", "storage.bucket=bucket", "runtime.kind=http", "runtime.url=http://localhost"],
-        env={},
+        None, ["model.path=m", "storage.bucket=bucket", "runtime.kind=http", "runtime.url=http://localhost"], env={}
     )
     properties = template["Resources"]["Queue"]["Properties"]
     longest = config.timeouts.agent_s + config.timeouts.publish_grace_s

@@ -57,7 +57,7 @@ def test_without_the_overrides_verl_and_its_sglang_cannot_be_installed_together(
     assert "sglang==0.5.12 depends on transformers==5.6.0" in done.stderr
 
 
-def test_the_lock_pins_what_the_package_asks_for() -> None:
+def test_the_lock_pins_the_packages_requirements() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = dict(re.findall(r"([\w.-]+)(?:\[\w+\])?==([\w.]+)", " ".join(extras["verl"] + extras["trainer"])))
     assert wanted.keys() >= {"verl", "renderers", "sglang-router"}
