@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,16 @@ def data_config() -> Callable[..., DictConfig]:
 
 
 @pytest.fixture
+def make_dataset(data_config: Callable[..., DictConfig], tokenizer: Any) -> Callable[..., Any]:
+    """Let verl make its dataset of some files. Further arguments override its settings."""
+
+    def make(paths: Any, *overrides: str, **more: Any) -> Any:
+        return create_rl_dataset(paths, data_config(*overrides), tokenizer, None, **more)
+
+    return make
+
+
+@pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., str]:
     def write(rows: list[Any], name: str = "sums.jsonl") -> str:
         path = tmp_path / name
@@ -91,14 +102,7 @@ def legacy_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("through", [v1_rows, legacy_rows])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet of JSON text"])
-def test_payloads_pass_through_verl_unchanged(
-    kind: str,
-    through: Callable[..., Any],
-    tmp_path: Path,
-    jsonl: Callable[..., str],
-    data_config: Callable[..., DictConfig],
-    tokenizer: Any,
-) -> None:
+def test_payloads_pass_through_verl_unchanged(kind, through, tmp_path, jsonl, data_config, tokenizer):
     if kind == "jsonl":
         path = jsonl([{"payload": payload} for payload in PAYLOADS])
     else:
@@ -113,23 +117,19 @@ def test_payloads_pass_through_verl_unchanged(
     assert {row["data_source"] for row in rows} == {"sums"}
 
 
-def test_a_struct_column_holds_the_fields_of_all_rows(
-    tmp_path: Path, data_config: Callable[..., DictConfig], tokenizer: Any
-) -> None:
+def test_a_struct_column_holds_the_fields_of_all_rows(tmp_path, make_dataset):
     path = parquet(tmp_path / "a.parquet", payload=[{"q": "x", "n": 1}, {"q": "y"}], task_id=["one", None])
-    dataset = create_rl_dataset(path, data_config(), tokenizer, None)
+    dataset = make_dataset(path)
     assert [payload_of(dataset[i]) for i in range(2)] == [{"n": 1, "q": "x"}, {"n": None, "q": "y"}]
     assert [dataset[i]["task_id"] for i in range(2)] == ["one", "task-00001"]
 
 
-def test_verl_shows_the_payloads_prompt(
-    jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
-) -> None:
+def test_verl_shows_the_payloads_prompt(jsonl, make_dataset, tokenizer):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     path = jsonl(
         [{"payload": {"question": "2 + 2?"}}, {"payload": {"question": messages}}, {"payload": {"question": 7}}]
     )
-    dataset = create_rl_dataset(path, data_config("data.prompt_key=question"), tokenizer, None)
+    dataset = make_dataset(path, "data.prompt_key=question")
     assert [dataset[i]["raw_prompt"] for i in range(3)] == [
         [{"role": "user", "content": "2 + 2?"}],
         messages,
@@ -138,9 +138,7 @@ def test_verl_shows_the_payloads_prompt(
     assert tokenizer.apply_chat_template(dataset[0]["raw_prompt"], tokenize=True, return_dict=False)
 
 
-def test_other_columns_are_kept(
-    jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
-) -> None:
+def test_other_columns_are_kept(jsonl, data_config, tokenizer):
     first = jsonl([{"payload": {}, "data_source": "gsm8k", "reward_model": {"ground_truth": "4"}}])
     second = jsonl([{"payload": {}, "level": 2}], "more.jsonl")
     config = data_config()
@@ -153,13 +151,11 @@ def test_other_columns_are_kept(
     assert batch["dummy_tensor"].shape == (2, 1)
 
 
-def test_max_samples_chooses_rows(
-    jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
-) -> None:
+def test_max_samples_chooses_rows(jsonl, make_dataset):
     path = jsonl([{"payload": {"i": i}} for i in range(20)])
 
     def chosen(count: int, *overrides: str) -> list[int]:
-        dataset = create_rl_dataset(path, data_config(*overrides), tokenizer, None, max_samples=count)
+        dataset = make_dataset(path, *overrides, max_samples=count)
         return [payload_of(dataset[i])["i"] for i in range(len(dataset))]
 
     assert chosen(3) == [0, 1, 2]
@@ -187,38 +183,30 @@ def test_max_samples_chooses_rows(
         ({"payload": {}, "task_id": "a/b"}, "line 2: task_id 'a/b' must be"),
     ],
 )
-def test_an_invalid_row_is_named_when_the_dataset_is_made(
-    row: Any, message: str, jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
-) -> None:
+def test_an_invalid_row_is_named_when_the_dataset_is_made(row, message, jsonl, make_dataset):
     path = jsonl([{"payload": {}}, row])
     with pytest.raises(TaskFileError, match=f"sums.jsonl, {message}" if message.startswith("line") else message):
-        create_rl_dataset(path, data_config(), tokenizer, None)
+        make_dataset(path)
 
 
-def test_a_date_in_a_struct_is_named(tmp_path: Path, data_config: Callable[..., DictConfig], tokenizer: Any) -> None:
-    import datetime
-
+def test_a_date_in_a_struct_is_named(tmp_path, make_dataset):
     path = parquet(tmp_path / "a.parquet", payload=[{"when": datetime.date(2024, 1, 2)}])
     with pytest.raises(TaskFileError, match=r"a\.parquet, row 0: payload\.when is datetime"):
-        create_rl_dataset(path, data_config(), tokenizer, None)
+        make_dataset(path)
 
 
-def test_missing_and_empty_files_are_refused(
-    tmp_path: Path, jsonl: Callable[..., str], data_config: Callable[..., DictConfig], tokenizer: Any
-) -> None:
+def test_missing_and_empty_files_are_refused(tmp_path, jsonl, make_dataset):
     with pytest.raises(TaskFileError, match="there is no task file"):
-        create_rl_dataset(str(tmp_path / "none.jsonl"), data_config(), tokenizer, None)
+        make_dataset(str(tmp_path / "none.jsonl"))
     with pytest.raises(TaskFileError, match=r"has no rows: set data\.train_files"):
-        create_rl_dataset(jsonl([]), data_config(), tokenizer, None)
+        make_dataset(jsonl([]))
 
 
 # --- verl's own dataset -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", [v1_rows, legacy_rows])
-def test_verls_own_dataset_makes_a_payload(
-    through: Callable[..., Any], tmp_path: Path, data_config: Callable[..., DictConfig], tokenizer: Any
-) -> None:
+def test_verls_own_dataset_makes_a_payload(through, tmp_path, data_config, tokenizer):
     conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
     path = parquet(
         tmp_path / "gsm8k.parquet",

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_wrapper.contract import Outcome, Rollout
+import trainings
+from agent_wrapper.contract import Outcome
+from trainings import GROUP, rollouts_of, versions
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-GROUP = 4
+normal = partial(trainings.normal, max_tokens=8)
 TIMEOUTS = {"model_call_s": 60, "agent_s": 400, "publish_grace_s": 10, "collection_s": 450, "token_s": 600}
-
-
-def normal(name: str) -> dict[str, Any]:
-    return {"name": name, "rewards": [0.0, 1.0, 0.25, 0.5], "max_tokens": 8}
 
 
 def asks(name: str) -> dict[str, Any]:
     """Return a task whose sessions keep calling the model until `go`."""
     return {**normal(name), "max_tokens": 32, "do": dict.fromkeys("0123", "ask until go")}
-
-
-def rollouts_of(run: Any, name: str) -> list[Rollout]:
-    names = run.groups()
-    files = [file for file in run.run_dir.glob("rollouts/*/*") if names.get(file.name.rpartition(".")[0]) == name]
-    return [Rollout.decode(file.read_bytes()) for file in files]
-
-
-def versions(rollout: Rollout) -> list[int]:
-    """Return the weight version of each turn."""
-    turns = [turn for segment in rollout.segments for turn in segment.turns]
-    return [int(span.version) for turn in turns for span in turn.weight_versions]
 
 
 async def test_rollouts_complete_while_a_hybrid_server_leaves_and_returns(tmp_path: Path, training: Any) -> None:

@@ -13,40 +13,19 @@ from hydra import compose, initialize_config_module
 from verl.trainer.ppo.v1 import replay_buffer
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
-from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
+from agent_wrapper.contract import Failure, Outcome, Rollout
 from rollout_backend.core.report import GroupResult, StepFailure
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.metrics import CLASSES, TALLY, PartitionCounts, as_metrics, count_group, staleness
 from rollout_backend.verl.row_formats import v1_tag
 from rollout_backend.verl.rows import Rows, rows_of
+from rollouts import make_rollout, make_segment
 
 
 def rollout(number: int, version: str = "3", logprob: float | None = -0.5, tokens: int = 4) -> Rollout:
-    segment = Segment(
-        token_ids=[1, *range(2, 2 + tokens)],
-        response_mask=[0, *[1] * tokens],
-        logprobs=[None, *[logprob] * tokens],
-        turns=[
-            Turn(
-                start=1,
-                end=1 + tokens,
-                finish_reason="stop",
-                weight_versions=[VersionSpan(version=version, start=1, end=1 + tokens)],
-            )
-        ],
-    )
-    return Rollout(
-        run_id="run",
-        step=0,
-        task_id="task",
-        rollout_id=f"task.{number}",
-        attempt=1,
-        session_id=f"session-{number}",
-        outcome=Outcome.COMPLETED,
-        reward=1.0,
-        segments=[segment],
-    )
+    segment = make_segment(1, tokens, version=version, logprob=logprob)
+    return make_rollout(f"task.{number}", segments=[segment])
 
 
 def scored_error(number: int) -> Rollout:

@@ -22,9 +22,10 @@ from verl.workers.utils.padding import (
     response_to_nested,
 )
 
-from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
+from agent_wrapper.contract import Outcome, Rollout, Segment
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields, v1_tag
 from rollout_backend.verl.rows import Rows, rows_of
+from rollouts import make_rollout, make_turn
 
 PAD = 999
 
@@ -36,8 +37,7 @@ def segment(pieces: list[tuple[str, int]], version: str | None = "3", unknown: t
         start = len(mask)
         mask += [int(kind == "sampled")] * n
         if kind == "sampled":
-            spans = [VersionSpan(version=version, start=start, end=start + n)] if version is not None else []
-            turns.append(Turn(start=start, end=start + n, finish_reason="stop", weight_versions=spans))
+            turns.append(make_turn(start, start + n, version))
     return Segment(
         token_ids=[100 + i for i in range(len(mask))],
         response_mask=mask,
@@ -47,18 +47,8 @@ def segment(pieces: list[tuple[str, int]], version: str | None = "3", unknown: t
 
 
 def rollout(*segments: Segment, reward: float | None = 0.5) -> Rollout:
-    failed = {"outcome": Outcome.AGENT_ERROR, "failure": Failure(reason="raised", message="x")}
-    return Rollout(
-        run_id="run",
-        step=0,
-        task_id="task",
-        rollout_id="task.0",
-        attempt=1,
-        session_id="session",
-        **({"outcome": Outcome.COMPLETED} if reward is not None else failed),
-        reward=reward,
-        segments=segments,
-    )
+    outcome = Outcome.COMPLETED if reward is not None else Outcome.AGENT_ERROR
+    return make_rollout("task.0", outcome, reward=reward, segments=segments)
 
 
 @st.composite
@@ -176,15 +166,7 @@ def test_the_first_token_of_a_segment_cannot_be_trained() -> None:
 def test_a_row_has_the_versions_of_its_trained_tokens() -> None:
     def spread(*versions: str | None) -> tuple[int | None, int | None]:
         n = len(versions)
-        turns = [
-            Turn(
-                start=1 + i,
-                end=2 + i,
-                finish_reason="stop",
-                weight_versions=[VersionSpan(version=version, start=1 + i, end=2 + i)] if version else [],
-            )
-            for i, version in enumerate(versions)
-        ]
+        turns = [make_turn(1 + i, 2 + i, version) for i, version in enumerate(versions)]
         source = Segment(
             token_ids=[1] * (n + 1), response_mask=[0] + [1] * n, logprobs=[None] + [-1.0] * n, turns=turns
         )
@@ -267,9 +249,8 @@ def _base(session: int) -> dict[str, Any]:
 
 
 def test_verl_can_read_v1_rows() -> None:
-    rows = rows_of(
-        rollout(segment([("given", 2), ("sampled", 3)]), segment([("given", 6), ("sampled", 2), ("given", 1)])), 4, 8
-    )
+    second = segment([("given", 6), ("sampled", 2), ("given", 1)])
+    rows = rows_of(rollout(segment([("given", 2), ("sampled", 3)]), second), 4, 8)
     data = list_of_dict_to_tensordict([v1_fields(row, _base(0)) for row in rows])
 
     assert len(data) == 2
@@ -290,9 +271,8 @@ def test_verl_can_read_v1_rows() -> None:
 
 
 def test_every_v1_row_has_the_same_fields() -> None:
-    found = rows_of(
-        rollout(segment([("given", 2), ("sampled", 3)]), segment([("given", 1), ("sampled", 1)], None)), 4, 8
-    )
+    second = segment([("given", 1), ("sampled", 1)], None)
+    found = rows_of(rollout(segment([("given", 2), ("sampled", 3)]), second), 4, 8)
     first, second = (v1_fields(row, _base(0)) for row in found)
     assert first.keys() == second.keys()
     assert first.keys() >= {"num_turns", "session_id", "multi_modal_inputs", "extra_fields", "uid", "payload"}
@@ -300,11 +280,8 @@ def test_every_v1_row_has_the_same_fields() -> None:
 
 
 def test_v1_tags_have_only_numbers() -> None:
-    known, unknown = rows_of(
-        rollout(segment([("given", 2), ("sampled", 3)], "3"), segment([("given", 2), ("sampled", 1)], "default")),
-        4,
-        8,
-    )
+    second = segment([("given", 2), ("sampled", 1)], "default")
+    known, unknown = rows_of(rollout(segment([("given", 2), ("sampled", 3)], "3"), second), 4, 8)
     assert v1_tag(known, 9) == {
         "status": "success",
         "prompt_len": 2,
@@ -331,9 +308,7 @@ def _data(slots: list[Rows | None], p: int, r: int) -> DataProto:
 
 @settings(max_examples=100)
 @given(st.lists(st.one_of(st.none(), rollouts), min_size=1, max_size=5), lengths, lengths)
-def test_a_legacy_batch_survives_verls_padding_and_unpadding(
-    found: list[list[Segment] | None], p: int, r: int
-) -> None:
+def test_a_legacy_batch_survives_verls_padding_and_unpadding(found, p, r):
     slots = [None if one is None else rows_of(rollout(*one), p, r) for one in found]
     made = legacy_batch(slots, p, r, PAD)
     batch = made.tensors

@@ -40,7 +40,7 @@ def verl_config(own: object = OWN, **rollout: object):
     )
 
 
-def test_what_verl_says_is_not_asked_again():
+def test_settings_of_verl_are_used():
     config = settings_of(verl_config(), ["10.0.0.1:30000", "10.0.0.2:30000"])
     assert config.run_id == "my-project-run-1"
     assert config.model.served_name == "Qwen3-4B"
@@ -70,7 +70,7 @@ def test_the_runtime_may_be_made_from_an_image():
         settings_of(verl_config({**OWN, "runtime": {"kind": "agentcore", "image": image}}), ["a:1"])
 
 
-def test_ones_own_settings_lie_above():
+def test_own_settings_take_precedence():
     own = {**OWN, "run_id": "mine", "group": {"policy": "strict"}, "model": {"context_length": 4096}}
     config = settings_of(verl_config(own), ["a:1"])
     assert config.run_id == "mine"
@@ -78,13 +78,13 @@ def test_ones_own_settings_lie_above():
     assert config.model.context_length == 4096
 
 
-def test_how_long_a_dead_engine_is_waited_for_is_ones_own():
+def test_the_wait_for_a_dead_engine_can_be_set():
     config = settings_of(verl_config({**OWN, "serving": {"startup_timeout_s": 30, "max_restarts": 0}}), ["a:1"])
     assert (config.serving.startup_timeout_s, config.serving.max_restarts) == (30, 0)
     assert config.serving.urls == ("http://a:1",)
 
 
-def test_they_may_stand_in_a_file(tmp_path):
+def test_the_settings_may_be_in_a_file(tmp_path):
     file = tmp_path / "backend.yaml"
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(OWN)))
     assert settings_of(verl_config(str(file)), ["a:1"]).storage.bucket == "rollouts"
@@ -104,7 +104,7 @@ def test_they_may_stand_in_a_file(tmp_path):
         ([1], r"must be the path of a YAML file or a tree of settings"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(own, match):
+def test_a_wrong_setting_is_named_with_its_place(own, match):
     with pytest.raises(ConfigError, match=match):
         settings_of(verl_config(own), ["a:1"])
 
@@ -126,7 +126,7 @@ def _with_algorithm(calculate_log_probs: bool = False, **correction: object):
     return config
 
 
-def test_rows_without_logprobs_are_let_in_where_nothing_wants_them():
+def test_rows_without_logprobs_are_accepted_if_nothing_needs_logprobs():
     assert settings_of(_with_algorithm(), ["a:1"]).collect.retokenize
 
 
@@ -139,7 +139,7 @@ def test_rows_without_logprobs_are_let_in_where_nothing_wants_them():
         ({"bypass_mode": True}, "rollout_correction.bypass_mode=True"),
     ],
 )
-def test_rows_without_logprobs_are_refused_where_something_wants_them(wanting, name):
+def test_rows_without_logprobs_are_refused_if_something_needs_logprobs(wanting, name):
     with pytest.raises(ConfigError, match=r"collect\.retokenize=true") as caught:
         settings_of(_with_algorithm(**wanting), ["a:1"])
     assert name in str(caught.value)
@@ -186,7 +186,7 @@ def test_an_old_verl_is_refused(monkeypatch):
         (["trainer.v1.trainer_mode=separate_async", "trainer.use_v1=False"], True),
     ],
 )
-def test_what_an_earlier_life_sampled_is_taken_where_its_weights_are_served(overrides, takes):
+def test_a_step_is_resumed_only_where_its_weights_are_served(overrides, takes):
     with initialize_config_module("verl.trainer.config", version_base=None):
         assert resumes_steps(compose("ppo_trainer", overrides).trainer) is takes
 
@@ -206,7 +206,7 @@ def test_verls_servers_sleep_between_batches_where_it_trains_on_their_devices(ov
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
-def test_what_pages_say_to_set_is_there_in_verl(page):
+def test_the_settings_in_the_docs_exist_in_verl(page):
     """With a + where verl lacks the key, and without where it has it: Hydra refuses either mistake."""
     text = (ROOT / page).read_text()
     ours = r"\+?(?:actor_rollout_ref|algorithm|data|trainer)\.[\w.]+"
@@ -215,7 +215,7 @@ def test_what_pages_say_to_set_is_there_in_verl(page):
     assert given
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", given)
-        for name in re.findall(f"`({ours})", text):
+        for name in sorted(set(re.findall(f"`({ours})", text))):
             compose("ppo_trainer", [f"{name}=x"])
     if page.startswith("docs"):
         assert config.algorithm.adv_estimator == "grpo_skip_missing"

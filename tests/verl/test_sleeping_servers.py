@@ -166,9 +166,7 @@ def versions(rollout: Rollout) -> list[set[str]]:
 
 
 @pytest.mark.slow
-async def test_calls_to_a_sleeping_server_are_held_then_answered_503_and_lose_no_rollout(
-    server: SGLangServer, backend: Backend, work: Path
-) -> None:
+async def test_calls_to_a_sleeping_server_are_held_then_answered_503_and_lose_no_rollout(server, backend, work):
     """Training takes longer than a model call may: calls are held, answered 503, retried, and answered when awake."""
     await server.update_weights(work / "model", 6)
     backend.go(False)
@@ -193,9 +191,7 @@ async def test_calls_to_a_sleeping_server_are_held_then_answered_503_and_lose_no
 
 
 @pytest.mark.slow
-async def test_a_server_that_sleeps_too_long_is_an_infrastructure_error(
-    server: SGLangServer, backend: Backend, work: Path
-) -> None:
+async def test_a_server_that_sleeps_too_long_is_an_infrastructure_error(server, backend, work):
     """Calls are retried until the agent's deadline. The rollout has no reward, and is no agent error."""
     backend.go(False)
     collecting = asyncio.create_task(backend.manager.collect([task("never")]))
@@ -215,9 +211,7 @@ async def test_a_server_that_sleeps_too_long_is_an_infrastructure_error(
 
 
 @pytest.mark.slow
-async def test_verl_may_release_the_memory_as_soon_as_the_engines_are_paused(
-    server: SGLangServer, backend: Backend, work: Path
-) -> None:
+async def test_verl_may_release_the_memory_as_soon_as_the_engines_are_paused(server, backend, work):
     """SGLang stays busy briefly after its last response, and runs a call for seconds after its client disconnects."""
     async with httpx.AsyncClient(timeout=60) as http:
         sampling = {"max_new_tokens": 250, "ignore_eos": True}

@@ -6,7 +6,6 @@ A start of a trainer takes most of a minute on two cores, so that each run here 
 from __future__ import annotations
 
 import json
-import statistics
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,9 @@ import yaml
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.report import StepReport
+from trainings import GROUP, SAME, grpo, normal
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
-
-GROUP = 4
-SAME = 1e-4  # maximum difference between the engine's and the trainer's probabilities, both in float32
-
-Task = dict[str, Any]
-
-
-def normal(name: str) -> Task:
-    return {"name": name, "rewards": [0.0, 1.0, 0.25, 0.5]}
-
-
-def grpo(rewards: list[float]) -> dict[float, float]:
-    """Return the advantage of each reward. The rewards must be distinct."""
-    mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
-    return {reward: (reward - mean) / (deviation + 1e-6) for reward in rewards}
 
 
 def advantages(rows: list[dict[str, Any]]) -> dict[float, float]:
@@ -72,14 +57,14 @@ async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training:
         normal("normal"),
         {"name": "one-lost", "rewards": [9.0, 0.0, 1.0, 0.25], "do": {"0": "die"}},
         {"name": "all-lost", "rewards": [1.0] * GROUP, "do": everyone},
-        {**normal("segments"), "segments": 3},
+        normal("segments", segments=3),
         {"name": "straggler", "rewards": [0.0, 0.5, 1.0, 9.0], "do": {"3": "never return"}},
     ]
     second = [normal(f"second-{i}") for i in range(len(first))]
     second[0]["columns"] = {"__rollout_n__": 2}  # fewer than the others, which have no such column
     # Their first model call comes after the engine serves the weights of version 0 as version 2.
-    stale = {**normal("stale"), "segments": 0, "do": dict.fromkeys("0123", "wait for go")}
-    third = [stale, *({**normal(f"third-{i}"), "columns": {"__rollout_n__": 2}} for i in range(4))]
+    stale = normal("stale", segments=0, do=dict.fromkeys("0123", "wait for go"))
+    third = [stale, *(normal(f"third-{i}", columns={"__rollout_n__": 2}) for i in range(4))]
     async with training(tmp_path, first + second + third, len(first)) as run:
         await run.start()
         await run.until(lambda: [*run.begun().values()].count("stale") == GROUP, "at work in step 3", within_s=900)
@@ -153,13 +138,11 @@ async def push(run: Any, folder: Path, version: int) -> None:
 
 
 @pytest.mark.slow
-async def test_messages_are_trained_without_logprobs_and_a_step_without_a_rollout_stops_the_run(
-    tmp_path: Path, training: Any
-) -> None:
+async def test_messages_are_trained_without_logprobs_and_a_step_without_a_rollout_stops_the_run(tmp_path, training):
     """The first step has rows without logprobs, so its batch has none. The second step has no rows."""
-    messages_only = {**normal("messages-only"), "segments": 0, "do": dict.fromkeys("0123", "return messages")}
+    messages_only = normal("messages-only", segments=0, do=dict.fromkeys("0123", "return messages"))
     # One is lost, so verl pads the batch.
-    sampled = {**normal("sampled"), "do": {"3": "raise"}}
+    sampled = normal("sampled", do={"3": "raise"})
     everyone = dict.fromkeys("0123", "raise")
     broken = [{"name": f"broken-{i}", "rewards": [0.0] * GROUP, "do": everyone} for i in range(2)]
     no_logprobs = "actor_rollout_ref.rollout.calculate_log_probs=False"

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_wrapper.contract import Rollout
+import trainings
 from rollout_backend.core.report import StepReport
+from trainings import GROUP, rollouts_of, versions
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-GROUP = 4
+normal = partial(trainings.normal, max_tokens=8)
 TIMEOUTS = {"model_call_s": 60, "agent_s": 240, "publish_grace_s": 10, "collection_s": 300, "token_s": 360}
-
-
-def normal(name: str) -> dict[str, Any]:
-    return {"name": name, "rewards": [0.0, 1.0, 0.25, 0.5], "max_tokens": 8}
 
 
 def waits(name: str, go: str) -> dict[str, Any]:
     """Return a task whose sessions call the model, wait for `go`, and call it again."""
     return {**normal(name), "do": dict.fromkeys("0123", f"wait for {go}")}
-
-
-def rollouts_of(run: Any, name: str) -> list[Rollout]:
-    names = run.groups()
-    files = [file for file in run.run_dir.glob("rollouts/*/*") if names.get(file.name.rpartition(".")[0]) == name]
-    return [Rollout.decode(file.read_bytes()) for file in files]
-
-
-def versions(rollout: Rollout) -> list[str]:
-    """Return the weight version of each turn."""
-    turns = [turn for segment in rollout.segments for turn in segment.turns]
-    return [span.version for turn in turns for span in turn.weight_versions]
 
 
 async def test_rollouts_span_weight_versions_and_stale_ones_are_dropped(tmp_path: Path, training: Any) -> None:
@@ -72,9 +58,9 @@ async def test_rollouts_span_weight_versions_and_stale_ones_are_dropped(tmp_path
         assert await run.ends() == 0, run.verl.log_tail()
 
         for rollout in rollouts_of(run, "spans"):
-            assert versions(rollout) == ["0", "1"]
+            assert versions(rollout) == [0, 1]
         for rollout in rollouts_of(run, "too-old"):
-            assert versions(rollout) == ["0", "3"]
+            assert versions(rollout) == [0, 3]
         first, second, _, fourth = run.metrics()
         assert first["rollouts/staleness/max"] == 0
         assert set(run.gradient(step=2)) > {"spans"}

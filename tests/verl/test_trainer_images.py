@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.serving.install import cache_dir
+from trainings import SAME, normal
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-SAME = 1e-4
 TORCHVISION = "torchvision==0.28.0"  # for torch 2.13
 DECLARED = """\
 import torch
@@ -78,7 +78,7 @@ def picture(colour: str, width: int, height: int) -> str:
 
 
 def shown(name: str, *image: Any, **more: Any) -> dict[str, Any]:
-    return {"name": name, "rewards": [0.0, 1.0, 0.25, 0.5], "image": picture(*image), **more}
+    return normal(name, image=picture(*image), **more)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def with_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_vision_model_is_trained_on_the_images_that_it_saw(tmp_path: Path, training: Any) -> None:
     """One group has images that fit the model's grid, one has images that are scaled, and one has none."""
     tasks = [shown("tall", "red", 90, 130), shown("wide", "blue", 160, 64, segments=2)]
-    tasks += [shown("small", "green", 100, 70), {"name": "blind", "rewards": [0.0, 1.0, 0.25, 0.5]}]
+    tasks += [shown("small", "green", 100, 70), normal("blind")]
     model = make_seeing_model(tmp_path / "seeing")
     more = [f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=160"]
     async with training(tmp_path, tasks, 2, *more, backend={"model": {"renderer": "qwen3-vl"}}) as run:

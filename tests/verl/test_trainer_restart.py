@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from trainings import GROUP, SAME, grpo
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-GROUP = 4
-SAME = 1e-4
 TIMEOUTS = {"model_call_s": 60, "agent_s": 120, "publish_grace_s": 10, "collection_s": 200, "token_s": 240}
 EARLY, LATE = ("0", "1"), ("2", "3")
 
@@ -25,11 +24,6 @@ def task(number: int) -> dict[str, Any]:
     name = f"task-{number}"
     waits = {**dict.fromkeys(EARLY, f"wait for {name}-early"), **dict.fromkeys(LATE, f"wait for {name}-late")}
     return {"name": name, "rewards": [2 * number + reward for reward in (0.0, 0.25, 0.5, 1.0)], "do": waits}
-
-
-def grpo(rewards: list[float]) -> dict[float, float]:
-    mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
-    return {reward: (reward - mean) / (deviation + 1e-6) for reward in rewards}
 
 
 async def half_of_step_2(run: Any) -> tuple[set[str], set[str]]:
@@ -63,9 +57,7 @@ def trained_as_one_step(run: Any, tasks: list[dict[str, Any]]) -> None:
     assert run.versions(2) == {"1"}
 
 
-async def test_a_killed_trainer_resumes_from_its_checkpoint_with_finished_rollouts(
-    tmp_path: Path, training: Any
-) -> None:
+async def test_a_killed_trainer_resumes_from_its_checkpoint_with_finished_rollouts(tmp_path, training):
     """Rows of the second step come from two processes, all sampled by the weights that it trains.
 
     With resume_mode=disable other weights are served, so nothing is reused; that process ends with its engine.

@@ -62,9 +62,7 @@ def overrides_of(case: str, ready: Any, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_the_dataset_reports_wrong_settings(
-    case: str, ready: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dataset_reports_wrong_settings(case, ready, tmp_path, monkeypatch):
     for name, value in ready.cloud.environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RolloutBackendError) as caught:

@@ -89,8 +89,7 @@ def test_an_unsupported_setting_is_refused_by_name(override: str, advice: str) -
 
 
 @pytest.mark.parametrize(
-    ("folder", "name"),
-    [("one_step_off_policy", "one_step_off"), ("fully_async_policy", "fully_async")],
+    ("folder", "name"), [("one_step_off_policy", "one_step_off"), ("fully_async_policy", "fully_async")]
 )
 def test_verls_experimental_trainers_are_refused(folder: str, name: str, tmp_path: Path) -> None:
     import verl

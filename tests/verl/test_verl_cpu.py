@@ -143,9 +143,7 @@ def test_verl_finds_the_cpu_platform() -> None:
 
 
 @pytest.mark.slow
-def test_new_weights_are_served_with_their_version(
-    replica: Any, adapter: Any, models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]]
-) -> None:
+def test_new_weights_are_served_with_their_version(replica, adapter, models, weights):
     assert distance(generate(replica), models[OLD]) < SAME
     asyncio.run(adapter.update_weights(iter(weights(NEW).items()), global_steps=1))
     reply = generate(replica)
@@ -155,9 +153,7 @@ def test_new_weights_are_served_with_their_version(
 
 
 @pytest.mark.slow
-def test_old_weights_with_a_new_version_show_only_in_the_logprobs(
-    replica: Any, adapter: Any, models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]]
-) -> None:
+def test_old_weights_with_a_new_version_show_only_in_the_logprobs(replica, adapter, models, weights):
     import ray
 
     asyncio.run(adapter.update_weights(iter(weights(NEW).items()), global_steps=2))
@@ -169,9 +165,7 @@ def test_old_weights_with_a_new_version_show_only_in_the_logprobs(
 
 
 @pytest.mark.slow
-def test_weights_of_another_shape_are_not_sent(
-    replica: Any, adapter: Any, models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]]
-) -> None:
+def test_weights_of_another_shape_are_not_sent(replica, adapter, models, weights):
     asyncio.run(adapter.update_weights(iter(weights(NEW).items()), global_steps=4))
     name = "model.layers.1.mlp.up_proj.weight"
     wrong = weights(OTHER) | {name: torch.zeros(128, 65)}
@@ -233,9 +227,7 @@ async def test_a_sleeping_server_crashes_as_on_a_gpu(how: str, models: list[Path
 
 
 @pytest.mark.slow
-def test_a_held_request_is_answered_by_the_new_weights(
-    replica: Any, adapter: Any, models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]]
-) -> None:
+def test_a_held_request_is_answered_by_the_new_weights(replica, adapter, models, weights):
     async def scenario() -> dict[str, Any]:
         await replica.abort_all_requests()
         held = asyncio.create_task(asyncio.to_thread(generate, replica))
@@ -336,13 +328,7 @@ def gone(pid: int, within_s: float = 20) -> bool:
         (lambda w: w.update({n: w[n][:1] for n in list(w) if "layers" in n}), "more"),
     ],
 )
-def test_weights_must_match_the_model(
-    models: list[Path],
-    weights: Callable[[int], dict[str, torch.Tensor]],
-    tmp_path: Path,
-    change: Callable[[dict[str, torch.Tensor]], object],
-    message: str,
-) -> None:
+def test_weights_must_match_the_model(models, weights, tmp_path, change, message):
     tensors = weights(NEW)
     change(tensors)
     with pytest.raises(WeightsMismatch, match=message):
@@ -350,9 +336,7 @@ def test_weights_must_match_the_model(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_written_folder_is_the_model_in_another_dtype(
-    models: list[Path], weights: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_a_written_folder_is_the_model_in_another_dtype(models, weights, tmp_path):
     ModelFolder.at(models[OLD]).write(weights(NEW), tmp_path, torch.bfloat16)
     written, old = ModelFolder.at(tmp_path), ModelFolder.at(models[OLD])
     assert written.shapes == old.shapes  # without the tied output layer

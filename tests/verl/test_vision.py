@@ -18,7 +18,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from agent_wrapper.contract import ImageSpan, Outcome, Rollout, Segment, Turn, VersionSpan
+from agent_wrapper.contract import ImageSpan, Rollout, Segment
 from rollout_backend.core.images import Image
 from rollout_backend.errors import ConfigError
 from rollout_backend.rendering import image_positions as of_gateway
@@ -26,6 +26,7 @@ from rollout_backend.verl import row_images as of_verl
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields
 from rollout_backend.verl.row_images import SeenImage, VisionInputs, load_vision_inputs
 from rollout_backend.verl.rows import rows_of
+from rollouts import make_rollout, make_turn
 
 PAD, VIDEO_PAD, START, END = 60, 61, 62, 63
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -110,8 +111,7 @@ def seen(*pieces, reward: float = 0.5) -> Rollout:
         ids += content
         mask += [int(what == "sampled")] * len(content)
         if what == "sampled":
-            version = VersionSpan(version="3", start=start, end=len(ids))
-            turns.append(Turn(start=start, end=len(ids), finish_reason="stop", weight_versions=(version,)))
+            turns.append(make_turn(start, len(ids)))
     segment = Segment(
         token_ids=ids,
         response_mask=mask,
@@ -119,18 +119,7 @@ def seen(*pieces, reward: float = 0.5) -> Rollout:
         turns=turns,
         images=spans,
     )
-    return Rollout(
-        run_id="run",
-        step=0,
-        task_id="t",
-        rollout_id="t.0",
-        attempt=1,
-        session_id="s",
-        outcome=Outcome.COMPLETED,
-        reward=reward,
-        segments=(segment,),
-        images=images,
-    )
+    return make_rollout("t.0", reward=reward, segments=(segment,), images=images)
 
 
 TWO = seen(("given", [1, 2]), (TALL, 6), ("given", [3]), ("sampled", [4, 5]), (WIDE, 10), ("sampled", [6, 7, 8]))
