@@ -8,6 +8,7 @@ from tenacity import RetryCallState
 from agent_wrapper.contract import VersionSpan
 from builders import served
 from rollout_backend.errors import EngineUnavailable
+from rollout_backend.gateway import engine_client
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_client import EngineClient, EngineRefused, _Aborted, _Retry, _wait
 from rollout_backend.rendering.stop_strings import StopStrings
@@ -24,7 +25,7 @@ def reply(ids, kind="stop", versions=None, **meta):
 
 
 @pytest.fixture
-async def engine():
+async def engine(monkeypatch):
     """A server with a list of replies: a body, (status, text), "cut", "hang", or a list of events; and a client."""
 
     class Engine:
@@ -83,6 +84,7 @@ async def engine():
             finally:
                 await client.close()
 
+    monkeypatch.setattr(engine_client, "_AFTER_ABORT_S", 0.0)
     engine = Engine()
     async with served(engine.handle, handler_cancellation=True) as engine.url:
         yield engine
