@@ -163,16 +163,22 @@ def test_reasoning_cut_by_the_limit(family, agent):
     assert again.message.content == "Done."
 
 
+def text_of_broken_call(family, agent, said: str, **more) -> tuple[str, str]:
+    """Sample `said`. Check that it is no call, is counted, and can be continued; return its text and why it ended."""
+    agent.script(said, family.say("x", "Done.", []))
+    choice = agent.ask([USER], **more)
+    assert not choice.message.tool_calls
+    assert agent.malformed() == 1
+    again = agent.ask([USER, as_returned(choice.message), user("That was no call.")])
+    assert again.message.content == "Done."
+    return choice.message.content, choice.finish_reason
+
+
 def test_a_call_cut_by_the_limit_is_text(family, agent):
     said = family.say(None, "", [("write", json.dumps({"text": "word " * 60}))])
-    agent.script(said, family.say(None, "Done.", []))
-    choice = agent.ask([USER], max_completion_tokens=50)
-    assert choice.finish_reason == "length"
-    assert not choice.message.tool_calls
-    assert "word word" in choice.message.content
-    assert agent.malformed() == 1
-    again = agent.ask([USER, as_returned(choice.message), user("Too long.")])
-    assert again.message.content == "Done."
+    text, finish = text_of_broken_call(family, agent, said, max_completion_tokens=50)
+    assert finish == "length"
+    assert "word word" in text
 
 
 @pytest.mark.parametrize(
@@ -183,14 +189,9 @@ def test_a_call_cut_by_the_limit_is_text(family, agent):
 def test_broken_arguments_are_text_and_counted(family, agent, arguments):
     if not family.carries_broken_json:
         pytest.skip("this format writes arguments without JSON around them")
-    agent.script(family.say(None, "", [("add", arguments)]), family.say(None, "Done.", []))
-    choice = agent.ask([USER])
-    assert not choice.message.tool_calls
-    assert choice.finish_reason == "stop"
-    assert arguments[:5] in choice.message.content
-    assert agent.malformed() == 1
-    again = agent.ask([USER, as_returned(choice.message), user("That was no call.")])
-    assert again.message.content == "Done."
+    text, finish = text_of_broken_call(family, agent, family.say(None, "", [("add", arguments)]))
+    assert finish == "stop"
+    assert arguments[:5] in text
 
 
 # Text that each family's parser drops, or returns as plain content.
@@ -204,14 +205,9 @@ LOST = {
 
 
 def test_an_incomplete_call_is_returned_as_text_and_counted(family, agent):
-    agent.script(LOST[family.name], family.say("x", "Done.", []))
-    choice = agent.ask([USER])
-    assert not choice.message.tool_calls
+    text, _ = text_of_broken_call(family, agent, LOST[family.name])
     said = {"gpt-oss": "to=functions.add", "llama-3": '"add"', "deepseek-v3": "Well.<\uff5ctool"}
-    assert said.get(family.name, "Well.") in choice.message.content
-    assert agent.malformed() == 1
-    again = agent.ask([USER, as_returned(choice.message), user("And?")])
-    assert again.message.content == "Done."
+    assert said.get(family.name, "Well.") in text
 
 
 def test_an_unpaired_surrogate_can_be_sent_back(family, agent):
