@@ -69,7 +69,9 @@ def training_overrides(options: argparse.Namespace, model: Path) -> list[str]:
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=16",
         f"{ACTOR}.ppo_mini_batch_size={PROMPTS}",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=16",
+        # A constant rate can unlearn what it has learned: once most groups are all right, few rollouts decide each update.
         f"{ACTOR}.optim.lr=2e-5",
+        f"{ACTOR}.optim.lr_scheduler_type={'constant' if options.tiny else 'cosine'}",
         f"{ACTOR}.optim.weight_decay=0",
         f"{ACTOR}.use_kl_loss=False",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
