@@ -93,7 +93,7 @@ class _Job:
         return answer | {name: value for name, value in more.items() if value is not None}
 
     async def wait(self, future: asyncio.Future[Any], usual_s: float, last_s: float) -> bool:
-        """Waits at most `usual_s`, and from the word to stop at most `last_s`. Returns whether `future` is done."""
+        """Waits at most `usual_s`, and after a stop request at most `last_s`. Returns whether `future` is done."""
         stopping = asyncio.create_task(self.stopping.wait())
         both: set[asyncio.Future[Any]] = {future, stopping}
         await asyncio.wait(both, timeout=usual_s, return_when=asyncio.FIRST_COMPLETED)

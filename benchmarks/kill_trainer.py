@@ -110,7 +110,8 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
                 # Long enough for ten kills in one step, each of which costs a restart. A rollout that timed out would
                 # be accounted for, but the rows could not be compared.
                 "timeouts": {
-                    "model_call_s": 10, "agent_s": 600, "publish_grace_s": 20, "collection_s": 900, "token_s": 1200,
+                    "model_call_s": 10, "agent_s": 600, "publish_grace_s": 20, "collection_s": 900,
+                    "session_key_s": 1200,
                 },
                 "output_dir": str(work / "runs"),
             }  # fmt: skip

@@ -36,9 +36,9 @@ from rollout_backend.gateway.server import create_app
 from rollout_backend.rendering.chatml import ChatMLRenderer
 from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 from rollout_backend.serving.forward_pass import reference_logprobs
-from rollout_backend.serving.gateway_process import model_endpoint
 from rollout_backend.serving.install import find_engine, find_model
 from rollout_backend.serving.local_engine import LocalEngine
+from rollout_backend.serving.model_endpoint import model_endpoint
 from rollout_backend.serving.server_process import free_port
 
 AT_ONCE = 8

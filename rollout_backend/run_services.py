@@ -186,7 +186,7 @@ class RunServices:
                 while isinstance(error, BaseExceptionGroup):  # the first of them has ended the others
                     error = error.exceptions[0]
                 return error
-        return ServingError("a part of the run ended without a word: see the logs")
+        return ServingError("a background task of the run ended without an error: see the logs")
 
     async def _unless_lost(self, starting: Coroutine[Any, Any, _T]) -> _T:
         """Return what a coroutine returns, or raise CloudLost."""

@@ -31,7 +31,7 @@ settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("fixed")
 
 
-LONGEST = ("e2e", "infra", "serving", "sim")  # folders of tests/ with the longest files
+LONGEST = ("e2e", "infra", "serving", "simulation")  # folders of tests/ with the longest files
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist's hook, which reads the groups

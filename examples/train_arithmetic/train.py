@@ -69,7 +69,7 @@ def training_overrides(options: argparse.Namespace, model: Path) -> list[str]:
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=16",
         f"{ACTOR}.ppo_mini_batch_size={PROMPTS}",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=16",
-        # A constant rate can unlearn what it has learned: once most groups are all right, few rollouts decide each update.
+        # Once most groups are all right, few rollouts decide each update, and a constant rate can unlearn the task.
         f"{ACTOR}.optim.lr=2e-5",
         f"{ACTOR}.optim.lr_scheduler_type={'constant' if options.tiny else 'cosine'}",
         f"{ACTOR}.optim.weight_decay=0",
@@ -117,7 +117,7 @@ def write_settings(path: Path, cloud: LocalCloud) -> Path:
     settings: dict[str, Any] = {
         **cloud.settings(),
         "output_dir": str(path.parent / "runs"),
-        "timeouts": {"model_call_s": 300, "agent_s": 600, "collection_s": 900, "token_s": 1200},
+        "timeouts": {"model_call_s": 300, "agent_s": 600, "collection_s": 900, "session_key_s": 1200},
     }
     path.write_text(yaml.safe_dump(settings, sort_keys=False))
     return path

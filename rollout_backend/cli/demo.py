@@ -43,7 +43,13 @@ async def _demo(
         "serving": {"device": "cpu", "servers": servers, "threads": max(1, ((os.cpu_count() or 2) - 1) // servers)},
         "group": {"size": 4},
         "sampling": {"temperature": 1.0, "max_tokens": 64},
-        "timeouts": {"model_call_s": 120, "agent_s": 240, "publish_grace_s": 60, "collection_s": 600, "token_s": 900},
+        "timeouts": {
+            "model_call_s": 120,
+            "agent_s": 240,
+            "publish_grace_s": 60,
+            "collection_s": 600,
+            "session_key_s": 900,
+        },
     }
     placeholder = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}}
     early = load_config(config, overrides, base=base, top=placeholder)  # what is wrong shows before the cloud starts

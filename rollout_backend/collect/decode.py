@@ -31,7 +31,7 @@ class ResultDecoder:
         text_format: bool = False,
         verify: Callable[[Rollout], None] | None = None,
     ) -> None:
-        """`verify` raises ContractError for tokens that the gateway did not seal; see `gateway.seal`.
+        """`verify` raises ContractError for tokens that the gateway did not seal; see `core.seal`.
 
         `text_format` admits results in the older text format.
         """

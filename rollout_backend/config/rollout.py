@@ -66,10 +66,10 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _urls_live_long_enough(self) -> Self:
-        if self.storage.presigned and self.timeouts.token_s > MAX_URL_S:
+        if self.storage.presigned and self.timeouts.session_key_s > MAX_URL_S:
             raise ValueError(
-                f"storage.presigned: S3 signs no URL for longer than {MAX_URL_S} s, and timeouts.token_s is "
-                f"{self.timeouts.token_s:g}: lower it"
+                f"storage.presigned: S3 signs no URL for longer than {MAX_URL_S} s, and timeouts.session_key_s is "
+                f"{self.timeouts.session_key_s:g}: lower it"
             )
         return self
 

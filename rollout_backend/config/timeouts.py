@@ -6,7 +6,7 @@ Where each timeout is enforced:
 - `agent_s`: `agent_wrapper.app`
 - `publish_grace_s`: `step.rollout_task`
 - `collection_s`: `step.step`
-- `token_s`: `core.session_key`
+- `session_key_s`: `core.session_key`
 - `heartbeat_s`: `core.heartbeats`
 """
 
@@ -21,7 +21,7 @@ from rollout_backend.config.section import Seconds, Section
 
 
 class TimeoutConfig(Section):
-    """Timeouts nest: model_call < agent, agent + publish_grace < collection < token. This is checked at start-up."""
+    """Timeouts nest: model_call < agent, agent + publish_grace < collection < session_key; checked at start."""
 
     model_call_s: Seconds = 300.0
     """Timeout of one model call, including all its retries."""
@@ -29,11 +29,11 @@ class TimeoutConfig(Section):
     """Timeout of an agent, from the arrival of its rollout at the container until it has returned."""
     publish_grace_s: Seconds = 120.0
     """Time after an agent's deadline until its rollout, if it has not arrived, ends as timed out. The wrapper uses up
-    to 2 s of it to end the agent, 20 s to fetch the trajectory and 60 s to write the result; at most a tenth, a
-    quarter and a half of it. The rest covers the container's start, if that falls into the step's end."""
+    to 2 s of it to end the agent, 20 s to fetch the trajectory and 60 s to write the result. Each is also capped
+    at a share of this time: 1/10, 1/4 and 1/2. The rest covers a container that starts near the step's end."""
     collection_s: Seconds = 3600.0
     """Timeout of a step. At this deadline it ends with the rollouts that have arrived."""
-    token_s: Seconds = 5400.0
+    session_key_s: Seconds = 5400.0
     """Lifetime of a session key, from the rollout's dispatch."""
     heartbeat_s: Seconds | None = 15.0
     """Interval of the heartbeats from the wrapper to the gateway. A container that misses three, while others arrive,
@@ -47,7 +47,7 @@ class TimeoutConfig(Section):
             "agent_s": self.agent_s,
             "agent_s + publish_grace_s": self.session_s,
             "collection_s": self.collection_s,
-            "token_s": self.token_s,
+            "session_key_s": self.session_key_s,
         }
         for lower, upper in itertools.pairwise(rungs):
             if not rungs[lower] < rungs[upper]:

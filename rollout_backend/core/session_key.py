@@ -2,7 +2,8 @@
 
 A key is a JWT (HS256) that carries its claims, so nothing is registered before a dispatch and every process that
 knows the secret can check a key by itself. Anybody who holds a key can read its claims but not alter them.
-Keys and the secret never go into a log or a message.
+Keys and the secret never go into a log or a message. `serving.model_endpoint` issues keys, `gateway.authentication`
+checks them.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class GatewaySettings(BaseModel):
     engine_url: str
     model_call_s: Seconds = 300.0
     """Time limit of one model call, including all attempts."""
-    token_s: Seconds = 5400.0
+    session_key_s: Seconds = 5400.0
     """Longest validity of a key, and so how long a revoked session is remembered."""
     engine_attempts: int = Field(default=10, ge=1)
     """Attempts of one model call. With their back-off they bridge about a minute without an engine."""

@@ -147,12 +147,12 @@ class SessionJournal:
                 os.close(self._open.pop(path.name))
             path.unlink(missing_ok=True)
 
-    def sweep(self, closed: Mapping[str, float], now: float, token_s: float) -> None:
+    def sweep(self, closed: Mapping[str, float], now: float, session_key_s: float) -> None:
         """Delete expired names, and sessions of earlier processes whose keys have expired.
 
-        `closed` are the names to remember; `token_s` is the longest validity of a key. Raises OSError.
+        `closed` are the names to remember; `session_key_s` is the longest validity of a key. Raises OSError.
         """
-        for name in [name for name, written_at in self._left.items() if written_at + token_s <= now]:
+        for name in [name for name, written_at in self._left.items() if written_at + session_key_s <= now]:
             del self._left[name]
             (self._sessions / name).unlink(missing_ok=True)
         if self._written - len(closed) >= max(_COMPACT_FROM, len(closed)):

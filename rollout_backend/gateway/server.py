@@ -88,7 +88,7 @@ class Gateway:
         self._journal = SessionJournal(settings.journal) if settings.journal is not None else None
         sealer = Sealer(settings.seal_secret) if settings.seal_secret is not None else None
         self._registry = SessionRegistry(
-            bundle, self._model_name, settings.token_s, sealer=sealer, journal=self._journal
+            bundle, self._model_name, settings.session_key_s, sealer=sealer, journal=self._journal
         )
         self._counters = Counters()
         self._engines = DirectRouting(GenerationGate(is_open=not settings.paused))

@@ -89,7 +89,7 @@ class SessionRegistry:
         self,
         bundle: RendererBundle,
         model_name: str,
-        token_s: float,
+        session_key_s: float,
         clock: Callable[[], float] = time.time,
         sealer: Sealer | None = None,
         journal: SessionJournal | None = None,
@@ -97,7 +97,7 @@ class SessionRegistry:
         """Without a `sealer` trajectories carry no seal; without a `journal` sessions end with this process."""
         self._bundle = bundle
         self._model_name = model_name
-        self._token_s = token_s
+        self._token_s = session_key_s
         self._clock = clock
         self._sealer = sealer
         self._sessions: dict[str, SessionState] = {}

@@ -1,4 +1,7 @@
 """Start, watch and restart what the training side serves: engines, router, gateways and the relay's dialer.
 
-To add a kind of engine, see `registry`. `supervisor` restarts servers that exit. `run_secret` makes the run's secret.
+To add a kind of engine, implement `engine.EngineFactory` in a module here or in your own package, and list it in
+`ENGINE_KINDS` of `rollout_backend/config/serving.py`; your own package needs no entry.
+
+`supervisor` restarts servers that exit. `run_secret` makes the run's secret. `model_endpoint` issues session keys.
 """

@@ -31,7 +31,8 @@ from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import RolloutBackendError, ServingError
 from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, model_endpoint, public_url
+from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, public_url
+from rollout_backend.serving.model_endpoint import model_endpoint
 from rollout_backend.serving.supervisor import OnEvent, RestartLimits, Supervisor, SupervisorGroup, cancel_all
 
 _INSTRUCT_S = 60.0  # a shard that restarts answers within this time

@@ -21,11 +21,12 @@ import aiohttp
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import GatewayConfig, RolloutConfig
 from rollout_backend.core.heartbeats import HeartbeatReport
-from rollout_backend.core.session_key import SessionClaims, issue
+from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.gateway import journal as journals
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.stats import GatewayStats
+from rollout_backend.serving.model_endpoint import model_endpoint
 from rollout_backend.serving.server_process import ServerProcess, free_port, require_port
 
 __all__ = ["GatewayProcess", "GatewayStats"]
@@ -113,7 +114,7 @@ class GatewayProcess:
             shard=self._shard,
             engine_url=self._engine_url,
             model_call_s=config.timeouts.model_call_s,
-            token_s=config.timeouts.token_s,
+            session_key_s=config.timeouts.session_key_s,
             secret=self._secret,
             control_key=self._control_key,
             seal_secret=self._seal_secret,
@@ -248,17 +249,6 @@ def public_url(config: GatewayConfig, shard: int, url: str) -> str:
     """Return the URL that agents use for the shard that the training side reaches at `url`."""
     template = config.public_url or url
     return template.replace("{shard}", str(shard)).replace("{port}", str(config.port + shard)).rstrip("/")
-
-
-def model_endpoint(public_url: str, model: str, secret: str, claims: SessionClaims) -> ModelEndpoint:
-    base = f"{public_url}/v1"
-    return ModelEndpoint(
-        base_url=base,
-        api_key=issue(secret, claims),
-        name=model,
-        trajectory_url=f"{base}/rollout/trajectory",
-        heartbeat_url=f"{base}/rollout/heartbeat",
-    )
 
 
 def _certificate(config: GatewayConfig) -> aiohttp.Fingerprint | None:

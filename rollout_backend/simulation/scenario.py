@@ -76,7 +76,7 @@ def _config(draw: Random, planned: int | None) -> RolloutConfig:
         "timeouts": {
             "model_call_s": 20, "agent_s": 60, "publish_grace_s": 30,
             "collection_s": draw.choice([120, 300] if planned is None else [300, 600]),
-            "token_s": 900, "heartbeat_s": HEARTBEAT_S,
+            "session_key_s": 900, "heartbeat_s": HEARTBEAT_S,
         },
     }  # fmt: skip
     return RolloutConfig.parse(settings)

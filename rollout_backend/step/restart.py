@@ -6,6 +6,9 @@ Invariants:
   and has its journal;
 - of a rollout one attempt is adopted, and no other is made while that one may publish a result;
 - every other session is closed and its key revoked.
+
+Whether the tasks are those of the interrupted step is decided by `core.manifest.Manifest.plan`; whether the weights
+are the same, by the caller (for verl, `verl.step_numbers`).
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class RolloutTask:
             attempt=attempt,
             session_id=session_id,
             sampling=self._task.sampling or context.sampling,
-            expires_at=self._services.wall() + times.token_s,
+            expires_at=self._services.wall() + times.session_key_s,
         )
         agent_deadline = min(now + times.agent_s, max(now, context.plan.deadline - times.publish_grace_s))
         payload = self._services.payload(self._task, claims, remaining_s=agent_deadline - now)

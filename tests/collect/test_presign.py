@@ -71,5 +71,5 @@ def test_urls_that_would_outlive_s3s_limit_are_refused_at_start(tmp_path):
     }
     assert not RolloutConfig.parse(settings).uses_queue
     assert RolloutConfig.parse({**settings, "queue": {"url": "https://sqs/q"}}).uses_queue
-    with pytest.raises(ConfigError, match=r"timeouts\.token_s is 604801"):
-        RolloutConfig.parse({**settings, "timeouts": {"token_s": 604801}})
+    with pytest.raises(ConfigError, match=r"timeouts\.session_key_s is 604801"):
+        RolloutConfig.parse({**settings, "timeouts": {"session_key_s": 604801}})

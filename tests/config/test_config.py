@@ -125,7 +125,7 @@ def test_settings_that_make_no_runtime_are_refused(runtime, message):
     [
         ({"model_call_s": 1800}, r"model_call_s \(1800\) is not below agent_s \(1800\)"),
         ({"agent_s": 3590}, r"agent_s \+ publish_grace_s \(3710\) is not below collection_s \(3600\)"),
-        ({"collection_s": 5400}, r"collection_s \(5400\) is not below token_s \(5400\)"),
+        ({"collection_s": 5400}, r"collection_s \(5400\) is not below session_key_s \(5400\)"),
     ],
 )
 def test_timeouts_that_do_not_nest_are_refused(timeouts, rungs):

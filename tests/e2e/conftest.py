@@ -140,7 +140,13 @@ def base_settings(tmp_path: Path) -> dict[str, Any]:
         "serving": {"kind": "external"},
         "queue": {"wait_s": 2},
         "group": {"size": 2, "min_viable": 1},
-        "timeouts": {"model_call_s": 10, "agent_s": 30, "publish_grace_s": 20, "collection_s": 90, "token_s": 120},
+        "timeouts": {
+            "model_call_s": 10,
+            "agent_s": 30,
+            "publish_grace_s": 20,
+            "collection_s": 90,
+            "session_key_s": 120,
+        },
         "output_dir": str(tmp_path / "runs"),
     }
 

@@ -175,7 +175,13 @@ class World:
         return sum(len(engine.requests) for engine in self.engines) - self.asked_before
 
     def tree(self, **more: Any) -> dict[str, Any]:
-        timeouts = {"model_call_s": 10, "agent_s": 40, "publish_grace_s": 20, "collection_s": 90, "token_s": 120}
+        timeouts = {
+            "model_call_s": 10,
+            "agent_s": 40,
+            "publish_grace_s": 20,
+            "collection_s": 90,
+            "session_key_s": 120,
+        }
         return {
             "model": {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 16384},
             "serving": {"kind": "external", "urls": [engine.url for engine in self.engines]},
@@ -472,7 +478,13 @@ async def three_of_the_agents_are_shot(world: World, manager: RolloutManager, *h
 @pytest.mark.slow
 async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, caplog):
     """The agents' deadline is hours away, so only missing heartbeats can end the test."""
-    timeouts = {"model_call_s": 5, "agent_s": 7000, "publish_grace_s": 20, "collection_s": 8000, "token_s": 9000}
+    timeouts = {
+        "model_call_s": 5,
+        "agent_s": 7000,
+        "publish_grace_s": 20,
+        "collection_s": 8000,
+        "session_key_s": 9000,
+    }
     async with world.run("shot", timeouts={**timeouts, "heartbeat_s": 1}) as manager:
         killed, frozen = signal.SIGKILL, signal.SIGSTOP
         result = await three_of_the_agents_are_shot(world, manager, killed, killed, frozen)
@@ -483,7 +495,7 @@ async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, cap
 
 @pytest.mark.slow
 async def test_without_heartbeats_killed_agents_time_out(world: World, calm: Rows) -> None:
-    timeouts = {"model_call_s": 5, "agent_s": 12, "publish_grace_s": 4, "collection_s": 60, "token_s": 90}
+    timeouts = {"model_call_s": 5, "agent_s": 12, "publish_grace_s": 4, "collection_s": 60, "session_key_s": 90}
     async with world.run("shot-quietly", timeouts={**timeouts, "heartbeat_s": None}) as manager:
         result = await three_of_the_agents_are_shot(world, manager, *[signal.SIGKILL] * 3)
     lost = {failure.rollout_id: failure for failure in result.failures}

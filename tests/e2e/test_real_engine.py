@@ -35,7 +35,7 @@ async def test_a_killed_engine_loses_no_rollout_and_every_logprob_is_the_models(
             "sampling": {"temperature": 1.0, "max_tokens": 48},
             "group": {"size": 4, "policy": "strict"},
             "timeouts": {
-                "model_call_s": 200, "agent_s": 240, "publish_grace_s": 60, "collection_s": 400, "token_s": 500,
+                "model_call_s": 200, "agent_s": 240, "publish_grace_s": 60, "collection_s": 400, "session_key_s": 500,
             },
             "output_dir": str(tmp_path),
         }  # fmt: skip

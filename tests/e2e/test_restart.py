@@ -63,7 +63,7 @@ async def test_running_agents_outlive_a_killed_and_restarted_trainer(shared_clou
     with ScriptedEngine(("Seven.", "Yes.")) as engine:
         tree = {**base_settings, **shared_cloud.settings(), "run_id": "killed"}
         tree["serving"] = {"kind": "external", "urls": [engine.url]}
-        tree["timeouts"] = {**base_settings["timeouts"], "agent_s": 100, "collection_s": 150, "token_s": 200}
+        tree["timeouts"] = {**base_settings["timeouts"], "agent_s": 100, "collection_s": 150, "session_key_s": 200}
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
         first = await start(tmp_path / "first.log")
         await eventually(lambda: len(begun(tmp_path)) == ROLLOUTS or first.returncode is not None, 60)

@@ -28,7 +28,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def registry(bundle, clock) -> SessionRegistry:
-    return SessionRegistry(bundle, "m", token_s=50.0, clock=clock)
+    return SessionRegistry(bundle, "m", session_key_s=50.0, clock=clock)
 
 
 async def test_an_expired_session_is_removed_and_its_calls_are_aborted(registry, clock):

@@ -36,7 +36,7 @@ from rollout_backend.runtimes.registry import open_runtime
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "infra" / "README.md"]
-QUICK = {"model_call_s": 10, "agent_s": 30, "publish_grace_s": 20, "collection_s": 90, "token_s": 120}
+QUICK = {"model_call_s": 10, "agent_s": 30, "publish_grace_s": 20, "collection_s": 90, "session_key_s": 120}
 
 AGENT = """
 import httpx

@@ -27,7 +27,13 @@ async def open_bench(
         "queue": {"wait_s": 1},
         "group": {"size": 2},
         "collect": {"list_after_idle_s": 60},
-        "timeouts": {"model_call_s": 5, "agent_s": 60, "publish_grace_s": 20, "collection_s": 120, "token_s": 300},
+        "timeouts": {
+            "model_call_s": 5,
+            "agent_s": 60,
+            "publish_grace_s": 20,
+            "collection_s": 120,
+            "session_key_s": 300,
+        },
     }
     async with AsyncExitStack() as stack:
 

@@ -42,7 +42,7 @@ else:
 
 HERE = Path(__file__).parent
 GROUP = 4
-TIMEOUTS = {"model_call_s": 15, "agent_s": 35, "publish_grace_s": 10, "collection_s": 150, "token_s": 240}
+TIMEOUTS = {"model_call_s": 15, "agent_s": 35, "publish_grace_s": 10, "collection_s": 150, "session_key_s": 240}
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
 Task = dict[str, Any]

@@ -15,7 +15,7 @@ from trainings import GROUP, rollouts_of, versions
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 normal = partial(trainings.normal, max_tokens=8)
-TIMEOUTS = {"model_call_s": 60, "agent_s": 400, "publish_grace_s": 10, "collection_s": 450, "token_s": 600}
+TIMEOUTS = {"model_call_s": 60, "agent_s": 400, "publish_grace_s": 10, "collection_s": 450, "session_key_s": 600}
 
 
 def asks(name: str) -> dict[str, Any]:

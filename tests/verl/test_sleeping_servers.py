@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 HERE = Path(__file__).parent
 GROUP = 3
-TIMEOUTS = {"model_call_s": 2, "agent_s": 18, "publish_grace_s": 10, "collection_s": 90, "token_s": 120}
+TIMEOUTS = {"model_call_s": 2, "agent_s": 18, "publish_grace_s": 10, "collection_s": 90, "session_key_s": 120}
 
 
 @pytest.fixture(scope="module")

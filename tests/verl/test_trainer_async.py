@@ -15,7 +15,7 @@ from trainings import GROUP, rollouts_of, versions
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 normal = partial(trainings.normal, max_tokens=8)
-TIMEOUTS = {"model_call_s": 60, "agent_s": 240, "publish_grace_s": 10, "collection_s": 300, "token_s": 360}
+TIMEOUTS = {"model_call_s": 60, "agent_s": 240, "publish_grace_s": 10, "collection_s": 300, "session_key_s": 360}
 
 
 def waits(name: str, go: str) -> dict[str, Any]:

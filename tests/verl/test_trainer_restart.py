@@ -15,7 +15,7 @@ from trainings import GROUP, SAME, grpo
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-TIMEOUTS = {"model_call_s": 60, "agent_s": 120, "publish_grace_s": 10, "collection_s": 200, "token_s": 240}
+TIMEOUTS = {"model_call_s": 60, "agent_s": 120, "publish_grace_s": 10, "collection_s": 200, "session_key_s": 240}
 EARLY, LATE = ("0", "1"), ("2", "3")
 
 

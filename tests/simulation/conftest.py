@@ -37,7 +37,7 @@ def sim_config(**sections: Any) -> RolloutConfig:
         "runtime": {"kind": "http", "url": "http://agents"},
         "group": {"size": 8},
         "timeouts": {
-            "model_call_s": 20, "agent_s": 300, "publish_grace_s": 60, "collection_s": 1800, "token_s": 3600,
+            "model_call_s": 20, "agent_s": 300, "publish_grace_s": 60, "collection_s": 1800, "session_key_s": 3600,
         },
     }  # fmt: skip
     for name, values in sections.items():

@@ -25,7 +25,7 @@ def test_a_restart_stops_what_may_be_open_and_dispatches_meanwhile(play, make_ru
 
     async def work():
         world = World(1, Faults())
-        config = make_config(timeouts={"collection_s": 3600, "token_s": 5400})
+        config = make_config(timeouts={"collection_s": 3600, "session_key_s": 5400})
         first = make_run(config, world)
         await first.killed_at(first.step(32), 5.0)
         invoked = len(world.audit.asked_for)
