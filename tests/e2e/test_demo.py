@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from builders import until
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 
 pytestmark = pytest.mark.engine  # the demo installs the engine, although a script answers here
@@ -77,6 +78,19 @@ def running(pids: set[int]) -> set[int]:
     }
 
 
+def hold(prompt: str) -> str:
+    time.sleep(2)
+    return "late"
+
+
+def busy(demo, engine: ScriptedEngine) -> tuple[subprocess.Popen[str], set[int]]:
+    """Start a demo; return its process and its descendants once its agents call the model."""
+    process = demo(engine)
+    until(lambda: engine.requests or process.poll() is not None, 120)
+    assert process.poll() is None, process.communicate()[0]
+    return process, descendants(process.pid)
+
+
 def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
     with ScriptedEngine(["It is 7."]) as engine:
         process = demo(engine)
@@ -108,16 +122,8 @@ def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
     ],
 )
 def test_a_demo_fails_with_the_reason_if_its_cloud_dies(demo, module, name):
-    def hold(prompt: str) -> str:
-        time.sleep(2)
-        return "late"
-
     with ScriptedEngine(hold) as engine:
-        process = demo(engine)
-        while not engine.requests:
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.05)
-        below = descendants(process.pid)
+        process, below = busy(demo, engine)
         mark = f"-m\0{module}\0".encode()
         [part] = [pid for pid in below if mark in Path(f"/proc/{pid}/cmdline").read_bytes() + b"\0"]
         os.kill(part, signal.SIGKILL)
@@ -127,25 +133,14 @@ def test_a_demo_fails_with_the_reason_if_its_cloud_dies(demo, module, name):
     assert f"{name} ended with code -9, so this run cannot continue" in text
     assert "Its log," in text
     assert "NOT reconcile" not in text
-    deadline = time.monotonic() + 30
-    while left := running(below):  # a guard process ends the sessions of a killed emulator
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    until(lambda: not running(below))  # a guard process ends the sessions of a killed emulator
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_stops_everything_it_started(demo, number):
-    def hold(prompt: str) -> str:
-        time.sleep(2)
-        return "late"
-
     with ScriptedEngine(hold) as engine:
-        process = demo(engine)
-        while not engine.requests:
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.05)
-        below = descendants(process.pid)
+        process, below = busy(demo, engine)
         os.kill(process.pid, number)
         output = process.communicate(timeout=150)[0]
     assert process.returncode == 130, output
