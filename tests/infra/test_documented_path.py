@@ -188,7 +188,7 @@ def test_a_documented_config_gives_agents_the_context_that_the_model_has(where, 
 @pytest.mark.parametrize("where", ["examples/arithmetic/config.yaml", "docs/security.md-0", "docs/deploy.md-1"])
 async def test_a_first_step_with_the_stacks_roles_alone(deploy, where, tmp_path):
     account = await deploy(**parameters_of(CONFIGS[where]))
-    collect = {**CONFIGS[where].get("collect", {}), "list_interval_s": 0.3}
+    collect = {**CONFIGS[where].get("collect", {}), "list_after_idle_s": 1.0, "list_interval_s": 0.3}
     tree = {**CONFIGS[where], "timeouts": QUICK, "collect": collect, "output_dir": str(tmp_path / "runs")}
     with ScriptedEngine(("7",)) as engine:
         config = account.settings(
