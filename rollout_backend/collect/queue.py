@@ -10,9 +10,11 @@ deleted less than a minute ago, creation waits.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
+import random
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -159,6 +161,9 @@ class AnnouncementQueue:
         Of two runs, each receives the wrong message half of the time: a doubling pause would hide one message in ten
         for half a minute.
         """
+        if any(message.receive_count >= _RECEIVES_PER_PAUSE_S for message in messages):
+            # Emulators look for messages once per second: after whole seconds, the same run would always be first.
+            await asyncio.sleep(random.random())  # noqa: S311
         await self._hide(messages, lambda message: message.receive_count // _RECEIVES_PER_PAUSE_S)
 
     async def _hide(self, messages: Sequence[Message], seconds: Callable[[Message], int]) -> None:

@@ -150,15 +150,19 @@ async def test_runs_that_share_a_queue_leave_each_other_their_announcements(open
     runs = []
     for other in (run_id, f"{run_id}-more"):
         sink = Sink(*ids)
-        runs.append((await open_run(sink, queue={"url": url}, run_id=other), sink))
+        runs.append((await open_run(sink, queue={"url": url}, run_id=other, receive=False), sink))
     for run, _ in runs:
         await run.store_(*(run.rollout(rollout_id) for rollout_id in ids))
     for rollout_id in ids:
         for run, _ in runs:
             await run.announce(run.key(rollout_id))
+    for _ in range(len(ids)):  # in turns, because an emulator may give one run the same message again and again
+        for run, _ in runs:
+            await run.buffer.handle(run.queue, await run.queue.receive())
+        if not any(sink.wanted for _, sink in runs):
+            break
     for run, sink in runs:
-        await sink.until(lambda sink=sink: not sink.wanted)
-        assert (run.buffer.refused, await run.quarantined()) == (0, [])
+        assert (sink.ids, run.buffer.refused, await run.quarantined()) == (sorted(ids), 0, [])
 
 
 async def test_a_message_that_no_other_run_takes_is_quarantined(open_run, sqs, run_id, monkeypatch):

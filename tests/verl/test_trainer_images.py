@@ -31,7 +31,7 @@ for name in ("nms", "qnms"):
     torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
 WORDS = ["tool_call", "think", "tool_response"]  # that the family's renderer requires
-SEEING = Path(__file__).parents[1] / "gateway" / "families" / "seeing_model.py"
+SEEING = Path(__file__).parents[1] / "rendering" / "families" / "seeing_model.py"
 
 
 def make_seeing_model(folder: Path) -> Path:
