@@ -16,7 +16,7 @@ demo: engine  ## 64 real rollouts of a real agent on this machine
 ROOM ?=
 IN_VERL := $(filter verl verl/%,$(ROOM))
 # Two test processes: see ByFile in tests/conftest.py.
-PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+PARALLEL := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 # Property tests draw the same examples in each run, except with --hypothesis-profile=explore.
 FIXED := $(PARALLEL) --hypothesis-profile=fixed
 EXPLORE := $(PARALLEL) --hypothesis-profile=explore

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
 from hypothesis import settings
-from xdist.scheduler import LoadGroupScheduling
+from xdist.scheduler import LoadScopeScheduling
 
 import rollouts
 from agent_wrapper.contract import Rollout
@@ -33,27 +33,33 @@ settings.load_profile("fixed")
 
 LONGEST = ("e2e", "infra", "serving", "simulation")  # folders of tests/ with the longest files
 
+# Tests that share what takes long to start, by the beginnings of their paths. They run in one process.
+GROUPS = {
+    "real engine": (
+        "tests/dialects/clients/",
+        "tests/gateway/test_real_engine.py",
+        "tests/gateway/test_token_identity.py",
+    ),
+    "tokenizers": ("tests/rendering/families/",),
+}
 
-@pytest.hookimpl(tryfirst=True)  # before xdist's hook, which reads the groups
+
+def group_of(nodeid: str) -> str:
+    """Return the group of a test; without one, its file."""
+    file = nodeid.partition("::")[0]
+    return next((group for group, paths in GROUPS.items() if file.startswith(paths)), file)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run all tests of the real engine in one process, and those of real tokenizers. Begin with the longest."""
-
-    def order(item: pytest.Item) -> tuple[bool, bool]:
-        return item.get_closest_marker("xdist_group") is None, item.path.parent.name not in LONGEST
-
-    for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        for name in ("real_engine", "bundle_of"):
-            if name in fixtures:
-                item.add_marker(pytest.mark.xdist_group(name))
-    items.sort(key=order)
+    """Begin with the groups, then with the folders that take longest."""
+    items.sort(key=lambda item: (group_of(item.nodeid) not in GROUPS, item.path.parent.name not in LONGEST))
 
 
-class ByFile(LoadGroupScheduling):
-    """Run the tests of a file in one process, unless they have a group."""
+class ByFile(LoadScopeScheduling):
+    """Run the tests of a group in one process, and those of each other file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return super()._split_scope(nodeid).partition("::")[0]
+        return group_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
