@@ -485,7 +485,7 @@ async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, cap
         "collection_s": 8000,
         "session_key_s": 9000,
     }
-    async with world.run("shot", timeouts={**timeouts, "heartbeat_s": 1}) as manager:
+    async with world.run("shot", timeouts={**timeouts, "heartbeat_s": 3}) as manager:
         killed, frozen = signal.SIGKILL, signal.SIGSTOP
         result = await three_of_the_agents_are_shot(world, manager, killed, killed, frozen)
     await same_as(calm, result, world)

@@ -22,7 +22,7 @@ FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 def ray():
     import ray
 
-    ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
 

@@ -1,13 +1,11 @@
-"""Gateways as Ray actors: on this machine, and on a cluster of two machines with an address each."""
+"""Gateways as Ray actors on this machine."""
 
 import asyncio
 import socket
-from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
-from ray.cluster_utils import Cluster
 
 from builders import complete, run_config
 from rollout_backend.config import RolloutConfig
@@ -37,7 +35,7 @@ def engine():
 def ray():
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
 
@@ -97,43 +95,3 @@ def test_the_router_is_reached_at_this_machines_address(ray, tmp_path):
         ray_shards(settings, "http://127.0.0.1:4321", [tmp_path / "log"], ("s" * 32, None), [None], "life")
     )
     assert shard._make("192.0.2.2")._engine_url == f"http://{ray.util.get_node_ip_address()}:4321"
-
-
-# --- two machines -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cluster():
-    import ray
-
-    cluster = Cluster()
-    cluster.add_node(num_cpus=1, include_dashboard=False)
-    cluster.add_node(num_cpus=1, node_ip_address="127.0.0.2")
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-
-
-@pytest.mark.slow
-async def test_one_gateway_on_each_machine(cluster, claims, tmp_path):
-    machines = {node.node_ip_address for node in cluster.list_all_nodes()}
-    assert len(machines) == 2
-    config = on_ray()
-    with ScriptedEngine(["one"]) as engine:
-        fleet = GatewayFleet(config, engine.url, tmp_path)
-        try:
-            await fleet.start()
-            assert {urlsplit(url).hostname for url in fleet.urls} == machines
-            for shard in range(2):
-                given = fleet.endpoint(claims(session_of(shard)))
-                assert urlsplit(given.base_url).hostname == urlsplit(fleet.urls[shard]).hostname
-                assert await complete(given) == "one"
-            waiting = asyncio.create_task(fleet.failed())
-            lost = next(node for node in cluster.list_all_nodes() if node.node_ip_address == "127.0.0.2")
-            await asyncio.to_thread(cluster.remove_node, lost)
-            shard = next(i for i, url in enumerate(fleet.urls) if "127.0.0.2" in url)
-            with pytest.raises(StartupError, match=f"gateway {shard} of 2"):
-                await asyncio.wait_for(waiting, 60)
-        finally:
-            await fleet.stop()
