@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from builders import eventually, served, until, user
+from builders import Clock, eventually, served, until, user
 from rollout_backend.gateway.admission import Admission, EngineLoad
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_load_poller import EngineLoadPoller
@@ -19,16 +19,9 @@ IDLE = EngineLoad(running=0, waiting=0, free=64)
 FULL = EngineLoad(running=64, waiting=8, free=0)
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture

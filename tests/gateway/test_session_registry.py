@@ -3,6 +3,7 @@ import asyncio
 import pytest
 
 from agent_wrapper.contract import Sampling, Trajectory
+from builders import Clock
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway.session_registry import SessionRegistry
@@ -12,13 +13,6 @@ def claims(session="s", expires_at=100.0) -> SessionClaims:
     return SessionClaims(
         run_id="r", step=0, rollout_id="x", attempt=1, session_id=session, sampling=Sampling(), expires_at=expires_at
     )
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

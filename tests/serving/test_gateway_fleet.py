@@ -12,22 +12,13 @@ import pytest
 
 from agent_wrapper.heartbeat import send_heartbeats
 from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
-from builders import complete, eventually, run_config
+from builders import complete, eventually, listens, run_config, session_of
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.gateway_process import GatewayProcess
-
-
-def session_of(shard: int, nth: int = 0) -> str:
-    return [name for name in (f"session-{i}" for i in range(100)) if shard_of(name, 2) == shard][nth]
-
-
-def listens(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((host, port)) == 0
 
 
 @pytest.fixture

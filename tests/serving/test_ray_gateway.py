@@ -1,28 +1,17 @@
 """Gateways as Ray actors on this machine."""
 
 import asyncio
-import socket
 
 import httpx
 import openai
 import pytest
 
-from builders import complete, run_config
+from builders import complete, listens, run_config, session_of
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ServingError, StartupError
-from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet, Shard
 from rollout_backend.serving.gateway_process import GatewayProcess
-
-
-def session_of(shard: int) -> str:
-    return next(name for name in map(str, range(100)) if shard_of(name, 2) == shard)
-
-
-def listens(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((host, port)) == 0
 
 
 @pytest.fixture

@@ -6,15 +6,10 @@ from urllib.parse import urlsplit
 import pytest
 from ray.cluster_utils import Cluster
 
-from builders import complete, run_config
+from builders import complete, run_config, session_of
 from rollout_backend.errors import StartupError
-from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
-
-
-def session_of(shard: int) -> str:
-    return next(name for name in map(str, range(100)) if shard_of(name, 2) == shard)
 
 
 @pytest.fixture

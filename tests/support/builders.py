@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import RolloutConfig
+from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.serving.server_process import free_port
 
@@ -24,6 +26,27 @@ def run_config(**sections: Any) -> RolloutConfig:
         "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
     }
     return RolloutConfig.parse({**base, **sections})
+
+
+class Clock:
+    """A clock that tests set, in seconds."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def session_of(shard: int, nth: int = 0) -> str:
+    """Return the n-th session that belongs to this one of two gateways."""
+    return [name for name in (f"session-{i}" for i in range(100)) if shard_of(name, 2) == shard][nth]
+
+
+def listens(host: str, port: int) -> bool:
+    """Return whether a server accepts connections at this address."""
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) == 0
 
 
 def message(role: str, content: Any, **more: Any) -> dict[str, Any]:
