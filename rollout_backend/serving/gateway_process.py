@@ -163,8 +163,7 @@ class GatewayProcess:
     async def wait(self) -> str:
         """Return how the gateway ended, once it has, with the end of its log."""
         assert self._process is not None, "not started"
-        code = await self._process.wait()
-        return f"{self._name} ended with code {code}. {self._process.log_tail()}"
+        return f"{self._name} {await self._process.wait_ended()}"
 
     async def log_tail(self) -> str:
         """Return the end of the log, for an error message."""

@@ -70,8 +70,7 @@ class LocalEngine:
 
     async def wait(self) -> str:
         assert self._process is not None, "not started"
-        code = await self._process.wait()
-        return f"ended with code {code}. {self._process.log_tail()}"
+        return await self._process.wait_ended()
 
     async def stop(self) -> None:
         if self._process is not None:

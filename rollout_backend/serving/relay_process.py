@@ -82,5 +82,4 @@ class DialerProcess:
         Raises:
             ServingError: how it ended, with the end of its log.
         """
-        code = await self._process.wait()
-        raise ServingError(f"the relay's dialer ended with code {code}. {self._process.log_tail()}")
+        raise ServingError(f"the relay's dialer {await self._process.wait_ended()}")

@@ -114,8 +114,7 @@ class Router:
     async def wait(self) -> str:
         """Return how the router ended, once it has, with the end of its log."""
         assert self._process is not None, "not started"
-        code = await self._process.wait()
-        return f"ended with code {code}. {self._process.log_tail()}"
+        return await self._process.wait_ended()
 
     async def stop(self) -> None:
         if self._process is not None:

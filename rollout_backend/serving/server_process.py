@@ -150,6 +150,10 @@ class ServerProcess:
         assert self._process is not None, "not started"
         return await self._process.wait()
 
+    async def wait_ended(self) -> str:
+        """Return how the process ended, once it has, with the end of its log."""
+        return f"ended with code {await self.wait()}. {self.log_tail()}"
+
     async def stop(self, grace_s: float = 5.0) -> None:
         """Send SIGTERM to the process and its children, and SIGKILL after `grace_s`. Do nothing if it never ran."""
         if self._process is None:
