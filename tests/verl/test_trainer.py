@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 import yaml
+from tenacity import AsyncRetrying, stop_after_delay, wait_fixed
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.report import StepReport
@@ -133,8 +134,11 @@ async def push(run: Any, folder: Path, version: int) -> None:
     words = command.split()
     url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/update_weights_from_disk"
     async with httpx.AsyncClient(timeout=60) as http:
-        reply = await http.post(url, json={"model_path": str(folder), "weight_version": str(version)})
-    assert reply.json()["success"], reply.text
+        # While calls of other rollouts run, the engine updates its weights, but does not flush its cache.
+        async for attempt in AsyncRetrying(stop=stop_after_delay(60), wait=wait_fixed(0.2), reraise=True):
+            with attempt:
+                reply = await http.post(url, json={"model_path": str(folder), "weight_version": str(version)})
+                assert reply.json()["success"], reply.text
 
 
 @pytest.mark.slow
