@@ -1,0 +1,88 @@
+"""AgentCore's data plane, with agents that publish ready-made results."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from typing import Any
+
+from agent_wrapper.contract import REQUEST_FIELD, Announcement, ResultTarget, RolloutRequest, result_key
+from emulated_aws.http_server import Answer, Request, Response, json_response
+from emulated_aws.ready_made import ReadyMadeResults
+from emulated_aws.s3 import S3
+from emulated_aws.sqs import ACCOUNT, REGION, Sqs
+
+ARN = f"arn:aws:bedrock-agentcore:{REGION}:{ACCOUNT}:runtime/load-0123456789"
+SESSION = b"x-amzn-bedrock-agentcore-runtime-session-id"
+
+
+class AgentCore:
+    """Invokes and stops of sessions whose agents run here. Its control plane answers AccessDenied."""
+
+    def __init__(self, s3: S3, sqs: Sqs, results: ReadyMadeResults, options: Any, calls: Counter[str]) -> None:
+        self._s3 = s3
+        self._sqs = sqs
+        self._results = results
+        self._agent_s, self._spread, self._latency_s = options.agent_s, options.spread, options.invoke_s
+        self._calls = calls
+        self._random = random.Random(0)
+        self._sessions: dict[str, asyncio.TimerHandle | None] = {}
+        self.invoked: list[float] = []
+        self.stopped: list[float] = []
+        self.published: dict[str, float] = {}  # keys
+
+    def handle(self, request: Request, answer: Answer) -> None:
+        session_id = request.text(SESSION)
+        if request.path.endswith("/invocations"):
+            self._calls["InvokeAgentRuntime"] += 1
+            self._invoke(session_id, request.body)
+            answer(
+                json_response(200, {"status": "accepted"}, f"{SESSION.decode()}: {session_id}\r\n"), self._latency_s
+            )
+        elif request.path.endswith(("/stopruntimesession", "/stop")):
+            self._calls["StopRuntimeSession"] += 1
+            answer(self._stop(session_id), self._latency_s)
+        else:
+            self._calls["control plane"] += 1
+            answer(_refused(403, "AccessDeniedException"), self._latency_s)
+
+    def _invoke(self, session_id: str, payload: bytes) -> None:
+        if session_id in self._sessions:
+            return
+        self.invoked.append(time.monotonic())
+        fields = json.loads(payload)[REQUEST_FIELD]
+        seconds = self._agent_s * (1 + self._spread * (2 * self._random.random() - 1))
+        loop = asyncio.get_running_loop()
+        self._sessions[session_id] = loop.call_later(seconds, self._publish, session_id, fields)
+
+    def _publish(self, session_id: str, fields: dict[str, Any]) -> None:
+        """Store and announce the result. The fields are the trainer's own, and not checked again."""
+        self._sessions[session_id] = None
+        target = fields["result"]
+        request = RolloutRequest.model_construct(**{**fields, "result": ResultTarget.model_construct(**target)})
+        key = result_key(target["prefix"], request.run_id, request.step, request.rollout_id)
+        if self._s3.has(target["bucket"], key):
+            return
+        self._s3.put(target["bucket"], key, *self._results.make(request, time.time()))
+        self.published[key] = time.monotonic()
+        if target["queue_url"] is not None:
+            self._sqs.send(target["queue_url"], Announcement(bucket=target["bucket"], key=key).encode())
+
+    def _stop(self, session_id: str) -> Response:
+        if session_id not in self._sessions:
+            return _refused(404, "ResourceNotFoundException")
+        timer = self._sessions.pop(session_id)
+        if timer is not None:
+            timer.cancel()
+        self.stopped.append(time.monotonic())
+        return json_response(200, {"runtimeSessionId": session_id, "statusCode": 200})
+
+    def reset(self) -> None:
+        self.invoked, self.stopped, self.published = [], [], {}
+
+
+def _refused(status: int, code: str) -> Response:
+    return json_response(status, {"message": code}, f"x-amzn-ErrorType: {code}\r\n")

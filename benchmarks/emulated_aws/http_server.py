@@ -1,0 +1,135 @@
+"""A small HTTP/1.1 server whose answers are delayed: each costs some 20 us of CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+
+class Request:
+    __slots__ = ("body", "headers", "method", "path", "query")
+
+    def __init__(self, method: str, target: str, headers: dict[bytes, bytes]) -> None:
+        self.method = method
+        path, _, self.query = target.partition("?")
+        self.path = unquote(path) if "%" in path else path
+        self.headers = headers
+        self.body = b""
+
+    def text(self, header: bytes) -> str:
+        return self.headers.get(header, b"").decode()
+
+    def arguments(self) -> dict[str, str]:
+        return dict(parse_qsl(self.query, keep_blank_values=True))
+
+
+@dataclass(slots=True)
+class Response:
+    status: int = 200
+    body: tuple[bytes, ...] = (b"",)
+    headers: str = ""  # each line ends in CRLF
+    length: int | None = None  # of a body that HEAD leaves out
+
+    def parts(self) -> tuple[bytes, ...]:
+        length = sum(map(len, self.body)) if self.length is None else self.length
+        head = f"HTTP/1.1 {self.status} x\r\nContent-Length: {length}\r\n{self.headers}\r\n"
+        return (head.encode(), *self.body)
+
+
+Answer = Callable[[Response, float], None]
+"""Sends the response after a latency in seconds."""
+Handler = Callable[[Request, Answer], None]
+
+
+class Connection(asyncio.Protocol):
+    """One HTTP/1.1 connection. `handle` answers each request once, after a latency."""
+
+    def __init__(self, handle: Handler) -> None:
+        self._handle = handle
+        self._buffer = b""
+        self._request: Request | None = None
+        self._missing = 0  # bytes of the body; -1: it is chunked
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer = self._buffer + data if self._buffer else data
+        while self._read_one():
+            pass
+
+    def _read_one(self) -> bool:
+        if self._request is None and not self._read_head():
+            return False
+        request = self._request
+        assert request is not None
+        body = self._take_body()
+        if body is None:
+            return False
+        request.body = _decoded(body) if b"aws-chunked" in request.headers.get(b"content-encoding", b"") else body
+        self._request = None
+        self._handle(request, self._answer)
+        return bool(self._buffer)
+
+    def _read_head(self) -> bool:
+        head, end, rest = self._buffer.partition(b"\r\n\r\n")
+        if not end:
+            return False
+        self._buffer = rest
+        first, *lines = head.split(b"\r\n")
+        headers = {}
+        for line in lines:
+            name, _, value = line.partition(b":")
+            headers[name.lower()] = value.strip()
+        method, target, _ = first.decode().split(" ")
+        self._request = Request(method, target, headers)
+        chunked = headers.get(b"transfer-encoding", b"").lower() == b"chunked"
+        self._missing = -1 if chunked else int(headers.get(b"content-length", b"0"))
+        if b"expect" in headers:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return True
+
+    def _take_body(self) -> bytes | None:
+        if self._missing < 0:
+            end = self._buffer.find(b"0\r\n\r\n")
+            if end < 0:
+                return None
+            body, self._buffer = self._buffer[:end], self._buffer[end + 5 :]
+            return _decoded(body + b"0\r\n")
+        if len(self._buffer) < self._missing:
+            return None
+        body, self._buffer = self._buffer[: self._missing], self._buffer[self._missing :]
+        return body
+
+    def _answer(self, response: Response, latency_s: float) -> None:
+        if latency_s:
+            self._loop.call_later(latency_s, self._send, response)
+        else:
+            self._send(response)
+
+    def _send(self, response: Response) -> None:
+        if not self._transport.is_closing():
+            for part in response.parts():
+                self._transport.write(part)
+
+
+def _decoded(chunked: bytes) -> bytes:
+    """Return a chunked body without its framing, signatures and trailers."""
+    parts, at = [], 0
+    while True:
+        end = chunked.index(b"\r\n", at)
+        size = int(chunked[at:end].split(b";")[0], 16)
+        if not size:
+            return b"".join(parts)
+        parts.append(chunked[end + 2 : end + 2 + size])
+        at = end + 2 + size + 2
+
+
+def json_response(status: int, value: object, headers: str = "") -> Response:
+    content = "Content-Type: application/x-amz-json-1.0\r\nx-amzn-RequestId: 1\r\n"
+    return Response(status, (json.dumps(value).encode(),), content + headers)
