@@ -15,8 +15,8 @@ demo: engine  ## 64 real rollouts of a real agent on this machine
 # `make test ROOM=gateway` runs the tests of one folder of tests/, `ROOM=rendering/families` those of a folder in it.
 ROOM ?=
 IN_VERL := $(filter verl verl/%,$(ROOM))
-# Two test processes: see ByFile in tests/conftest.py.
-PARALLEL := --numprocesses 2 --dist loadscope --no-loadscope-reorder
+# Three test processes, for many tests wait: see ByFile in tests/conftest.py.
+PARALLEL := --numprocesses 3 --dist loadscope --no-loadscope-reorder
 # Property tests draw the same examples in each run, except with --hypothesis-profile=explore.
 FIXED := $(PARALLEL) --hypothesis-profile=fixed
 EXPLORE := $(PARALLEL) --hypothesis-profile=explore
@@ -25,8 +25,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(ROOM),)
 test: lint engine verl  ## the quick tests, each invariant at least once; `ROOM=gateway` runs one folder, without the engine
-	$(RUN)/pytest $(FIXED) -m "not slow" --durations 20
-	$(VERL)/bin/pytest tests/verl $(FIXED) -m "not slow" --durations 10
+	@echo "the tests of tests/verl run meanwhile, and print their output last"
+	@$(VERL)/bin/pytest tests/verl --numprocesses 0 --hypothesis-profile=fixed -m "not slow" --durations 10 \
+	  > $(VERL)/tests.log 2>&1 & verl=$$!; \
+	$(RUN)/pytest $(FIXED) -m "not slow" --durations 20; main=$$?; \
+	wait $$verl; verl=$$?; cat $(VERL)/tests.log; exit $$((main | verl))
 else
 test: setup $(if $(IN_VERL),verl)
 	$(if $(IN_VERL),$(VERL)/bin,$(RUN))/pytest tests/$(ROOM) $(FIXED) -m "not slow and not engine" --durations 10

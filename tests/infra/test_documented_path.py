@@ -185,7 +185,14 @@ def test_a_documented_config_gives_agents_the_context_that_the_model_has(where, 
     assert tokens == model.get("context_length", 32_768)
 
 
-@pytest.mark.parametrize("where", ["examples/arithmetic/config.yaml", "docs/security.md-0", "docs/deploy.md-1"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "examples/arithmetic/config.yaml",
+        "docs/security.md-0",
+        pytest.param("docs/deploy.md-1", marks=pytest.mark.slow),
+    ],
+)
 async def test_a_first_step_with_the_stacks_roles_alone(deploy, where, tmp_path):
     account = await deploy(**parameters_of(CONFIGS[where]))
     collect = {**CONFIGS[where].get("collect", {}), "list_after_idle_s": 1.0, "list_interval_s": 0.3}

@@ -15,7 +15,7 @@ from rollout_backend.simulation.faults import Faults
 from rollout_backend.simulation.mutants import MUTANTS
 from rollout_backend.simulation.run import simulate
 
-SEEDS = range(100)
+SEEDS = range(60)
 
 
 def run(work):
