@@ -27,6 +27,9 @@ def v1_fields(
 ) -> dict[str, Any]:
     """Return the TransferQueue fields of a row: unpadded 1-D tensors, the same set of fields for every row.
 
+    The tensors share memory with the row and with each other, so they are for reading. verl's
+    `list_of_dict_to_tensordict` copies them.
+
     Args:
         row: The row.
         base: The prompt's columns from the dataset, with `uid` and `session_id`.
@@ -39,21 +42,20 @@ def v1_fields(
         ConfigError: the row has images and `vision` is None.
     """
     _check_logprobs(row, logprobs)
-    response = torch.tensor(row.response)
-    mask = torch.tensor(row.response_mask)
-    ids = torch.cat([torch.tensor(row.prompt), response])
-    known = {"rollout_log_probs": torch.tensor(row.logprobs)} if logprobs else {}
+    ids = torch.from_numpy(row.tokens)
+    mask = torch.from_numpy(row.response_mask)
+    known = {"rollout_log_probs": torch.from_numpy(row.logprobs)} if logprobs else {}
     multi_modal, positions = _multi_modal(row, ids, vision)
     return {
         **base,
         **known,
-        "prompts": torch.tensor(row.prompt),
-        "responses": response,
+        "prompts": ids[: row.prompt_tokens],
+        "responses": ids[row.prompt_tokens :],
         "response_mask": mask,
         "loss_mask": mask,
         "input_ids": ids,
         "position_ids": positions,
-        "rm_scores": torch.tensor(_scores(row)),
+        "rm_scores": torch.from_numpy(_scores(row)),
         "num_turns": row.turns,
         "multi_modal_inputs": multi_modal,
         "extra_fields": {"reward_extra_info": dict(reward_extra_info or {})},
@@ -70,9 +72,9 @@ def v1_tag(row: Row, global_steps: int, fallback: int | None = None) -> dict[str
     tokens, mean, oldest = row.versions(version)
     return {
         "status": "success",
-        "prompt_len": len(row.prompt),
+        "prompt_len": row.prompt_tokens,
         "response_len": len(row.response),
-        "seq_len": len(row.prompt) + len(row.response),
+        "seq_len": len(row.tokens),
         "global_steps": global_steps,
         "min_global_steps": oldest,
         "max_global_steps": version if row.max_version is None else row.max_version,
@@ -147,13 +149,18 @@ def legacy_batch(
         ValueError: logprobs are wanted of a re-tokenized row, or an image's size does not match its tokens.
         ConfigError: a row has images and `vision` is None.
     """
-    columns = _empty_columns(len(slots), prompt_length, response_length, pad_token_id)
-    retokenized = np.zeros(len(slots), dtype=bool)
-    turns = np.zeros(len(slots), dtype=np.int32)
-    missing = np.ones(len(slots), dtype=bool)
-    # For a vision model; otherwise positions follow from the attention mask.
-    positions = torch.zeros(len(slots), 4, prompt_length + response_length if vision else 0, dtype=torch.int64)
-    images = np.empty(len(slots), dtype=object)
+    count, length = len(slots), prompt_length + response_length
+    ids = np.full((count, length), pad_token_id, dtype=np.int64)
+    mask = np.zeros((count, response_length), dtype=np.int64)
+    scores, log_probs = np.zeros((2, count, response_length), dtype=np.float32)
+    starts = np.full(count, prompt_length - 1)  # of the tokens in a line; a missing rollout has one
+    stops = np.full(count, prompt_length)
+    retokenized = np.zeros(count, dtype=bool)
+    turns = np.zeros(count, dtype=np.int32)
+    missing = np.ones(count, dtype=bool)
+    # For a vision model; otherwise positions follow from the places of the tokens.
+    positions = torch.zeros(count, 4, length if vision else 0, dtype=torch.int64)
+    images = np.empty(count, dtype=object)
     images[:] = [{} for _ in slots]
     left_out = 0
     for i, rows in enumerate(slots):
@@ -162,23 +169,29 @@ def legacy_batch(
         row = max(reversed(rows), key=lambda row: row.trained_tokens)
         _check_logprobs(row, logprobs)
         left_out += sum(other.trained_tokens for other in rows) - row.trained_tokens
-        start, end = prompt_length - len(row.prompt), len(row.response)
-        columns["prompts"][i, start:] = row.prompt
-        columns["prompt_attention"][i, start:] = 1
-        columns["responses"][i, :end] = row.response
-        columns["response_attention"][i, :end] = 1
-        columns["response_mask"][i, :end] = row.response_mask
-        columns["rm_scores"][i, :end] = _scores(row)
-        columns["rollout_log_probs"][i, :end] = row.logprobs
+        start, end = prompt_length - row.prompt_tokens, len(row.response)
+        starts[i], stops[i] = start, prompt_length + end
+        ids[i, start : prompt_length + end] = row.tokens
+        mask[i, :end] = row.response_mask
+        scores[i, end - 1] = row.reward
+        log_probs[i, :end] = row.logprobs
         retokenized[i] = row.retokenized
         turns[i] = row.turns
         missing[i] = False
-        images[i], of_row = _multi_modal(row, torch.from_numpy(np.concatenate([row.prompt, row.response])), vision)
-        if vision is not None:
+        if vision is not None or row.images:
+            images[i], of_row = _multi_modal(row, torch.from_numpy(row.tokens), vision)
             positions[i, :, start : prompt_length + end] = of_row
-    if not logprobs:
-        del columns["rollout_log_probs"]
-    tensors = _joined(columns)
+    arrays = {
+        "prompts": ids[:, :prompt_length].copy(),
+        "responses": ids[:, prompt_length:].copy(),
+        "response_mask": mask,
+        "rm_scores": scores,
+        **({"rollout_log_probs": log_probs} if logprobs else {}),
+        "input_ids": ids,
+        "attention_mask": _attention(starts, stops, length),
+        **({} if vision else {"position_ids": _positions(starts, stops, length)}),
+    }
+    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
     if vision is not None:
         tensors["position_ids"] = positions
     return LegacyBatch(
@@ -191,31 +204,13 @@ def legacy_batch(
     )
 
 
-def _empty_columns(
-    count: int, prompt_length: int, response_length: int, pad_token_id: int
-) -> dict[str, NDArray[Any]]:
-    """Return the columns of rollouts without a row."""
-    prompt, response = (count, prompt_length), (count, response_length)
-    prompt_attention = np.zeros(prompt, dtype=np.int64)
-    prompt_attention[:, -1] = 1
-    return {
-        "prompts": np.full(prompt, pad_token_id, dtype=np.int64),
-        "prompt_attention": prompt_attention,
-        "responses": np.full(response, pad_token_id, dtype=np.int64),
-        "response_attention": np.zeros(response, dtype=np.int64),
-        "response_mask": np.zeros(response, dtype=np.int64),
-        "rm_scores": np.zeros(response, dtype=np.float32),
-        "rollout_log_probs": np.zeros(response, dtype=np.float32),
-    }
+def _attention(starts: NDArray[np.int64], stops: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Return 1 for the columns `[start, stop)` of each line, [B, length]."""
+    columns = np.arange(length)
+    return ((columns >= starts[:, None]) & (columns < stops[:, None])).astype(np.int64)
 
 
-def _joined(columns: dict[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
-    """Return the columns as verl names them, with those of prompt and response together."""
-    attention = np.concatenate([columns.pop("prompt_attention"), columns.pop("response_attention")], axis=1)
-    arrays = {
-        **columns,
-        "input_ids": np.concatenate([columns["prompts"], columns["responses"]], axis=1),
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(axis=1) - 1).clip(min=0),
-    }
-    return {name: torch.from_numpy(values) for name, values in arrays.items()}
+def _positions(starts: NDArray[np.int64], stops: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Return the places of the tokens `[start, stop)` of each line; padding repeats the nearest one, [B, length]."""
+    places = np.arange(length) - starts[:, None]
+    return np.clip(places, 0, (stops - starts - 1)[:, None], out=places)

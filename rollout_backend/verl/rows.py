@@ -40,8 +40,8 @@ from rollout_backend.verl.row_images import SeenImage
 class Row:
     """A segment as verl trains it: P >= 1 prompt tokens and R response tokens, of which the last is trained."""
 
-    prompt: NDArray[np.int64]  # [P]
-    response: NDArray[np.int64]  # [R]
+    tokens: NDArray[np.int64]  # [P + R]
+    prompt_tokens: int  # P
     response_mask: NDArray[np.int64]  # [R], 1 = sampled and trained
     logprobs: NDArray[np.float32]  # [R], from the engine; 0 where the mask is 0; all NaN if re-tokenized
     reward: float
@@ -50,14 +50,21 @@ class Row:
     mean_version: float | None  # over the trained tokens
     turns: int  # model calls with a token in the response
     index: int  # among the rollout's rows
+    trained_tokens: int
     truncated_tokens: int  # sampled, with a logprob, and not trained because they do not fit
     unknown_logprobs: int  # sampled, and not trained because they have no logprob
     retokenized: bool = False  # rendered from messages, so its tokens are a guess
     images: tuple[SeenImage, ...] = ()
 
     @property
-    def trained_tokens(self) -> int:
-        return int(self.response_mask.sum())
+    def prompt(self) -> NDArray[np.int64]:
+        """The first P tokens, which share the memory of `tokens`."""
+        return self.tokens[: self.prompt_tokens]
+
+    @property
+    def response(self) -> NDArray[np.int64]:
+        """The last R tokens, which share the memory of `tokens`."""
+        return self.tokens[self.prompt_tokens :]
 
     def versions(self, fallback: int) -> tuple[int, float, int]:
         """Return how many tokens are trained, and the mean and the oldest of their weight versions."""
@@ -114,44 +121,45 @@ def rows_of(rollout: Rollout, prompt_length: int, response_length: int, image_to
         cut = _cut(segment, prompt_length, response_length, image_token)
         truncated += cut.truncated
         unknown += cut.unknown
-        if cut.end:
+        if len(cut.trained):
             rows.append(_row(segment, cut, rollout, index=len(rows)))
     return Rows(tuple(rows), truncated, unknown, empty_segments=len(rollout.segments) - len(rows))
 
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """Where a segment's response begins and ends; `end` is 0 if it has no trained token."""
+    """A segment's response and its tokens: empty if there is no trained token."""
 
-    trained: NDArray[np.bool_]
     start: int
-    end: int
+    trained: NDArray[np.bool_]  # [R], the last is True
     truncated: int
     unknown: int
 
+    @property
+    def end(self) -> int:
+        return self.start + len(self.trained)
+
 
 def _cut(segment: Segment, prompt_length: int, response_length: int, image_token: int | None) -> _Cut:
-    sampled = np.asarray(segment.response_mask, dtype=bool)
-    known = sampled if segment.retokenized else sampled & np.isfinite(np.asarray(segment.logprobs, dtype=np.float32))
-    unknown = int(sampled.sum() - known.sum())
+    sampled = np.asarray(segment.response_mask).view(bool)
+    known = sampled if segment.retokenized else sampled & np.isfinite(np.asarray(segment.logprobs))
+    known_tokens = int(np.count_nonzero(known))
+    unknown = int(np.count_nonzero(sampled)) - known_tokens
     # A prompt needs a token, so a segment's first one is in the prompt even if it was sampled.
-    start = max(1, min(int(sampled.argmax()) if sampled.any() else 0, prompt_length))
-    trained = known.copy()
-    trained[:start] = False
-    trained[start + response_length :] = False
+    start = max(1, min(int(sampled.argmax()) if len(sampled) else 0, prompt_length))
+    stop = start + response_length
     if image_token is not None:
         without_image = np.flatnonzero(sampled & (np.asarray(segment.token_ids) == image_token))
-        trained[without_image[0] if len(without_image) else len(trained) :] = False
+        stop = min(stop, int(without_image[0])) if len(without_image) else stop
+    trained = known[start : max(start, stop)]
     places = np.flatnonzero(trained)
-    end = int(places[-1]) + 1 if len(places) else 0
-    return _Cut(trained, start, end, int(known.sum()) - len(places), unknown)
+    trained = trained[: int(places[-1]) + 1 if len(places) else 0]
+    return _Cut(start, trained, known_tokens - len(places), unknown)
 
 
 def _row(segment: Segment, cut: _Cut, rollout: Rollout, index: int) -> Row:
     assert rollout.reward is not None
-    tokens = np.asarray(segment.token_ids, dtype=np.int64)
-    trained = cut.trained[cut.start : cut.end]
-    logprobs = np.asarray(segment.logprobs, dtype=np.float32)[cut.start : cut.end]
+    logprobs = np.asarray(segment.logprobs)[cut.start : cut.end]
     turns = [turn for turn in segment.turns if max(turn.start, cut.start) < min(turn.end, cut.end)]
     versions: list[int | None] = []
     version_sum = 0  # over the trained tokens
@@ -159,21 +167,23 @@ def _row(segment: Segment, cut: _Cut, rollout: Rollout, index: int) -> Row:
         spans = [span for span in turn.weight_versions if max(span.start, cut.start) < min(span.end, cut.end)]
         versions += [_number(span.version) for span in spans] or [None]
         for span in spans:
-            of_span = cut.trained[max(span.start, cut.start) : min(span.end, cut.end)]
-            version_sum += (_number(span.version) or 0) * int(of_span.sum())
+            of_span = cut.trained[max(span.start - cut.start, 0) : span.end - cut.start]
+            version_sum += (_number(span.version) or 0) * int(np.count_nonzero(of_span))
     numbers = [version for version in versions if version is not None]
     known = len(numbers) == len(versions)
+    trained_tokens = int(np.count_nonzero(cut.trained))
     return Row(
-        prompt=tokens[: cut.start],
-        response=tokens[cut.start : cut.end],
-        response_mask=trained.astype(np.int64),
-        logprobs=logprobs if segment.retokenized else np.where(trained, logprobs, np.float32(0)),
+        tokens=np.asarray(segment.token_ids)[: cut.end].astype(np.int64),
+        prompt_tokens=cut.start,
+        response_mask=cut.trained.astype(np.int64),
+        logprobs=logprobs if segment.retokenized else np.where(cut.trained, logprobs, np.float32(0)),
         reward=rollout.reward,
         min_version=min(numbers) if known else None,
         max_version=max(numbers) if known else None,
-        mean_version=version_sum / int(trained.sum()) if known else None,
+        mean_version=version_sum / trained_tokens if known else None,
         turns=len(turns),
         index=index,
+        trained_tokens=trained_tokens,
         truncated_tokens=cut.truncated,
         unknown_logprobs=cut.unknown,
         retokenized=segment.retokenized,
