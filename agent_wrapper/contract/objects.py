@@ -104,6 +104,12 @@ Mask = Annotated[IntArray, _array_type("B", "mask bytes of 0 or 1"), _dump]
 Logprobs = Annotated[FloatArray, _array_type("f", "float32 logprobs"), _dump]
 
 
+def _has_negative(ids: array[int]) -> bool:
+    """Return whether an id has its sign bit set. `min` would take 40 % of the time of decoding a result."""
+    highest = ids.itemsize - 1 if sys.byteorder == "little" else 0
+    return not ids.tobytes()[highest :: ids.itemsize].isascii()
+
+
 def _image_bytes(value: object) -> object:
     if not isinstance(value, str):
         return value
@@ -230,7 +236,7 @@ class Segment(_WithImages):
         mask = self.response_mask.tobytes()
         if mask.count(0) + mask.count(1) != n:
             raise ValueError("mask has a value other than 0 and 1")
-        if n and min(self.token_ids) < 0:
+        if _has_negative(self.token_ids):
             raise ValueError("token_ids has a negative id")
         sampled = bytearray(n)
         last = 0

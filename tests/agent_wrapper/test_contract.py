@@ -408,6 +408,7 @@ def test_json_that_could_not_be_stored_in_the_compact_form_is_refused(number):
         ({"response_mask": [1, 1, 1]}, "not 1 exactly where the turns sampled"),
         ({"turns": []}, "not 1 exactly where the turns sampled"),
         ({"token_ids": [5, -6, 7]}, "negative id"),
+        ({"token_ids": [5, 6, -(2**31)]}, "negative id"),
         ({"token_ids": [5, 6, 2**31]}, "int32 token ids"),
         ({"token_ids": [5, 6, 7.5]}, "int32 token ids"),
         ({"token_ids": [5, 6, True]}, "not a number"),
