@@ -31,7 +31,7 @@ from agent_wrapper.heartbeat import send_heartbeats
 from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, failed
 from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.runner import Agent, Returned
-from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
+from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory, preload
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -355,8 +355,14 @@ class RolloutApp:
             return error
 
     async def _prepare(self, request: RolloutRequest) -> None:
+        """Load and make in the background, while the agent works, what the end of the rollout needs."""
+
+        def prepare() -> None:
+            preload()
+            self._publisher.prepare(request.result)
+
         try:
-            await _in_thread(lambda: self._publisher.prepare(request.result), "prepare")
+            await _in_thread(prepare, "prepare")
         except Exception as error:  # publishing will hit the same error and report it
             logger.info("the clients could not be made ahead: %s", describe(error))
 
