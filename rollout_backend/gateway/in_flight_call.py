@@ -33,6 +33,7 @@ class InFlightCall:
         self.prompt_tokens: int | None = None  # None until the prompt is rendered
         self.deltas: list[Delta] = []
         self.delivered = False
+        self.aborted = False  # for want of a listener; its task may still be ending
         self._listeners = 0
         self._changed = asyncio.Event()
         self._task: asyncio.Future[Answer] | None = None
@@ -106,7 +107,8 @@ class InFlightCall:
         self.delivered |= delivered
         if not self._listeners and self.answered:  # a later listener gets the answer in whole deltas
             self.deltas = _deltas_of(self.task.result())
-        return not self._listeners and self.task.cancel()
+        self.aborted = not self._listeners and self.task.cancel()
+        return self.aborted
 
     def _ended(self, task: asyncio.Future[Answer]) -> None:
         self.call = replace(self.call, messages=())

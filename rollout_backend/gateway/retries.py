@@ -69,7 +69,7 @@ class RetryCache:
             self._failed[asked.digest] -= 1
             return None
         for running in reversed(calls):
-            if not running.done or running.answered:
+            if running.answered or not (running.done or running.aborted):
                 return running
         return self._before.get(asked.digest)
 

@@ -1,5 +1,6 @@
 """Which repeated requests get the answer of the first, and which are new samples."""
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -65,6 +66,33 @@ def test_another_body_session_or_dialect_is_another_call(counting):
     assert said(post(counting, RETRY, session="s2")) == "3"
     answer = counting.post({**BODY, "max_tokens": 9}, headers=RETRY, path="/v1/messages")
     assert answer.json()["content"][0]["text"] == "4"
+
+
+async def test_a_retry_of_a_call_that_is_being_aborted_is_a_new_call():
+    """Its client disconnected, and the retry arrives before the engine has confirmed the abort."""
+    aborting, confirmed = asyncio.Event(), asyncio.Event()
+
+    async def sample():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            aborting.set()
+            await confirmed.wait()
+
+    cache, asked = RetryCache(), RequestKey("chat", b"body", RETRY)
+    running = InFlightCall(ModelCall("m", []), asked.digest)
+    task = running.start(sample())
+    cache.add(asked, running)
+    running.join()
+    assert cache.find(asked) is running
+    await asyncio.sleep(0)
+    running.leave()
+    await aborting.wait()
+    assert not running.done
+    assert cache.find(asked) is None
+    confirmed.set()
+    await asyncio.wait({task})
+    assert not len(cache)
 
 
 @pytest.mark.parametrize("stream", [False, True])
