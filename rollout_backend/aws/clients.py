@@ -1,0 +1,117 @@
+"""Open AWS clients with explicit timeouts and no hidden retries."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Any
+
+import aioboto3
+import aiohttp
+from aiobotocore.config import AioConfig
+from aiobotocore.session import AioSession
+from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError
+from botocore.loaders import Loader, create_loader
+from botocore.utils import deep_merge
+
+
+def client(
+    service: str,
+    *,
+    region: str,
+    endpoint_url: str | None = None,
+    connect_timeout_s: float = 5.0,
+    read_timeout_s: float = 30.0,
+    connections: int = 64,
+    retries: int = 0,
+    newer_fields: Mapping[str, Any] | None = None,
+) -> AbstractAsyncContextManager[Any]:
+    """Return an async context manager that opens a client of one service.
+
+    `retries` is the number of botocore's own retries. Leave it 0 for calls that are not idempotent, such as an
+    invoke. `newer_fields` is merged into botocore's model of the service: fields that this botocore does not know
+    yet.
+    """
+    config = AioConfig(
+        connect_timeout=connect_timeout_s,
+        read_timeout=read_timeout_s,
+        max_pool_connections=connections,
+        retries={"total_max_attempts": 1 + retries, "mode": "standard"},
+        s3={"addressing_style": "path"} if endpoint_url else {},
+        tcp_keepalive=True,
+    )
+    core = AioSession()
+    if newer_fields is None:
+        core.register_component("data_loader", _loader(core.get_config_variable("data_path")))
+    else:
+        loader = core.get_component("data_loader")  # keeps what it has loaded, and the client is made from that
+        deep_merge(loader.load_service_model(service, "service-2"), newer_fields)
+    core.register_component("credential_provider", _CredentialProvider(core.get_component("credential_provider")))
+    # Its types list every service by name, and lag behind the services.
+    session: Any = aioboto3.Session(botocore_session=core)
+    plain = endpoint_url is not None and endpoint_url.startswith("http://")
+    made: AbstractAsyncContextManager[Any] = session.client(
+        service,
+        region_name=region,
+        endpoint_url=endpoint_url,
+        config=config,
+        verify=False if plain else None,  # without TLS there is nothing to verify: spares reading the certificates
+    )
+    return made
+
+
+@functools.cache
+def _loader(data_path: str | None) -> Loader:
+    """Cache botocore's service models; loading one takes 0.3 s."""
+    return create_loader(data_path)
+
+
+class _CredentialProvider:
+    """A session's chain of credential providers. Other exceptions, such as those of a `credential_process` that
+    cannot be started or prints no JSON, become CredentialRetrievalError."""
+
+    def __init__(self, chain: Any) -> None:
+        self._chain = chain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chain, name)
+
+    async def load_credentials(self) -> Any:
+        with _retrieval():
+            credentials = await self._chain.load_credentials()
+        return credentials and _Credentials(credentials)
+
+
+class _Credentials:
+    """Credentials whose renewal raises only botocore's exceptions."""
+
+    def __init__(self, credentials: Any) -> None:
+        self._credentials = credentials
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._credentials, name)
+
+    async def get_frozen_credentials(self) -> Any:
+        with _retrieval(self.method):
+            return await self._credentials.get_frozen_credentials()
+
+
+@contextmanager
+def _retrieval(provider: str = "the AWS configuration") -> Iterator[None]:
+    try:
+        yield
+    except (BotoCoreError, ClientError):
+        raise
+    except Exception as error:
+        raise CredentialRetrievalError(provider=provider, error_msg=f"{type(error).__name__}: {error}") from error
+
+
+async def read_up_to(reply: aiohttp.ClientResponse, limit: int) -> bytes:
+    """Return the first `limit` bytes of a body, without reading the rest."""
+    data = bytearray()
+    async for piece in reply.content.iter_any():
+        data += piece
+        if len(data) >= limit:
+            break
+    return bytes(data[:limit])
