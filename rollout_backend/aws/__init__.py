@@ -1,6 +1,6 @@
 """AWS clients, and the meaning of their errors."""
 
-from rollout_backend.aws.clients import client, read_up_to
+from rollout_backend.aws.clients import Client, client, read_up_to
 from rollout_backend.aws.errors import (
     CALL_ERRORS,
     NO_ANSWER,
@@ -17,6 +17,7 @@ from rollout_backend.aws.errors import (
     status_of,
     was_sent,
 )
+from rollout_backend.aws.repeated_call import RepeatedCall
 
 __all__ = [
     "CALL_ERRORS",
@@ -24,6 +25,8 @@ __all__ = [
     "NO_CONNECTION",
     "NO_CREDENTIALS",
     "UNSIGNED",
+    "Client",
+    "RepeatedCall",
     "client",
     "code_of",
     "is_denied",

@@ -1,22 +1,43 @@
-"""Open AWS clients with explicit timeouts and no hidden retries."""
+"""Open aioboto3 clients with explicit timeouts and no hidden retries."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, cast
 
 import aioboto3
 import aiohttp
 from aiobotocore.config import AioConfig
+from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
 from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError
 from botocore.loaders import Loader, create_loader
 from botocore.utils import deep_merge
 
+from rollout_backend.aws.repeated_call import RepeatedCall
 
-def client(
+
+class Client:
+    """An aiobotocore client, with all its methods."""
+
+    def __init__(self, client: Any, http: AIOHTTPSession, retries: int) -> None:
+        self._client = client
+        self._http = http
+        self._retries = retries
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def repeated(self, method: str, **fixed: Any) -> RepeatedCall:
+        """Return a method that takes the arguments besides `fixed`, for calls that are made often. The endpoint must
+        follow from `fixed`."""
+        return RepeatedCall(self._client, self._http, method, fixed, retries=self._retries > 0)
+
+
+@asynccontextmanager
+async def client(
     service: str,
     *,
     region: str,
@@ -26,14 +47,21 @@ def client(
     connections: int = 64,
     retries: int = 0,
     newer_fields: Mapping[str, Any] | None = None,
-) -> AbstractAsyncContextManager[Any]:
-    """Return an async context manager that opens a client of one service.
+) -> AsyncIterator[Client]:
+    """Open a client of one service.
 
     `retries` is the number of botocore's own retries. Leave it 0 for calls that are not idempotent, such as an
     invoke. `newer_fields` is merged into botocore's model of the service: fields that this botocore does not know
     yet.
     """
+    sessions: list[AIOHTTPSession] = []
+
+    def http_session(**options: Any) -> AIOHTTPSession:
+        sessions.append(AIOHTTPSession(**options))
+        return sessions[-1]
+
     config = AioConfig(
+        http_session_cls=cast(type[AIOHTTPSession], http_session),
         connect_timeout=connect_timeout_s,
         read_timeout=read_timeout_s,
         max_pool_connections=connections,
@@ -51,14 +79,15 @@ def client(
     # Its types list every service by name, and lag behind the services.
     session: Any = aioboto3.Session(botocore_session=core)
     plain = endpoint_url is not None and endpoint_url.startswith("http://")
-    made: AbstractAsyncContextManager[Any] = session.client(
+    async with session.client(
         service,
         region_name=region,
         endpoint_url=endpoint_url,
         config=config,
         verify=False if plain else None,  # without TLS there is nothing to verify: spares reading the certificates
-    )
-    return made
+    ) as made:
+        [http] = sessions
+        yield Client(made, http, retries)
 
 
 @functools.cache

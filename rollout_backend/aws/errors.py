@@ -19,7 +19,12 @@ from botocore.parsers import ResponseParserError
 
 from rollout_backend.errors import CredentialsExpired, PreflightError
 
-NO_CONNECTION = (EndpointConnectionError, ConnectTimeoutError)
+NO_CONNECTION = (
+    EndpointConnectionError,
+    ConnectTimeoutError,
+    aiohttp.ClientConnectorError,
+    aiohttp.ConnectionTimeoutError,
+)
 NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
 # No call was sent.
 UNSIGNED = (*NO_CREDENTIALS, CredentialRetrievalError, MetadataRetrievalError, SSOError, TokenRetrievalError)

@@ -17,12 +17,13 @@ import logging
 import random
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_fixed
 
 from rollout_backend import aws
@@ -72,11 +73,20 @@ class AnnouncementQueue:
     def __init__(
         self, config: QueueConfig, url: str, dead_url: str | None, client: Any, stack: AsyncExitStack
     ) -> None:
-        self._config = config
         self.visibility_s = config.visibility_s
         self.url = url
         self.dead_url = dead_url  # None if the queue was given by its URL, and is not deleted
         self._sqs = client
+        self._receive = client.repeated(
+            "receive_message",
+            QueueUrl=url,
+            MaxNumberOfMessages=_BATCH,
+            WaitTimeSeconds=config.wait_s,
+            VisibilityTimeout=config.visibility_s,
+            AttributeNames=["SentTimestamp", "ApproximateReceiveCount"],
+        )
+        self._delete = client.repeated("delete_message_batch", QueueUrl=url)
+        self._change_visibility = client.repeated("change_message_visibility_batch", QueueUrl=url)
         self._stack = stack
 
     @classmethod
@@ -116,33 +126,18 @@ class AnnouncementQueue:
         Raises one of AWS_ERRORS, or CredentialsExpired.
         """
         try:
-            reply = await self._sqs.receive_message(
-                QueueUrl=self.url,
-                MaxNumberOfMessages=_BATCH,
-                WaitTimeSeconds=self._config.wait_s,
-                VisibilityTimeout=self._config.visibility_s,
-                AttributeNames=["SentTimestamp", "ApproximateReceiveCount"],
-            )
+            reply = await self._receive()
         except ClientError as error:
             aws.raise_if_expired(error, "SQS")
             raise
-        return [
-            Message(
-                body=item["Body"],
-                receipt=item["ReceiptHandle"],
-                message_id=item["MessageId"],
-                sent_at=int(item["Attributes"]["SentTimestamp"]) / 1000,
-                receive_count=int(item["Attributes"]["ApproximateReceiveCount"]),
-            )
-            for item in reply.get("Messages", ())
-        ]
+        return _messages(reply)
 
     async def delete(self, messages: Sequence[Message]) -> None:
         """Delete messages. One that is not deleted is received again, as a duplicate. Raises one of AWS_ERRORS."""
         for start in range(0, len(messages), _BATCH):
             batch = messages[start : start + _BATCH]
             entries = [{"Id": str(i), "ReceiptHandle": message.receipt} for i, message in enumerate(batch)]
-            reply = await self._sqs.delete_message_batch(QueueUrl=self.url, Entries=entries)
+            reply = await self._delete(Entries=entries)
             for failed in reply.get("Failed", ()):
                 log.warning("a message was not deleted and will be received again: %s", failed.get("Message"))
 
@@ -172,7 +167,7 @@ class AnnouncementQueue:
                 {"Id": str(i), "ReceiptHandle": message.receipt, "VisibilityTimeout": seconds(message)}
                 for i, message in enumerate(messages[start : start + _BATCH])
             ]
-            await self._sqs.change_message_visibility_batch(QueueUrl=self.url, Entries=entries)
+            await self._change_visibility(Entries=entries)
 
     async def aclose(self, *, delete: bool = True) -> None:
         """Close the client and delete the queues that were created for the run.
@@ -184,6 +179,22 @@ class AnnouncementQueue:
                 await delete_queues(self._sqs, self.url, self.dead_url)
         finally:
             await self._stack.aclose()
+
+
+def _messages(reply: Mapping[str, Any]) -> list[Message]:
+    try:
+        return [
+            Message(
+                body=item["Body"],
+                receipt=item["ReceiptHandle"],
+                message_id=item["MessageId"],
+                sent_at=int(item["Attributes"]["SentTimestamp"]) / 1000,
+                receive_count=int(item["Attributes"]["ApproximateReceiveCount"]),
+            )
+            for item in reply.get("Messages") or ()
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ResponseParserError(f"SQS's answer is not one to ReceiveMessage: {error!r}") from error
 
 
 async def delete_queues(sqs: Any, url: str, dead_url: str) -> None:

@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import random
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +20,6 @@ from typing import Any, Protocol, Self
 
 import aiohttp
 from botocore.exceptions import BotoCoreError, ClientError
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from agent_wrapper.contract import ContractError, probe_key, quarantine_prefix
 from rollout_backend import aws
@@ -31,7 +31,7 @@ _TRANSIENT = re.compile("Throttl|Timeout|SlowDown|LimitExceeded|Skewed|Conflict"
 _CONFLICTS = frozenset({"ConditionalRequestConflict", "NoSuchKey", "PreconditionFailed"})
 _EVIDENCE_BYTES = 4096
 _TRUNCATED = (aiohttp.ClientError, ConnectionError)  # errors while reading a body; botocore retries earlier ones
-_READS = 3  # attempts to read an object whose body is truncated
+_PAUSES_S = (0.1, 0.2)  # before an object whose body was truncated is read again
 _GET_S = 300.0  # limit for one object, so that an endless body does not block a fetch slot for ever
 _NO_ETAG = '"00000000000000000000000000000000"'  # matches no object
 
@@ -70,6 +70,7 @@ class ResultStore:
     def __init__(self, config: StorageConfig, client: Any, stack: AsyncExitStack) -> None:
         self.config = config
         self._s3 = client
+        self._get_object = client.repeated("get_object", Bucket=config.bucket)
         self._readable: str | None = None  # the last key that was read or written
         self._stack = stack
 
@@ -142,7 +143,8 @@ class ResultStore:
 
     async def get(self, key: str) -> bytes:
         """Return an object's bytes. Raises the same errors as `fetch`."""
-        return (await self.fetch(key)).body
+        body, _ = await self._read(key)
+        return body
 
     async def fetch(self, key: str) -> StoredObject:
         """Return an object. A truncated body is read again.
@@ -152,21 +154,28 @@ class ResultStore:
             ContractError: the object exceeds `storage.max_result_bytes`, or S3 refuses it permanently.
             StoreError: S3 did not answer.
         """
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_TRUNCATED),
-            stop=stop_after_attempt(_READS),
-            wait=wait_exponential_jitter(multiplier=0.1, max=1, jitter=0.1),
-            reraise=True,
-        )
+        body, headers = await self._read(key)
+        return StoredObject(body, headers.get("etag", ""), _age_s(headers))
+
+    async def _read(self, key: str) -> tuple[bytes, Mapping[str, str]]:
+        """Return an object's bytes and headers. Raises the same errors as `fetch`."""
         try:
             async with asyncio.timeout(_GET_S):
-                stored: StoredObject = await retrying(self._read, key)
+                found = await self._read_whole(key)
         except ClientError as error:
             raise await self._explain_refusal(key, error) from error
         except aws.NO_ANSWER as error:
             raise StoreError(f"reading {key!r} from S3 failed: {error or 'no answer in time'}") from error
         self._readable = key
-        return stored
+        return found
+
+    async def _read_whole(self, key: str) -> tuple[bytes, Mapping[str, str]]:
+        for pause_s in _PAUSES_S:
+            try:
+                return await self._read_once(key)
+            except _TRUNCATED:
+                await asyncio.sleep(pause_s + 0.1 * random.random())  # noqa: S311  # no secret
+        return await self._read_once(key)
 
     async def _explain_refusal(self, key: str, error: ClientError) -> Exception:
         """Return the exception for a refused GET.
@@ -203,17 +212,17 @@ class ResultStore:
         async with reply["Body"] as body:
             return bool(await body.read())
 
-    async def _read(self, key: str) -> StoredObject:
+    async def _read_once(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         """Read an object once. Raises ContractError if it exceeds the cap, or one of `aws.CALL_ERRORS`."""
-        reply = await self._s3.get_object(Bucket=self.config.bucket, Key=key)
-        return StoredObject(await self._body(reply), str(reply.get("ETag", "")), _age_s(reply))
+        reply = await self._get_object(Key=key)
+        headers: Mapping[str, str] = reply["ResponseMetadata"]["HTTPHeaders"]
+        return await self._body(reply["Body"], headers), headers
 
-    async def _body(self, reply: Any) -> bytes:
-        headers = reply["ResponseMetadata"]["HTTPHeaders"]
-        size, cap = reply.get("ContentLength"), self.config.max_result_bytes
-        async with reply["Body"] as body:
+    async def _body(self, stream: Any, headers: Mapping[str, str]) -> bytes:
+        size, cap = headers.get("content-length"), self.config.max_result_bytes
+        async with stream as body:
             if size is not None:
-                if size > cap:
+                if int(size) > cap:
                     raise ContractError("object", f"has {size} bytes, more than the cap of {cap}")
                 return bytes(await body.read())
             if headers.get("transfer-encoding", "").lower() != "chunked":
@@ -307,11 +316,10 @@ class ResultStore:
         await self._stack.aclose()
 
 
-def _age_s(reply: Any) -> float:
+def _age_s(headers: Mapping[str, str]) -> float:
     """Return the object's age by the store's clock, or by the local clock if the response has no `Date` header."""
-    written = reply.get("LastModified")
+    written, date = headers.get("last-modified"), headers.get("date")
     if written is None:
         return 0.0
-    date = reply["ResponseMetadata"]["HTTPHeaders"].get("date")
     now = parsedate_to_datetime(date) if date else datetime.now(UTC)
-    return max(0.0, float((now - written).total_seconds()))
+    return max(0.0, (now - parsedate_to_datetime(written)).total_seconds())

@@ -13,12 +13,14 @@ from botocore.exceptions import ClientError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_backend.collect.queue import AWS_ERRORS, AnnouncementQueue, Message, queue_name
+from rollout_backend.collect.queue import AWS_ERRORS, AnnouncementQueue, Message, _messages, queue_name
 from rollout_backend.config import StorageConfig
 from rollout_backend.errors import PreflightError
+from rollout_backend.local.fault_proxy import Fault, Rule
 
 run_ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True)
 STORAGE = StorageConfig(bucket="bucket")
+ITEM = {"Body": "b", "ReceiptHandle": "r", "MessageId": "m"}  # of an answer to ReceiveMessage
 places = st.sampled_from([STORAGE, StorageConfig(bucket="other"), StorageConfig(bucket="bucket", prefix="team/")])
 
 
@@ -223,6 +225,25 @@ async def test_calls_to_a_deleted_queue_raise_an_aws_error(open_queue, sqs):
         await queue.receive()
     with pytest.raises(AWS_ERRORS):
         await queue.delete([message])
+
+
+@pytest.mark.parametrize("fault", [Fault.CUT_BODY, Fault.RESET_BODY, Fault.NO_LENGTH, Fault.TRUNCATE])
+async def test_a_truncated_answer_is_an_aws_error(faulty, open_queue, fault):
+    where, proxy = await faulty()
+    queue = await open_queue(where, wait_s=0)
+    assert await queue.receive() == []
+    proxy.rules.append(Rule("sqs:ReceiveMessage", fault))
+    with pytest.raises(AWS_ERRORS):
+        await queue.receive()
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [1, [1], [{}], [{**ITEM, "Attributes": None}], [{**ITEM, "Attributes": {"SentTimestamp": "now"}}]],
+)
+def test_an_answer_with_other_contents_is_an_aws_error(messages):
+    with pytest.raises(AWS_ERRORS, match="is not one to ReceiveMessage"):
+        _messages({"Messages": messages})
 
 
 async def test_a_message_stays_hidden_while_it_is_extended(open_queue, sqs):

@@ -41,7 +41,10 @@ class AgentCoreRuntime(AgentRuntime):
     def __init__(self, config: AgentCoreConfig, arn: str, data: Any, control: Any, stack: AsyncExitStack) -> None:
         self._config = config
         self.arn = arn
-        self._data = data
+        place = {"agentRuntimeArn": arn, "qualifier": config.qualifier}
+        content_types = {"contentType": "application/json", "accept": "application/json"}
+        self._invoke = data.repeated("invoke_agent_runtime", **place, **content_types)
+        self._stop = data.repeated("stop_runtime_session", **place)
         self._control = control
         self._stack = stack
         self.described: Mapping[str, Any] = {}  # GetAgentRuntime's answer; empty until `check` got one
@@ -130,14 +133,7 @@ class AgentCoreRuntime(AgentRuntime):
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         try:
-            reply = await self._data.invoke_agent_runtime(
-                agentRuntimeArn=self.arn,
-                runtimeSessionId=session_id,
-                qualifier=self._config.qualifier,
-                contentType="application/json",
-                accept="application/json",
-                payload=payload,
-            )
+            reply = await self._invoke(runtimeSessionId=session_id, payload=payload)
             async with asyncio.timeout(self._config.read_timeout_s), reply["response"] as body:
                 return await read_answer(body)
         except ClientError as error:
@@ -155,9 +151,7 @@ class AgentCoreRuntime(AgentRuntime):
 
     async def stop(self, session_id: str) -> None:
         try:
-            await self._data.stop_runtime_session(
-                agentRuntimeArn=self.arn, runtimeSessionId=session_id, qualifier=self._config.qualifier
-            )
+            await self._stop(runtimeSessionId=session_id, clientToken=str(uuid4()))
         except ClientError as error:
             if aws.status_of(error) == 404:
                 return

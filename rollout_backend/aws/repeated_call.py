@@ -1,0 +1,220 @@
+"""A method of an aiobotocore client for calls that are made often, at a quarter of the CPU time.
+
+aiobotocore evaluates endpoint rules, hooks and the user agent for each call. A `RepeatedCall` has aiobotocore prepare
+one request, and keeps what these result in. Each call is then serialized and signed by botocore, and sent over
+aiobotocore's connections, with its proxies, certificates and timeouts.
+
+Invariants:
+
+- Apart from ids and dates, a request equals the one that aiobotocore would send.
+- If the client retries, aiobotocore makes a failed call again, so retries, redirections and errors are those of
+  aiobotocore. Otherwise a call is sent once, and its errors are botocore's or aiohttp's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+import yarl
+from aiobotocore.httpsession import AIOHTTPSession
+from botocore.awsrequest import prepare_request_dict
+from botocore.exceptions import ClientError, ParamValidationError
+from botocore.parsers import ResponseParserError, create_parser
+from botocore.serialize import create_serializer
+from multidict import CIMultiDict
+
+from rollout_backend.aws.errors import CALL_ERRORS, status_of
+from rollout_backend.aws.signer import Request, Signer
+
+_FINAL = (403, 404)  # statuses that aiobotocore does not retry
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The way to one endpoint: aiobotocore's connections, and the proxy, if any."""
+
+    http: aiohttp.ClientSession
+    proxy: str | None
+    proxy_headers: dict[str, str]
+
+    @classmethod
+    async def of(cls, http: Any, url: str) -> _Route:
+        """Return the way that an AIOHTTPSession takes. It has no public name for it; aioboto3 pins its version."""
+        proxy = http._proxy_config.proxy_url_for(url)
+        return cls(await http._get_session(proxy), proxy, http._proxy_config.proxy_headers_for(url))
+
+    async def send(self, request: Request) -> aiohttp.ClientResponse:
+        return await self.http.request(
+            request.method,
+            yarl.URL(request.url, encoded=True),
+            headers=request.headers,
+            data=request.body or None,
+            proxy=self.proxy,
+            proxy_headers=self.proxy_headers,
+        )
+
+
+@dataclass(frozen=True)
+class _Template:
+    """What the requests of all calls have in common."""
+
+    endpoint: str
+    headers: dict[str, str]  # besides those that follow from the arguments
+    context: dict[str, Any]  # of botocore, for the signer
+    signer: Signer
+    route: _Route
+
+
+class _Prepared(BaseException):
+    """Carries botocore's event `before-sign` out of a call, which is then not sent."""
+
+    def __init__(self, event: dict[str, Any]) -> None:
+        super().__init__()
+        self.event = event
+
+
+_preparing: ContextVar[bool] = ContextVar("_preparing", default=False)  # whether the current task prepares a call
+
+
+def _before_sign(**event: Any) -> None:
+    if _preparing.get():
+        raise _Prepared(event)
+
+
+class RepeatedCall:
+    """One method of a client, with some arguments fixed. `Client.repeated` makes one."""
+
+    def __init__(
+        self, client: Any, http: AIOHTTPSession, method: str, fixed: dict[str, Any], *, retries: bool
+    ) -> None:
+        """`retries` says whether the client retries."""
+        service = client.meta.service_model
+        self._client = client
+        self._http = http
+        self._method = method
+        self._fixed = fixed
+        self._retries = retries
+        self._model = service.operation_model(client.meta.method_to_api_mapping[method])
+        streams = self._model.has_streaming_output
+        self._stream = str(self._model.output_shape.serialization["payload"]) if streams else ""
+        self._serializer = create_serializer(service.resolved_protocol)
+        self._parser = create_parser(service.resolved_protocol)
+        self._template: _Template | None = None
+        event = f"before-sign.{service.service_id.hyphenize()}.{self._model.name}"
+        client.meta.events.register_last(event, _before_sign, unique_id=event)
+
+    async def __call__(self, **arguments: Any) -> dict[str, Any]:
+        """Return the members of the response's JSON body. Of a streamed response, return the stream, which must be
+        entered, and the headers, as in aiobotocore's `ResponseMetadata`.
+
+        Raises one of `CALL_ERRORS`.
+        """
+        arguments = {**self._fixed, **arguments}
+        try:
+            template = self._template or await self._prepare(arguments)
+            if not template.signer.supported:
+                return await self._call(arguments)
+            response = await self._send(template, arguments)
+            if response.status >= 300:
+                raise self._refusal(response, await response.read())
+            if self._stream:
+                return {self._stream: response, "ResponseMetadata": {"HTTPHeaders": _headers(response)}}
+            body = await response.read()
+        except CALL_ERRORS as error:
+            if not self._retries or _is_final(error):
+                raise
+            return await self._fall_back(arguments, error)
+        return self._parse(body)
+
+    async def _fall_back(self, arguments: dict[str, Any], error: BaseException) -> dict[str, Any]:
+        self._template = None  # S3 may redirect aiobotocore to the region of the bucket
+        if not isinstance(error, ClientError) or status_of(error) >= 500:
+            await asyncio.sleep(random.random())  # noqa: S311  # as long as botocore before its first retry
+        return await self._call(arguments)
+
+    async def _call(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return dict(await getattr(self._client, self._method)(**arguments))
+
+    async def _prepare(self, arguments: dict[str, Any]) -> _Template:
+        token = _preparing.set(True)
+        try:
+            await self._call(arguments)
+        except _Prepared as prepared:
+            self._template = await self._make_template(arguments, **prepared.event)
+            return self._template
+        finally:
+            _preparing.reset(token)
+        raise AssertionError("unreachable: each call is signed")
+
+    async def _make_template(
+        self,
+        arguments: dict[str, Any],
+        *,
+        request: Any,
+        signing_name: str,
+        region_name: str,
+        signature_version: str,
+        request_signer: Any,
+        **_: Any,
+    ) -> _Template:
+        given = self._serializer.serialize_to_request(arguments, self._model)
+        scheme = request.context.get("signing", {})  # of the endpoint, if it differs from the client's
+        service, region = scheme.get("signing_name", signing_name), scheme.get("region", region_name)
+        more = {name: value for name, value in request.headers.items() if name not in given["headers"]}
+        return _Template(
+            endpoint=request.url.partition("?")[0].removesuffix(given["url_path"]),
+            headers={"Host": yarl.URL(request.url).host_port_subcomponent or "", **more},
+            context=request.context,
+            signer=Signer(request_signer, signature_version, service, region),
+            route=await _Route.of(self._http, request.url),
+        )
+
+    async def _send(self, template: _Template, arguments: dict[str, Any]) -> aiohttp.ClientResponse:
+        given = self._serializer.serialize_to_request(arguments, self._model)
+        prepare_request_dict(given, template.endpoint, dict(template.context))
+        request = Request(
+            given["method"],
+            given["url"],
+            CIMultiDict({**template.headers, **given["headers"]}),
+            given["body"],
+            given["context"],
+        )
+        await template.signer.sign(request)
+        request.headers["amz-sdk-invocation-id"] = str(uuid4())
+        request.headers["amz-sdk-request"] = "attempt=1"
+        request.headers["Accept-Encoding"] = "identity"
+        return await template.route.send(request)
+
+    def _refusal(self, response: aiohttp.ClientResponse, body: bytes) -> ClientError:
+        answer = {"status_code": response.status, "headers": _headers(response), "body": body}
+        try:
+            parsed = self._parser.parse(answer, self._model.output_shape)
+        except (AttributeError, TypeError) as error:  # JSON, but no object: a proxy's answer
+            raise ResponseParserError(f"{self._model.name} is answered {response.status}: {body[:200]!r}") from error
+        kind: type[ClientError] = self._client.exceptions.from_code(parsed.get("Error", {}).get("Code"))
+        return kind(parsed, self._model.name)
+
+    def _parse(self, body: bytes) -> dict[str, Any]:
+        try:
+            reply = json.loads(body or b"{}")
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict):
+            raise ResponseParserError(f"the answer to {self._model.name} is not a JSON object: {body[:200]!r}")
+        return reply
+
+
+def _headers(response: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name.lower(): value for name, value in response.headers.items()}
+
+
+def _is_final(error: BaseException) -> bool:
+    """Return whether aiobotocore would get the same error again."""
+    return isinstance(error, ParamValidationError) or (isinstance(error, ClientError) and status_of(error) in _FINAL)

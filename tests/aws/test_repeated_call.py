@@ -1,0 +1,279 @@
+"""Repeated calls against aiobotocore's own: the same requests, the same errors."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.auth import S3SigV4Auth, SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import ReadOnlyCredentials
+from botocore.exceptions import ClientError, NoCredentialsError, ParamValidationError
+from botocore.parsers import ResponseParserError
+from multidict import CIMultiDict
+
+from rollout_backend import aws
+from rollout_backend.aws.signer import Request, Signer
+
+KEY = "runs/run/steps/0/task-a.0~1"
+ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/mine-0123456789"
+QUEUE = "https://sqs.us-east-1.amazonaws.com/123456789012/mine"
+SESSION = "s" * 40
+RUNTIME = {"agentRuntimeArn": ARN, "qualifier": "DEFAULT"}
+RETRIES = {"s3": 3, "sqs": 2, "bedrock-agentcore": 0}  # as the stores, queues and runtimes open them
+
+GET = ("s3", "get_object", {"Bucket": "my-bucket"}, {"Key": KEY})
+RECEIVE = (
+    "sqs",
+    "receive_message",
+    {"QueueUrl": QUEUE, "WaitTimeSeconds": 20, "AttributeNames": ["SentTimestamp"]},
+    {},
+)
+DELETE = ("sqs", "delete_message_batch", {"QueueUrl": QUEUE}, {"Entries": [{"Id": "0", "ReceiptHandle": "ü+/="}]})
+INVOKE = (
+    "bedrock-agentcore",
+    "invoke_agent_runtime",
+    {**RUNTIME, "contentType": "application/json", "accept": "application/json"},
+    {"runtimeSessionId": SESSION, "payload": b'{"q": 1}'},
+)
+STOP = ("bedrock-agentcore", "stop_runtime_session", RUNTIME, {"runtimeSessionId": SESSION, "clientToken": "t" * 33})
+CALLS = [
+    GET,
+    ("s3", "get_object", {"Bucket": "my-bucket"}, {"Key": "a b+c&d?e%f/ü//.."}),
+    ("s3", "get_object", {"Bucket": "my.dotted.bucket"}, {"Key": KEY}),
+    ("s3", "get_object", {"Bucket": "arn:aws:s3:us-east-1:123456789012:accesspoint/mine"}, {"Key": KEY}),
+    RECEIVE,
+    DELETE,
+    (
+        "sqs",
+        "change_message_visibility_batch",
+        {"QueueUrl": QUEUE},
+        {"Entries": [{"Id": "0", "ReceiptHandle": "r", "VisibilityTimeout": 3}]},
+    ),
+    INVOKE,
+    (*INVOKE[:3], {"runtimeSessionId": SESSION, "payload": b""}),
+    STOP,
+]
+ENVIRONMENTS = {
+    "default": {},
+    "FIPS": {"AWS_USE_FIPS_ENDPOINT": "true"},
+    "dual stack": {"AWS_USE_DUALSTACK_ENDPOINT": "true"},
+    "endpoint": {"AWS_ENDPOINT_URL": "http://emulator.example:4566/path"},
+    "session token": {"AWS_SESSION_TOKEN": "token"},
+}
+
+
+@pytest.fixture
+def frozen_clock(monkeypatch) -> None:
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    monkeypatch.setattr("botocore.auth.get_current_datetime", lambda *_, **__: now)
+
+
+def opened(service: str, **more: Any) -> Any:
+    return aws.client(service, **{"region": "us-east-1", "retries": RETRIES[service], **more})
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+@pytest.mark.parametrize(("service", "method", "fixed", "varying"), CALLS)
+async def test_a_request_equals_that_of_aiobotocore(
+    played_aws, frozen_clock, monkeypatch, environment, service, method, fixed, varying
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    async with opened(service) as client:
+        await getattr(client, method)(**fixed, **varying)
+        repeated = client.repeated(method, **fixed)
+        await repeated(**varying)
+        await repeated(**varying)
+    for sent in played_aws.sent:  # ids, and the order of the user agent's parts is arbitrary
+        del sent.headers["user-agent"], sent.headers["amz-sdk-invocation-id"]
+    expected, *repeats = played_aws.sent
+    assert "authorization" in expected.headers
+    assert repeats == [expected, expected]
+
+
+async def test_aiobotocore_prepares_one_request_and_sends_none(played_aws):
+    prepared = []
+    async with opened("s3") as client:
+        client.meta.events.register("before-call.s3.GetObject", lambda **event: prepared.append(event))
+        get = client.repeated("get_object", Bucket="my-bucket")
+        for name in "abc":
+            await get(Key=name)
+    assert len(prepared) == 1
+    assert [sent.url for sent in played_aws.sent] == [f"https://my-bucket.s3.amazonaws.com/{name}" for name in "abc"]
+
+
+async def test_calls_of_one_client_are_kept_apart(played_aws):
+    async with opened("s3") as client:
+        one, other = (client.repeated("get_object", Bucket=bucket) for bucket in ("one", "other"))
+        await one(Key="a")
+        await client.get_object(Bucket="third", Key="a", Range="bytes=0-0")
+        await other(Key="a")
+        await one(Key="a")
+    assert [sent.url.partition(".")[0] for sent in played_aws.sent] == [
+        f"https://{bucket}" for bucket in ("one", "third", "other", "one")
+    ]
+    assert ["range" in sent.headers for sent in played_aws.sent] == [False, True, False, False]
+
+
+async def test_renewed_credentials_are_used(played_aws, monkeypatch, tmp_path: Path):
+    """Credentials are renewed within minutes of their end, which these never leave."""
+    program, config = tmp_path / "keys.py", tmp_path / "config"
+    program.write_text(
+        "import datetime, json, pathlib, secrets\n"
+        "end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=60)\n"
+        "keys = {'AccessKeyId': secrets.token_hex(8), 'SecretAccessKey': 's', 'Expiration': end.isoformat()}\n"
+        "print(json.dumps({'Version': 1, **keys}))\n"
+    )
+    config.write_text(f"[default]\ncredential_process = {sys.executable} {program}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    async with opened("s3") as client:
+        get = client.repeated("get_object", Bucket="my-bucket")
+        for _ in range(3):
+            await get(Key=KEY)
+    assert len({sent.headers["authorization"].partition("/")[0] for sent in played_aws.sent}) == 3
+
+
+@pytest.mark.parametrize(("version", "botocores"), [("v4", SigV4Auth), ("s3v4", S3SigV4Auth)])
+@pytest.mark.parametrize("token", [None, "token"])
+@pytest.mark.parametrize("day", [1, 2])
+async def test_a_signature_equals_that_of_botocore(monkeypatch, version, botocores, token, day):
+    now = datetime(2026, 1, day, 3, 4, 5, tzinfo=UTC)
+    monkeypatch.setattr("botocore.auth.get_current_datetime", lambda *_, **__: now)
+    credentials = ReadOnlyCredentials("AK", f"secret {day}", token)
+    headers = {"Host": "h.example", "X-Amz-B": " a   b\tc ", "x-amz-a": "é", "User-Agent": "not signed", "B": ""}
+    url, body = "https://h.example/a%20b/../c?z=1&a=%2F&a=", b"body"
+
+    class OfClient:
+        async def get_auth_instance(self, *scope: str) -> Any:
+            return botocores(credentials, *scope[:2])
+
+    expected = AWSRequest("POST", url, headers, body)
+    botocores(credentials, "service", "region").add_auth(expected)
+    request = Request("POST", url, CIMultiDict(headers), body, {})
+    await Signer(OfClient(), version, "service", "region").sign(request)
+    assert request.headers["Authorization"] == expected.headers["Authorization"]
+
+
+# --- errors -----------------------------------------------------------------------------------------------
+
+XML = "<Error><Code>{}</Code><Message>Because.</Message><RequestId>R</RequestId></Error>"
+JSON = '{{"__type": "com.amazonaws#{}", "message": "Because."}}'
+NO_QUEUE = {"x-amzn-query-error": "AWS.SimpleQueueService.NonExistentQueue;Sender"}
+REFUSALS = [
+    (GET, 404, {}, XML.format("NoSuchKey")),
+    (GET, 403, {}, XML.format("AccessDenied")),
+    (GET, 400, {}, XML.format("ExpiredToken")),
+    (GET, 400, {}, "no XML"),
+    (RECEIVE, 400, NO_QUEUE, JSON.format("QueueDoesNotExist")),
+    (RECEIVE, 403, {}, JSON.format("AccessDenied")),
+    (DELETE, 400, {}, JSON.format("ExpiredTokenException")),
+    (INVOKE, 424, {"x-amzn-errortype": "RuntimeClientError:http://internal/"}, '{"message": "Because."}'),
+    (INVOKE, 402, {}, JSON.format("ServiceQuotaExceededException")),
+    (INVOKE, 429, {}, JSON.format("ThrottlingException")),
+    (INVOKE, 500, {}, "<html>no JSON</html>"),
+    (INVOKE, 503, {}, ""),
+    (INVOKE, 409, {}, '{"code": "RetryableConflictException", "Message": "Because."}'),
+    (STOP, 404, {}, JSON.format("ResourceNotFoundException")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "status", "headers", "body"), REFUSALS)
+async def test_a_refusal_is_that_of_aiobotocore(played_aws, call, status, headers, body):
+    service, method, fixed, varying = call
+    played_aws.answer = lambda sent: (status, headers, body.encode())
+    async with opened(service) as client:
+        with pytest.raises(ClientError) as expected:
+            await getattr(client, method)(**fixed, **varying)
+        with pytest.raises(ClientError) as caught:
+            await client.repeated(method, **fixed)(**varying)
+    assert type(caught.value).__name__ == type(expected.value).__name__
+    assert caught.value.response["Error"] == expected.value.response["Error"]
+    assert aws.status_of(caught.value) == aws.status_of(expected.value) == status
+
+
+async def test_what_a_retry_cannot_change_is_asked_once(played_aws):
+    async with opened("s3") as client:
+        for status in (403, 404):
+            played_aws.answer = lambda sent, status=status: (status, {}, XML.format("Why").encode())
+            with pytest.raises(ClientError):
+                await client.repeated("get_object", Bucket="my-bucket")(Key=KEY)
+    assert len(played_aws.sent) == 2
+
+
+@pytest.mark.parametrize("failure", [(500, {}, b""), (503, {}, JSON.format("X").encode()), (400, {}, b"{}")])
+async def test_aiobotocore_makes_a_failed_call_again(played_aws, monkeypatch, failure):
+    monkeypatch.setattr("random.random", lambda: 0.0)  # the pause
+    answers = iter([failure])
+    played_aws.answer = lambda sent: next(answers, (200, {}, b'{"Messages": []}'))
+    async with opened("sqs") as client:
+        assert (await client.repeated("receive_message", QueueUrl=QUEUE)())["Messages"] == []
+    assert len(played_aws.sent) == 2
+
+
+async def test_a_client_without_retries_sends_a_failed_call_once(played_aws):
+    played_aws.answer = lambda sent: (503, {}, b"")
+    async with opened("bedrock-agentcore") as client:
+        with pytest.raises(ClientError):
+            await client.repeated("stop_runtime_session", **RUNTIME)(runtimeSessionId=SESSION)
+    assert len(played_aws.sent) == 1
+
+
+async def test_a_bucket_in_another_region_is_found_once(played_aws):
+    def answer(sent):
+        if "eu-west-1" in sent.url:
+            return 200, {}, b"x"
+        return 301, {"x-amz-bucket-region": "eu-west-1"}, XML.format("PermanentRedirect").encode()
+
+    played_aws.answer = answer
+    async with opened("s3") as client:
+        get = client.repeated("get_object", Bucket="my-bucket")
+        for _ in range(3):
+            reply = await get(Key=KEY)
+            async with reply["Body"] as body:
+                assert await body.read() == b"x"
+    assert [sent.url for sent in played_aws.sent][-2:] == [f"https://my-bucket.s3.eu-west-1.amazonaws.com/{KEY}"] * 2
+    assert "/eu-west-1/s3/" in played_aws.sent[-1].headers["authorization"]
+    assert sum("eu-west-1" not in sent.url for sent in played_aws.sent) == 2, "the next calls know the region"
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"<html>", b'{"Messages": [', b"\xff"])
+async def test_an_answer_that_is_no_json_object_is_no_answer(played_aws, body):
+    played_aws.answer = lambda sent: (200, {}, body)
+    async with opened("sqs") as client:
+        with pytest.raises(ResponseParserError, match="the answer to ReceiveMessage is not a JSON object"):
+            await client.repeated("receive_message", QueueUrl=QUEUE)()
+
+
+@pytest.mark.parametrize("body", [b'"Forbidden"', b"[1]"])
+async def test_a_refusal_that_is_no_json_object_is_no_answer(played_aws, body):
+    played_aws.answer = lambda sent: (400, {}, body)
+    async with opened("bedrock-agentcore") as client:
+        with pytest.raises(ResponseParserError, match="StopRuntimeSession is answered 400"):
+            await client.repeated("stop_runtime_session", **RUNTIME)(runtimeSessionId=SESSION)
+
+
+async def test_a_call_with_invalid_arguments_is_not_sent(played_aws):
+    async with opened("bedrock-agentcore") as client:
+        stop = client.repeated("stop_runtime_session", **RUNTIME)
+        await stop(runtimeSessionId=SESSION)
+        with pytest.raises(ParamValidationError, match="valid min length: 33"):
+            await stop(runtimeSessionId="short")
+    assert len(played_aws.sent) == 1
+
+
+async def test_a_call_without_credentials_is_not_sent(played_aws, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    async with opened("bedrock-agentcore") as client:
+        with pytest.raises(NoCredentialsError):
+            await client.repeated("stop_runtime_session", **RUNTIME)(runtimeSessionId=SESSION)
+    assert played_aws.sent == []
