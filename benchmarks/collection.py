@@ -11,6 +11,7 @@ up, the trainer's process has one core, and the emulator another.
 - `calls`: to AWS, per rollout.
 - `closing`: from the last result until `collect` returns.
 - `peak`: resident memory of the trainer's process.
+- `others`: what other processes took of the trainer's core. Above some percent, the latencies mean nothing.
 
 The scenarios of the table are measured if none is named; `--rollouts` measures others:
 
@@ -54,7 +55,7 @@ AT_ONCE = 1e5  # sessions per second
 WARM_UP = 64
 COLUMNS = (
     "rollouts", "per s", "tokens", "p50 ms", "p99 ms", "max ms", "CPU ms", "of it sys", "rows ms", "calls",
-    "peak MiB", "closing s", "step s", "invokes/s",
+    "peak MiB", "closing s", "step s", "invokes/s", "others",
 )  # fmt: skip
 
 
@@ -96,6 +97,7 @@ class Measurement:
     calls: dict[str, int]
     invokes_per_s: float
     emulator_s: float  # of CPU
+    others: float  # part of the core's time
     outcomes: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -123,6 +125,7 @@ class Measurement:
             "step_s": self.seconds,
             "invokes_per_s": self.invokes_per_s,
             "emulator_cpu_ms": 1000 * self.emulator_s / n,
+            "others": self.others,
             "outcomes": self.outcomes,
         }
 
@@ -141,6 +144,7 @@ class Measurement:
             f"{self.closing_s:.2f}",
             f"{self.seconds:.1f}",
             f"{self.invokes_per_s:.0f}",
+            f"{self.others:.0%}",
         ]
 
 
@@ -173,23 +177,27 @@ def tasks_of(count: int) -> list[Task]:
     return [Task(f"task-{i}", {"question": f"What is {i} + {i}?", "answer": str(2 * i)}) for i in range(count)]
 
 
-async def measure(scenario: Scenario, url: str, work: Path, core: int) -> Measurement:
+async def measure(scenario: Scenario, url: str, work: Path, core: int, flame: str | None) -> Measurement:
     async with RolloutManager(settings(scenario, url, work)) as manager:
         pin(core)
         await manager.collect(tasks_of(WARM_UP))
         call(url, "reset")
         shutil.rmtree(work / "collection" / "rollouts")
         forget_peak()
-        had: dict[str, float] = {}
+        tasks, had = tasks_of(scenario.rollouts), dict[str, float]()
 
         def on_group(group: GroupResult) -> None:
             now = time.monotonic()
             had.update((rollout.rollout_id, now) for rollout in group.rollouts)
 
         emulator_s = call(url, "log")["cpu_s"]
+        if flame is not None:
+            record(flame)
+        busy_s = busy_seconds(core)
         before, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-        result = await manager.collect(tasks_of(scenario.rollouts), on_group=on_group)
+        result = await manager.collect(tasks, on_group=on_group)
         ended, after = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+        own_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
         peak = peak_bytes()
         log = call(url, "log")
         published = {key.rpartition("/")[2]: at for key, at in log["published"].items()}
@@ -206,8 +214,16 @@ async def measure(scenario: Scenario, url: str, work: Path, core: int) -> Measur
             calls=log["calls"],
             invokes_per_s=(len(invoked) - 1) / (invoked[-1] - invoked[0]),
             emulator_s=log["cpu_s"] - emulator_s,
+            others=max(0.0, busy_seconds(core) - busy_s - own_s) / (time.monotonic() - began),
             outcomes={outcome: count for outcome, count in result.report.outcomes.items() if count},
         )
+
+
+def busy_seconds(core: int) -> float:
+    """Return for how long the core has worked since the machine was started."""
+    [line] = [line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} ")]
+    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, line.split()[1:])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def make_rows(result: StepResult) -> float:
@@ -218,6 +234,15 @@ def make_rows(result: StepResult) -> float:
     for rollout in result.rollouts:
         assert rows_of(rollout, 1024, 1_000_000)
     return time.process_time() - began
+
+
+def record(flame: str) -> None:
+    """Sample this process's stacks until it ends: an SVG, or lines of text for a file that ends in .txt."""
+    kind = "raw" if flame.endswith(".txt") else "flamegraph"
+    command = f"py-spy record --pid {os.getpid()} --output {flame} --format {kind} --rate 200 --gil"
+    program, *arguments = command.split()
+    subprocess.Popen([Path(sys.executable).with_name(program), *arguments], stdout=subprocess.DEVNULL)
+    time.sleep(1)  # until it has begun
 
 
 def pin(core: int) -> None:
@@ -252,7 +277,7 @@ async def answers(url: str) -> bool:
     return True
 
 
-async def run(scenario: Scenario, work: Path) -> Measurement:
+async def run(scenario: Scenario, work: Path, flame: Path | None) -> Measurement:
     """Measure in a new process, with a new emulator."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -271,7 +296,8 @@ async def run(scenario: Scenario, work: Path) -> Measurement:
         await emulator.wait_healthy(lambda: answers(url), 60)
         assert emulator.pid is not None
         os.sched_setaffinity(emulator.pid, cores[-1:])
-        one = json.dumps({**dataclasses.asdict(scenario), "url": url, "work": str(work), "core": cores[0]})
+        where = {"url": url, "work": str(work), "core": cores[0], "flame": flame and str(flame)}
+        one = json.dumps({**dataclasses.asdict(scenario), **where})
         trainer = await asyncio.create_subprocess_exec(
             *(sys.executable, __file__, "--one", one),
             stdout=subprocess.PIPE,
@@ -288,8 +314,8 @@ async def run(scenario: Scenario, work: Path) -> Measurement:
 
 def measure_here(asked: dict[str, Any]) -> None:
     """Measure in this process, and print the measurement as JSON."""
-    url, work, core = asked.pop("url"), Path(asked.pop("work")), asked.pop("core")
-    found = asyncio.run(measure(Scenario(**asked), url, work / "runs", core))
+    url, work, core, flame = (asked.pop(name) for name in ("url", "work", "core", "flame"))
+    found = asyncio.run(measure(Scenario(**asked), url, Path(work) / "runs", core, flame))
     print(json.dumps(dataclasses.asdict(found)))
 
 
@@ -302,6 +328,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0.5, help="agents take up to this part more or less")
     parser.add_argument("--rows", action="store_true", help="make verl's rows too; needs verl's environment")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--flame", type=Path, help="write a flame graph of the step to this file (SVG, or .txt)")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
@@ -312,7 +339,7 @@ def main() -> None:
     table, found = Table(*COLUMNS), []
     for scenario in scenarios:
         with tempfile.TemporaryDirectory() as work:
-            measured = asyncio.run(run(scenario, Path(work)))
+            measured = asyncio.run(run(scenario, Path(work), options.flame))
         found.append(measured.summary())
         table.add_row(*measured.row())
         if measured.outcomes != {"completed": scenario.rollouts}:
