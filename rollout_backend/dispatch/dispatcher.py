@@ -39,6 +39,7 @@ from rollout_backend.errors import (
     RuntimeCallError,
     RuntimeUnavailable,
 )
+from rollout_backend.lazy_retry import retry
 from rollout_backend.runtimes.base import SessionCalls
 
 log = logging.getLogger(__name__)
@@ -105,18 +106,19 @@ class Dispatcher:
             last = await prepare(attempt)
             return last
 
-        attempts = AsyncRetrying(
-            retry=retry_if_exception(lambda error: isinstance(error, _RETRYABLE) and not _refused(error)),
-            stop=stop_after_attempt(self._max_attempts - ledger.entries[rollout_id].attempts),
-            wait=self._wait,
-            before_sleep=_log_retry(rollout_id, "attempt", logging.WARNING),
-            reraise=True,
-        )
+        before = ledger.entries[rollout_id].attempts
         running = False
         try:
-            async for attempt in attempts:
-                with attempt:
-                    running = await self._attempt(rollout_id, ledger, prepared, close, until)
+            running = await retry(
+                lambda: self._attempt(rollout_id, ledger, prepared, close, until),
+                lambda: AsyncRetrying(
+                    retry=retry_if_exception(lambda error: isinstance(error, _RETRYABLE) and not _refused(error)),
+                    stop=stop_after_attempt(self._max_attempts - before),
+                    wait=self._wait,
+                    before_sleep=_log_retry(rollout_id, "attempt", logging.WARNING),
+                    reraise=True,
+                ),
+            )
         except RuntimeCallError as error:
             ledger.settle(rollout_id, Outcome.INFRA_ERROR, error.reason, str(error))
         finally:
@@ -134,18 +136,16 @@ class Dispatcher:
     ) -> bool:
         """Make one attempt. Retry while the runtime refuses the invoke."""
         now = asyncio.get_running_loop().time
-        refusals = AsyncRetrying(
-            retry=retry_if_exception(_refused),
-            stop=lambda state: now() >= until,
-            wait=self._wait_refused,
-            before_sleep=_log_retry(rollout_id, "refusal", logging.INFO),
-            reraise=True,
+        return await retry(
+            lambda: self._invoke(rollout_id, ledger, prepare, close),
+            lambda: AsyncRetrying(
+                retry=retry_if_exception(_refused),
+                stop=lambda state: now() >= until,
+                wait=self._wait_refused,
+                before_sleep=_log_retry(rollout_id, "refusal", logging.INFO),
+                reraise=True,
+            ),
         )
-        accepted = False
-        async for call in refusals:
-            with call:
-                accepted = await self._invoke(rollout_id, ledger, prepare, close)
-        return accepted
 
     async def _invoke(
         self,

@@ -25,6 +25,7 @@ from rollout_backend.errors import (
     RuntimeUnavailable,
     Throttled,
 )
+from rollout_backend.lazy_retry import retry
 from rollout_backend.runtimes.base import SessionCalls
 
 log = logging.getLogger(__name__)
@@ -55,13 +56,13 @@ class SessionCloser:
             failed_at = now() if failed_at is None else failed_at
             return state.attempt_number >= _LEAST_TRIES and now() - failed_at >= self._retry_s
 
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_RETRYABLE), stop=enough, wait=self._wait, reraise=True
-        )
         try:
-            async for attempt in retrying:
-                with attempt:
-                    await self.stop_once(session_id, ledger, call)
+            await retry(
+                lambda: self.stop_once(session_id, ledger, call),
+                lambda: AsyncRetrying(
+                    retry=retry_if_exception_type(_RETRYABLE), stop=enough, wait=self._wait, reraise=True
+                ),
+            )
         except RuntimeCallError as error:
             log.warning("session %s would not close: %s", session_id, error)
             ledger.session_unclosed(session_id, str(error))
