@@ -29,11 +29,13 @@ class AdaptiveRate(TokenBucket):
         self.floor = min(_FLOOR_PER_S, ceiling / 4)
         self._lowered_at = float("-inf")
 
-    def granted(self, sent_at: float) -> None:
-        """Raise the rate a little: the runtime accepted a call that was sent at `sent_at`."""
-        if sent_at >= self._lowered_at:
-            per_s = (self.ceiling - self.floor) / _RECOVERY_S
-            self.rate = min(self.ceiling, self.rate + per_s / self.rate)
+    def granted(self, sent_at: float) -> bool:
+        """Raise the rate a little: the runtime accepted a call that was sent at `sent_at`. Return whether it rose."""
+        if sent_at < self._lowered_at or self.rate == self.ceiling:
+            return False
+        per_s = (self.ceiling - self.floor) / _RECOVERY_S
+        self.rate = min(self.ceiling, self.rate + per_s / self.rate)
+        return True
 
     def refused(self, sent_at: float, now: float) -> None:
         """Halve the rate and drop the burst, unless the call was sent before the last decrease."""
