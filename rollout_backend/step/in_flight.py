@@ -11,7 +11,9 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,9 +98,21 @@ class StepFiles:
         self._folder = folder
 
     def append(self, step: int, line: str) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with self._path(step).open("a") as file:
-            file.write(f"\n{line}")  # the last line may have been truncated when its writer was killed
+        try:
+            self._append(step, line)
+        except FileNotFoundError:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._append(step, line)
+
+    def _append(self, step: int, line: str) -> None:
+        data = f"\n{line}".encode()  # the last line may have been truncated when its writer was killed
+        # Each rollout writes four lines, and a file object costs three times as much as these calls.
+        descriptor = os.open(f"{self._folder}/{_name(step)}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            if os.write(descriptor, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
 
     def read(self, step: int) -> list[str]:
         try:
@@ -110,7 +124,11 @@ class StepFiles:
         self._path(step).unlink(missing_ok=True)
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"{step:08d}{SUFFIX}"
+        return self._folder / _name(step)
+
+
+def _name(step: int) -> str:
+    return f"{step:08d}{SUFFIX}"
 
 
 class NoLines:

@@ -69,8 +69,11 @@ def kill_in_the_middle(work, restart, tmp_path):
     async def kill_in_the_middle(bench, *tasks, **how) -> list:
         restart(bench)
         running = bench.start(*tasks, behave=lambda agents, request: work.behave(agents, request))
+        second = sorted(f"{task}.1" for task in tasks)
         await eventually(lambda: len(bench.kept) == len(tasks))
-        await eventually(lambda: len(bench.services.in_flight.running_attempts(0)) == len(tasks))
+        await eventually(
+            lambda: sorted(each.rollout_id for each in bench.services.in_flight.running_attempts(0)) == second
+        )
         left = [request for request in bench.agents.requests if request.rollout_id.endswith(".1")]
         await kill(bench, running, tmp_path)
         restart(bench, **how)
