@@ -84,14 +84,21 @@ class StepSessions:
             return
         self.services.in_flight.record_closed(self.step, session_id)
         self.services.heartbeats.forget([session_id])
-        closing = self.services.closer.close(session_id, self.ledger, call)
-        _, stopped = await asyncio.gather(self.revoke([session_id]), closing)
-        if stopped:
+        if not self._to_revoke and session_id not in self._revoked:
+            self.in_background(self._revoke_due())
+        self._add_to_revoke([session_id])
+        if await self.services.closer.close(session_id, self.ledger, call):
             self.services.in_flight.record_stopped(self.step, session_id)
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
         """Revoke each key once. Sessions that end during a call share the next one."""
-        self._to_revoke |= dict.fromkeys(each for each in session_ids if each not in self._revoked)
+        self._add_to_revoke(session_ids)
+        await self._revoke_due()
+
+    def _add_to_revoke(self, session_ids: Iterable[str]) -> None:
+        self._to_revoke.update((each, None) for each in session_ids if each not in self._revoked)
+
+    async def _revoke_due(self) -> None:
         async with self._revoking:
             due, self._to_revoke = list(self._to_revoke), {}
             if not due:
