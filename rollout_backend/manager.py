@@ -35,6 +35,7 @@ from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.tasks import Task, check_unique, planned_rollouts
 from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import CircuitOpen, RunHeld, ServingError
+from rollout_backend.garbage_collection import rare_full_collections
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.observe.progress import Progress
 from rollout_backend.run_services import RunServices
@@ -97,6 +98,7 @@ class RolloutManager:
         )
         async with AsyncExitStack() as stack:
             await run.start(stack, self._rollouts)
+            stack.callback(self.archive.close)
             stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
             self._run, self._stack = run, stack.pop_all()
         return self
@@ -152,6 +154,18 @@ class RolloutManager:
             CloudLost: the local cloud has ended.
             LedgerError: the ledger does not reconcile.
         """
+        with rare_full_collections():
+            return await self._collect(tasks, step, sampling, on_group, weights, same_weights)
+
+    async def _collect(
+        self,
+        tasks: Iterable[Task],
+        step: int | None,
+        sampling: Sampling | None,
+        on_group: Callable[[GroupResult], None],
+        weights: str,
+        same_weights: bool,
+    ) -> StepResult:
         run, wanted = self._started, check_unique(tasks)
         log.info("%s", check_ramp(self.config, run.limits, planned_rollouts(wanted, self.config.group)))
         number = next(self._numbers) if step is None else step
