@@ -37,7 +37,7 @@ class ResultDecoder:
         """
         self._run_id = run_id
         self._max_bytes = max_bytes
-        self._text_format = text_format
+        self.text_format = text_format
         self._verify = verify
         self._large = asyncio.Semaphore(1)
 
@@ -61,7 +61,7 @@ class ResultDecoder:
             run_id=self._run_id,
             step=name.step,
             rollout_id=name.rollout_id,
-            text_format=self._text_format,
+            text_format=self.text_format,
         )
         self._check(rollout, name)
         if self._verify is not None:

@@ -97,7 +97,9 @@ class ResultFetcher:
                 return await self.reject(sink, name, key, error, data)
         if self._retokenize is not None:
             rollout = await self._retokenize(rollout)
-        sink.on_result(rollout, announced_at, name.attempt is not None)
+        if self._retokenize is not None or self._decoder.text_format:
+            data = rollout.encode()
+        sink.on_result(rollout, data, announced_at, name.attempt is not None)
         return FetchStatus.HANDLED
 
     async def reject(

@@ -20,8 +20,11 @@ class ResultSink(Protocol):
         """Count an announcement that is not wanted: settled already, never planned, or of an abandoned attempt."""
         ...
 
-    def on_result(self, rollout: Rollout, announced_at: float | None, failure_marker: bool = False) -> None:
-        """Accept a valid result or failure marker. `announced_at` is None if it was found by listing."""
+    def on_result(
+        self, rollout: Rollout, data: bytes, announced_at: float | None, failure_marker: bool = False
+    ) -> None:
+        """Accept a valid result or failure marker, which is `data` in its encoded form. `announced_at` is None if it
+        was found by listing."""
         ...
 
     def on_invalid_result(self, rollout_id: str, error: ContractError) -> None:

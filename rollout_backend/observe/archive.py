@@ -4,13 +4,18 @@ RUN_DIR/rollouts/STEP/ROLLOUT_ID     the result, as read from S3
 RUN_DIR/steps/STEP.json              the step's report
 RUN_DIR/logs/                        logs of the servers that this run starts
 
-Invariant: S3 is the source of truth, so a disk that cannot be written loses these copies and nothing else.
+Invariants:
+
+- S3 is the source of truth, so a disk that cannot be written loses these copies and nothing else.
+- Results are written in a thread, so that a slow disk delays no other result. If `_MAX_PENDING` of them wait, the
+  caller writes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
 from agent_wrapper.contract import Rollout
@@ -19,21 +24,40 @@ from rollout_backend.core.report import StepReport
 
 log = logging.getLogger(__name__)
 
+_MAX_PENDING = 256  # results that are held in memory until they are written
+
 
 class RunArchive:
     """The run directory of one run."""
 
-    def __init__(self, run_dir: Path, write: Callable[[Path, bytes], None] = write_file) -> None:
-        """`write` replaces a file atomically, or raises OSError."""
+    def __init__(
+        self, run_dir: Path, write: Callable[[Path, bytes], None] = write_file, executor: Executor | None = None
+    ) -> None:
+        """`write` replaces a file atomically, or raises OSError. `executor` writes results; by default a thread."""
         self.run_dir = run_dir
         self.write = write
         self.logs = run_dir / "logs"
         self._failing = False  # the last write failed and was logged
+        self._executor = executor or ThreadPoolExecutor(1, "archive")
+        self._pending = 0
 
-    def write_rollout(self, rollout: Rollout) -> bool:
-        """Write a result. Return False if the write failed."""
+    def write_rollout(self, rollout: Rollout, data: bytes) -> Future[bool]:
+        """Write a result, which is `data` in its encoded form. The future's result is False if the write failed."""
         path = self.run_dir / "rollouts" / f"{rollout.step:08d}" / rollout.rollout_id
-        return self.try_to_write(path, rollout.encode())
+        if self._pending >= _MAX_PENDING:
+            written: Future[bool] = Future()
+            written.set_result(self.try_to_write(path, data))
+            return written
+        self._pending += 1
+        return self._executor.submit(self._write_pending, path, data)
+
+    def _write_pending(self, path: Path, data: bytes) -> bool:
+        self._pending -= 1  # a count that is one off for a moment only shifts the bound
+        return self.try_to_write(path, data)
+
+    def close(self) -> None:
+        """Wait until all results are written."""
+        self._executor.shutdown()
 
     def write_report(self, report: StepReport) -> Path | None:
         """Write a step's report and return its path; None if the write failed."""

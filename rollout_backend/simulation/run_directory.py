@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Any
 
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.observe.archive import RunArchive
@@ -49,6 +51,15 @@ class RunDirectory:
         return True
 
 
+class _Inline(Executor):
+    """Runs each call at once, so that a simulation has no threads. An error is raised to the caller."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
 class SimArchive(RunArchive):
     """A run directory on a disk that may be full."""
 
@@ -57,7 +68,7 @@ class SimArchive(RunArchive):
             if env.chance("disk_full"):
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        super().__init__(Path("run"), write)
+        super().__init__(Path("run"), write, _Inline())
 
 
 class SimInFlightLog(InFlightLog):

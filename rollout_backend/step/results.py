@@ -9,7 +9,9 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from concurrent.futures import Future
 
 from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.core.report import StepResult, failures_of, make_report
@@ -30,7 +32,7 @@ class StepResults:
         self._context = context
         self._groups = groups
         self._received: list[Rollout] = []
-        self._unarchived = 0
+        self._archived: list[Future[bool]] = []
         self._latencies: list[float] = []
         self._lags: list[float] = []
 
@@ -50,7 +52,9 @@ class StepResults:
     def record_duplicate(self, rollout_id: str) -> None:
         self._context.ledger.record_duplicate(rollout_id)
 
-    def on_result(self, rollout: Rollout, announced_at: float | None, failure_marker: bool = False) -> None:
+    def on_result(
+        self, rollout: Rollout, data: bytes, announced_at: float | None, failure_marker: bool = False
+    ) -> None:
         if not self.is_wanted(rollout.rollout_id):
             self.record_duplicate(rollout.rollout_id)
             return
@@ -60,7 +64,7 @@ class StepResults:
             self.record_duplicate(rollout.rollout_id)
             return
         services = self._context.services
-        self._unarchived += not services.archive(rollout)
+        self._archived.append(services.archive(rollout, data))
         self._received.append(rollout)
         self._groups[task.entry.planned.task_id].arrived.append(rollout)
         now = services.wall()
@@ -79,8 +83,15 @@ class StepResults:
         """Return the rewards that have arrived."""
         return [rollout.reward for rollout in self._received if rollout.reward is not None]
 
-    def summarize(self, *, seconds: float, refused: int, deadline_reached: bool) -> StepResult:
+    async def _unarchived(self) -> int:
+        """Wait until the results are in the run's folder, and return how many could not be written."""
+        writing = [asyncio.wrap_future(written) for written in self._archived if not written.done()]
+        await asyncio.gather(*writing, return_exceptions=True)
+        return sum(written.exception() is not None or not written.result() for written in self._archived)
+
+    async def summarize(self, *, seconds: float, refused: int, deadline_reached: bool) -> StepResult:
         """Return the result of a step that is over. `refused` counts the buffer's refused messages."""
+        unarchived = await self._unarchived()
         ledger = self._context.ledger
         groups = [group.result(ledger) for group in self._groups.values()]
         report = make_report(
@@ -91,7 +102,7 @@ class StepResults:
             self._latencies,
             self._lags,
             refused=refused,
-            unarchived=self._unarchived,
+            unarchived=unarchived,
             resumed=self.resumed,
             reattached=self.adopted,
             seconds=seconds,

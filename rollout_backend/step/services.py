@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -48,7 +49,7 @@ class StepServices:
     queue_url: str | None
     endpoint: Callable[[SessionClaims], ModelEndpoint]
     revoke: Callable[[Iterable[str]], Awaitable[None]]
-    archive: Callable[[Rollout], bool]  # writes each result that arrives to the run's folder; False if it could not
+    archive: Callable[[Rollout, bytes], Future[bool]]  # see `RunArchive.write_rollout`
     read_manifest: Callable[[int], Awaitable[Manifest | None]]
     write_manifest: Callable[[Manifest], Awaitable[None]]
     wall: Callable[[], float] = time.time  # unix seconds

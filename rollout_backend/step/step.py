@@ -136,7 +136,7 @@ class Step:
             raise self._aborted
         self.ledger.reconcile()
         await self._record_lost_tasks()
-        return self.results.summarize(
+        return await self.results.summarize(
             seconds=asyncio.get_running_loop().time() - began,
             refused=buffer.refused - refused_before,
             deadline_reached=self.deadline_reached,

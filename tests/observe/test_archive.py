@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,14 @@ from rollouts import make_rollout
 
 
 @pytest.fixture
-def archive(tmp_path: Path) -> RunArchive:
-    return RunArchive(tmp_path / "runs" / "a-run")
+def archive(tmp_path: Path) -> Iterator[RunArchive]:
+    archive = RunArchive(tmp_path / "runs" / "a-run")
+    yield archive
+    archive.close()
+
+
+def write(archive: RunArchive, rollout: Rollout) -> bool:
+    return archive.write_rollout(rollout, rollout.encode()).result()
 
 
 def report(step: int, planned: int = 0) -> StepReport:
@@ -28,7 +35,7 @@ def report(step: int, planned: int = 0) -> StepReport:
 
 def test_a_kept_rollout_is_found_by_its_id(archive):
     rollout = make_rollout("task-a.0", step=7, extras={"x": [1]})
-    archive.write_rollout(rollout)
+    write(archive, rollout)
     [path] = archive.find_rollout("task-a.0")
     assert path == archive.run_dir / "rollouts" / "00000007" / "task-a.0"
     assert Rollout.decode(path.read_bytes()).encode() == rollout.encode()
@@ -36,7 +43,7 @@ def test_a_kept_rollout_is_found_by_its_id(archive):
 
 def test_results_of_several_steps_are_found_oldest_first(archive):
     for step in (10, 9, 100):
-        archive.write_rollout(make_rollout("task-a.0", step=step))
+        write(archive, make_rollout("task-a.0", step=step))
     assert [path.parent.name for path in archive.find_rollout("task-a.0")] == ["00000009", "00000010", "00000100"]
 
 
@@ -45,27 +52,27 @@ def test_results_of_several_steps_are_found_oldest_first(archive):
 )
 def test_an_id_is_not_a_pattern_or_a_path(archive, wanted):
     assert archive.find_rollout("task-a.0") == []
-    archive.write_rollout(make_rollout("task-a.0"))
+    write(archive, make_rollout("task-a.0"))
     assert archive.find_rollout(wanted) == []
 
 
 def test_keeping_a_rollout_again_replaces_it(archive):
     for reward in (0.0, 1.0):
-        archive.write_rollout(make_rollout(reward=reward))
+        write(archive, make_rollout(reward=reward))
     [path] = archive.find_rollout("task-a.0")
     assert Rollout.decode(path.read_bytes()).reward == 1.0
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_failed_write_keeps_the_old_file_and_warns_once(archive, monkeypatch, caplog):
-    archive.write_rollout(make_rollout(reward=0.0))
+    write(archive, make_rollout(reward=0.0))
 
     def cut(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", cut)
-    assert not archive.write_rollout(make_rollout(reward=1.0))
-    assert not archive.write_rollout(make_rollout("task-b.0"))
+    assert not write(archive, make_rollout(reward=1.0))
+    assert not write(archive, make_rollout("task-b.0"))
     assert archive.write_report(report(3, planned=2)) is None
     assert caplog.text.count("No space left on device") == 1
     assert "Free space on the disk of output_dir" in caplog.text
@@ -73,7 +80,7 @@ def test_a_failed_write_keeps_the_old_file_and_warns_once(archive, monkeypatch, 
     [path] = archive.find_rollout("task-a.0")
     assert Rollout.decode(path.read_bytes()).reward == 0.0
     assert archive.find_rollout("task-b.0") == []
-    assert archive.write_rollout(make_rollout("task-b.0"))
+    assert write(archive, make_rollout("task-b.0"))
     assert len(archive.find_rollout("task-b.0")) == 1
 
 

@@ -16,7 +16,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.simulation.clock import VirtualLoop
 from rollout_backend.simulation.faults import Faults
 from rollout_backend.simulation.gateway import SimGateway
-from rollout_backend.simulation.run_directory import SimInFlightLog
+from rollout_backend.simulation.run_directory import SimArchive, SimInFlightLog
 from rollout_backend.simulation.runtime import SimRuntime
 from rollout_backend.simulation.s3 import BUCKET, SimStore
 from rollout_backend.simulation.sqs import SimQueue
@@ -68,7 +68,7 @@ class SimRun:
             queue_url=queue.url,
             endpoint=gateway.endpoint,
             revoke=gateway.revoke,
-            archive=lambda rollout: None,
+            archive=SimArchive(self.world).write_rollout,
             wall=self.world.wall,
             breaker=self.breaker,
             gateway=self.world.gateway.journal.journal_id,

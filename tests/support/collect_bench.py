@@ -44,7 +44,9 @@ class Sink:
         self.repeated.append(rollout_id)
         self._changed.set()
 
-    def on_result(self, rollout: Rollout, announced_at: float | None, failure_marker: bool = False) -> None:
+    def on_result(
+        self, rollout: Rollout, data: bytes, announced_at: float | None, failure_marker: bool = False
+    ) -> None:
         self.wanted.discard(rollout.rollout_id)
         self.arrived.append((rollout, announced_at))
         self._changed.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -212,9 +213,11 @@ class Bench:
     async def _revoke(self, sessions: Any) -> None:
         self.revoked += sessions
 
-    def _keep(self, rollout: Rollout) -> bool:
+    def _keep(self, rollout: Rollout, data: bytes) -> Future[bool]:
         self.kept.append(rollout)
-        return True
+        written: Future[bool] = Future()
+        written.set_result(True)
+        return written
 
     def replace(self, **services: Any) -> None:
         self.services = replace(self.services, **services)
