@@ -34,9 +34,11 @@ from emulated_aws.http_server import Answer, Connection, Request, Response, json
 from emulated_aws.ready_made import ReadyMadeResults
 from emulated_aws.s3 import S3
 from emulated_aws.sqs import ACCOUNT, Sqs
+from emulated_aws.toolkit_agents import ToolkitAgents
 
 from agent_wrapper.contract import REQUEST_FIELD
 
+AGENTS = {"ours": AgentCore, "toolkit": ToolkitAgents}
 _ENGINE_PATHS = ("/health", "/get_model_info", "/model_info", "/get_server_info", "/server_info", "/v1/models")
 
 
@@ -48,7 +50,7 @@ class Emulator:
         self._s3 = S3(options.s3_s, self._calls)
         self._sqs = Sqs(options.sqs_s, self._calls)
         results = ReadyMadeResults(options.tokens, options.secret)
-        self._agents = AgentCore(self._s3, self._sqs, results, options, self._calls)
+        self._agents = AGENTS[options.agents](self._s3, self._sqs, results, options, self._calls)
 
     def handle(self, request: Request, answer: Answer) -> None:
         path = request.path
@@ -181,7 +183,7 @@ async def _print_ceilings(port: int) -> None:
 
 def ceiling(port: int, tokens: int) -> None:
     quick = SimpleNamespace(
-        s3_s=0.0, sqs_s=0.0, invoke_s=0.0, agent_s=0.001, spread=0.0, tokens=tokens, secret="s" * 32
+        s3_s=0.0, sqs_s=0.0, invoke_s=0.0, agent_s=0.001, spread=0.0, tokens=tokens, secret="s" * 32, agents="ours"
     )
     server = multiprocessing.get_context("spawn").Process(target=run, args=(port, quick), daemon=True)
     server.start()
@@ -203,6 +205,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0.5, help="agents take up to this part more or less")
     parser.add_argument("--tokens", type=int, default=1200, help="per result; 1,200 are 10 KB, 16,000 are 110 KB")
     parser.add_argument("--secret", default="s" * 32, help="the run's `gateway.secret`, which seals the results")
+    parser.add_argument("--agents", choices=AGENTS, default="ours", help="agents with another project's wrapper")
     parser.add_argument("--ceiling", action="store_true", help="measure this program, and exit")
     options = parser.parse_args()
     if options.ceiling:

@@ -1,0 +1,86 @@
+"""Install rivals from the package index, each in a separate environment in the cache folder, with pinned versions.
+
+Invariant: a folder with its marker is complete. The marker comes last, under a file lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from filelock import FileLock
+
+from rollout_backend.serving.install import cache_dir
+
+NAMES = ("agentcore-rl-toolkit", "agentlightning", "rllm-model-gateway")
+_HERE = Path(__file__).parent
+_MARKER = "complete"
+_TAIL_LINES = 10
+
+
+class RivalFailed(Exception):
+    """A rival could not be installed, or did not do the work. The message carries the end of its output."""
+
+
+def version_of(name: str) -> str:
+    """Return the pinned version of a rival."""
+    pins = dict(line.split("==") for line in _pins(name).read_text().split())
+    return pins[name]
+
+
+def python_of(name: str) -> Path:
+    """Return the interpreter of a rival's environment, and install it unless it is there.
+
+    Raises:
+        RivalFailed: pip failed.
+    """
+    pins = _pins(name)
+    folder = cache_dir() / "rivals" / f"{name}-{hashlib.sha256(pins.read_bytes()).hexdigest()[:8]}"
+    python = folder / "bin" / "python"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if (folder / _MARKER).is_file():
+            return python
+        print(f"installing {name} {version_of(name)} into {folder}", file=sys.stderr, flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([sys.executable, "-m", "venv", str(folder)])
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        _run([*pip, "-r", str(pins)])
+        (folder / _MARKER).touch()
+    return python
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a rival's process: without this process's modules, and with keys for AWS."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return {
+        **env,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "HF_HUB_OFFLINE": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+
+
+def tail(output: str) -> str:
+    return "\n".join(output.splitlines()[-_TAIL_LINES:])
+
+
+def _pins(name: str) -> Path:
+    return _HERE / f"{name}.txt"
+
+
+def _run(argv: list[str]) -> None:
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RivalFailed(f"{argv[3:]} ended with {done.returncode}: {tail(done.stdout + done.stderr)}")
+
+
+if __name__ == "__main__":
+    for each in NAMES:
+        print(python_of(each))

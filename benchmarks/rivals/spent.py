@@ -1,0 +1,45 @@
+"""Note what a trainer's process spends on a step. It needs the standard library only: rivals' environments run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+
+class Step:
+    """A step whose rollouts are handed over with `receive`."""
+
+    def __init__(self, core: int) -> None:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), {core})
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of the memory starts again
+        self._had: dict[str, float] = {}
+        self._before, self._began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+
+    def receive(self, rollout_id: str) -> None:
+        """Note that the trainer has a rollout's result."""
+        self._had[rollout_id] = time.monotonic()
+
+    def print(self) -> None:
+        """Print what was spent as JSON, once everything is closed."""
+        ended, after = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+        [peak] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+        spent = {
+            "had": self._had,
+            "seconds": ended - self._began,
+            "closing_s": ended - max(self._had.values()),
+            "cpu_s": after.ru_utime + after.ru_stime - self._before.ru_utime - self._before.ru_stime,
+            "peak_mib": int(peak.split()[1]) / 1024,
+        }
+        print(json.dumps(spent), flush=True)
+
+
+def call(url: str, name: str) -> Any:
+    """Call the emulator's own interface."""
+    with urllib.request.urlopen(f"{url}/_emulator/{name}", timeout=60) as reply:
+        return json.load(reply)
