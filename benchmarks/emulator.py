@@ -25,6 +25,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
@@ -170,18 +171,22 @@ async def _cpu_s(port: int) -> float:
     return float(log["cpu_s"])
 
 
-async def _print_ceilings(port: int) -> None:
+async def _ceilings(port: int) -> dict[str, dict[str, float]]:
+    """Measure each call, and print what it takes."""
     while True:
         with contextlib.suppress(OSError):
             await _cpu_s(port)
             break
         await asyncio.sleep(0.05)
+    found = {}
     for name, make in _calls_of_a_run(port).items():
         per_s, cpu_s = await _measure(port, make, 2.0)
+        found[name] = {"calls_per_s": per_s, "cpu_us": cpu_s * 1e6}
         print(f"{name:26s} {per_s:8.0f} calls/s  {cpu_s * 1e6:6.0f} us CPU per call", flush=True)
+    return found
 
 
-def ceiling(port: int, tokens: int) -> None:
+def ceiling(port: int, tokens: int) -> dict[str, dict[str, float]]:
     quick = SimpleNamespace(
         s3_s=0.0, sqs_s=0.0, invoke_s=0.0, agent_s=0.001, spread=0.0, tokens=tokens, secret="s" * 32, agents="ours"
     )
@@ -191,8 +196,10 @@ def ceiling(port: int, tokens: int) -> None:
     assert server.pid is not None
     os.sched_setaffinity(server.pid, cores[-1:])
     os.sched_setaffinity(0, cores[:-1] or cores)
-    asyncio.run(_print_ceilings(port))
-    server.terminate()
+    try:
+        return asyncio.run(_ceilings(port))
+    finally:
+        server.terminate()
 
 
 def main() -> None:
@@ -207,9 +214,12 @@ def main() -> None:
     parser.add_argument("--secret", default="s" * 32, help="the run's `gateway.secret`, which seals the results")
     parser.add_argument("--agents", choices=AGENTS, default="ours", help="agents with another project's wrapper")
     parser.add_argument("--ceiling", action="store_true", help="measure this program, and exit")
+    parser.add_argument("--json", type=Path, help="write the ceiling to this file")
     options = parser.parse_args()
     if options.ceiling:
-        ceiling(options.port, options.tokens)
+        found = ceiling(options.port, options.tokens)
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1))
     else:
         run(options.port, options)
 

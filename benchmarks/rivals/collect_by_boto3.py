@@ -66,6 +66,8 @@ class Reference:
         missing.discard(rollout_id)
         self._wait()
         self._runtime.stop_runtime_session(agentRuntimeArn=self._arn, runtimeSessionId=f"{rollout_id:>40}")
+        if step is not None:
+            step.close_one()
 
     def _wait(self) -> None:
         """Wait for this call's turn. Invokes and stops share the rate."""

@@ -49,6 +49,8 @@ async def by_http(work: dict[str, Any], rollouts: int, step: Step | None) -> Non
             if step is not None:
                 step.receive(name)
             await client.stop_session(session_id)
+            if step is not None:
+                step.close_one()
 
         await asyncio.gather(*map(roll_out, range(rollouts)))
 

@@ -19,15 +19,20 @@ class Step:
             os.sched_setaffinity(int(thread), {core})
         Path("/proc/self/clear_refs").write_text("5")  # the peak of the memory starts again
         self._had: dict[str, float] = {}
+        self._closed = 0.0
         self._before, self._began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
 
     def receive(self, rollout_id: str) -> None:
         """Note that the trainer has a rollout's result."""
         self._had[rollout_id] = time.monotonic()
 
+    def close_one(self) -> None:
+        """Note that a rollout's session is closed, if that comes after its result."""
+        self._closed = time.monotonic()
+
     def print(self) -> None:
         """Print what was spent as JSON, once everything is closed."""
-        ended, after = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+        ended, after = max(self._closed, *self._had.values()), resource.getrusage(resource.RUSAGE_SELF)
         [peak] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
         spent = {
             "had": self._had,

@@ -1,0 +1,247 @@
+"""Tables of what the benchmarks have measured. Pure: the results come as the JSON that `run_all.py` writes.
+
+`results["parts"]` has the output of each benchmark by its name, or the reason why there is none in
+`results["failed"]`. A part that is missing has no table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Results = Mapping[str, Any]
+AT_ONCE = 1e5  # sessions per second, from which a work is called "at once"
+REFERENCE, BARE_PROXY = "boto3 in threads", "bare proxy"  # what the transport allows
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the summary. A rival without a figure is left out."""
+
+    part: str
+    work: str
+    name: str  # with its unit
+    ours: float
+    rivals: Mapping[str, float] = field(default_factory=dict)
+    floor: float | None = None
+    higher_is_better: bool = False
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times the floor ours takes, or which part of the floor's speed ours has."""
+        return self.ours / self.floor if self.floor else None
+
+    def cells(self) -> list[str]:
+        rivals = ", ".join(f"{shown(value)} ({name})" for name, value in self.rivals.items())
+        floor, ratio = ("" if value is None else shown(value) for value in (self.floor, self.ratio))
+        return [self.work, self.name, shown(self.ours), rivals, floor, ratio]
+
+
+SUMMARY = ("work", "figure", "ours", "rivals", "floor", "ours / floor")
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+    def text(self) -> str:
+        widths = [max(len(row[i]) for row in [self.header, *self.rows]) for i in range(len(self.header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in
+                 [self.header, *self.rows]]  # fmt: skip
+        return "\n".join([self.title, *lines])
+
+
+def shown(value: float) -> str:
+    """Return a number with three significant digits."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def summary(results: Results) -> Table:
+    return Table("summary", SUMMARY, [figure.cells() for figure in figures(results)])
+
+
+def figures(results: Results) -> list[Figure]:
+    parts = results["parts"]
+    found: list[Figure] = []
+    for part, of_part in FIGURES.items():
+        if part in parts:
+            found += of_part(parts)
+    return found
+
+
+# --- collection -------------------------------------------------------------------------------------------
+
+_COLLECTED = {"p50_s": "p50, s", "p99_s": "p99, s", "cpu_ms": "CPU per rollout, ms"}
+
+
+def _collection(parts: Mapping[str, Any]) -> Iterator[Figure]:
+    rivals = [one for one in parts.get("rival_collection", []) if "failed" not in one]
+    for ours in parts["collection"]:
+        same = {one["system"]: one for one in rivals if _work(one) == _work(ours)}
+        floor = same.pop(REFERENCE, None)
+        if same or floor:
+            for key, name in _COLLECTED.items():
+                of_rivals = {system: one[key] for system, one in same.items()}
+                yield Figure("collection", work_name(ours), name, ours[key], of_rivals, floor and floor[key])
+
+
+def _work(one: Mapping[str, Any]) -> tuple[Any, ...]:
+    return one["rollouts"], one["rate"], one["agent_s"], one["tokens"]
+
+
+def work_name(one: Mapping[str, Any]) -> str:
+    rate = "at once" if one["rate"] >= AT_ONCE else f"at {one['rate']:g}/s"
+    size = "" if one["tokens"] == 1200 else f" of {one['tokens']:,} tokens"
+    agents = "" if one["agent_s"] == 1 else f", agents of {one['agent_s']:g} s"
+    return f"{one['rollouts']:,} results{size} {rate}{agents}"
+
+
+def collection_tables(results: Results) -> Iterator[Table]:
+    """Yield one table of all systems. The closing is what is left to do when the trainer has the last result."""
+    parts = results["parts"]
+    header = ("work", "system", "p50, s", "p99, s", "CPU, ms", "calls", "closing, s", "step, s", "peak, MiB")
+    keys = ("p50_s", "p99_s", "cpu_ms", "calls", "closing_s", "step_s", "peak_mib")
+    rows = []
+    measured = [{"system": "ours", **one} for one in parts.get("collection", [])] + parts.get("rival_collection", [])
+    for work in dict.fromkeys(_work(one) for one in measured):
+        for one in measured:
+            if _work(one) == work and "failed" not in one:
+                calls = {**one, "calls": sum(one["calls"].values())}
+                rows.append([work_name(one), one["system"], *(shown(calls[key]) for key in keys)])
+    if rows:
+        yield Table("collection", header, rows)
+
+
+# --- gateway ----------------------------------------------------------------------------------------------
+
+
+def _gateway(parts: Mapping[str, Any]) -> Iterator[Figure]:
+    rivals = [one for one in parts.get("rival_gateways", {"rows": []})["rows"] if "failed" not in one]
+    for ours in parts["gateway"]["rows"]:
+        same = {one["system"]: one for one in rivals if _load(one) == _load(ours)}
+        floor = same.pop(BARE_PROXY, None)
+        if same or floor:
+            for key, name in _load_figures(ours):
+                of_rivals = {system: one[key] for system, one in same.items() if one[key] is not None}
+                more = key == "calls_per_s"
+                yield Figure("gateway", load_name(ours), name, ours[key], of_rivals, floor and floor[key], more)
+
+
+def _load(one: Mapping[str, Any]) -> tuple[Any, ...]:
+    return one["history"], one["stream"], one["asked_in_flight"], one["rate"]
+
+
+def _load_figures(one: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if one["rate"] is None:
+        return [("cpu_ms", "CPU per call, ms"), ("calls_per_s", "calls/s")]
+    return [("added_p50_ms", "added p50, ms"), ("added_p99_ms", "added p99, ms")]
+
+
+def load_name(one: Mapping[str, Any]) -> str:
+    kind = "streamed calls" if one["stream"] else "calls"
+    rate = "without a pause" if one["rate"] is None else f"at {one['rate']:g}/s"
+    return f"{kind} with {one['history']:,} tokens {rate}, {one['asked_in_flight']:,} in flight"
+
+
+def gateway_tables(results: Results) -> Iterator[Table]:
+    parts = results["parts"]
+    header = ("work", "system", "calls/s", "CPU, ms", "added p50, ms", "added p99, ms", "KiB per session", "errors")
+    keys = ("calls_per_s", "cpu_ms", "added_p50_ms", "added_p99_ms", "session_kib")
+    ours = [{"system": "ours", **one} for one in parts.get("gateway", {"rows": []})["rows"]]
+    measured = ours + parts.get("rival_gateways", {"rows": []})["rows"]
+    rows = []
+    for load in dict.fromkeys(_load(one) for one in measured):
+        for one in measured:
+            if _load(one) == load and "failed" not in one:
+                cells = ["" if one[key] is None else shown(one[key]) for key in keys]
+                rows.append([load_name(one), one["system"], *cells, one["errors"]])
+    if rows:
+        yield Table("gateway", header, rows)
+
+
+# --- rows, wrapper, training step -------------------------------------------------------------------------
+
+
+def _rows(parts: Mapping[str, Any]) -> Iterator[Figure]:
+    made = parts["rows"]
+    work = f"{made['rollouts']:,} rollouts, {made['tokens'] / 1e6:.1f} M tokens"
+    rates = {name: rate / 1e6 for name, rate in made["tokens_per_core_s"].items()}
+    for name, rate in rates.items():
+        if not name.endswith(", floor"):
+            floor = rates.get(f"{name}, floor")
+            yield Figure("rows", work, f"{name}, M tokens/s", rate, {}, floor, higher_is_better=True)
+
+
+def _wrapper(parts: Mapping[str, Any]) -> Iterator[Figure]:
+    found = parts["wrapper"]
+    for unit, value in found["import"].items():
+        yield Figure("wrapper", "import", unit, value, {}, found["import, floor"][unit])
+    for name, units in found.items():
+        if not name.startswith("import"):
+            for unit, value in units.items():
+                work, _, figure = name.partition(": ")
+                yield Figure("wrapper", work, f"{figure}, {unit}" if figure else unit, value)
+
+
+def _training(parts: Mapping[str, Any]) -> Iterator[Figure]:
+    found = parts["training_step"]
+    work, runs = f"a step of the {found['model']} model", {"ours": found["ours"]} | _other_loops(found)
+    totals = {name: sum(run.values()) for name, run in runs.items()}
+    yield Figure("training_step", work, "s", totals.pop("ours"), totals)
+    rollouts = {name: run["gen"] for name, run in runs.items()}
+    yield Figure("training_step", work, "of it rollouts, s", rollouts.pop("ours"), rollouts)
+
+
+def _other_loops(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: run for name, run in found.items() if isinstance(run, Mapping) and name != "ours"}
+
+
+def training_tables(results: Results) -> Iterator[Table]:
+    found = results["parts"].get("training_step")
+    if found:
+        runs = {"ours": found["ours"], **_other_loops(found)}
+        names = [name for name in found["ours"] if any(run[name] >= 0.005 for run in runs.values())]
+        rows = [[name, *(f"{run[name]:.2f}" for run in runs.values())] for name in names]
+        total = ["total", *(f"{sum(run.values()):.2f}" for run in runs.values())]
+        yield Table("training step, in s", ("part", *runs), [*rows, total])
+
+
+FIGURES = {
+    "collection": _collection,
+    "gateway": _gateway,
+    "rows": _rows,
+    "wrapper": _wrapper,
+    "training_step": _training,
+}
+DETAILS = {"collection": collection_tables, "gateway": gateway_tables, "training_step": training_tables}
+
+
+def ceilings(results: Results) -> list[str]:
+    """Return what the programs that stand in for AWS, agents and engines reach alone, one line each."""
+    parts = results["parts"]
+    found = [
+        f"{name}: {shown(one['calls_per_s'])} calls/s on one core, {shown(one['cpu_us'])} µs of CPU per call"
+        for name, one in parts.get("emulator", {}).items()
+    ]
+    return found + list(parts.get("gateway", {}).get("ceilings", []))
+
+
+def failures(results: Results) -> list[str]:
+    """Return one line for each part and each rival that has no figures, with the reason."""
+    found = [f"{part}: {reason}" for part, reason in results.get("failed", {}).items()]
+    for part in ("rival_collection", "rival_gateways"):
+        measured = results["parts"].get(part, [])
+        for one in measured["rows"] if isinstance(measured, Mapping) else measured:
+            if "failed" in one:
+                name = work_name(one) if part == "rival_collection" else load_name(one)
+                found.append(f"{one['system']}, {name}: {one['failed']}")
+    return found

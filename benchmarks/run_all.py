@@ -1,0 +1,115 @@
+"""Run all benchmarks, and write their results, a table and a picture: `make bench`.
+
+    python benchmarks/run_all.py --only collection rival_collection
+
+It takes less than 20 minutes on two cores, and more at the first time, when it installs the rivals. `results.json`
+has all figures, the machine, the date and the command of each part. `docs/make_performance.py` makes a page of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from plot import picture
+from report import DETAILS, failures, summary
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Part:
+    """One benchmark. Its command is relative to the repository's folder, and writes its results with `--json`."""
+
+    script: str
+    options: tuple[str, ...] = ()
+    smoke: tuple[str, ...] = ()  # instead of the options, to see that it works
+    python: str = ".venv/bin/python"
+
+    @property
+    def name(self) -> str:
+        return self.script.removesuffix(".py")
+
+    def command(self, smoke: bool) -> list[str]:
+        return [self.python, f"benchmarks/{self.script}", *(self.smoke if smoke else self.options)]
+
+
+PARTS = (
+    Part("emulator.py", options=("--ceiling",), smoke=("--ceiling",)),
+    Part("collection.py", smoke=("--rollouts", "64")),
+    Part("rival_collection.py", smoke=("--rollouts", "64")),
+    Part("rows.py", smoke=("--smoke",), python=".venv-verl/bin/python"),
+    Part("wrapper.py", smoke=("--smoke",)),
+    Part("training_step.py", smoke=("--steps", "2"), python=".venv-verl/bin/python"),
+)
+
+
+def machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30),
+        "system": platform.system() + " " + platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def run(part: Part, out: Path, smoke: bool) -> Any:
+    """Return a part's results. Raises CalledProcessError; its output goes to this process's."""
+    found = out / f"{part.name}.json"
+    found.unlink(missing_ok=True)
+    command = part.command(smoke)
+    print(f"\n$ {' '.join(command)}", flush=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    # The file goes to the end, so that the command that is published is the one to repeat it.
+    subprocess.run([str(ROOT / command[0]), *command[1:], "--json", str(found)], cwd=ROOT, env=env, check=True)
+    return json.loads(found.read_text())
+
+
+def main() -> None:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=names, default=names)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench")
+    parser.add_argument("--smoke", action="store_true", help="little work, to see that all parts run")
+    args = parser.parse_args()
+    out: Path = args.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "machine": machine()}
+    results |= {"commands": {}, "seconds": {}, "parts": {}, "failed": {}}
+    for part in PARTS:
+        if part.name not in args.only:
+            continue
+        began = time.monotonic()
+        results["commands"][part.name] = " ".join(part.command(args.smoke))
+        try:
+            results["parts"][part.name] = run(part, out, args.smoke)
+        except subprocess.CalledProcessError as error:
+            results["failed"][part.name] = f"ended with {error.returncode}"
+        results["seconds"][part.name] = round(time.monotonic() - began)
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "results.svg").write_text(picture(results))
+    for tables in DETAILS.values():
+        for table in tables(results):
+            print(f"\n{table.text()}")
+    print(f"\n{summary(results).text()}")
+    for line in failures(results):
+        print(f"no figure: {line}")
+    print(f"\n{sum(results['seconds'].values())} s; written: {out / 'results.json'} {out / 'results.svg'}")
+    sys.exit(bool(results["failed"]))
+
+
+if __name__ == "__main__":
+    main()
