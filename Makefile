@@ -7,7 +7,7 @@ RUN := $(VENV)/bin
 VERL := .venv-verl
 VERL_READY := $(VERL)/.ready
 
-.PHONY: demo test test-slow test-all train train-smoke lint format audit setup engine verl docs constraints clean
+.PHONY: demo test test-slow test-all train train-smoke bench lint format audit setup engine verl docs constraints clean
 
 demo: engine  ## 64 real rollouts of a real agent on this machine
 	$(RUN)/rollout demo
@@ -50,6 +50,9 @@ train-smoke: engine verl  ## two steps of a tiny model, on both of verl's traine
 	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --work runs/smoke-v1
 	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --trainer legacy --work runs/smoke-legacy
 
+bench: engine verl  ## all benchmarks, against other projects: 20 minutes; the tables and a picture are in runs/bench
+	$(RUN)/python benchmarks/run_all.py
+
 lint: setup
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
@@ -85,6 +88,7 @@ $(VERL_READY): pyproject.toml constraints/verl.txt
 docs: setup  ## pages that are made from the code
 	$(RUN)/python docs/make_settings.py
 	$(RUN)/python docs/make_api.py
+	$(RUN)/python docs/make_performance.py
 
 constraints: setup  ## pin anew what the extras install
 	for extra in agent trainer dev; do \

@@ -2,10 +2,15 @@
 
     .venv-verl/bin/python benchmarks/training_step.py
 
-Both runs are `examples/train_arithmetic`: the same model, questions, seed, trainer and engine, on the CPU. With this
-backend each rollout is an agent in a process of a local cloud. With verl's own loop it is a coroutine that calls the
-engine directly, and a function scores the reply. Agents, cloud, engine and trainer share the cores of one machine;
-on a cluster only the trainer, the gateway and the collection are on the training side.
+All runs are `examples/train_arithmetic`: the same model, questions, seed, trainer and engine, on the CPU.
+
+- ours: the example itself. Each rollout is an agent in a process of a local cloud that invokes 22 sessions per
+  second, a little less than AWS's default limit.
+- ours, one container: all agents are in one container behind the plain HTTP runtime.
+- verl's agent loop: a rollout is a coroutine that calls the engine, and a function scores the reply.
+
+Agents, cloud, engine and trainer share the cores of one machine. On a cluster only the trainer, the gateway and the
+collection are on the training side.
 
 The parts are verl's own timings, as medians over the steps after the first one.
 """
@@ -13,17 +18,30 @@ The parts are verl's own timings, as medians over the steps after the first one.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollout_backend.local.cloud import LocalStorage
+from rollout_backend.local.verl_cpu.environment import environment
+from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.serving.install import find_model
+from rollout_backend.serving.server_process import ServerProcess, free_port
+
 HERE = Path(__file__)
 EXAMPLE = HERE.parent.parent / "examples" / "train_arithmetic"
+AGENT = EXAMPLE.parent / "arithmetic" / "agent.py"
+METRICS = "metrics.jsonl"
 PARTS = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
 REST = "rest"
 
@@ -34,41 +52,84 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     return float(bool(numbers) and int(numbers[-1]) == int(ground_truth))
 
 
-def run_ours(steps: int, work: Path, model: list[str]) -> list[dict[str, float]]:
-    argv = [sys.executable, str(EXAMPLE / "train.py"), *model, "--steps", str(steps), "--work", str(work)]
-    _run(argv, work)
-    return steps_of(work / "metrics.jsonl")
+def run_ours(steps: int, work: Path, model: list[str]) -> None:
+    _run([sys.executable, str(EXAMPLE / "train.py"), *model, "--steps", str(steps), "--work", str(work)], work)
 
 
-def run_verl(steps: int, work: Path, model: list[str]) -> list[dict[str, float]]:
+def run_ours_in_one_container(steps: int, work: Path, model: list[str]) -> None:
+    asyncio.run(_run_with_one_container(_example(steps, work, model)))
+
+
+async def _run_with_one_container(example: _Example) -> None:
+    port = free_port()
+    async with LocalStorage(run_dir=example.work / "cloud") as storage:
+        env = {**os.environ, **storage.environ, "AWS_ENDPOINT_URL": storage.endpoint_url, "HOST": "127.0.0.1"}
+        agent = ServerProcess(
+            "the agent", [sys.executable, str(AGENT)], example.work / "agent.log", {**env, "PORT": str(port)}
+        )
+        await agent.start()
+        settings = {
+            "aws": {"region": storage.region, "endpoint_url": storage.endpoint_url},
+            "storage": {"bucket": storage.bucket},
+            "runtime": {"kind": "http", "url": f"http://127.0.0.1:{port}", "max_sessions": 1000},
+            "output_dir": str(example.work / "runs"),
+        }
+        path = example.work / "rollout_backend.json"  # JSON is YAML
+        path.write_text(json.dumps(settings))
+        backend = example.module.backend_overrides(example.tasks, path)
+        try:
+            await asyncio.to_thread(example.run, backend, storage.environ)
+        finally:
+            await agent.stop()
+
+
+def run_verl(steps: int, work: Path, model: list[str]) -> None:
     """Run verl's own agent loop on the questions of the example."""
-    sys.path.insert(0, str(EXAMPLE))
-    import train  # the example
-
-    from rollout_backend.local.verl_cpu.environment import environment
-    from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
-    from rollout_backend.serving.install import find_model
-
-    tiny = "--tiny" in model
-    options = argparse.Namespace(tiny=tiny, dtype="float32", trainer="v1", steps=steps, work=work)
-    folder = make_tiny_model(work / "model") if tiny else find_model()
-    tasks = train.write_tasks(work / "tasks.jsonl", train.PROMPTS * (steps + 1))
-    data = write_questions(tasks, work / "questions.parquet")
-    argv = [
-        *(sys.executable, "-m", "verl.trainer.main_ppo"),
-        *train.training_overrides(options, folder),
-        *train.cpu_overrides(options),
+    example = _example(steps, work, model)
+    data = write_questions(example.tasks, work / "questions.parquet")
+    own = [
         f"data.train_files={data}",
         f"data.val_files={data}",
         "algorithm.adv_estimator=grpo",
-        f"{train.ROLLOUT}.calculate_log_probs=True",
+        f"{example.module.ROLLOUT}.calculate_log_probs=True",
         "reward.num_workers=1",
         f"reward.custom_reward_function.path={HERE.absolute()}",
-        f"hydra.run.dir={work}",
-        "hydra.output_subdir=null",
     ]
-    _run(argv, work, {**environment(), "VERL_FILE_LOGGER_PATH": str(work / "metrics.jsonl")})
-    return steps_of(work / "metrics.jsonl")
+    example.run(own, {})
+
+
+@dataclass(frozen=True)
+class _Example:
+    """The example's settings for verl, with its tasks in a file."""
+
+    module: Any
+    options: argparse.Namespace
+    model: Path
+    tasks: Path
+
+    @property
+    def work(self) -> Path:
+        return Path(self.options.work)
+
+    def run(self, own: list[str], env: Mapping[str, str]) -> None:
+        argv = [
+            *(sys.executable, "-m", "verl.trainer.main_ppo"),
+            *self.module.training_overrides(self.options, self.model),
+            *self.module.cpu_overrides(self.options),
+            *own,
+            f"hydra.run.dir={self.work}",
+            "hydra.output_subdir=null",
+        ]
+        _run(argv, self.work, {**environment(), **env, "VERL_FILE_LOGGER_PATH": str(self.work / METRICS)})
+
+
+def _example(steps: int, work: Path, model: list[str]) -> _Example:
+    sys.path.insert(0, str(EXAMPLE))
+    module = importlib.import_module("train")
+    tiny = "--tiny" in model
+    options = argparse.Namespace(tiny=tiny, dtype="float32", trainer="v1", steps=steps, work=work)
+    folder = make_tiny_model(work / "model") if tiny else find_model()
+    return _Example(module, options, folder, module.write_tasks(work / "tasks.jsonl", module.PROMPTS * (steps + 1)))
 
 
 def write_questions(tasks: Path, path: Path) -> Path:
@@ -113,6 +174,9 @@ def summary(steps: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(step[name] for step in steps[1:]) for name in steps[0]}
 
 
+RUNS = {"ours": run_ours, "ours, one container": run_ours_in_one_container, "verl's agent loop": run_verl}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4, help="of each run; the first is not counted")
@@ -121,11 +185,12 @@ def main() -> None:
     args = parser.parse_args()
     model = [] if args.small else ["--tiny"]
     found: dict[str, Any] = {"model": "SmolLM2-135M" if args.small else "tiny", "steps": args.steps - 1}
-    for name, run in (("ours", run_ours), ("verl's agent loop", run_verl)):
+    for name, run in RUNS.items():
         with tempfile.TemporaryDirectory() as work:
-            found[name] = summary(run(args.steps, Path(work), model))
+            run(args.steps, Path(work), model)
+            found[name] = summary(steps_of(Path(work) / METRICS))
         parts = "  ".join(f"{part} {seconds:.2f}" for part, seconds in found[name].items() if seconds >= 0.005)
-        print(f"{name:20s} {sum(found[name].values()):6.2f} s a step: {parts}", flush=True)
+        print(f"{name:22s} {sum(found[name].values()):6.2f} s a step: {parts}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 

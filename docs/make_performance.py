@@ -19,6 +19,7 @@ sys.path.append(str(HERE.parent / "benchmarks"))
 import plot  # noqa: E402
 import report  # noqa: E402
 
+FLAMES = HERE / "flames"
 RESULTS, PAGE, DRAWING = (HERE / f"performance.{kind}" for kind in ("json", "md", "svg"))
 
 _HEAD = """\
@@ -65,6 +66,10 @@ _CEILINGS = """\
 The programs that stand in for AWS, the agents and the engine must not be the bottleneck. Alone they reach:
 """
 
+_FLAMES = """\
+Where the CPU time goes, by py-spy. Open a file in a browser to zoom in.
+"""
+
 
 def page(results: dict[str, Any]) -> str:
     return "\n".join(_lines(results))
@@ -95,6 +100,11 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
     yield "## Ceilings\n"
     yield _CEILINGS
     yield from (f"- {line}" for line in report.ceilings(results))
+    flames = sorted(FLAMES.glob("*.svg"))
+    if flames:
+        yield "\n## Flame graphs\n"
+        yield _FLAMES
+        yield from (f"- [{flame.stem.replace('-', ', ')}](flames/{flame.name})" for flame in flames)
     if missing := report.failures(results):
         yield "\n## No figures\n"
         yield from (f"- {line}" for line in missing)

@@ -1,0 +1,99 @@
+"""The tables, the picture and the page of a small set of results."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name("results.json").read_text())
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that imports a module of benchmarks/ or docs/."""
+    for folder in ("benchmarks", "docs"):
+        monkeypatch.syspath_prepend(ROOT / folder)
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+def test_the_summary_compares_the_same_work_only(load, results) -> None:
+    rows = load("report").summary(results).rows
+
+    at_once = [row for row in rows if row[0] == "1,024 results at once"]
+    assert at_once[0] == ["1,024 results at once", "p50, s", "0.05", "4.9 (toolkit, S3)", "0.025", "2"]
+    assert len(at_once) == 3
+    assert not [row for row in rows if row[0].startswith("64 results")]
+    assert ["calls with 2,048 tokens without a pause, 32 in flight", "calls/s", "900", "", "1,800", "0.5"] in rows
+    [added] = [row for row in rows if row[1] == "added p99, ms"]
+    assert added[2:] == ["40", "4,000 (toolkit)", "", ""]
+    assert ["256 rollouts, 4.0 M tokens", "DataProto, M tokens/s", "90", "", "180", "0.5"] in rows
+    assert ["a step of the tiny model", "of it rollouts, s", "9", "3 (verl's agent loop)", "", ""] in rows
+
+
+def test_the_details_have_all_works_and_only_parts_with_a_time(load, results) -> None:
+    report = load("report")
+    [collection] = report.collection_tables(results)
+    [training] = report.training_tables(results)
+
+    works = [row[:2] for row in collection.rows]
+    assert works == [
+        ["1,024 results at once", "ours"],
+        ["1,024 results at once", "boto3 in threads"],
+        ["1,024 results at once", "toolkit, S3"],
+        ["64 results of 16,000 tokens at 25/s, agents of 20 s", "ours"],
+    ]
+    assert [row[0] for row in training.rows] == ["gen", "update_actor", "rest", "total"]
+    assert all(len(row) == len(table.header) for table in (collection, training) for row in table.rows)
+
+
+def test_what_has_no_figure_is_listed_with_its_reason(load, results) -> None:
+    assert load("report").failures(results) == [
+        "wrapper: ended with 1",
+        "<rival>, 1,024 results at once: did not end within 400 s",
+    ]
+
+
+def test_missing_parts_have_no_table(load, results) -> None:
+    report, plot = load("report"), load("plot")
+    results["parts"] = {}
+
+    assert report.summary(results).rows == []
+    assert [list(tables(results)) for tables in report.DETAILS.values()] == [[], [], []]
+    ElementTree.fromstring(plot.picture(results))
+
+
+def test_the_picture_has_a_bar_for_each_figure(load, results) -> None:
+    picture = ElementTree.fromstring(load("plot").picture(results))
+
+    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert "1,024 results at once: toolkit, S3" in texts
+    assert "2,048 tokens: bare proxy" in texts
+    widths = [float(bar.get("width", "0").rstrip("%")) for bar in picture.iter("{http://www.w3.org/2000/svg}rect")]
+    assert min(widths) > 0
+    assert texts.count("gen") == 1
+
+
+def test_the_page_has_the_machine_the_tables_and_the_commands(load, results) -> None:
+    page = load("make_performance").page(results)
+
+    assert "Measured on 2026-01-02: A Processor, 2 cores, 8 GiB, Linux 6, Python 3.11.7." in page
+    assert "| collection | `python benchmarks/collection.py` | 12 |" in page
+    assert "- PutObject: 7,000 calls/s on one core, 30 µs of CPU per call" in page
+    for table in re.findall(r"(?:^\|.*\n)+", page, flags=re.M):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
