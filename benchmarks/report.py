@@ -182,14 +182,14 @@ def _rows(parts: Mapping[str, Any]) -> Iterator[Figure]:
 
 
 def _wrapper(parts: Mapping[str, Any]) -> Iterator[Figure]:
-    found = parts["wrapper"]
-    for unit, value in found["import"].items():
-        yield Figure("wrapper", "import", unit, value, {}, found["import, floor"][unit])
-    for name, units in found.items():
-        if not name.startswith("import"):
-            for unit, value in units.items():
-                work, _, figure = name.partition(": ")
-                yield Figure("wrapper", work, f"{figure}, {unit}" if figure else unit, value)
+    found = {name: figures for name, figures in parts["wrapper"].items() if "failed" not in figures}
+    floor, ours = found.pop("floor"), {name: found.pop(name) for name in ("credentials", "presigned URL")}
+    for name, value in ours["credentials"].items():
+        rivals = {rival: figures[name] for rival, figures in found.items() if name in figures}
+        yield Figure("wrapper", "a container", name, value, rivals, floor.get(name))
+    for name, value in ours["presigned URL"].items():
+        if "rollout" in name:
+            yield Figure("wrapper", "a container with presigned URLs", name, value)
 
 
 def _training(parts: Mapping[str, Any]) -> Iterator[Figure]:
@@ -237,9 +237,12 @@ def ceilings(results: Results) -> list[str]:
 
 def failures(results: Results) -> list[str]:
     """Return one line for each part and each rival that has no figures, with the reason."""
+    parts = results["parts"]
     found = [f"{part}: {reason}" for part, reason in results.get("failed", {}).items()]
+    wrappers = parts.get("wrapper", {}).items()
+    found += [f"{name}, a container: {one['failed']}" for name, one in wrappers if "failed" in one]
     for part in ("rival_collection", "rival_gateways"):
-        measured = results["parts"].get(part, [])
+        measured = parts.get(part, [])
         for one in measured["rows"] if isinstance(measured, Mapping) else measured:
             if "failed" in one:
                 name = work_name(one) if part == "rival_collection" else load_name(one)

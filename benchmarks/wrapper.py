@@ -1,7 +1,7 @@
-"""Measure what `agent_wrapper` adds to an agent's container: `python benchmarks/wrapper.py`.
+"""Measure what a wrapper adds to an agent's container: `python benchmarks/wrapper.py`.
 
-- import: CPU time and peak memory of a new Python process that imports the wrapper and its server, and of one that
-  imports only what it is made of: asyncio, msgpack, pydantic, starlette, uvicorn and zstandard.
+- import: CPU time and peak memory of a new Python process that imports the wrapper and its server. The floor imports
+  only what ours is made of: asyncio, msgpack, pydantic, starlette, uvicorn and zstandard.
 - start: from the start of the container's process until it answers a ping.
 - invoke: from sending an invoke until the agent's first model call has arrived.
 - publish: from the agent's return until the result, with its trajectory, is written to S3, and until it is announced.
@@ -9,6 +9,9 @@
 A container runs its first rollout cold, as on a runtime with one container per session, and then more of them. The
 agent calls the model once, and works for some time. One local server stands in for the gateway, S3 and SQS, and
 answers without delay. Times are medians.
+
+The toolkit is agentcore-rl-toolkit's `AgentCoreRLApp`, in its environment. Its results hold no trajectory, and it
+announces nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +28,13 @@ import time
 import urllib.error
 import urllib.request
 from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+
+from rivals.environments import RivalFailed, environment, python_of
 
 from agent_wrapper.contract import (
     REQUEST_FIELD,
@@ -42,37 +50,127 @@ from agent_wrapper.contract import (
 )
 from rollout_backend.serving.server_process import free_port
 
-IMPORTS = {
-    "import": "import agent_wrapper, starlette.applications, uvicorn",
-    "import, floor": (
-        "import asyncio, msgpack, pydantic, starlette.applications, uvicorn, zstandard\n"
-        "type('Model', (pydantic.BaseModel,), {})"
-    ),
-}
-IMPORT = """
+FLOOR = """
+import asyncio, msgpack, pydantic, starlette.applications, uvicorn, zstandard
+type("Model", (pydantic.BaseModel,), {})
+"""
+COST = """
 import json, resource, time
-{code}
 used = resource.getrusage(resource.RUSAGE_SELF)
-print(json.dumps([1000 * time.process_time(), used.ru_maxrss / 1024]))
+print(json.dumps({"CPU, ms": 1000 * time.process_time(), "MiB": used.ru_maxrss / 1024}))
 """
 AGENT = """
 import http.client, time
+
+def roll_out(address, key, seconds):
+    connection = http.client.HTTPConnection(address)
+    connection.request("POST", "/v1/chat/completions", b"{}", {"Authorization": "Bearer " + key})
+    connection.getresponse().read()
+    connection.close()
+    time.sleep(seconds)
+    return time.monotonic()
+"""
+OURS = """
 from agent_wrapper import RolloutApp
 
 app = RolloutApp()
 
 @app.entrypoint
 def agent(context):
-    host = context.base_url.split("/")[2]
-    connection = http.client.HTTPConnection(host)
-    connection.request("POST", "/v1/chat/completions", b"{}", {"Authorization": "Bearer " + context.api_key})
-    connection.getresponse().read()
-    connection.close()
-    time.sleep(context.payload["seconds"])
-    return {"reward": 1.0, "returned": time.monotonic()}
+    seconds = context.payload["seconds"]
+    return {"reward": 1.0, "returned": roll_out(context.base_url.split("/")[2], context.api_key, seconds)}
 
 app.run(host="127.0.0.1")
 """
+TOOLKIT = """
+import os
+from agentcore_rl_toolkit import AgentCoreRLApp
+
+app = AgentCoreRLApp()
+
+@app.rollout_entrypoint
+def agent(payload, context):
+    return {"rewards": [1.0], "returned": roll_out(payload["_rollout"]["base_url"], "key", payload["seconds"])}
+
+app.run(port=int(os.environ["PORT"]), host="127.0.0.1")
+"""
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A way to wrap an agent: its interpreter, its imports, its agent's source, and the events of a rollout."""
+
+    name: str
+    imports: str
+    source: str
+    request: Callable[[str], dict[str, Any]]  # the fields of an invoke, by the services' URL
+    returned: Callable[[bytes], float]  # when the agent returned, from the object in S3
+    announces: bool = False
+    package: str | None = None  # None: this interpreter
+
+    @property
+    def python(self) -> str:
+        return str(python_of(self.package)) if self.package else sys.executable
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Return the environment, in which rivals do not find our modules."""
+        return environment() if self.package else {**environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+
+
+def ours(url: str, target: ResultTarget) -> dict[str, Any]:
+    number = os.urandom(4).hex()
+    request = RolloutRequest(
+        run_id="benchmark",
+        step=0,
+        task_id=number,
+        rollout_id=f"{number}.0",
+        attempt=1,
+        session_id=number,
+        endpoint=ModelEndpoint(base_url=f"{url}/v1", api_key="key", name="m", trajectory_url=f"{url}/trajectory"),
+        sampling=Sampling(),
+        deadline=time.time() + 600,
+        remaining_s=600,
+        result=target,
+    )
+    return {REQUEST_FIELD: request.model_dump(mode="json")}
+
+
+def with_credentials(url: str) -> dict[str, Any]:
+    return ours(url, ResultTarget(bucket="results", queue_url=f"{url}/0/queue", region="us-east-1"))
+
+
+def with_presigned_url(url: str) -> dict[str, Any]:
+    urls = ResultUrls(result=f"{url}/results/a", failure_marker=f"{url}/results/b")
+    return ours(url, ResultTarget(bucket="results", urls=urls))
+
+
+def of_toolkit(url: str) -> dict[str, Any]:
+    fields = {"exp_id": "benchmark", "input_id": os.urandom(4).hex(), "s3_bucket": "results"}
+    return {"_rollout": {**fields, "base_url": url.removeprefix("http://")}}
+
+
+def returned_in_rollout(body: bytes) -> float:
+    return float(Rollout.decode(body).extras["returned"])  # type: ignore[arg-type]
+
+
+def returned_in_json(body: bytes) -> float:
+    return float(json.loads(body)["returned"])
+
+
+IMPORTS = "import agent_wrapper, starlette.applications, uvicorn"
+WRAPPERS = (
+    Wrapper("credentials", IMPORTS, OURS, with_credentials, returned_in_rollout, announces=True),
+    Wrapper("presigned URL", IMPORTS, OURS, with_presigned_url, returned_in_rollout),
+    Wrapper(
+        "toolkit",
+        "from agentcore_rl_toolkit import AgentCoreRLApp",
+        TOOLKIT,
+        of_toolkit,
+        returned_in_json,
+        package="agentcore-rl-toolkit",
+    ),
+)
 
 
 class Services(ThreadingHTTPServer):
@@ -80,10 +178,10 @@ class Services(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, trajectory: Trajectory, presigned: bool) -> None:
+    def __init__(self, trajectory: Trajectory, wrapper: Wrapper) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.presigned = presigned  # then there is no queue
+        self.wrapper = wrapper
         self.trajectory = trajectory.encode()
         self.at: dict[str, float] = {}  # seconds of the machine's monotonic clock, by event
         self.published = threading.Event()
@@ -118,9 +216,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.note("stored")
-        self.server.at["returned"] = float(Rollout.decode(body).extras["returned"])  # type: ignore[arg-type]
+        self.server.at["returned"] = self.server.wrapper.returned(body)
         self._answer(b"")
-        if self.server.presigned:
+        if not self.server.wrapper.announces:
             self.server.published.set()
 
     def _answer(self, body: bytes) -> None:
@@ -133,22 +231,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Container:
-    """The wrapper with an agent, in a process."""
+    """A wrapped agent in a process."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         port = free_port()
         self._url = f"http://127.0.0.1:{port}"
-        env = {
-            **os.environ,
-            "PORT": str(port),
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_ENDPOINT_URL": services.url,
-            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-        }
+        wrapper = services.wrapper
+        env = {**wrapper.env, "PORT": str(port), "AWS_ENDPOINT_URL": services.url}
+        argv = [wrapper.python, "-c", AGENT + wrapper.source]
         began = time.monotonic()
-        self._process = subprocess.Popen([sys.executable, "-c", AGENT], env=env, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while not self._answers():
             time.sleep(0.001)
         self.start_s = time.monotonic() - began
@@ -165,47 +258,25 @@ class Container:
         pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
-    def roll_out(self, presigned: bool, agent_s: float) -> dict[str, float]:
-        """Run one rollout. Return its figures in seconds."""
-        self._services.at.clear()
-        self._services.published.clear()
-        fields = request(self._services.url, presigned).model_dump(mode="json")
-        body = json.dumps({"seconds": agent_s, REQUEST_FIELD: fields}).encode()
+    def roll_out(self, agent_s: float) -> dict[str, float]:
+        """Run one rollout. Return its figures in milliseconds."""
+        services = self._services
+        services.at.clear()
+        services.published.clear()
+        body = json.dumps({"seconds": agent_s, **services.wrapper.request(services.url)}).encode()
+        asked = urllib.request.Request(f"{self._url}/invocations", body, {"Content-Type": "application/json"})
         sent = time.monotonic()
-        urllib.request.urlopen(f"{self._url}/invocations", body, timeout=30).close()
-        assert self._services.published.wait(30), "the result was not published"
-        at = self._services.at
-        figures = {
-            "invoke to first model call": at["called"] - sent,
-            "return to stored": at["stored"] - at["returned"],
-        }
-        return figures if presigned else {**figures, "return to announced": at["announced"] - at["returned"]}
+        urllib.request.urlopen(asked, timeout=30).close()
+        assert services.published.wait(30), "the result was not published"
+        at = {event: 1000 * (moment - sent) for event, moment in services.at.items()}
+        figures = {"invoke to first model call": at["called"], "return to stored": at["stored"] - at["returned"]}
+        if services.wrapper.announces:
+            figures["return to announced"] = at["announced"] - at["returned"]
+        return figures
 
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait()
-
-
-def request(url: str, presigned: bool) -> RolloutRequest:
-    number = os.urandom(4).hex()
-    if presigned:
-        urls = ResultUrls(result=f"{url}/results/a", failure_marker=f"{url}/results/b")
-        target = ResultTarget(bucket="results", urls=urls)
-    else:
-        target = ResultTarget(bucket="results", queue_url=f"{url}/0/queue", region="us-east-1")
-    return RolloutRequest(
-        run_id="benchmark",
-        step=0,
-        task_id=number,
-        rollout_id=f"{number}.0",
-        attempt=1,
-        session_id=number,
-        endpoint=ModelEndpoint(base_url=f"{url}/v1", api_key="key", name="m", trajectory_url=f"{url}/trajectory"),
-        sampling=Sampling(),
-        deadline=time.time() + 600,
-        remaining_s=600,
-        result=target,
-    )
 
 
 def trajectory_of(tokens: int) -> Trajectory:
@@ -219,39 +290,34 @@ def trajectory_of(tokens: int) -> Trajectory:
     return Trajectory(model="m", segments=(segment,))
 
 
-def import_cost(code: str) -> tuple[float, float]:
-    """Return the CPU milliseconds of a new process that runs `code`, and its peak of memory in MiB."""
-    done = subprocess.run([sys.executable, "-c", IMPORT.format(code=code)], capture_output=True, check=True)
-    cpu_ms, peak_mib = json.loads(done.stdout)
-    return cpu_ms, peak_mib
+def import_cost(wrapper: Wrapper, code: str, repetitions: int) -> dict[str, float]:
+    """Return what a new process that runs `code` takes at least."""
+    found = []
+    for _ in range(repetitions):
+        argv = [wrapper.python, "-c", code + COST]
+        found.append(json.loads(subprocess.run(argv, env=wrapper.env, capture_output=True, check=True).stdout))
+    return {f"import: {unit}": min(one[unit] for one in found) for unit in found[0]}
 
 
-def measure(containers: int, rollouts: int, tokens: int, agent_s: float) -> dict[str, dict[str, float]]:
-    """Return figures by name and unit."""
-    found: dict[str, dict[str, float]] = {}
-    for name, code in IMPORTS.items():
-        costs = [import_cost(code) for _ in range(max(2, containers))]
-        found[name] = {"ms of CPU": min(cost[0] for cost in costs), "MiB": statistics.median(c[1] for c in costs)}
-    for presigned in (False, True):
-        services = Services(trajectory_of(tokens), presigned)
-        how = "presigned URL" if presigned else "credentials"
-        cold: list[dict[str, float]] = []
-        warm: list[dict[str, float]] = []
-        memory: list[float] = []
-        for _ in range(containers):
-            container = Container(services)
-            idle_mib = container.memory_mib
-            cold.append({"start to ping": container.start_s, **container.roll_out(presigned, agent_s)})
-            warm += [container.roll_out(presigned, 0) for _ in range(rollouts)]
-            memory += [container.memory_mib]
-            container.stop()
-        if not presigned:
-            found["container, idle"] = {"MiB": idle_mib}
-        found[f"container after {rollouts + 1} rollouts, {how}"] = {"MiB": statistics.median(memory)}
-        for state, each in (("first rollout", cold), ("later rollouts", warm)):
-            for name in each[0]:
-                found[f"{state}, {how}: {name}"] = {"ms": 1000 * statistics.median(one[name] for one in each)}
+def measure(wrapper: Wrapper, containers: int, rollouts: int, tokens: int, agent_s: float) -> dict[str, float]:
+    """Return figures by their names, which end in the unit. Raises RivalFailed."""
+    services = Services(trajectory_of(tokens), wrapper)
+    states: dict[str, list[dict[str, float]]] = {"container": [], "first rollout": [], "later rollouts": []}
+    for _ in range(containers):
+        container = Container(services)
+        of_container = {"start to ping, ms": 1000 * container.start_s, "idle, MiB": container.memory_mib}
+        states["first rollout"].append(_in_ms(container.roll_out(agent_s)))
+        states["later rollouts"] += [_in_ms(container.roll_out(0)) for _ in range(rollouts)]
+        states["container"].append({**of_container, f"after {rollouts + 1} rollouts, MiB": container.memory_mib})
+        container.stop()
+    found = import_cost(wrapper, wrapper.imports + "\n", 2 * containers)
+    for state, each in states.items():
+        found |= {f"{state}: {name}": statistics.median(one[name] for one in each) for name in each[0]}
     return found
+
+
+def _in_ms(figures: dict[str, float]) -> dict[str, float]:
+    return {f"{name}, ms": value for name, value in figures.items()}
 
 
 def main() -> None:
@@ -265,9 +331,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke:
         args.containers, args.rollouts, args.agent_s = 1, 1, 0.0
-    found = measure(args.containers, args.rollouts, args.tokens, args.agent_s)
+    found: dict[str, Any] = {"floor": import_cost(WRAPPERS[0], FLOOR, 2 * args.containers)}
+    for wrapper in WRAPPERS:
+        try:
+            found[wrapper.name] = measure(wrapper, args.containers, args.rollouts, args.tokens, args.agent_s)
+        except RivalFailed as error:
+            found[wrapper.name] = {"failed": str(error)}
     for name, figures in found.items():
-        print(f"{name:60s}" + "".join(f"{value:10.1f} {unit}" for unit, value in figures.items()))
+        for figure, value in figures.items():
+            print(f"{name:15s} {figure:50s} {value if isinstance(value, str) else f'{value:10.1f}'}")
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -43,6 +43,8 @@ def test_the_summary_compares_the_same_work_only(load, results) -> None:
     [added] = [row for row in rows if row[1] == "added p99, ms"]
     assert added[2:] == ["40", "4,000 (toolkit)", "", ""]
     assert ["256 rollouts, 4.0 M tokens", "DataProto, M tokens/s", "90", "", "180", "0.5"] in rows
+    assert ["a container", "import: CPU, ms", "198", "220 (toolkit)", "180", "1.1"] in rows
+    assert ["a container with presigned URLs", "first rollout: return to stored, ms", "50", "", "", ""] in rows
     assert ["a step of the tiny model", "of it rollouts, s", "9", "3 (verl's agent loop)", "", ""] in rows
 
 
@@ -64,7 +66,8 @@ def test_the_details_have_all_works_and_only_parts_with_a_time(load, results) ->
 
 def test_what_has_no_figure_is_listed_with_its_reason(load, results) -> None:
     assert load("report").failures(results) == [
-        "wrapper: ended with 1",
+        "other: ended with 1",
+        "another, a container: pip ended with 1",
         "<rival>, 1,024 results at once: did not end within 400 s",
     ]
 
