@@ -88,7 +88,6 @@ $(VERL_READY): pyproject.toml constraints/verl.txt
 docs: setup  ## pages that are made from the code
 	$(RUN)/python docs/make_settings.py
 	$(RUN)/python docs/make_api.py
-	$(RUN)/python docs/make_performance.py
 
 constraints: setup  ## pin anew what the extras install
 	for extra in agent trainer dev; do \
