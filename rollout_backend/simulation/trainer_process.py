@@ -101,6 +101,8 @@ class TrainerProcess:
         except CircuitOpen:
             self._world.note("the breaker opens")
             self._world.runtime.repair_tasks()
+        except StoreError:  # `checks` has seen that the step's deadline had passed; the supervisor restarts the run
+            self._world.note(f"trainer {self._trainer.number} gives up, because S3 does not answer")
         finally:
             if receiving.done() and self._trainer.alive:
                 raise Violation(f"the receivers have ended: {receiving.exception()!r}")
