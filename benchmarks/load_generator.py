@@ -1,0 +1,185 @@
+"""Call a gateway as many agents at once: reads a job as JSON from standard input, and prints what it measured.
+
+A job has `url` and `path`, the `keys` of the sessions, their `histories` (each a list of messages), the `result` of a
+tool that follows each reply, the `rest` of a body after its messages, the number of `turns`, the `rate` of all calls
+per second, and the `pid` of the gateway. With a rate of null, `in_flight` sessions at a time call without a pause.
+
+Each session sends its history once, before the measurement. Then it sends the whole conversation again with each
+call, as OpenAI's client does. Bodies are bytes that only grow, so a call costs this process 45 us. With a rate,
+it is timed from when it was due, even if the one before it was late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Connection(asyncio.Protocol):
+    """A connection that a session keeps open. One request at a time."""
+
+    transport: Any = None
+
+    def __init__(self) -> None:
+        self._read = bytearray()
+        self._answer: asyncio.Future[bytes] | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error or ConnectionResetError("the gateway closed the connection"))
+
+    def call(self, request: bytes) -> Awaitable[bytes]:
+        """Return the whole response, head included."""
+        self._read.clear()
+        self._answer = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        return self._answer
+
+    def data_received(self, data: bytes) -> None:
+        self._read += data
+        if self._answer is not None and not self._answer.done() and _is_whole(self._read):
+            self._answer.set_result(bytes(self._read))
+
+
+def _is_whole(response: bytearray) -> bool:
+    end = response.find(b"\r\n\r\n")
+    if end < 0:
+        return False
+    head = bytes(response[:end]).lower()
+    if b"transfer-encoding: chunked" in head:
+        return response.endswith(b"0\r\n\r\n")
+    length = head.partition(b"content-length:")[2].partition(b"\r\n")[0]
+    return len(response) >= end + 4 + int(length)
+
+
+class Session:
+    """One conversation."""
+
+    def __init__(self, job: dict[str, Any], i: int) -> None:
+        where = urlsplit(job["url"])
+        self._where = where.hostname, where.port
+        self._head = (
+            f"POST {job['path']} HTTP/1.1\r\nHost: {where.netloc}\r\nAccept: application/json\r\n"
+            "Content-Type: application/json\r\nUser-Agent: OpenAI/Python 2.8.1\r\nX-Stainless-Lang: python\r\n"
+            f"X-Stainless-Retry-Count: 0\r\nAuthorization: Bearer {job['keys'][i]}\r\nContent-Length: "
+        ).encode()
+        self._messages = ",".join(map(_json, job["histories"][i % len(job["histories"])])).encode()
+        self._rest = b"]," + _json(job["rest"]).encode()[1:]
+        self._result = job["result"]
+        self._connection = Connection()
+
+    async def call(self) -> None:
+        """Send the conversation, and add the reply and a tool's result to it. Raises ValueError with the status."""
+        if self._connection.transport is None or self._connection.transport.is_closing():  # idle for too long
+            _, self._connection = await asyncio.get_running_loop().create_connection(Connection, *self._where)
+        body = b'{"messages":[' + self._messages + self._rest
+        response = await self._connection.call(b"%s%d\r\n\r\n%s" % (self._head, len(body), body))
+        if response[9:12] != b"200":
+            raise ValueError(f"HTTP {response[9:12].decode()}")
+        reply = _streamed(response) if b"chunked" in response[:500] else _message(response)
+        added = [reply]
+        for call in reply.get("tool_calls", ()):
+            added.append({"role": "tool", "tool_call_id": call["id"], "content": self._result})
+        if len(added) == 1:
+            added.append({"role": "user", "content": self._result})
+        self._messages += b"," + ",".join(map(_json, added)).encode()
+
+    def close(self) -> None:
+        self._connection.transport.close()
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def _message(response: bytes) -> dict[str, Any]:
+    """Return the reply as OpenAI's `message.model_dump(exclude_none=True)` does."""
+    message = json.loads(response.partition(b"\r\n\r\n")[2])["choices"][0]["message"]
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _streamed(response: bytes) -> dict[str, Any]:
+    """Return the reply of a stream: its text, or its tool calls."""
+    text, calls = "", []
+    for line in response.split(b"\n"):
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise ValueError(event["error"].get("code", "error event"))
+            for choice in event["choices"]:
+                text += choice["delta"].get("content") or ""
+                calls += choice["delta"].get("tool_calls", ())
+    plain = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+    return {"role": "assistant", **({"content": text} if text else {}), **({"tool_calls": plain} if plain else {})}
+
+
+async def run(job: dict[str, Any]) -> dict[str, Any]:
+    sessions = [Session(job, i) for i in range(len(job["keys"]))]
+    resident, cpu_s = _resident_bytes(job["pid"]), _cpu_s(job["pid"])
+    for at in range(0, len(sessions), 8):
+        await asyncio.gather(*(session.call() for session in sessions[at : at + 8]))
+    opened, own_s = _cpu_s(job["pid"]), time.process_time()
+    took: list[float] = []
+    errors: Counter[str] = Counter()
+    began = time.monotonic()
+    at_once = job["in_flight"] if job["rate"] is None else len(sessions)
+
+    async def work(first: int) -> None:
+        for i in range(first, len(sessions), at_once):
+            await _converse(sessions[i], i, job, began, took, errors)
+
+    await asyncio.gather(*map(work, range(at_once)))
+    seconds = time.monotonic() - began
+    found = {
+        "seconds": seconds,
+        "took": took,
+        "errors": dict(errors),
+        "opening_cpu_s": opened - cpu_s,
+        "cpu_s": _cpu_s(job["pid"]) - opened,
+        "own_cpu_s": time.process_time() - own_s,
+        "session_bytes": (_resident_bytes(job["pid"]) - resident) / len(sessions),
+    }
+    for session in sessions:
+        session.close()
+    return found
+
+
+async def _converse(
+    session: Session, i: int, job: dict[str, Any], began: float, took: list[float], errors: Counter[str]
+) -> None:
+    rate, n = job["rate"], len(job["keys"])
+    for turn in range(job["turns"]):
+        due = time.monotonic() if rate is None else began + (turn * n + i) / rate
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        try:
+            await session.call()
+        except (OSError, ValueError) as error:
+            errors[str(error)] += 1
+            return
+        took.append(time.monotonic() - due)
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(run(json.load(sys.stdin)))))
