@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from rollout_backend.garbage_collection import rare_full_collections
+from rollout_backend.garbage_collection import exempt_loaded_objects, rare_full_collections
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +31,12 @@ def test_a_collector_that_is_switched_off_stays_off():
     with rare_full_collections():
         assert gc.get_threshold()[0] == 0
     assert gc.get_threshold()[0] == 0
+
+
+def test_a_server_collects_only_what_was_made_after_its_start():
+    exempt_loaded_objects()
+    try:
+        assert gc.get_freeze_count() > 1000
+        assert gc.get_threshold()[0] > 700
+    finally:
+        gc.unfreeze()

@@ -9,6 +9,7 @@ import sys
 import uvicorn
 
 from rollout_backend.errors import ConfigError
+from rollout_backend.garbage_collection import exempt_loaded_objects
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.journal import OPEN_FILES
 from rollout_backend.gateway.server import create_app
@@ -25,6 +26,7 @@ def main() -> None:
         app = create_app(settings)
     except ConfigError as error:
         sys.exit(str(error))
+    exempt_loaded_objects()
     uvicorn.run(
         app,
         host=settings.host,
