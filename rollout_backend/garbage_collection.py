@@ -16,7 +16,7 @@ _before: list[tuple[int, int, int]] = []  # the thresholds, for each block that 
 
 
 def exempt_loaded_objects() -> None:
-    """Exempt all present objects from collections, which then visit only what a server makes. Call it once, at start."""
+    """Exempt all present objects from collections, which then visit only what is made later. Call it at start."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_OF_A_SERVER)
