@@ -1,5 +1,8 @@
 """Check the keys that requests carry.
 
+A session key is checked once, except for its expiry: the other checks have the same result each time. A revoked key
+stays valid here, because the registry refuses its session.
+
 A key comes as `Authorization: Bearer` or as `x-api-key`. No key and no secret is logged.
 """
 
@@ -17,6 +20,8 @@ from rollout_backend.gateway.http_requests import bearer
 from rollout_backend.gateway.journal import check_journal
 from rollout_backend.gateway.sharding import check_shard
 
+_MAX_VERIFIED = 4096  # keys that are not checked again
+
 
 class Authenticator:
     """Checks session keys and the control key of one gateway."""
@@ -24,6 +29,7 @@ class Authenticator:
     def __init__(self, settings: GatewaySettings, journal_id: str) -> None:
         self._settings = settings
         self._journal_id = journal_id
+        self._verified: dict[str, SessionClaims] = {}  # by key, oldest first
 
     def session(self, request: Request) -> SessionClaims:
         """Return the claims of the request's session key.
@@ -33,14 +39,21 @@ class Authenticator:
                 journal of its session is lost.
         """
         key = bearer(request) or request.headers.get("x-api-key", "")
+        now = time.time()
+        known = self._verified.get(key)
+        if known is not None and known.expires_at > now:
+            return known
         try:
-            claims = verify(self._settings.secret, key, time.time())
+            claims = verify(self._settings.secret, key, now)
         except KeyRefused as error:
             raise ApiError(
                 401, f"{error}; use the api_key of this rollout's request", code="invalid_api_key"
             ) from None
         check_shard(claims.session_id, self._settings.shard, self._settings.gateway.processes)
         check_journal(claims, self._journal_id)
+        if len(self._verified) >= _MAX_VERIFIED:
+            del self._verified[next(iter(self._verified))]
+        self._verified[key] = claims
         return claims
 
     def require_control_key(self, request: Request) -> None:

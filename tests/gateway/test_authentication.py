@@ -1,0 +1,75 @@
+"""Session keys that were checked before: what does not change is not checked again."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from gateway_server import CONTROL_KEY, SECRET, session_key
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.gateway import authentication
+from rollout_backend.gateway.authentication import Authenticator
+from rollout_backend.gateway.gateway_settings import GatewaySettings
+
+
+@pytest.fixture
+def authenticator(byte_model) -> Authenticator:
+    settings = GatewaySettings(port=0, model=byte_model, engine_url="", secret=SECRET, control_key=CONTROL_KEY)
+    return Authenticator(settings, "")
+
+
+@pytest.fixture
+def checks(monkeypatch) -> list[str]:
+    """The keys whose signature was checked."""
+    checked: list[str] = []
+    verify = authentication.verify
+
+    def record(secret, key, now):
+        checked.append(key)
+        return verify(secret, key, now)
+
+    monkeypatch.setattr(authentication, "verify", record)
+    return checked
+
+
+def asked(key: str):
+    return SimpleNamespace(headers={"authorization": f"Bearer {key}"})
+
+
+def test_a_key_is_checked_once(authenticator, checks):
+    key = session_key("s1")
+    assert authenticator.session(asked(key)) == authenticator.session(asked(key))
+    assert checks == [key]
+
+
+def test_a_known_key_expires(authenticator, monkeypatch):
+    key = session_key("s1", lives_s=60)
+    authenticator.session(asked(key))
+    later = time.time() + 61
+    monkeypatch.setattr(time, "time", lambda: later)
+    with pytest.raises(ApiError, match="expired"):
+        authenticator.session(asked(key))
+
+
+def test_another_signature_for_a_known_keys_claims_is_refused(authenticator):
+    key = session_key("s1")
+    authenticator.session(asked(key))
+    forged = session_key("s1", secret="another-secret-" * 4)
+    for other in (forged, key[:-2], f"{key.rpartition('.')[0]}.{forged.rpartition('.')[2]}"):
+        with pytest.raises(ApiError, match="refused"):
+            authenticator.session(asked(other))
+
+
+def test_a_refused_key_is_checked_each_time(authenticator, checks):
+    for _ in range(2):
+        with pytest.raises(ApiError):
+            authenticator.session(asked("no key"))
+    assert len(checks) == 2
+
+
+def test_only_so_many_keys_are_remembered(authenticator, checks, monkeypatch):
+    monkeypatch.setattr(authentication, "_MAX_VERIFIED", 2)
+    keys = [session_key(f"s{i}") for i in range(3)]
+    for key in [*keys, keys[2], keys[0]]:
+        authenticator.session(asked(key))
+    assert checks == [*keys, keys[0]]
