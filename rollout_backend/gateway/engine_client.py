@@ -22,11 +22,14 @@ import json
 import math
 import time
 import uuid
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
+import orjson
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
@@ -41,6 +44,7 @@ from rollout_backend.core.images import PlacedImage
 from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.generation_gate import GateClosed
+from rollout_backend.lazy_retry import retry
 from rollout_backend.rendering.image_positions import collapse_images
 from rollout_backend.rendering.stop_strings import StopStrings
 
@@ -242,24 +246,29 @@ class EngineClient:
         """Sample until a reply is complete. Raises RetryError after the last attempt."""
         partial = _Partial()
         failed: set[str] = set()
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_TRANSIENT), stop=stop_after_attempt(self._attempts), wait=_wait
+
+        async def attempt() -> _Partial:
+            nonlocal partial
+            await self._engines.gate.wait()
+            if not request.resumable:
+                partial = _Partial()
+            url = self._engines.for_call(request.params, request.routing_key, failed) or self._url
+            try:
+                await self._engines.gate.run(self._advance(url, partial, request))
+            except GateClosed:
+                raise _Aborted("the engines were put to sleep") from None
+            except _TRANSIENT as error:
+                if not isinstance(error, _Aborted):
+                    failed.add(url)
+                raise
+            return partial
+
+        return await retry(
+            attempt,
+            lambda: AsyncRetrying(
+                retry=retry_if_exception_type(_TRANSIENT), stop=stop_after_attempt(self._attempts), wait=_wait
+            ),
         )
-        async for attempt in retrying:
-            with attempt:
-                await self._engines.gate.wait()
-                if not request.resumable:
-                    partial = _Partial()
-                url = self._engines.for_call(request.params, request.routing_key, failed) or self._url
-                try:
-                    await self._engines.gate.run(self._advance(url, partial, request))
-                except GateClosed:
-                    raise _Aborted("the engines were put to sleep") from None
-                except _TRANSIENT as error:
-                    if not isinstance(error, _Aborted):
-                        failed.add(url)
-                    raise
-        return partial
 
     async def _advance(self, url: str, partial: _Partial, request: _Request) -> None:
         """Send one request, and add what it samples to `partial`."""
@@ -269,10 +278,11 @@ class EngineClient:
             partial.finish = {"type": "length"}
             return
         params = {**params, "max_new_tokens": left}
-        prompt = [*request.input_ids, *partial.token_ids]
+        prompt = array("i", request.input_ids)
+        prompt.extend(partial.token_ids)
         body = {
             "rid": uuid.uuid4().hex,
-            "input_ids": collapse_images(prompt, images),
+            "input_ids": np.asarray(collapse_images(prompt, images) if images else prompt, dtype=np.int32),
             "sampling_params": params,
             "return_logprob": True,
             "logprob_start_len": -1,  # 0 would disable the prefix cache
@@ -289,7 +299,7 @@ class EngineClient:
                 async with contextlib.aclosing(self._post(url, body, request.routing_key)) as replies:
                     async for reply in replies:
                         if images:
-                            _check_prompt(reply, prompt)
+                            _check_prompt(reply, prompt.tolist())
                         searched = len(partial.token_ids)
                         attempt.add(reply)
                         finish = reply["meta_info"]["finish_reason"]
@@ -316,7 +326,8 @@ class EngineClient:
     async def _post(self, url: str, body: Mapping[str, Any], routing_key: str) -> AsyncGenerator[Any]:
         """Yield the reply, or the pieces of a stream."""
         assert self._http is not None, "not started"
-        written = io.BytesIO(json.dumps(body).encode())  # streamed, because images make it long
+        # Streamed, because images make it long.
+        written = io.BytesIO(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
         headers = {ROUTING_HEADER: routing_key, "Content-Type": "application/json"}
         async with self._http.post(f"{url}/generate", data=written, headers=headers) as response:
             if response.status != 200:
@@ -325,13 +336,20 @@ class EngineClient:
                     raise _Retry(message)
                 raise EngineRefused(message)
             if response.content_type != "text/event-stream":
-                yield await response.json(content_type=None)
+                yield _loads(await response.read())
                 return
             async for data in _events(response.content.iter_any()):
-                reply = json.loads(data)
+                reply = _loads(data)
                 if "error" in reply:
                     raise _stream_error(reply["error"])
                 yield reply
+
+
+def _loads(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except ValueError:
+        return json.loads(data)  # which also reads NaN
 
 
 async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
