@@ -17,21 +17,24 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent_wrapper.contract import ImageSpan
 from rollout_backend.core.images import Image, PlacedImage, image_names
+from rollout_backend.core.prefix_memo import PrefixMemo, common_prefix
 from rollout_backend.gateway.engine_client import Completion
 from rollout_backend.rendering.image_positions import collapse_images
 from rollout_backend.rendering.segments import SegmentRecorder, TurnPosition
-from rollout_backend.rendering.tool_names import with_tool_names
+from rollout_backend.rendering.tool_names import with_tool_name, with_tool_names
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and the trainer's process needs no renderer
     from rollout_backend.rendering.renderer import RendererBundle
+    from rollout_backend.rendering.segments import IntArray
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -43,7 +46,7 @@ _Defaults = Mapping[str, Mapping[str, Any]]  # of each tool's arguments
 class Prompt:
     """The prompt of one call. `split_reason` says why a new segment opens if `ids` extend none."""
 
-    ids: list[int]
+    ids: IntArray
     messages: Sequence[Message]
     tools_digest: _Digest
     chain: list[_Digest]
@@ -78,7 +81,7 @@ class RecordedTurn:
 class Conversations:
     """The conversations of one session.
 
-    `prepare` changes nothing and may run in another thread than `record` and `add`.
+    `prepare` and `extend` change nothing that `record` and `add` use, and may run in another thread.
     """
 
     def __init__(self, bundle: RendererBundle) -> None:
@@ -89,6 +92,8 @@ class Conversations:
         self._seen: set[_Digest] = set()  # every prefix of an answered request
         self._said: dict[int, Sequence[Message]] = {}  # the conversation of each segment
         self._images: dict[str, Image] = {}
+        self._memo = PrefixMemo()
+        self._offered: tuple[_Digest, _Defaults] = b"", {}  # the tools of the latest call
 
     def unseen(self, images: Mapping[str, Image]) -> list[Image]:
         """Return the images that no answered call has shown."""
@@ -104,35 +109,50 @@ class Conversations:
 
     def prepare(self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image] | None = None) -> Prompt:
         """Return the prompt for `messages`, which refer only to `images`. Propagates the renderer's exceptions."""
-        tools_digest = _digest(b"tools", tools or [])
-        defaults = _defaults(tools)
-        by_name = with_tool_names(messages)
-        messages_named = by_name if self._bundle.needs_tool_names else messages
-        with_ids = self._bundle.renders_call_ids
-        # Without ids, the name of the called tool identifies a result.
-        chain = _chain(messages if with_ids else by_name, defaults, with_ids)
+        extended = self.extend(messages, tools, images)
+        if extended is not None:
+            return extended
+        tools_digest, defaults = self._digest_tools(tools)
+        chain = self._chain(messages, tools_digest, defaults)
+        named = with_tool_names(messages) if self._bundle.needs_tool_names else messages
+        ids, placed = self._rendered(named, tools, images or {})
+        why = self._split_reason(messages, chain, tools_digest)
+        return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults, images=placed)
+
+    def extend(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        images: Mapping[str, Image] | None = None,
+        max_chars: int | None = None,
+    ) -> Prompt | None:
+        """Return the prompt for `messages` if it extends a recorded conversation, by at most `max_chars` of text.
+
+        Propagates the renderer's exceptions.
+        """
+        tools_digest, defaults = self._digest_tools(tools)
+        chain = self._chain(messages, tools_digest, defaults)
         for n in range(len(chain) - 1, 0, -1):  # a recorded reply with new messages after it
             place = self._turns.get((tools_digest, chain[n - 1]))
             if place is None:
                 continue
-            extended = self._bridged(place, messages_named[n:], tools, images or {})
-            if extended is not None:
-                ids, placed = extended
-                return Prompt(ids, messages, tools_digest, chain, "branched", place.end, defaults, placed)
-            break
-        ids, placed = self._rendered(messages_named, tools, images or {})
-        why = self._split_reason(messages, chain, tools_digest)
-        return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults, images=placed)
+            fresh = with_tool_names(messages, n) if self._bundle.needs_tool_names else messages[n:]
+            if max_chars is not None and sum(len(message.get("content") or "") for message in fresh) > max_chars:
+                return None
+            extended = self._bridged(place, fresh, tools, images or {})
+            if extended is None:
+                return None
+            return Prompt(extended[0], messages, tools_digest, chain, "branched", place.end, defaults, extended[1])
+        return None
 
     def record(self, prompt: Prompt, completion: Completion, reply: Message) -> RecordedTurn:
         """Add an answered call. `reply` is the message that the agent gets."""
-        (end,) = _chain([reply], prompt.defaults, self._bundle.renders_call_ids, prompt.chain[-1])
+        end = _digest(prompt.chain[-1], _compared(reply, prompt.defaults, self._bundle.renders_call_ids))
         messages = [*prompt.messages, reply]
         spans = [placed.span for placed in prompt.images]
         place = self._add(prompt.ids, completion, messages, prompt.split_reason, spans)
-        said = self._said.get(place.segment, ())
-        same = itertools.takewhile(lambda both: both[0] == both[1], zip(said, messages, strict=False))
-        kept = sum(1 for _ in same)
+        said = self._said.get(place.segment, [])
+        kept = common_prefix(said, messages)
         recorded = RecordedTurn(
             extends=None if place.opened else place.segment,
             given=prompt.ids[place.before :],
@@ -151,45 +171,52 @@ class Conversations:
 
     def add(self, turn: RecordedTurn) -> None:
         """Add a turn that an equal session has recorded after the same turns."""
-        before = [] if turn.extends is None else self.recorder.ids(turn.extends)
+        ids = array("i", turn.given) if turn.extends is None else self.recorder.ids(turn.extends)
+        if turn.extends is not None:
+            ids.extend(turn.given)
         spans = [] if turn.extends is None else self.recorder.images(turn.extends)
         said = () if turn.extends is None else self._said[turn.extends][: turn.kept]
         messages = [*said, *turn.messages]
-        place = self._add([*before, *turn.given], turn.completion, messages, turn.split_reason, [*spans, *turn.spans])
+        place = self._add(ids, turn.completion, messages, turn.split_reason, [*spans, *turn.spans])
         self._index(place, messages, turn)
 
     def _rendered(
         self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
-    ) -> tuple[list[int], tuple[PlacedImage, ...]]:
+    ) -> tuple[IntArray, tuple[PlacedImage, ...]]:
         names = image_names(messages)
         if not names:
-            return self._bundle.render(messages, tools), ()
+            return array("i", self._bundle.render(messages, tools)), ()
         assert self._bundle.vision is not None, "images were accepted for a model that takes none"
         ids = self._bundle.renderer.render_places(messages, tools=tools)
-        return self._bundle.vision.expand(ids, [images[name] for name in names])
+        expanded, placed = self._bundle.vision.expand(ids, [images[name] for name in names])
+        return array("i", expanded), placed
 
     def _bridged(
         self, place: TurnPosition, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image]
-    ) -> tuple[list[int], tuple[PlacedImage, ...]] | None:
+    ) -> tuple[IntArray, tuple[PlacedImage, ...]] | None:
         """Return the conversation at `place` extended by these messages; None if the renderer cannot extend it."""
         prompt, completion = self.recorder.prompt_ids(place), self.recorder.completion_ids(place)
+        before = prompt + completion
         earlier = [
             PlacedImage(span.start, span.end, self._images[span.sha256])
             for span in self.recorder.images(place.segment, place.start)
         ]
         names = image_names(messages)
-        extended = self._bundle.renderer.bridge_to_next_turn(
-            collapse_images(prompt, earlier), completion, list(messages), tools=tools, places=bool(earlier or names)
+        added = self._bundle.renderer.continuation(
+            collapse_images(prompt, earlier) if earlier else prompt,
+            completion,
+            messages,
+            tools=tools,
+            places=bool(earlier or names),
         )
-        if extended is None:
+        if added is None:
             return None
-        before = [*prompt, *completion]
-        added = extended.token_ids[len(collapse_images(before, earlier)) :]
-        if not names:
-            return [*before, *added], tuple(earlier)
-        assert self._bundle.vision is not None, "images were accepted for a model that takes none"
-        ids, placed = self._bundle.vision.expand(added, [images[name] for name in names], len(before))
-        return [*before, *ids], (*earlier, *placed)
+        placed: tuple[PlacedImage, ...] = ()
+        if names:
+            assert self._bundle.vision is not None, "images were accepted for a model that takes none"
+            added, placed = self._bundle.vision.expand(added, [images[name] for name in names], len(before))
+        before.extend(array("i", added))
+        return before, (*earlier, *placed)
 
     def _add(
         self,
@@ -219,6 +246,18 @@ class Conversations:
         self._replies.add(turn.end)
         self._seen.update(turn.seen)
 
+    def _digest_tools(self, tools: Tools) -> tuple[_Digest, _Defaults]:
+        """Return the digest of the tools, and the defaults of their arguments."""
+        digest = _digest(b"tools", tools or [])
+        if self._offered[0] != digest:
+            self._offered = digest, _defaults(tools)
+        return self._offered
+
+    def _chain(self, messages: Sequence[Message], tools_digest: _Digest, defaults: _Defaults) -> list[_Digest]:
+        """Return, for each message, the digest of the conversation up to it."""
+        step = partial(_compared_digest, defaults=defaults, with_ids=self._bundle.renders_call_ids)
+        return self._memo.chain(messages, step, tools_digest)
+
     def _split_reason(self, messages: Sequence[Message], chain: list[_Digest], tools_digest: _Digest) -> str:
         if not self._seen:
             return "first_call"
@@ -234,13 +273,12 @@ class Conversations:
         return "history_rewritten" if chain[spoken] in self._seen else "new_conversation"
 
 
-def _chain(messages: Sequence[Message], defaults: _Defaults, with_ids: bool, digest: _Digest = b"") -> list[_Digest]:
-    """Return, for each message, the digest of the conversation up to it."""
-    chain = []
-    for message in messages:
-        digest = _digest(digest, _compared(message, defaults, with_ids))
-        chain.append(digest)
-    return chain
+def _compared_digest(
+    before: _Digest, messages: Sequence[Message], i: int, *, defaults: _Defaults, with_ids: bool
+) -> _Digest:
+    # Without ids, the name of the called tool identifies a result.
+    message = messages[i] if with_ids else with_tool_name(messages, i)
+    return _digest(before, _compared(message, defaults, with_ids))
 
 
 def _digest(before: _Digest, value: object) -> _Digest:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 from renderers import (
@@ -124,13 +125,24 @@ class ChatMLRenderer:
         # A turn cut at its token limit has no end token: add one, which the model did not sample.
         ids = trim_to_turn_close(
             previous_prompt_ids, previous_completion_ids, {self._end}, synthesize_close=self._end
-        ) + self._encode("\n")
+        ) + list(self._newline)
         indices = [-1] * len(ids)
         for index, turn in self._turns(new_messages):
             ids += turn
             indices += [index] * len(turn)
         prompt = self._generation_prompt()
         return _rendered(ids + prompt, indices + [-1] * len(prompt), new_messages)
+
+    def continuation(
+        self, previous_completion_ids: Sequence[int], new_messages: Sequence[Message]
+    ) -> list[int] | None:
+        """Return what `bridge_to_next_turn` appends to a reply. It depends on nothing before the reply."""
+        given = list(previous_completion_ids)
+        bridged = self.bridge_to_next_turn([self._start], given, new_messages)
+        if bridged is None or bridged.token_ids[1 : len(given) + 1] != given:
+            return None
+        added: list[int] = bridged.token_ids[len(given) + 1 :]
+        return added
 
     def _turns(self, messages: Sequence[Message]) -> Iterator[tuple[int, list[int]]]:
         """Yield each turn with the index of its last message. Consecutive tool results are one user turn."""
@@ -148,10 +160,18 @@ class ChatMLRenderer:
                 yield index, self._turn(message["role"], _text(message))
 
     def _turn(self, role: str, text: str) -> list[int]:
-        return [self._start, *self._encode(f"{role}\n{text}"), self._end, *self._encode("\n")]
+        return [self._start, *self._encode(f"{role}\n{text}"), self._end, *self._newline]
 
     def _generation_prompt(self) -> list[int]:
-        return [self._start, *self._encode("assistant\n")]
+        return [self._start, *self._reply_header]
+
+    @cached_property
+    def _newline(self) -> Sequence[int]:
+        return self._encode("\n")
+
+    @cached_property
+    def _reply_header(self) -> Sequence[int]:
+        return self._encode("assistant\n")
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)

@@ -22,6 +22,8 @@ from typing import Any
 from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
 from tokenizers import pre_tokenizers
 
+from rollout_backend.rendering.chatml import ChatMLRenderer
+
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -112,7 +114,7 @@ class GuardedRenderer:
         return list(rendered.token_ids)
 
     def parse_response(
-        self, token_ids: Sequence[int], *, tools: Tools = None, prompt_ids: list[int] | None = None
+        self, token_ids: Sequence[int], *, tools: Tools = None, prompt_ids: Sequence[int] | None = None
     ) -> ParsedResponse:
         parsed = self.parse_beginning(token_ids, tools=tools, prompt_ids=prompt_ids)
         if any(call.status in _USABLE for call in parsed.tool_calls) or parsed.reasoning_complete is False:
@@ -120,13 +122,14 @@ class GuardedRenderer:
         return self._kept(parsed, list(token_ids), bool(tools))
 
     def parse_beginning(
-        self, token_ids: Sequence[int], *, tools: Tools = None, prompt_ids: list[int] | None = None
+        self, token_ids: Sequence[int], *, tools: Tools = None, prompt_ids: Sequence[int] | None = None
     ) -> ParsedResponse:
         """Parse an incomplete reply: unlike `parse_response`, keep nothing that may still become a tool call."""
         ids = list(token_ids)
         if ids and ids[-1] in self._unknown_stops:
             ids.pop()  # or the content would end with its name
-        parsed = self.inner.parse_response(ids, tools=tools, prompt_ids=prompt_ids)
+        prompt = None if prompt_ids is None or isinstance(self.inner, ChatMLRenderer) else list(prompt_ids)
+        parsed = self.inner.parse_response(ids, tools=tools, prompt_ids=prompt)
         return replace(parsed, tool_calls=[_checked(call) for call in parsed.tool_calls])
 
     def get_stop_token_ids(self) -> list[int]:
@@ -151,6 +154,22 @@ class GuardedRenderer:
         )
         before = [*previous_prompt_ids, *previous_completion_ids]
         return extended if extended is not None and extended.token_ids[: len(before)] == before else None
+
+    def continuation(
+        self,
+        previous_prompt_ids: Sequence[int],
+        previous_completion_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        places: bool = False,
+    ) -> list[int] | None:
+        """Return what `bridge_to_next_turn` appends to the two; None if it cannot extend them."""
+        if isinstance(self.inner, ChatMLRenderer):
+            return self.inner.continuation(previous_completion_ids, self._marked(new_messages))
+        prompt, completion = list(previous_prompt_ids), list(previous_completion_ids)
+        extended = self.bridge_to_next_turn(prompt, completion, new_messages, tools=tools, places=places)
+        return None if extended is None else extended.token_ids[len(prompt) + len(completion) :]
 
     def _kept(self, parsed: ParsedResponse, ids: list[int], tools: bool) -> ParsedResponse:
         """Return a reply without a usable call; with its whole text if the parser dropped a part of it."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     FloatArray = array[float]
 
 GIVEN, SAMPLED = 0, 1
+_KINDS = array("B", [GIVEN]), array("B", [SAMPLED])
+_NAN = array("f", [math.nan])
 
 
 class TurnPosition(NamedTuple):
@@ -49,7 +51,7 @@ class _Open:
 
     def append(self, ids: IntArray, kind: int, logprobs: FloatArray) -> None:
         self.ids.extend(ids)
-        self.response_mask.extend([kind] * len(ids))
+        self.response_mask.extend(_KINDS[kind] * len(ids))
         self.logprobs.extend(logprobs)
 
     def freeze(self) -> Segment:
@@ -95,7 +97,7 @@ class SegmentRecorder:
         """
         if len(logprobs) != len(completion_ids):
             raise ValueError(f"{len(logprobs)} logprobs for {len(completion_ids)} sampled tokens")
-        prompt = array("i", prompt_ids)
+        prompt = prompt_ids if isinstance(prompt_ids, array) else array("i", prompt_ids)
         index = self._extended_by(prompt, images)
         opened = index is None
         if index is None:
@@ -104,7 +106,7 @@ class SegmentRecorder:
         segment = self._segments[index]
         before = len(segment.ids)
         given = prompt[before:]
-        segment.append(given, GIVEN, array("f", [math.nan]) * len(given))
+        segment.append(given, GIVEN, _NAN * len(given))
         start = len(segment.ids)
         segment.append(
             array("i", completion_ids),
@@ -128,19 +130,19 @@ class SegmentRecorder:
         segment.images += images[len(segment.images) :]
         return TurnPosition(index, before, start, len(segment.ids), opened)
 
-    def prompt_ids(self, place: TurnPosition) -> list[int]:
-        return self._segments[place.segment].ids[: place.start].tolist()
+    def prompt_ids(self, place: TurnPosition) -> IntArray:
+        return self._segments[place.segment].ids[: place.start]
 
-    def ids(self, segment: int) -> list[int]:
+    def ids(self, segment: int) -> IntArray:
         """Return all tokens of a segment."""
-        return self._segments[segment].ids.tolist()
+        return self._segments[segment].ids[:]
 
     def images(self, segment: int, end: int | None = None) -> list[ImageSpan]:
         """Return the images of a segment; with `end`, those within its first `end` tokens."""
         return [span for span in self._segments[segment].images if end is None or span.end <= end]
 
-    def completion_ids(self, place: TurnPosition) -> list[int]:
-        return self._segments[place.segment].ids[place.start : place.end].tolist()
+    def completion_ids(self, place: TurnPosition) -> IntArray:
+        return self._segments[place.segment].ids[place.start : place.end]
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments recorded so far, in the order in which they were opened."""

@@ -98,7 +98,7 @@ class StreamingParser:
         choice: int = 0,
     ) -> None:
         self._bundle = bundle
-        self._prompt_ids = list(prompt_ids)
+        self._prompt_ids = prompt_ids
         self._tools = tools
         self._tools_offered = tools_offered
         self._parallel = parallel

@@ -160,3 +160,13 @@ def test_the_bridge_returns_none_if_it_cannot_extend(bundle, renderer):
     completion = ids_of(bundle, "A<|im_end|>")
     assert renderer.bridge_to_next_turn(prompt, completion, []) is None
     assert renderer.bridge_to_next_turn(prompt, completion, [assistant("B")]) is None
+
+
+@pytest.mark.parametrize("said", ["7<|im_end|>", "7", "", "7<|im_end|>8", "a<|im_end|><|im_end|>"])
+@pytest.mark.parametrize("extends", [[user("Hi")], [tool_result("c", "1"), tool_result("d", "2")], [assistant("no")]])
+def test_a_continuation_is_what_the_bridge_appends(renderer, bundle, said, extends):
+    prompt = renderer.render_ids([system("Be brief."), user("What is 3 + 4?")], add_generation_prompt=True)
+    completion = ids_of(bundle, said)
+    bridged = renderer.bridge_to_next_turn(prompt, completion, extends)
+    added = renderer.continuation(prompt, completion, extends)
+    assert added == (None if bridged is None else bridged.token_ids[len(prompt) + len(completion) :])

@@ -25,8 +25,8 @@ def test_a_turn_that_extends_a_segment_is_appended():
     assert [math.isnan(logprob) for logprob in segment.logprobs] == [True, True, False, False, True, False]
     assert [(turn.start, turn.end) for turn in segment.turns] == [(2, 4), (5, 6)]
     assert segment.split_reason == "first_call"
-    assert trajectory.prompt_ids(place) == [1, 2, 3, 4, 5]
-    assert trajectory.completion_ids(place) == [6]
+    assert trajectory.prompt_ids(place).tolist() == [1, 2, 3, 4, 5]
+    assert trajectory.completion_ids(place).tolist() == [6]
 
 
 def test_a_turn_that_extends_no_segment_opens_one_with_the_reason():
@@ -124,8 +124,8 @@ def test_any_sequence_of_calls_is_recorded_exactly(calls, seed):
         logprobs = [-rng.random() for _ in sampled]
         place = trajectory.add(prompt, sampled, logprobs, finish_reason="stop", split_reason="branched")
         made.append((prompt, sampled, logprobs))
-        assert trajectory.prompt_ids(place) == prompt
-        assert trajectory.completion_ids(place) == sampled
+        assert trajectory.prompt_ids(place).tolist() == prompt
+        assert trajectory.completion_ids(place).tolist() == sampled
     segments = trajectory.segments()
     decoded = Trajectory.decode(Trajectory(model="m", segments=segments).encode()).segments
     assert [segment.token_ids for segment in decoded] == [segment.token_ids for segment in segments]

@@ -184,7 +184,7 @@ def test_a_call_without_images_is_sent_as_to_any_model(gateway, engine):
 def test_text_is_rendered_as_without_images(sees):
     conversation = [system("Be brief."), user("Hello, you."), assistant("Hello."), user("Bye.")]
     prompt = Conversations(sees).prepare(conversation, None)
-    assert prompt.ids == sees.renderer.inner.render_ids(conversation, add_generation_prompt=True)
+    assert prompt.ids.tolist() == sees.renderer.inner.render_ids(conversation, add_generation_prompt=True)
     assert prompt.images == ()
 
 
