@@ -43,6 +43,9 @@ class Dialect(ABC):
     client_header: ClassVar[str | None] = None
     """A header that only this API's clients send. It selects the shape of errors on paths that several APIs share."""
 
+    appended_field: ClassVar[str | None] = None
+    """The field of the messages, if each becomes one message, regardless of the others. See `RequestMemo`."""
+
     def __init__(self, images: ImageLimits | None = None) -> None:
         """`images` is None if the model takes no images."""
         self._images = images

@@ -163,6 +163,7 @@ class OpenAIChat(Dialect):
 
     name = "openai_chat"
     path = "/chat/completions"
+    appended_field = "messages"
 
     def parse(self, body: bytes) -> ModelCall:
         request = _read(body)

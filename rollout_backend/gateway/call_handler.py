@@ -24,9 +24,9 @@ from rollout_backend.gateway import journal_records
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.http_requests import cancel_on_disconnect, read_body
+from rollout_backend.gateway.http_requests import read_body, wait_or_disconnect
 from rollout_backend.gateway.in_flight_call import InFlightCall
-from rollout_backend.gateway.model_call_executor import ModelCallExecutor, call_digest
+from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.retries import RequestKey
 from rollout_backend.gateway.session_registry import OpenSession, SessionRegistry
 from rollout_backend.gateway.stats import Counters, GatewayStats
@@ -104,7 +104,7 @@ class CallHandler:
         key = RequestKey(dialect.name, body, request.headers)
         running = session.state.retries.find(key)
         if running is None:
-            call = dialect.parse(body)
+            call = session.state.requests.parse(dialect, body)
             self.check_model(call.model)
             self._admit(session, key, call)
             running = self._start(session, InFlightCall(call, key.digest))
@@ -126,8 +126,9 @@ class CallHandler:
     def _admit(self, session: OpenSession, key: RequestKey, call: ModelCall) -> None:
         refusal = self._admission.check()
         if refusal is not None:
-            session.state.unanswered.add(call_digest(call))
-            session.state.write(journal_records.asked(call_digest(call)))
+            digest = session.state.digest(call)
+            session.state.unanswered.add(digest)
+            session.state.write(journal_records.asked(digest))
             session.state.retries.failed(key)
             raise refusal
 
@@ -157,9 +158,9 @@ class CallHandler:
         delivered = streams = False
         try:
             if call.stream:
-                await cancel_on_disconnect(request, running.wait_for_more(0, self._settings.keepalive_s))
+                await wait_or_disconnect(request, running.wait_for_more(0, self._settings.keepalive_s))
             else:
-                await cancel_on_disconnect(request, asyncio.wait({running.task}))
+                await wait_or_disconnect(request, running.task)
             if not call.stream or running.done:
                 answer = running.outcome()
             if not call.stream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -31,8 +31,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def cancel_on_disconnect(request: Request, waiting: Coroutine[Any, Any, Any]) -> None:
-    """Wait for `waiting`, but not after the client has hung up: then raise ClientDisconnect."""
+async def wait_or_disconnect(request: Request, waiting: Awaitable[Any]) -> None:
+    """Wait for `waiting`, but not after the client has hung up: then raise ClientDisconnect.
+
+    A future or a task is not cancelled; a coroutine is.
+    """
     task = asyncio.ensure_future(waiting)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -40,7 +43,8 @@ async def cancel_on_disconnect(request: Request, waiting: Coroutine[Any, Any, An
         if gone.done():
             raise ClientDisconnect
     finally:
-        task.cancel()
+        if task is not waiting:
+            task.cancel()
         gone.cancel()
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +94,8 @@ class ModelCallExecutor:
         Raises:
             ApiError: status 400 if the call is invalid, 503 if no engine answers.
         """
-        digest, state = call_digest(running.call), session.state
+        state = session.state
+        digest = state.digest(running.call)
         state.write(journal_records.asked(digest))
         try:
             answer = await self._answer(session, running, digest)
@@ -297,11 +296,6 @@ class _LiveStream:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PACE_S):
                     await self._ended.wait()
-
-
-def call_digest(call: ModelCall) -> bytes:
-    """Return a digest of what a call asks. It recognises a repeated question."""
-    return hashlib.sha256(json.dumps([call.messages, call.tools], sort_keys=True).encode()).digest()
 
 
 def _check_called(reply: Reply, completion: Completion) -> None:

@@ -12,17 +12,22 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agent_wrapper.contract import Trajectory
 from rollout_backend.core.api_error import journal_unwritable, session_closed
 from rollout_backend.core.heartbeats import HeartbeatReport
+from rollout_backend.core.model_call import ModelCall
+from rollout_backend.core.prefix_memo import PrefixMemo
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.dialects.request_memo import RequestMemo
 from rollout_backend.gateway import journal_records
 from rollout_backend.gateway.conversations import Conversations
 from rollout_backend.gateway.journal import SessionJournal
@@ -47,6 +52,8 @@ class SessionState:
     started: int = 0  # choices ever started
     sampled_tokens: int = 0  # of answered calls
     retries: RetryCache = field(default_factory=RetryCache)
+    requests: RequestMemo = field(default_factory=RequestMemo)
+    questions: PrefixMemo = field(default_factory=PrefixMemo)
     unanswered: set[bytes] = field(default_factory=set)  # calls that failed on our side and were not repeated yet
     sealed: asyncio.Task[bytes] | None = None
     sealed_at: float = 0.0
@@ -55,6 +62,10 @@ class SessionState:
     @property
     def is_open(self) -> bool:
         return self.conversations is not None
+
+    def forget_calls(self) -> None:
+        """Free what only an open session needs."""
+        self.retries, self.requests, self.questions = RetryCache(), RequestMemo(), PrefixMemo()
 
     def write(self, record: Record) -> None:
         """Append to the journal, if there is one.
@@ -65,6 +76,11 @@ class SessionState:
         if self.journal is not None:
             self.journal(record)
 
+    def digest(self, call: ModelCall) -> bytes:
+        """Return a digest of what a call asks. It recognises a repeated question."""
+        chain = self.questions.chain(call.messages, _question)
+        return hashlib.blake2b(b"".join(chain[-1:]) + _json(call.tools), digest_size=32).digest()
+
 
 @dataclass(frozen=True)
 class OpenSession:
@@ -73,6 +89,14 @@ class OpenSession:
     state: SessionState
     conversations: Conversations
     claims: SessionClaims
+
+
+def _question(before: bytes, messages: Sequence[Mapping[str, Any]], i: int) -> bytes:
+    return hashlib.blake2b(before + _json(messages[i]), digest_size=32).digest()
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
 
 
 async def _abort(sessions: Iterable[SessionState]) -> None:
@@ -229,7 +253,7 @@ class SessionRegistry:
 
     def _seal(self, state: SessionState, conversations: Conversations, claims: SessionClaims, at: float) -> None:
         state.conversations = None
-        state.retries = RetryCache()
+        state.forget_calls()
         state.sealed = asyncio.create_task(
             self._encode(OpenSession(state, conversations, claims), len(state.unanswered))
         )
@@ -254,7 +278,7 @@ class SessionRegistry:
         if state is not None:
             until = max(until, state.expires_at)
             sealed, state.conversations, state.sealed = state.sealed, None, None
-            state.retries = RetryCache()
+            state.forget_calls()
             if sealed is not None:
                 sealed.cancel()
         self._closed[session_id] = max(until, self._closed.get(session_id, until))

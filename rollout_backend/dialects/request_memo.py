@@ -1,0 +1,103 @@
+"""Parse the requests of growing conversations: only the messages that earlier requests did not have. Pure.
+
+Invariant: a request has the messages that its dialect's `parse` returns for the whole body. They are taken from an
+earlier request only if the bodies are equal up to and including these messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import Message, ModelCall
+from rollout_backend.dialects.base import Dialect
+
+_KEPT = 4  # conversations: an agent may alternate between several
+_TAIL = 64  # bytes that are compared before all are digested
+# The beginning of a body up to its messages. Only plain values may precede them.
+_BEGIN = rb'\s*\{\s*(?:"\w+"\s*:\s*(?:"[^"\\]*"|[\w.+-]+)\s*,\s*)*"%s"\s*:\s*(?=\[)'
+_NEXT = re.compile(rb"\s*,\s*")
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class _Known:
+    dialect: str
+    size: int  # bytes of the body up to the end of its last message
+    tail: bytes
+    digest: bytes
+    messages: list[Message]
+
+
+class RequestMemo:
+    """Remembers the messages of one session's latest requests. They are shared, so nobody may change them."""
+
+    def __init__(self) -> None:
+        self._known: list[_Known] = []  # latest last
+
+    def parse(self, dialect: Dialect, body: bytes) -> ModelCall:
+        """Return `dialect.parse(body)`. Raises ApiError as that does."""
+        field = dialect.appended_field
+        begin = re.match(_BEGIN % field.encode(), body) if field is not None else None
+        if field is None or begin is None:
+            return dialect.parse(body)
+        known, digest = self._find(dialect.name, body)
+        call, end = None, None
+        if known is not None:
+            call, end = _parse_rest(dialect, body, begin.end(), known)
+        if call is None or known is None:
+            known, digest = None, hashlib.blake2b(digest_size=16)
+            call = dialect.parse(body)
+            end = _end_of_array(body, begin.end(), len(call.messages))
+        if end is not None and not call.images and not _repeats(field, body[end:]):
+            digest.update(memoryview(body)[known.size if known else 0 : end])
+            self._known = [each for each in self._known if each is not known][1 - _KEPT :]
+            tail = body[max(0, end - _TAIL) : end]
+            self._known.append(_Known(dialect.name, end, tail, digest.digest(), list(call.messages)))
+        return call
+
+    def _find(self, dialect: str, body: bytes) -> tuple[_Known | None, Any]:
+        """Return the longest known beginning of the body, and its digest, to be continued."""
+        for known in sorted(self._known, key=lambda known: known.size, reverse=True):
+            if known.dialect == dialect and body.endswith(known.tail, 0, known.size):
+                found = hashlib.blake2b(memoryview(body)[: known.size], digest_size=16)
+                if found.digest() == known.digest:
+                    return known, found
+        return None, hashlib.blake2b(digest_size=16)
+
+
+def _parse_rest(dialect: Dialect, body: bytes, begin: int, known: _Known) -> tuple[ModelCall | None, int | None]:
+    """Return the call, and where its last message ends in the body; None if the whole body must be parsed."""
+    after = _NEXT.match(body, known.size)
+    if after is None:
+        return None, None
+    rest = body[:begin] + b"[" + body[after.end() :]
+    try:
+        call = dialect.parse(rest)
+    except ApiError:  # whose message would count messages from here
+        return None, None
+    end = _end_of_array(rest, begin, len(call.messages))
+    if end is None or call.images or _repeats(dialect.appended_field or "", rest[end:]):
+        return None, None
+    return replace(call, messages=[*known.messages, *call.messages]), end + after.end() - begin - 1
+
+
+def _end_of_array(body: bytes, begin: int, n: int) -> int | None:
+    """Return where the last of the `n` values of the array at `begin` ends; None if the array has not so many."""
+    try:
+        text = body[begin:].decode()
+        values, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    if not n or len(values) != n:
+        return None
+    return begin + len(text[: end - 1].rstrip().encode())
+
+
+def _repeats(field: str, rest: bytes) -> bool:
+    """Return whether the field may come again in the rest of a body: the last one would count."""
+    return f'"{field}"'.encode() in rest or b"\\u006" in rest or b"\\u007" in rest
