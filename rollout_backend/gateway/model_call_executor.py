@@ -86,7 +86,7 @@ class ModelCallExecutor:
 
     async def count(self, conversations: Conversations, call: ModelCall) -> int:
         """Return the length of the call's prompt in tokens. Raises ApiError (400) if it cannot be rendered."""
-        return len((await self._thread.run(self._thread.prepare, conversations, call)).ids)
+        return len((await self._thread.prompt(conversations, call)).ids)
 
     async def answer(self, session: OpenSession, running: InFlightCall) -> Answer:
         """Return the call's answer. A call that fails on our side counts as unanswered until it is repeated.
@@ -110,8 +110,10 @@ class ModelCallExecutor:
 
     async def _answer(self, session: OpenSession, running: InFlightCall, digest: bytes) -> Answer:
         call, state = running.call, session.state
-        prompt = await self._thread.run(self._thread.prepare, session.conversations, call)
-        forced = await self._thread.run(self._constraints.params, call, prompt.ids)
+        prompt = await self._thread.prompt(session.conversations, call)
+        forced = {}
+        if call.tool_choice == "required" or call.json_schema is not None:
+            forced = await self._thread.run(self._constraints.params, call, prompt.ids)
         running.set_prompt_tokens(len(prompt.ids))
         requests = [
             _ChoiceRequest(
@@ -185,17 +187,17 @@ class ModelCallExecutor:
         # Generation under a grammar restarts after an abort, so none of it may be streamed before its end.
         if not call.stream or request.forced:
             completion = await self._generate(request, stops=stops)
-            reply = await thread.run(thread.read, call, request.prompt, completion)
+            reply = await self._read(request, completion)
             if call.tool_choice == "required":
                 _check_called(reply, completion)
-            logprobs = await thread.run(thread.logprobs, call, completion.token_ids, completion.logprobs)
+            logprobs = await self._logprobs(call, completion)
             running.emit(whole_deltas(reply.message, request.index, logprobs or ()))
         else:
-            parser = await thread.run(thread.stream_parser, call, request.prompt, request.index)
+            parser = await thread.run_brief(0, thread.stream_parser, call, request.prompt, request.index)
             completion = await self._stream(request, parser, stops)
-            reply = await thread.run(thread.read, call, request.prompt, completion)
+            reply = await self._read(request, completion)
             rest, reply = parser.end(reply)
-            logprobs = await thread.run(thread.logprobs, call, completion.token_ids, completion.logprobs)
+            logprobs = await self._logprobs(call, completion)
             sent = sum(len(delta.logprobs) for delta in running.deltas if delta.choice == request.index)
             spoken = len(completion.token_ids) - thread.has_end(completion.token_ids)
             running.emit(with_logprobs(rest, (logprobs or ())[sent:spoken]))
@@ -203,6 +205,15 @@ class ModelCallExecutor:
         if request.forced:
             completion = replace(completion, logprobs=(None,) * len(completion.token_ids))
         return _Sampled(completion, reply, choice)
+
+    async def _read(self, request: _ChoiceRequest, completion: Completion) -> Reply:
+        thread, tokens = self._thread, len(completion.token_ids)
+        return await thread.run_brief(tokens, thread.read, request.running.call, request.prompt, completion)
+
+    async def _logprobs(self, call: ModelCall, completion: Completion) -> list[Mapping[str, Any]] | None:
+        if not call.logprobs:
+            return None
+        return await self._thread.run(self._thread.logprobs, call, completion.token_ids, completion.logprobs)
 
     async def _stream(
         self, request: _ChoiceRequest, parser: StreamingParser, stops: StopStrings | None
@@ -284,7 +295,7 @@ class _LiveStream:
             self._more.clear()
             fresh, fed = self._tokens[fed : self._clear], self._clear
             if fresh and not self._ended.is_set():
-                deltas = await self._thread.run(self._parser.feed, fresh)
+                deltas = await self._thread.run_brief(len(fresh), self._parser.feed, fresh)
                 if deltas and self._running.call.logprobs:
                     begin = sent
                     sent = await self._thread.run(self._parser.emitted, self._thread.bundle.token_bytes)

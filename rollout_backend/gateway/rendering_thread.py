@@ -1,11 +1,16 @@
-"""Render prompts and read replies in one thread, so that the event loop never waits for a tokenizer."""
+"""Render prompts and read replies in one thread, so that the event loop never waits long for a tokenizer.
+
+A hand-over to a thread costs as much as the usual work, a tool's result and a reply of some tokens. So brief work is
+done at once, unless the thread is busy: the tokenizer serves one thread at a time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,6 +29,8 @@ from rollout_backend.rendering.streaming_parser import StreamingParser
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_BRIEF_CHARS = 4096  # of new messages: some ms
+_BRIEF_TOKENS = 1024  # of a reply
 
 
 class RenderingThread:
@@ -34,13 +41,42 @@ class RenderingThread:
         self.bundle = bundle
         self._max_image_bytes = max_image_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
+        self._jobs: deque[Future[Any]] = deque()  # given to the thread, in order
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, function: Callable[..., _T], *args: Any) -> _T:
         """Call the function in the thread and return its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        self._is_busy()  # forget finished jobs
+        job = self._thread.submit(function, *args)
+        self._jobs.append(job)
+        return await asyncio.wrap_future(job)
+
+    async def run_brief(self, tokens: int, function: Callable[..., _T], *args: Any) -> _T:
+        """Call a function whose work is proportional to so many tokens, and return its result."""
+        if tokens > _BRIEF_TOKENS or self._is_busy():
+            return await self.run(function, *args)
+        return function(*args)
+
+    async def prompt(self, conversations: Conversations, call: ModelCall) -> Prompt:
+        """Return the call's prompt. Raises ApiError as `prepare` does."""
+        if not self._is_busy() and not call.images and (extended := self._extend(conversations, call)) is not None:
+            return extended
+        return await self.run(self.prepare, conversations, call)
+
+    def _is_busy(self) -> bool:
+        while self._jobs and self._jobs[0].done():  # a job whose call was cancelled runs to its end
+            self._jobs.popleft()
+        return bool(self._jobs)
+
+    def _extend(self, conversations: Conversations, call: ModelCall) -> Prompt | None:
+        """Return the prompt if it is brief work; None also if it cannot be made, and `prepare` says why."""
+        try:
+            self._check_names(call)
+            return conversations.extend(call.messages, call.tools, max_chars=_BRIEF_CHARS)
+        except Exception:
+            return None
 
     def prepare(self, conversations: Conversations, call: ModelCall) -> Prompt:
         """Return the call's prompt.
@@ -48,12 +84,7 @@ class RenderingThread:
         Raises:
             ApiError: status 400 if the messages cannot be rendered, or an image cannot be read.
         """
-        for i, message in enumerate(call.messages):
-            role = message["role"]
-            if message.get("name") is not None and role != "tool" and not self.bundle.renders_name(role):
-                where = f"messages.{i}.name"
-                why = f"this model's template shows no name of a {role} message; write it into the content"
-                raise ApiError(400, f"{where}: {why}", param=where)
+        self._check_names(call)
         self._check_images(conversations, call)
         try:
             return conversations.prepare(call.messages, call.tools, call.images)
@@ -62,6 +93,14 @@ class RenderingThread:
             raise ApiError(
                 400, f"these messages cannot be rendered for this model: {error}", code="unrenderable"
             ) from None
+
+    def _check_names(self, call: ModelCall) -> None:
+        for i, message in enumerate(call.messages):
+            role = message["role"]
+            if message.get("name") is not None and role != "tool" and not self.bundle.renders_name(role):
+                where = f"messages.{i}.name"
+                why = f"this model's template shows no name of a {role} message; write it into the content"
+                raise ApiError(400, f"{where}: {why}", param=where)
 
     def _check_images(self, conversations: Conversations, call: ModelCall) -> None:
         fresh = conversations.unseen(call.images)

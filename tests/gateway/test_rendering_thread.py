@@ -1,0 +1,88 @@
+"""Which work runs in the event loop, and which in the thread of the tokenizer."""
+
+import asyncio
+import threading
+
+import pytest
+
+from builders import assistant, user
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import ModelCall
+from rollout_backend.gateway.conversations import Conversations
+from rollout_backend.gateway.engine_client import Completion
+from rollout_backend.gateway.rendering_thread import RenderingThread
+
+
+@pytest.fixture
+def thread(bundle):
+    made = RenderingThread(bundle, 0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def rendered(thread, monkeypatch) -> list[bool]:
+    """For each prompt that the thread's `prepare` has made: whether that was in the event loop."""
+    found: list[bool] = []
+    prepare = thread.prepare
+
+    def record(conversations, call):
+        found.append(in_loop())
+        return prepare(conversations, call)
+
+    monkeypatch.setattr(thread, "prepare", record)
+    return found
+
+
+def in_loop() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+async def test_brief_work_runs_at_once_and_other_work_in_the_thread(thread):
+    assert await thread.run_brief(10, in_loop)
+    assert not await thread.run_brief(100_000, in_loop)
+    assert not await thread.run(in_loop)
+    assert await thread.run_brief(10, in_loop)
+
+
+async def test_brief_work_waits_for_the_thread_even_if_its_call_was_cancelled(thread):
+    going, go = threading.Event(), threading.Event()
+
+    def long():
+        going.set()
+        go.wait()
+
+    call = asyncio.create_task(thread.run(long))
+    await asyncio.to_thread(going.wait)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    brief = asyncio.create_task(thread.run_brief(1, in_loop))
+    await asyncio.sleep(0)
+    assert not brief.done()
+    go.set()
+    assert not await brief
+
+
+async def test_only_a_short_extension_of_a_conversation_is_rendered_in_the_loop(thread, bundle, rendered):
+    conversations, question = Conversations(bundle), user("Hi")
+    first = await thread.prompt(conversations, ModelCall("m", [question]))
+    assert rendered == [False]
+    said = tuple(bundle.tokenizer.encode("A<|im_end|>", add_special_tokens=False))
+    conversations.record(first, Completion(said, (None,) * 2, (), "stop", None, 0, 0.0), assistant("A"))
+
+    def extended(text: str) -> ModelCall:
+        return ModelCall("m", [question, assistant("A"), user(text)])
+
+    short = await thread.prompt(conversations, extended("and?"))
+    assert rendered == [False]
+    assert short == thread.prepare(conversations, extended("and?"))
+    rendered.clear()
+    await thread.prompt(conversations, extended("x" * 5000))
+    await thread.prompt(conversations, ModelCall("m", [question, assistant("B"), user("and?")]))
+    assert rendered == [False, False]
+
+
+async def test_a_refused_name_in_a_short_extension_is_named(thread, bundle):
+    conversations = Conversations(bundle)
+    with pytest.raises(ApiError, match=r"messages\.1\.name"):
+        await thread.prompt(conversations, ModelCall("m", [user("Hi"), {**user("and?"), "name": "Ann"}]))
