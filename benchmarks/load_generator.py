@@ -83,10 +83,12 @@ class Session:
 
     async def call(self) -> None:
         """Send the conversation, and add the reply and a tool's result to it. Raises ValueError with the status."""
-        if self._connection.transport is None or self._connection.transport.is_closing():  # idle for too long
-            _, self._connection = await asyncio.get_running_loop().create_connection(Connection, *self._where)
         body = b'{"messages":[' + self._messages + self._rest
-        response = await self._connection.call(b"%s%d\r\n\r\n%s" % (self._head, len(body), body))
+        request = b"%s%d\r\n\r\n%s" % (self._head, len(body), body)
+        try:
+            response = await self._send(request)
+        except ConnectionError:  # closed after it was idle, when the request was on its way: all clients retry
+            response = await self._send(request)
         if response[9:12] != b"200":
             raise ValueError(f"HTTP {response[9:12].decode()}")
         reply = _streamed(response) if b"chunked" in response[:500] else _message(response)
@@ -96,6 +98,11 @@ class Session:
         if len(added) == 1:
             added.append({"role": "user", "content": self._result})
         self._messages += b"," + ",".join(map(_json, added)).encode()
+
+    async def _send(self, request: bytes) -> bytes:
+        if self._connection.transport is None or self._connection.transport.is_closing():
+            _, self._connection = await asyncio.get_running_loop().create_connection(Connection, *self._where)
+        return await self._connection.call(request)
 
     def close(self) -> None:
         self._connection.transport.close()

@@ -126,7 +126,7 @@ class CallHandler:
     def _admit(self, session: OpenSession, key: RequestKey, call: ModelCall) -> None:
         refusal = self._admission.check()
         if refusal is not None:
-            digest = session.state.digest(call)
+            digest = session.conversations.question(call.messages, call.tools)
             session.state.unanswered.add(digest)
             session.state.write(journal_records.asked(digest))
             session.state.retries.failed(key)

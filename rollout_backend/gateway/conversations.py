@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from agent_wrapper.contract import ImageSpan
 from rollout_backend.core.images import Image, PlacedImage, image_names
 from rollout_backend.core.prefix_memo import PrefixMemo, common_prefix
@@ -81,7 +83,7 @@ class RecordedTurn:
 class Conversations:
     """The conversations of one session.
 
-    `prepare` and `extend` change nothing that `record` and `add` use, and may run in another thread.
+    `prepare` and `extend` change nothing that the other methods use, and may run in another thread.
     """
 
     def __init__(self, bundle: RendererBundle) -> None:
@@ -92,8 +94,8 @@ class Conversations:
         self._seen: set[_Digest] = set()  # every prefix of an answered request
         self._said: dict[int, Sequence[Message]] = {}  # the conversation of each segment
         self._images: dict[str, Image] = {}
-        self._memo = PrefixMemo()
-        self._offered: tuple[_Digest, _Defaults] = b"", {}  # the tools of the latest call
+        self._prepared, self._asked = PrefixMemo(), PrefixMemo()
+        self._offered: tuple[bytes, _Digest, _Defaults] = b"", b"", {}  # the tools of the latest call
 
     def unseen(self, images: Mapping[str, Image]) -> list[Image]:
         """Return the images that no answered call has shown."""
@@ -106,6 +108,11 @@ class Conversations:
     def images(self) -> dict[str, bytes]:
         """Return the bytes of all images, by SHA-256."""
         return {name: image.data for name, image in self._images.items()}
+
+    def question(self, messages: Sequence[Message], tools: Tools) -> bytes:
+        """Return a digest of what a call asks. It recognises a repeated question."""
+        chain = self._asked.chain(messages, _asked_digest)
+        return _digest(b"".join([b"asked", self._digest_tools(tools)[0], *chain[-1:]]), len(chain))
 
     def prepare(self, messages: Sequence[Message], tools: Tools, images: Mapping[str, Image] | None = None) -> Prompt:
         """Return the prompt for `messages`, which refer only to `images`. Propagates the renderer's exceptions."""
@@ -248,15 +255,16 @@ class Conversations:
 
     def _digest_tools(self, tools: Tools) -> tuple[_Digest, _Defaults]:
         """Return the digest of the tools, and the defaults of their arguments."""
-        digest = _digest(b"tools", tools or [])
-        if self._offered[0] != digest:
-            self._offered = digest, _defaults(tools)
-        return self._offered
+        text, digest, defaults = self._offered
+        if text != (text := _text(tools)):
+            digest, defaults = _digest(b"tools", tools or []), _defaults(tools)
+            self._offered = text, digest, defaults
+        return digest, defaults
 
     def _chain(self, messages: Sequence[Message], tools_digest: _Digest, defaults: _Defaults) -> list[_Digest]:
         """Return, for each message, the digest of the conversation up to it."""
         step = partial(_compared_digest, defaults=defaults, with_ids=self._bundle.renders_call_ids)
-        return self._memo.chain(messages, step, tools_digest)
+        return self._prepared.chain(messages, step, tools_digest)
 
     def _split_reason(self, messages: Sequence[Message], chain: list[_Digest], tools_digest: _Digest) -> str:
         if not self._seen:
@@ -279,6 +287,18 @@ def _compared_digest(
     # Without ids, the name of the called tool identifies a result.
     message = messages[i] if with_ids else with_tool_name(messages, i)
     return _digest(before, _compared(message, defaults, with_ids))
+
+
+def _asked_digest(before: _Digest, messages: Sequence[Message], i: int) -> _Digest:
+    return _digest(before, messages[i])
+
+
+def _text(value: object) -> bytes:
+    """Return JSON, fast."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # for example a large number, or half of a surrogate pair
+        return json.dumps(value).encode()
 
 
 def _digest(before: _Digest, value: object) -> _Digest:

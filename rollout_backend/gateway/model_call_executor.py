@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,7 +95,7 @@ class ModelCallExecutor:
             ApiError: status 400 if the call is invalid, 503 if no engine answers.
         """
         state = session.state
-        digest = state.digest(running.call)
+        digest = session.conversations.question(running.call.messages, running.call.tools)
         state.write(journal_records.asked(digest))
         try:
             answer = await self._answer(session, running, digest)
@@ -121,7 +121,7 @@ class ModelCallExecutor:
             )
             for i in range(call.n)
         ]
-        sampled = await _all(self._sample(request) for request in requests)
+        sampled = await _all([self._sample(request) for request in requests])
         turns = [self._record(session, prompt, each, i) for i, each in enumerate(sampled)]
         cached_tokens = sampled[0].completion.cached_tokens
         counters = self._counters
@@ -326,8 +326,10 @@ def _not_constrained(why: str) -> ApiError:
     )
 
 
-async def _all(work: Any) -> list[Any]:
+async def _all(work: Sequence[Coroutine[Any, Any, _Sampled]]) -> list[_Sampled]:
     """Return all results. If one fails, cancel the others and raise its error."""
+    if len(work) == 1:  # without a task of its own
+        return [await work[0]]
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))

@@ -12,19 +12,15 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from agent_wrapper.contract import Trajectory
 from rollout_backend.core.api_error import journal_unwritable, session_closed
 from rollout_backend.core.heartbeats import HeartbeatReport
-from rollout_backend.core.model_call import ModelCall
-from rollout_backend.core.prefix_memo import PrefixMemo
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.request_memo import RequestMemo
@@ -53,7 +49,6 @@ class SessionState:
     sampled_tokens: int = 0  # of answered calls
     retries: RetryCache = field(default_factory=RetryCache)
     requests: RequestMemo = field(default_factory=RequestMemo)
-    questions: PrefixMemo = field(default_factory=PrefixMemo)
     unanswered: set[bytes] = field(default_factory=set)  # calls that failed on our side and were not repeated yet
     sealed: asyncio.Task[bytes] | None = None
     sealed_at: float = 0.0
@@ -65,7 +60,7 @@ class SessionState:
 
     def forget_calls(self) -> None:
         """Free what only an open session needs."""
-        self.retries, self.requests, self.questions = RetryCache(), RequestMemo(), PrefixMemo()
+        self.retries, self.requests = RetryCache(), RequestMemo()
 
     def write(self, record: Record) -> None:
         """Append to the journal, if there is one.
@@ -76,11 +71,6 @@ class SessionState:
         if self.journal is not None:
             self.journal(record)
 
-    def digest(self, call: ModelCall) -> bytes:
-        """Return a digest of what a call asks. It recognises a repeated question."""
-        chain = self.questions.chain(call.messages, _question)
-        return hashlib.blake2b(b"".join(chain[-1:]) + _json(call.tools), digest_size=32).digest()
-
 
 @dataclass(frozen=True)
 class OpenSession:
@@ -89,14 +79,6 @@ class OpenSession:
     state: SessionState
     conversations: Conversations
     claims: SessionClaims
-
-
-def _question(before: bytes, messages: Sequence[Mapping[str, Any]], i: int) -> bytes:
-    return hashlib.blake2b(before + _json(messages[i]), digest_size=32).digest()
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True).encode()
 
 
 async def _abort(sessions: Iterable[SessionState]) -> None:
