@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class RendererBundle:
     renderer: GuardedRenderer
     stop_token_ids: tuple[int, ...]
     vision: Vision | None = None  # None if the model takes text only
+    _markers: dict[str, Sequence[int]] = field(default_factory=dict, compare=False)
 
     @property
     def needs_tool_names(self) -> bool:
@@ -66,6 +67,16 @@ class RendererBundle:
     def token_bytes(self) -> Mapping[int, bytes]:
         """The bytes of each token. Slow on first use with a large vocabulary."""
         return token_bytes(self.tokenizer)
+
+    @cached_property
+    def added_token_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.added_tokens_decoder)
+
+    def marker_ids(self, text: str) -> Sequence[int]:
+        """Return the tokens of one of few constant texts, encoded once."""
+        if text not in self._markers:
+            self._markers[text] = list(self.tokenizer.encode(text, add_special_tokens=False))
+        return self._markers[text]
 
     @cached_property
     def silent_token_ids(self) -> frozenset[int]:

@@ -104,10 +104,10 @@ class StreamingParser:
         self._parallel = parallel
         self._choice = choice
         self._text = _GrowingText(bundle.decode)
-        self._added = frozenset(bundle.tokenizer.added_tokens_decoder)
+        self._added = bundle.added_token_ids
         self._names: set[str] = set()  # of the added tokens that were sampled
-        self._probe_ids = list(bundle.tokenizer.encode(_PROBE, add_special_tokens=False))
-        self._close_ids = list(bundle.tokenizer.encode(_CLOSE, add_special_tokens=False))
+        self._probe_ids = bundle.marker_ids(_PROBE)
+        self._close_ids = bundle.marker_ids(_CLOSE)
         self._closed = False  # whether the reasoning has certainly ended
         self._tail = ""  # the end of the text so far, which may contain the start of a marker
         self._channel: Channel | None = None  # the part that ordinary text belongs to; None: a tool call, or unknown
