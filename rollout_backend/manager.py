@@ -194,6 +194,8 @@ class RolloutManager:
             raise
         finally:
             del self._steps[number]
+            if run.lease.lost is None:  # otherwise the step belongs to another manager
+                self.archive.write_records(number, current.records())
         self.archive.write_report(result.report)
         return result
 

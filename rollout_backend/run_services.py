@@ -23,6 +23,7 @@ from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.core.heartbeats import Heartbeats
+from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.seal import Sealer
 from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import ServingError
@@ -220,6 +221,9 @@ class RunServices:
                 janitor.session_adopted(session_id)
             await gateways.adopt(session_ids)
 
+        def log_of(entry: LedgerEntry) -> str:
+            return describe_log(config, entry, runtime.log_location)
+
         presigner = Presigner(config.storage, config.aws) if config.storage.presigned else None
         return StepServices.assemble(
             config,
@@ -239,9 +243,8 @@ class RunServices:
             heartbeats=heartbeats,
             adopt=adopt,
             presign=presigner.urls if presigner is not None else None,
-            breaker=CircuitBreaker(
-                config.circuit_breaker, lambda entry: describe_log(config, entry, runtime.log_location)
-            ),
+            log_of=log_of,
+            breaker=CircuitBreaker(config.circuit_breaker, log_of),
         )
 
 

@@ -19,6 +19,7 @@ from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, RolloutConfig, StorageConfig
 from rollout_backend.core.manifest import Manifest
+from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import InvokeRejected, RunHeld, StoreError, WriteConflict
@@ -213,6 +214,9 @@ class EndedStep:
 
     async def run(self) -> StepResult:
         return StepResult(0, (), (), (), report=None)  # type: ignore[arg-type]
+
+    def records(self) -> list[RolloutRecord]:
+        return []
 
 
 @pytest.fixture

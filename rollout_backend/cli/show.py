@@ -1,4 +1,4 @@
-"""`rollout show`: one rollout for reading."""
+"""`rollout show`: one planned rollout for reading, whatever its outcome."""
 
 from __future__ import annotations
 
@@ -15,34 +15,55 @@ from rollout_backend.errors import ConfigError
 def show(
     rollout_id: Annotated[str, typer.Argument(help="As in the report, e.g. task-00003.1")],
     run_dir: Annotated[Path | None, typer.Option(help="The run's folder. Default: the newest in ./runs.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The whole object as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole result, or else the record, as JSON.")] = False,
 ) -> None:
-    """Show one rollout: its outcome, its conversation, its turns."""
+    """Show one planned rollout: its outcome, conversation and turns, its attempts, sessions and log.
+
+    Of a rollout without a result, it shows how and why it ended.
+    """
     with exit_codes():
         _show(rollout_id, run_dir, as_json)
 
 
 def _show(rollout_id: str, run_dir: Path | None, as_json: bool) -> None:
     from rollout_backend.observe.archive import RunArchive
-    from rollout_backend.observe.view import print_rollout
+    from rollout_backend.observe.view import print_record, print_rollout
 
     folder = run_dir or _newest_run(Path("runs"))
-    found = RunArchive(folder).find_rollout(rollout_id)
-    if not found:
+    archive = RunArchive(folder)
+    try:
+        records = {record.step: record for record in archive.find_records(rollout_id)}
+    except ValueError as error:
+        raise ConfigError(f"a record in {folder / 'steps'} cannot be read: {error}") from None
+    rollouts = {rollout.step: rollout for rollout in map(_read_rollout, archive.find_rollout(rollout_id))}
+    if not records and not rollouts:
         raise ConfigError(f"{folder} holds no rollout {rollout_id!r}; name another run with --run-dir")
-    for path in found:
-        try:
-            rollout = Rollout.decode(path.read_bytes())
-        except ContractError as error:
-            raise ConfigError(f"{path} is not a rollout: {error}") from None
-        if as_json:
-            print(rollout.to_json().decode())
-        else:
-            print_rollout(console, rollout)
+    for step in sorted({*records, *rollouts}):
+        record, rollout = records.get(step), rollouts.get(step)
+        if rollout is not None and record is not None and not record.is_of(rollout):
+            rollout = None
+        if rollout is not None:
+            print(rollout.model_dump_json()) if as_json else print_rollout(console, rollout)
+        elif record is not None and as_json:
+            print(record.model_dump_json())
+        if record is not None and not as_json:
+            print_record(console, record, with_outcome=rollout is None)
+
+
+def _read_rollout(path: Path) -> Rollout:
+    try:
+        return Rollout.decode(path.read_bytes())
+    except ContractError as error:
+        raise ConfigError(f"{path} is not a rollout: {error}") from None
 
 
 def _newest_run(runs: Path) -> Path:
-    folders = [path for path in runs.glob("*") if (path / "rollouts").is_dir()]
-    if not folders:
+    """Return the run that was active last."""
+    active: dict[Path, float] = {}
+    for path in runs.glob("*"):
+        parts = [path / name for name in ("logs", "rollouts", "steps") if (path / name).is_dir()]
+        if parts:
+            active[path] = max(part.stat().st_mtime for part in parts)
+    if not active:
         raise ConfigError(f"there is no run in {runs.absolute()}: name one with --run-dir")
-    return max(folders, key=lambda path: path.stat().st_mtime)
+    return max(active, key=active.__getitem__)

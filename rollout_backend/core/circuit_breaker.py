@@ -69,7 +69,7 @@ class CircuitBreaker:
     def __init__(
         self,
         settings: CircuitBreakerConfig | None = None,
-        log_of: Callable[[LedgerEntry], str] = lambda entry: f"that of session {entry.session_id}",
+        log_of: Callable[[LedgerEntry], str] = lambda entry: f"that of session {entry.last_session_id}",
     ) -> None:
         """Without settings it never opens. `log_of` returns the location of a lost rollout's log."""
         self._settings = settings or CircuitBreakerConfig(max_failures=None)
@@ -114,9 +114,9 @@ class CircuitBreaker:
 
 def describe_log(config: RolloutConfig, entry: LedgerEntry, session_log: Callable[[str | None], str]) -> str:
     """Describe where a person finds the log of a lost rollout. `session_log` is the runtime's `log_location`."""
-    session = f"session {entry.session_id or 'never opened'}"
+    session = f"session {entry.last_session_id or 'never opened'}"
     if entry.reason == "invalid_result":
         return f"s3://{config.storage.bucket}/{quarantine_prefix(config.storage.prefix, config.run_id)}, {session}"
     if entry.reason in _OF_SERVING:
         return f"{config.run_dir / 'logs'}, and the agent's own, {session}"
-    return f"{session_log(entry.session_id)}, {session}"
+    return f"{session_log(entry.last_session_id)}, {session}"

@@ -1,4 +1,4 @@
-"""The accounts of one step: the state of each rollout and of each session. Pure: no I/O, no clock.
+"""The accounts of one step: the state of each rollout and of each session. Pure: no I/O, and the caller's clock.
 
 Invariants, checked by `reconcile`:
 
@@ -10,7 +10,7 @@ Invariants, checked by `reconcile`:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -59,12 +59,22 @@ class LedgerEntry:
     phase: Phase = Phase.PLANNED
     attempts: int = 0
     session_id: str | None = None  # of the current attempt
+    session_ids: list[str] = field(default_factory=list)  # of all attempts, unless the runtime opened none
     deadline: float | None = None  # loop seconds after which no result can arrive
     outcome: Outcome | None = None
     reason: str = ""
     message: str = ""
     by_result: bool = False  # settled by a result that arrived, not by us
     trainable: bool = False
+    planned_at: float = 0.0  # this and the other times are by the ledger's clock
+    invoked_at: float | None = None  # the last invoke
+    accepted_at: float | None = None  # the agent of that invoke accepted the rollout
+    settled_at: float | None = None
+
+    @property
+    def last_session_id(self) -> str | None:
+        """Return the session of the last attempt that may have opened one."""
+        return self.session_ids[-1] if self.session_ids else None
 
     @property
     def lost(self) -> bool:
@@ -85,7 +95,7 @@ class LedgerEntry:
         end = f"{self.outcome} {self.reason}".rstrip() if self.outcome else "open"
         return (
             f"{self.planned.rollout_id}: {self.phase}, {end}, "
-            f"attempts {self.attempts}, session {self.session_id or 'none'}"
+            f"attempts {self.attempts}, session {self.last_session_id or 'none'}"
         )
 
 
@@ -123,6 +133,7 @@ class CallTally:
 @dataclass
 class Ledger:
     step: int
+    now: Callable[[], float] = lambda: 0.0  # unix seconds
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
     duplicates: int = 0
     late: int = 0
@@ -145,7 +156,7 @@ class Ledger:
         for rollout in rollouts:
             if rollout.rollout_id in self.entries:
                 raise LedgerError(f"rollout {rollout.rollout_id!r} is planned twice in step {self.step}")
-            self.entries[rollout.rollout_id] = LedgerEntry(rollout)
+            self.entries[rollout.rollout_id] = LedgerEntry(rollout, planned_at=self.now())
             self._phases[Phase.PLANNED] += 1
             group = self._group(rollout.task_id)
             group.open[rollout.rollout_id] = None
@@ -156,9 +167,9 @@ class Ledger:
         entry = self.entries[rollout_id]
         self._enter(entry, Phase.DISPATCHING)
         entry.attempts += 1
-        entry.session_id = session_id
         entry.deadline = deadline
-        self._open(session_id)
+        entry.invoked_at, entry.accepted_at = self.now(), None
+        self._open(entry, session_id)
         return entry.attempts
 
     def undo_attempt(self, rollout_id: str) -> None:
@@ -168,12 +179,13 @@ class Ledger:
         self.abandon_attempt(rollout_id)
 
     def accept(self, rollout_id: str) -> None:
-        """Record that the agent runs. Do nothing if its result has arrived already."""
+        """Record that the agent runs, or ran if its result has arrived already."""
         entry = self.entries[rollout_id]
+        entry.accepted_at = self.now()
         if entry.phase is Phase.DISPATCHING:
             self._enter(entry, Phase.RUNNING)
 
-    def adopt(self, rollout_id: str, session_id: str, deadline: float) -> bool:
+    def adopt(self, rollout_id: str, session_id: str, invoked_at: float, deadline: float) -> bool:
         """Record an attempt of an earlier trainer whose agent may still run.
 
         Return False if its rollout is settled: its result may have been announced while the step started.
@@ -182,9 +194,9 @@ class Ledger:
         if entry.outcome is not None:
             return False
         self._enter(entry, Phase.RUNNING)
-        entry.session_id = session_id
         entry.deadline = deadline
-        self._open(session_id)
+        entry.invoked_at = invoked_at
+        self._open(entry, session_id)
         return True
 
     def abandon_attempt(self, rollout_id: str) -> None:
@@ -244,6 +256,7 @@ class Ledger:
         self._enter(entry, Phase.SETTLED)
         entry.outcome, entry.reason, entry.message = outcome, reason, message
         entry.by_result, entry.trainable = by_result, trainable
+        entry.settled_at = self.now()
         self._outcomes[outcome] += 1
         self.settled.append(entry)
         group = self._group(entry.planned.task_id)
@@ -277,13 +290,17 @@ class Ledger:
 
     # --- sessions -----------------------------------------------------------------------------------------
 
-    def _open(self, session_id: str) -> None:
+    def _open(self, entry: LedgerEntry, session_id: str) -> None:
+        entry.session_id = session_id
+        if session_id not in entry.session_ids:
+            entry.session_ids.append(session_id)
         if session_id not in self.open_sessions:
             self.sessions_opened += 1
             self.open_sessions.add(session_id)
 
-    def session_never_opened(self, session_id: str) -> None:
-        """Record that the invoke was refused before a session started."""
+    def session_never_opened(self, rollout_id: str, session_id: str) -> None:
+        """Record that the rollout's invoke was refused before a session started."""
+        self.entries[rollout_id].session_ids.remove(session_id)
         self.sessions_opened -= 1
         self.open_sessions.discard(session_id)
 

@@ -141,7 +141,7 @@ class StepFailure:
     outcome: Outcome
     reason: str
     message: str
-    session_id: str | None
+    session_id: str | None  # of the last attempt that may have opened one
     attempts: int
 
 
@@ -181,7 +181,7 @@ def failures_of(ledger: Ledger, rollout_ids: Iterable[str] | None = None) -> tup
             outcome=entry.outcome,
             reason=entry.reason,
             message=entry.message,
-            session_id=entry.session_id,
+            session_id=entry.last_session_id,
             attempts=entry.attempts,
         )
         for rollout_id, entry in wanted.items()

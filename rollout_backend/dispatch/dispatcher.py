@@ -173,7 +173,7 @@ class Dispatcher:
             else:
                 ledger.abandon_attempt(rollout_id)
             if error.never_opened and not may_be_open:
-                ledger.session_never_opened(session_id)
+                ledger.session_never_opened(rollout_id, session_id)
             elif not error.refused:
                 await close(session_id)
             raise

@@ -2,11 +2,13 @@
 
 RUN_DIR/rollouts/STEP/ROLLOUT_ID     the result, as read from S3
 RUN_DIR/steps/STEP.json              the step's report
+RUN_DIR/steps/STEP.rollouts.jsonl    one line for each planned rollout: its record
 RUN_DIR/logs/                        logs of the servers that this run starts
 
 Invariants:
 
 - S3 is the source of truth, so a disk that cannot be written loses these copies and nothing else.
+- A step's records are written when it ends, even by an error. A killed process leaves none of its open steps.
 - Results are written in a thread, so that a slow disk delays no other result. If `_MAX_PENDING` of them wait, the
   caller writes.
 """
@@ -14,16 +16,18 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.atomic_file import write_file
+from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import StepReport
 
 log = logging.getLogger(__name__)
 
+_RECORDS = ".rollouts.jsonl"
 _MAX_PENDING = 256  # results that are held in memory until they are written
 
 
@@ -63,6 +67,25 @@ class RunArchive:
         """Write a step's report and return its path; None if the write failed."""
         path = self.run_dir / "steps" / f"{report.step:08d}.json"
         return path if self.try_to_write(path, report.model_dump_json(indent=1).encode()) else None
+
+    def write_records(self, step: int, records: Sequence[RolloutRecord]) -> None:
+        """Write the records of a step, in place of earlier ones. Without records, do nothing."""
+        if records:
+            lines = "".join(f"{record.model_dump_json()}\n" for record in records)
+            self.try_to_write(self.run_dir / "steps" / f"{step:08d}{_RECORDS}", lines.encode())
+
+    def find_records(self, rollout_id: str) -> list[RolloutRecord]:
+        """Return the records of rollouts with that id, one per step, oldest first.
+
+        Raises:
+            ValueError: a line is not a record.
+        """
+        found = []
+        for path in sorted(self.run_dir.glob(f"steps/*{_RECORDS}")):
+            lines = path.read_text().split("\n")  # a message may hold other line separators
+            records = [RolloutRecord.model_validate_json(line) for line in lines if f'"{rollout_id}"' in line]
+            found += [record for record in records if record.rollout_id == rollout_id]
+        return found
 
     def find_rollout(self, rollout_id: str) -> list[Path]:
         """Return the paths of results with that id, one per step, oldest first."""

@@ -1,4 +1,4 @@
-"""Prints a step's report and a single rollout in a terminal."""
+"""Prints a step's report, a single rollout and its record in a terminal."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from agent_wrapper.contract import Conversation, Outcome, Rollout, Segment, readable
 from rollout_backend.core.ledger import MESSAGES_ONLY
+from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import CallRate, GroupReport, LengthBias, StepReport, StepResult
 
 _FAILURES_SHOWN = 10
@@ -142,6 +143,30 @@ def print_rollout(console: Console, rollout: Rollout) -> None:
     if rollout.messages_only:
         for number, conversation in enumerate(rollout.conversations):
             _print_conversation(console, number, conversation)
+
+
+def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool) -> None:
+    """Print where a rollout ran and when. With `with_outcome`, also how it ended: it has no result to print."""
+    if with_outcome:
+        console.print(
+            f"[bold]{record.rollout_id}[/]  step {record.step}, task {record.task_id}\n"
+            f"[red]{record.outcome or 'not settled'}[/], no result was stored"
+        )
+        console.print(Panel(_plain(record.message or "no message"), title=record.reason, border_style="red"))
+    usable = "usable" if record.group_usable else "not usable"
+    sessions = ", ".join(map(_plain, record.session_ids)) or "none opened"
+    lines = [f"attempts {record.attempts}, group {usable}", f"sessions: {sessions}"]
+    if record.log is not None:
+        lines.append(f"log: {_plain(record.log)}")
+    times = [f"planned {_when(record.planned_at)}"]
+    later = {
+        "invoked": record.invoked_at,
+        "accepted": record.accepted_at,
+        "result": record.result_at,
+        "settled": record.settled_at,
+    }
+    times += [f"{name} {at - record.planned_at:+.1f} s" for name, at in later.items() if at is not None]
+    console.print("\n".join([*lines, ", ".join(times)]), highlight=False, soft_wrap=True)
 
 
 def _print_conversation(console: Console, number: int, conversation: Conversation) -> None:

@@ -187,7 +187,7 @@ class RolloutTask:
     def adopt(self, attempt: InFlightAttempt) -> None:
         """Make the attempt of an earlier trainer the current one, unless the rollout is settled."""
         deadline = attempt.deadline + self._wall_to_loop()
-        if self.context.ledger.adopt(self.rollout_id, attempt.session_id, deadline):
+        if self.context.ledger.adopt(self.rollout_id, attempt.session_id, attempt.began, deadline):
             self.adopted = attempt
 
     def start_adopted(self) -> None:
@@ -248,6 +248,8 @@ class RolloutTask:
     def settle_with(self, rollout: Rollout) -> None:
         """Settle the rollout by its result."""
         self.result, failure = rollout, rollout.failure
+        if not self.entry.session_ids and rollout.session_id:  # an earlier trainer had started it
+            self.entry.session_ids.append(rollout.session_id)
         self.context.ledger.record_result(
             self.rollout_id,
             rollout.outcome,

@@ -24,6 +24,7 @@ from rollout_backend.collect.store import ObjectStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.heartbeats import Heartbeats
+from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
@@ -55,6 +56,7 @@ class StepServices:
     wall: Callable[[], float] = time.time  # unix seconds
     sealed_by: str = ""  # fingerprint of the secret behind the seals that the buffer checks; empty: it checks none
     presign: Callable[[SessionClaims], ResultUrls] | None = None  # how agents write without credentials
+    log_of: Callable[[LedgerEntry], str] = lambda entry: ""  # where a person finds the log of a rollout's session
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     blocklist: Blocklist = field(default_factory=NoBlocklist)
     gateway: str = ""  # names addresses and journals of the gateways; empty: no session outlives this trainer

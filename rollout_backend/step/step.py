@@ -24,6 +24,7 @@ from agent_wrapper.contract import Outcome, Sampling
 from rollout_backend.core.ledger import TASK_BLOCKED, Ledger, Phase, PlannedRollout
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.policy import GroupPolicy, StragglerRule, Stragglers
+from rollout_backend.core.records import RolloutRecord, records_of
 from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
@@ -59,7 +60,7 @@ class Step:
         were sampled from others and are not used.
         """
         self.step = number
-        self.ledger = Ledger(number)
+        self.ledger = Ledger(number, services.wall)
         self.rollouts: dict[str, RolloutTask] = {}
         self.groups = {task.task_id: Group(task, services.config.group) for task in tasks}
         self.deadline_reached = False
@@ -301,6 +302,10 @@ class Step:
             rollout.settle(Outcome.CANCELLED, reason, message)
 
     # --- what it reports ----------------------------------------------------------------------------------
+
+    def records(self) -> list[RolloutRecord]:
+        """Return one record for each planned rollout."""
+        return records_of(self.ledger, self._services.log_of)
 
     def _report_to_breaker(self) -> None:
         """Report what has ended to the circuit breaker, and abort the step if the breaker is open."""

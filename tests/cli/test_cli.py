@@ -5,61 +5,16 @@ from __future__ import annotations
 import json
 import os
 import socket
-from pathlib import Path
 
-import pytest
-import yaml
 from anyio.from_thread import start_blocking_portal
-from typer.testing import CliRunner
 
-from rollout_backend import cli
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.local.cloud import LocalRuntime
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.run_lease import LeaseHolder, RunLease
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/no_such-0123456789"
-
-
-@pytest.fixture
-def tasks(tmp_path: Path) -> Path:
-    file = tmp_path / "tasks.jsonl"
-    file.write_text('{"payload": {"question": "What is 3 + 4?", "answer": "7"}}\n')
-    return file
-
-
-@pytest.fixture
-def settings(tmp_path: Path, local_aws):
-    """Writes a settings file; keyword arguments replace whole sections."""
-
-    def write(**sections) -> Path:
-        tree = {
-            "model": {"path": str(BYTE_MODEL), "renderer": "chatml"},
-            "storage": {"bucket": local_aws.bucket},
-            "aws": {"region": local_aws.region, "endpoint_url": local_aws.endpoint_url},
-            "runtime": {"kind": "http", "url": "http://127.0.0.1:9"},
-            "serving": {"kind": "external", "urls": ["http://127.0.0.1:9"]},
-            "output_dir": str(tmp_path / "runs"),
-        }
-        file = tmp_path / "config.yaml"
-        file.write_text(yaml.safe_dump({**tree, **sections}))
-        return file
-
-    return write
-
-
-@pytest.fixture
-def rollout(monkeypatch: pytest.MonkeyPatch):
-    """Runs the command line here; answers its exit code and what it printed, with line breaks as blanks."""
-    monkeypatch.setattr(cli.console, "width", 400)
-
-    def run(*args: object) -> tuple[int, str]:
-        result = CliRunner().invoke(cli.app, [str(arg) for arg in args])
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-        return result.exit_code, " ".join(result.output.split())
-
-    return run
 
 
 def refused(outcome: tuple[int, str], *parts: str) -> None:
@@ -207,8 +162,3 @@ def test_a_run_over_http_is_shown_and_read_again(rollout, settings, tasks, agent
     code, output = rollout("show", "task-00000.0", "--run-dir", folder, "--json")
     assert json.loads(output)["outcome"] == "completed"
     refused(rollout("show", "task-9", "--run-dir", folder), "holds no rollout 'task-9'")
-
-
-def test_there_is_no_run_to_show(rollout, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    refused(rollout("show", "task-00000.0"), "there is no run in", "--run-dir")

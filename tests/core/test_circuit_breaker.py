@@ -12,7 +12,7 @@ ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456
 def entry(outcome=Outcome.INFRA_ERROR, reason="container_error", message="424", by_result=False):
     return LedgerEntry(
         PlannedRollout("a.0", "a"),
-        session_id="session-7",
+        session_ids=["session-7"],
         outcome=outcome,
         reason=reason,
         message=message,

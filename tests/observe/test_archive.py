@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agent_wrapper.contract import Rollout
+from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.records import RolloutRecord, records_of
 from rollout_backend.core.report import StepReport, make_report
 from rollout_backend.observe.archive import RunArchive
 from rollouts import make_rollout
@@ -90,3 +91,35 @@ def test_a_kept_report_is_read_back(archive):
     assert StepReport.model_validate_json(path.read_bytes()) == report(3, planned=2)
     archive.write_report(report(3, planned=5))
     assert StepReport.model_validate_json(path.read_bytes()).planned == 5
+
+
+def records(step: int, *rollout_ids: str, message: str = "boom") -> list[RolloutRecord]:
+    ledger = Ledger(step)
+    ledger.plan(PlannedRollout(rollout_id, "task") for rollout_id in rollout_ids)
+    for rollout_id in rollout_ids:
+        ledger.settle(rollout_id, Outcome.INFRA_ERROR, "container_lost", message)
+    return records_of(ledger, lambda entry: "")
+
+
+def test_records_of_several_steps_are_found_oldest_first(archive):
+    for step in (10, 9):
+        archive.write_records(step, records(step, "task.0", "task.1", "task.10"))
+    archive.write_report(report(9))
+    found = archive.find_records("task.1")
+    assert found == [*records(9, "task.1"), *records(10, "task.1")]
+    assert archive.find_records("task") == []
+    archive.write_records(9, records(9, "task.0"))
+    assert archive.find_records("task.1") == records(10, "task.1")
+
+
+def test_a_step_that_planned_nothing_keeps_earlier_records(archive):
+    archive.write_records(9, records(9, "task.0"))
+    archive.write_records(9, [])
+    assert archive.find_records("task.0") == records(9, "task.0")
+
+
+def test_a_message_may_hold_any_text(archive):
+    written = records(0, "task.0", message='\u2028 \x85 \n "task.1" \x00')
+    archive.write_records(0, written)
+    assert archive.find_records("task.0") == written
+    assert archive.find_records("task.1") == []

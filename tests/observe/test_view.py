@@ -11,9 +11,10 @@ import pytest
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment
 from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import CallRate, GroupResult, StepResult, failures_of, make_report
 from rollout_backend.core.tasks import Task
-from rollout_backend.observe.view import print_rollout, print_step
+from rollout_backend.observe.view import print_record, print_rollout, print_step
 from rollouts import make_rollout, make_segment
 
 TALK = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
@@ -253,3 +254,63 @@ def test_agent_output_cannot_control_the_terminal(show):
     text = show({"task-a.0": rollout})
     assert "ZXZpbA" in text
     assert [letter for letter in text if letter in "\x1b\x07\x9b"] == []
+
+
+# --- a record ---------------------------------------------------------------------------------------------
+
+RECORD = RolloutRecord(
+    step=3,
+    rollout_id="task-a.0",
+    task_id="task-a",
+    group_usable=False,
+    is_replacement=False,
+    outcome=Outcome.TIMED_OUT,
+    reason="no_result",
+    message="nothing was published",
+    trainable=False,
+    attempts=2,
+    session_ids=("s1", "s2"),
+    log="CloudWatch, /aws/a-group, session s2",
+    planned_at=1e9,
+    invoked_at=1e9 + 1.5,
+    accepted_at=None,
+    result_at=None,
+    settled_at=1e9 + 60,
+)
+
+
+def test_a_rollout_without_a_result_is_shown_by_its_record(screen):
+    print_record(screen.console, RECORD, with_outcome=True)
+    for words in (
+        "task-a.0  step 3, task task-a",
+        "timed_out, no result was stored",
+        "no_result",
+        "nothing was published",
+        "attempts 2, group not usable",
+        "sessions: s1, s2",
+        "log: CloudWatch, /aws/a-group, session s2",
+        "planned 2001-09-09 01:46:40 UTC, invoked +1.5 s, settled +60.0 s",
+    ):
+        assert words in screen.text
+
+
+def test_a_rollout_that_was_never_invoked_is_shown(screen):
+    never = {"outcome": None, "reason": "", "message": "", "session_ids": (), "log": None, "invoked_at": None}
+    print_record(screen.console, RECORD.model_copy(update={**never, "settled_at": None}), with_outcome=True)
+    for words in ("not settled, no result was stored", "no message", "sessions: none opened"):
+        assert words in screen.text
+    assert "log:" not in screen.text
+
+
+def test_a_record_beside_its_result_shows_only_where_and_when(screen):
+    print_record(screen.console, RECORD, with_outcome=False)
+    assert "attempts 2" in screen.text
+    assert "nothing was published" not in screen.text
+
+
+def test_a_record_cannot_control_the_terminal(screen):
+    trick = f"\x1b]52;c;ZXZpbA==\x07 {MARKUP}"
+    hostile = RECORD.model_copy(update={"message": trick, "session_ids": (trick,), "log": trick})
+    print_record(screen.console, hostile, with_outcome=True)
+    assert screen.text.count(MARKUP) == 3
+    assert [letter for letter in screen.text if letter in "\x1b\x07"] == []

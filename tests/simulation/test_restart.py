@@ -111,7 +111,7 @@ def test_books_in_which_a_settled_rollout_runs_do_not_balance():
     ledger = Ledger(0)
     ledger.plan([PlannedRollout("a.0", "a")])
     ledger.settle("a.0", Outcome.CANCELLED, "target_reached")
-    assert not ledger.adopt("a.0", "session", 1.0)
+    assert not ledger.adopt("a.0", "session", 0.0, 1.0)
     ledger.reconcile()
     ledger.entries["a.0"].phase = Phase.RUNNING
     with pytest.raises(LedgerError, match="1 settled rollouts are at work again"):

@@ -1,0 +1,114 @@
+"""`rollout show`: every planned rollout of the newest run can be shown, whatever its outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from builders import until
+from rollout_backend.local.scripted import ScriptedEngine
+from stub_server import StubServer
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """Work in the folder that has `runs/`."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def over_http(url: str, engine: ScriptedEngine, **sections) -> dict:
+    serving = {"kind": "external", "urls": [engine.url]}
+    return {"runtime": {"kind": "http", "url": url}, "serving": serving, "queue": {"wait_s": 1}, **sections}
+
+
+def test_a_newer_run_with_failures_alone_is_the_one_that_is_shown(rollout, settings, tasks, agent_server, here):
+    with ScriptedEngine(["It is 7."]) as engine, StubServer(lambda request: (200, b'"hello"')) as no_agent:
+        code, output = rollout("run", settings(**over_http(agent_server, engine, run_id="z-old")), "--tasks", tasks)
+        assert code == 0, output
+        assert "completed, reward 1" in rollout("show", "task-00000.0")[1]
+        rollout("run", settings(**over_http(no_agent.url, engine, run_id="a-new")), "--tasks", tasks)
+    code, output = rollout("show", "task-00000.0")
+    assert code == 0, output
+    for part in (
+        "infra_error, no result was stored",
+        "not_a_rollout_app",
+        "the agent answered b'\"hello\"'",
+        "attempts 1, group not usable",
+        "sessions: rollout-",
+        f"log: the log of the agent server at {no_agent.url}, session rollout-",
+        "invoked +",
+        "settled +",
+    ):
+        assert part in output
+    assert "accepted" not in output
+    record = json.loads(rollout("show", "task-00000.0", "--json")[1])
+    assert (record["outcome"], record["reason"]) == ("infra_error", "not_a_rollout_app")
+    output = rollout("show", "task-00000.0", "--run-dir", here / "runs" / "z-old")[1]
+    for part in ("completed, reward 1", "attempts 1, group usable", "accepted +", "result +"):
+        assert part in output
+
+
+def test_an_interrupted_run_exits_with_130_and_its_rollouts_can_be_shown(
+    rollout, settings, tasks, agent_server, here
+):
+    go = threading.Event()
+
+    def hold(prompt: str) -> str:
+        go.wait(60)
+        return "late"
+
+    with ScriptedEngine(hold) as engine:
+        config = settings(**over_http(agent_server, engine, run_id="stopped"))
+        argv = [sys.executable, "-m", "rollout_backend.cli", "run", str(config), "--tasks", str(tasks)]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            try:
+                until(lambda: engine.requests or process.poll() is not None, 60)
+                os.kill(process.pid, signal.SIGTERM)
+                output = process.communicate(timeout=60)[0]
+            finally:
+                process.kill()
+                go.set()
+    assert process.returncode == 130, output
+    code, output = rollout("show", "task-00000.0")
+    assert code == 0, output
+    for part in (
+        "cancelled, no result was stored",
+        "aborted",
+        "the step was cancelled from outside",
+        "sessions: rollout-",
+    ):
+        assert part in output
+
+
+def test_there_is_no_run_to_show(rollout, here):
+    for folder in ("events", "other/plots"):  # of other tools that write to ./runs
+        (here / "runs" / folder).mkdir(parents=True)
+    code, output = rollout("show", "task-00000.0")
+    assert code == 2
+    assert "there is no run in" in output
+    assert "--run-dir" in output
+
+
+def test_a_newer_run_without_that_rollout_hides_no_older_one(rollout, here):
+    for name, at in (("old", 1e9), ("new", 2e9)):
+        (here / "runs" / name / "logs").mkdir(parents=True)
+        os.utime(here / "runs" / name / "logs", (at, at))
+    code, output = rollout("show", "task-00000.0")
+    assert code == 2
+    assert "runs/new holds no rollout 'task-00000.0'" in output
+
+
+def test_a_damaged_record_is_named(rollout, here):
+    folder = here / "runs" / "a" / "steps"
+    folder.mkdir(parents=True)
+    (folder / "00000000.rollouts.jsonl").write_text('{"rollout_id": "task-00000.0"}\n')
+    code, output = rollout("show", "task-00000.0")
+    assert code == 2
+    assert "a record in runs/a/steps cannot be read" in output

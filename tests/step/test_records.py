@@ -1,0 +1,69 @@
+"""A step keeps a record of every planned rollout, however the rollout and the step end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agent_wrapper.contract import Outcome
+from builders import eventually
+from rollout_backend.errors import CircuitOpen, InvokeRejected
+from rollout_backend.step.step import Step
+from step_bench import Agents, only
+
+
+def outcomes(step: Step) -> dict[str, tuple[Outcome | None, str]]:
+    return {record.rollout_id: (record.outcome, record.reason) for record in step.records()}
+
+
+async def test_each_outcome_is_recorded_with_its_sessions_and_times(open_bench):
+    bench = await open_bench("group.size=1")
+
+    async def refuse(request):
+        if request.task_id == "refused":
+            raise InvokeRejected("the image is not arm64", reason="container_error")
+
+    behave = only("agent", Agents.fail, only("lost", Agents.lose))
+    step = bench.step("done", "agent", "lost", "refused", behave=behave, before=refuse)
+    bench.check_ended(await step.run())
+    assert outcomes(step) == {
+        "done.0": (Outcome.COMPLETED, ""),
+        "agent.0": (Outcome.AGENT_ERROR, "agent_exception"),
+        "lost.0": (Outcome.INFRA_ERROR, "agent_exception"),
+        "refused.0": (Outcome.INFRA_ERROR, "container_error"),
+    }
+    sessions = {request.rollout_id: (request.session_id,) for request in bench.agents.requests}
+    for record in step.records():
+        assert record.session_ids == sessions[record.rollout_id]
+        assert record.attempts == 1
+        assert record.planned_at <= record.invoked_at <= record.settled_at
+        assert (record.result_at is None) == (record.rollout_id == "refused.0")
+    assert step.records()[3].message == "the image is not arm64"
+
+
+async def test_an_aborted_and_a_cancelled_step_have_records(open_bench):
+    bench = await open_bench()
+    for number, end in enumerate(("abort", "cancel")):
+        step = bench.step("task-a", number=number, behave=only("task-a.0", Agents.complete, Agents.hang))
+        running = asyncio.create_task(step.run())
+        await eventually(
+            lambda step=step: step.ledger.counts()[Outcome.COMPLETED] and not step.ledger.phases()["planned"]
+        )
+        if end == "abort":
+            step.abort(CircuitOpen("too many"))
+        else:
+            running.cancel()
+        with pytest.raises(CircuitOpen if end == "abort" else asyncio.CancelledError):
+            await running
+        lost = (Outcome.INFRA_ERROR, "run_failed") if end == "abort" else (Outcome.CANCELLED, "aborted")
+        assert outcomes(step) == {"task-a.0": (Outcome.COMPLETED, ""), "task-a.1": lost}
+
+
+async def test_a_resumed_step_has_the_sessions_of_finished_rollouts(open_bench):
+    bench = await open_bench("group.size=1")
+    [request] = (await bench.run("task-a")).rollouts
+    step = bench.step("task-a")
+    assert (await step.run()).report.resumed == 1
+    [record] = step.records()
+    assert (record.outcome, record.attempts, record.session_ids) == (Outcome.COMPLETED, 0, (request.session_id,))
