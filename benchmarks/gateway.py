@@ -34,6 +34,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ CONTEXT_LENGTH = 65_536
 TURNS = 8
 CALLS = 2400  # of a scenario without a rate
 SECONDS = 6.0  # of one with a rate
+LIMIT_S = 180.0  # of any
 HISTORIES = 4
 COMMAND = "grep -rn 'def add_argument' --include='*.py' src tests | sort | head -n 40 && sed -n '1,80p' src/parser.py"
 COLUMNS = (
@@ -148,12 +150,20 @@ class Conversation:
             finish = end if n >= len(ids) else None
             pieces.append({"output_ids": ids[n - 4 : n], "meta_info": meta | made | {"finish_reason": finish}})
         function = {"name": "bash", "arguments": json.dumps({"command": COMMAND})}
-        message = {"role": "assistant", "content": None, "tool_calls": [{"id": "call_0", "function": function}]}
+        calls = [{"id": "call_0", "type": "function", "function": function}]
+        message = {"role": "assistant", "content": None, "tool_calls": calls}
         return {
             "latency_s": latency_s,
             "reply": {"text": "", "output_ids": ids, "meta_info": whole},
             "pieces": pieces,
-            "chat": {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]},
+            "chat": {
+                "id": "chatcmpl-0",
+                "object": "chat.completion",
+                "created": 0,
+                "model": MODEL,
+                "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}],
+                "usage": {"prompt_tokens": 2048, "completion_tokens": len(ids), "total_tokens": 2048 + len(ids)},
+            },
         }
 
 
@@ -167,34 +177,55 @@ def tool(name: str) -> dict[str, Any]:
 # --- a measurement ------------------------------------------------------------------------------------------
 
 
-async def measure(scenario: Scenario, model: Path, flame: Path | None = None) -> dict[str, Any]:
-    conversation, engine_port, port = Conversation(model), free_port(), free_port()
+@dataclass(frozen=True)
+class System:
+    """A gateway to measure: the command that serves it at a port, and how its clients call it."""
+
+    argv: list[str]
+    port: int
+    keys: list[str]
+    path: str = "/v1/chat/completions"
+    stdin: bytes | None = None
+    env: dict[str, str] | None = None
+
+
+Serve = Callable[[Scenario, Path, int, Path], System]
+"""Returns the system for a scenario, a model, the engine's port and a folder for its files."""
+
+
+def ours(scenario: Scenario, model: Path, engine_port: int, work: Path) -> System:
+    port, journal_id = free_port(), journal.prepare(work / "journal")
+    settings = GatewaySettings(
+        port=port,
+        model=ModelConfig(path=model, name=MODEL, context_length=CONTEXT_LENGTH),
+        engine_url=f"http://127.0.0.1:{engine_port}",
+        secret=SECRET,
+        control_key=CONTROL_KEY,
+        journal=work / "journal",
+    )
+    keys = [issue(SECRET, claims(f"session-{i}", journal_id)) for i in range(scenario.sessions)]
+    argv = [sys.executable, "-m", "rollout_backend.gateway"]
+    return System(argv, port, keys, stdin=settings.model_dump_json().encode())
+
+
+async def measure(scenario: Scenario, model: Path, flame: Path | None = None, serve: Serve = ours) -> dict[str, Any]:
+    """Raises StartupError if the system does not start, and RuntimeError if it does not do the work."""
+    conversation, engine_port = Conversation(model), free_port()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        engine = ServerProcess(
-            "the engine",
-            [sys.executable, str(HERE / "engine_stub.py"), str(engine_port)],
-            work / "engine.log",
-            stdin=json.dumps(conversation.answers(scenario.latency_s)).encode(),
-        )
-        settings = gateway_settings(port, engine_port, model, work)
-        journal_id = journal.prepare(work / "journal")
-        gateway = ServerProcess(
-            "the gateway",
-            [sys.executable, "-m", "rollout_backend.gateway"],
-            work / "gateway.log",
-            stdin=settings.model_dump_json().encode(),
-        )
+        stdin = json.dumps(conversation.answers(scenario.latency_s)).encode()
+        argv = [sys.executable, str(HERE / "engine_stub.py"), str(engine_port)]
+        engine = ServerProcess("the engine", argv, work / "engine.log", stdin=stdin)
+        system = serve(scenario, model, engine_port, work)
+        gateway = ServerProcess("the gateway", system.argv, work / "gateway.log", system.env, system.stdin)
         cores = sorted(os.sched_getaffinity(0))
         try:
-            for server, its_port, core in ((engine, engine_port, cores[-1]), (gateway, port, cores[0])):
+            for server, port, core in ((engine, engine_port, cores[-1]), (gateway, system.port, cores[0])):
                 await server.start()
                 assert server.pid is not None
                 os.sched_setaffinity(server.pid, {core})
-                await server.wait_healthy(lambda its_port=its_port: answers(its_port), 60)  # type: ignore[misc]
-            keys = [issue(SECRET, claims(f"session-{i}", journal_id)) for i in range(scenario.sessions)]
-            job = make_job(scenario, conversation, port, gateway.pid, keys)
-            found = await generate(job, cores[-1], flame)
+                await server.wait_healthy(lambda port=port: answers(port), 60)  # type: ignore[misc]
+            found = await generate(make_job(scenario, conversation, system, gateway.pid), cores[-1], flame)
         finally:
             await gateway.stop()
             await engine.stop()
@@ -214,7 +245,8 @@ async def ceiling(model: Path) -> str:
             assert engine.pid is not None
             os.sched_setaffinity(engine.pid, {core})
             await engine.wait_healthy(lambda: answers(port), 30)
-            found = await generate(make_job(scenario, conversation, port, engine.pid, ["none"] * 300), core, None)
+            system = System(argv, port, ["none"] * 300)
+            found = await generate(make_job(scenario, conversation, system, engine.pid), core, None)
         finally:
             await engine.stop()
     calls = len(found["took"])
@@ -224,14 +256,12 @@ async def ceiling(model: Path) -> str:
     )
 
 
-def make_job(
-    scenario: Scenario, conversation: Conversation, port: int, pid: int | None, keys: list[str]
-) -> dict[str, Any]:
+def make_job(scenario: Scenario, conversation: Conversation, system: System, pid: int | None) -> dict[str, Any]:
     return {
-        "url": f"http://127.0.0.1:{port}",
-        "path": "/v1/chat/completions",
+        "url": f"http://127.0.0.1:{system.port}",
+        "path": system.path,
         "pid": pid,
-        "keys": keys,
+        "keys": system.keys,
         "histories": [conversation.history(scenario.history, seed) for seed in range(HISTORIES)],
         "result": conversation.result,
         "rest": conversation.rest | ({"stream": True} if scenario.stream else {}),
@@ -249,9 +279,14 @@ async def generate(job: dict[str, Any], core: int, flame: Path | None) -> dict[s
     os.sched_setaffinity(generator.pid, {core})
     if flame is not None:
         record(job["pid"], flame)
-    output, _ = await generator.communicate(json.dumps(job).encode())
+    try:
+        output, _ = await asyncio.wait_for(generator.communicate(json.dumps(job).encode()), LIMIT_S)
+    except TimeoutError:
+        generator.kill()
+        await generator.wait()
+        raise RuntimeError(f"the calls were not answered within {LIMIT_S:g} s") from None
     if generator.returncode:
-        sys.exit(f"the load generator ended with {generator.returncode}")
+        raise RuntimeError("a session could not be opened")
     found: dict[str, Any] = json.loads(output)
     return found
 
@@ -263,17 +298,6 @@ def record(pid: int, flame: Path) -> None:
     program, *arguments = command.split()
     subprocess.Popen([Path(sys.executable).with_name(program), *arguments], stdout=subprocess.DEVNULL)
     time.sleep(1)  # until it has begun
-
-
-def gateway_settings(port: int, engine_port: int, model: Path, work: Path) -> GatewaySettings:
-    return GatewaySettings(
-        port=port,
-        model=ModelConfig(path=model, name=MODEL, context_length=CONTEXT_LENGTH),
-        engine_url=f"http://127.0.0.1:{engine_port}",
-        secret=SECRET,
-        control_key=CONTROL_KEY,
-        journal=work / "journal",
-    )
 
 
 def claims(session_id: str, journal_id: str) -> SessionClaims:
@@ -294,7 +318,9 @@ async def answers(port: int) -> bool:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
                 return bool(reply.status == 200)
-        except (OSError, urllib.error.URLError):
+        except urllib.error.HTTPError:
+            return True  # a rival's health has another path
+        except OSError:
             return False
 
     return await asyncio.to_thread(ask)

@@ -1,8 +1,9 @@
 """Call a gateway as many agents at once: reads a job as JSON from standard input, and prints what it measured.
 
-A job has `url` and `path`, the `keys` of the sessions, their `histories` (each a list of messages), the `result` of a
-tool that follows each reply, the `rest` of a body after its messages, the number of `turns`, the `rate` of all calls
-per second, and the `pid` of the gateway. With a rate of null, `in_flight` sessions at a time call without a pause.
+A job has `url`, the `path` of a session, with `{i}` for its number, the `keys` of the sessions, their `histories` (lists
+of messages), the `result` of a tool that follows each reply, the `rest` of a body after its messages, the number
+of `turns`, the `rate` of all calls per second, and the `pid` of the gateway. With a rate of null, `in_flight` sessions
+at a time call without a pause.
 
 Each session sends its history once, before the measurement. Then it sends the whole conversation again with each
 call, as OpenAI's client does. Bodies are bytes that only grow, so a call costs this process 45 us. With a rate,
@@ -72,7 +73,7 @@ class Session:
         where = urlsplit(job["url"])
         self._where = where.hostname, where.port
         self._head = (
-            f"POST {job['path']} HTTP/1.1\r\nHost: {where.netloc}\r\nAccept: application/json\r\n"
+            f"POST {job['path'].format(i=i)} HTTP/1.1\r\nHost: {where.netloc}\r\nAccept: application/json\r\n"
             "Content-Type: application/json\r\nUser-Agent: OpenAI/Python 2.8.1\r\nX-Stainless-Lang: python\r\n"
             f"X-Stainless-Retry-Count: 0\r\nAuthorization: Bearer {job['keys'][i]}\r\nContent-Length: "
         ).encode()

@@ -48,6 +48,7 @@ PARTS = (
     Part("collection.py", smoke=("--rollouts", "64")),
     Part("rival_collection.py", smoke=("--rollouts", "64")),
     Part("gateway.py", smoke=("--smoke",)),
+    Part("rival_gateways.py", smoke=("--smoke",)),
     Part("rows.py", smoke=("--smoke",), python=".venv-verl/bin/python"),
     Part("wrapper.py", smoke=("--smoke",)),
     Part("training_step.py", smoke=("--steps", "2"), python=".venv-verl/bin/python"),
