@@ -1,9 +1,9 @@
 """Call a gateway as many agents at once: reads a job as JSON from standard input, and prints what it measured.
 
-A job has `url`, the `path` of a session, with `{i}` for its number, the `keys` of the sessions, their `histories` (lists
-of messages), the `result` of a tool that follows each reply, the `rest` of a body after its messages, the number
-of `turns`, the `rate` of all calls per second, and the `pid` of the gateway. With a rate of null, `in_flight` sessions
-at a time call without a pause.
+A job has `url`, the `path` of a session, with `{i}` for its number, the `keys` of the sessions, their `histories`
+(lists of messages), the `result` of a tool that follows each reply, the `rest` of a body after its messages, the
+number of `turns`, the `rate` of all calls per second, and the `pid` of the gateway. With a rate of null, `in_flight`
+sessions call at a time, without a pause.
 
 Each session sends its history once, before the measurement. Then it sends the whole conversation again with each
 call, as OpenAI's client does. Bodies are bytes that only grow, so a call costs this process 45 us. With a rate,
