@@ -15,8 +15,8 @@ demo: engine  ## 64 real rollouts of a real agent on this machine
 # `make test ROOM=gateway` runs the tests of one folder of tests/, `ROOM=rendering/families` those of a folder in it.
 ROOM ?=
 IN_VERL := $(filter verl verl/%,$(ROOM))
-# Three test processes, for many tests wait: see ByFile in tests/conftest.py.
-PARALLEL := --numprocesses 3 --dist loadscope --no-loadscope-reorder
+# Four test processes, for most tests wait: see ByFile in tests/conftest.py.
+PARALLEL := --numprocesses 4 --dist loadscope --no-loadscope-reorder
 # Property tests draw the same examples in each run, except with --hypothesis-profile=explore.
 FIXED := $(PARALLEL) --hypothesis-profile=fixed
 EXPLORE := $(PARALLEL) --hypothesis-profile=explore
