@@ -15,33 +15,38 @@ demo: engine  ## 64 real rollouts of a real agent on this machine
 # `make test ROOM=gateway` runs the tests of one folder of tests/, `ROOM=rendering/families` those of a folder in it.
 ROOM ?=
 IN_VERL := $(filter verl verl/%,$(ROOM))
-# Four test processes, for most tests wait: see ByFile in tests/conftest.py.
-PARALLEL := --numprocesses 4 --dist loadscope --no-loadscope-reorder
+# Files are spread over processes by ByFile in tests/conftest.py.
+SPREAD := --dist loadscope --no-loadscope-reorder
 # Property tests draw the same examples in each run, except with --hypothesis-profile=explore.
-FIXED := $(PARALLEL) --hypothesis-profile=fixed
-EXPLORE := $(PARALLEL) --hypothesis-profile=explore
+FIXED := --hypothesis-profile=fixed
+EXPLORE := --hypothesis-profile=explore
 # Tests start hundreds of Python processes, which would compile this package each time.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Both environments' tests of one kind, at the same time: $(call both,MARKER,PROCESSES). Most quick tests wait, so four
+# processes keep two cores busy.
+define both
+@echo "the tests of tests/verl run meanwhile, and print their output last"
+@$(VERL)/bin/pytest tests/verl --numprocesses 0 $(FIXED) -m "$(1)" --durations 10 \
+  > $(VERL)/tests.log 2>&1 & verl=$$!; trap "kill $$verl" INT TERM; \
+$(RUN)/pytest --numprocesses $(2) $(SPREAD) $(FIXED) -m "$(1)" --durations 20; main=$$?; \
+wait $$verl; verl=$$?; cat $(VERL)/tests.log; exit $$((main | verl))
+endef
+
 ifeq ($(ROOM),)
 test: lint engine verl  ## the quick tests, each invariant at least once; `ROOM=gateway` runs one folder, without the engine
-	@echo "the tests of tests/verl run meanwhile, and print their output last"
-	@$(VERL)/bin/pytest tests/verl --numprocesses 0 --hypothesis-profile=fixed -m "not slow" --durations 10 \
-	  > $(VERL)/tests.log 2>&1 & verl=$$!; \
-	$(RUN)/pytest $(FIXED) -m "not slow" --durations 20; main=$$?; \
-	wait $$verl; verl=$$?; cat $(VERL)/tests.log; exit $$((main | verl))
+	$(call both,not slow,4)
 else
 test: setup $(if $(IN_VERL),verl)
-	$(if $(IN_VERL),$(VERL)/bin,$(RUN))/pytest tests/$(ROOM) $(FIXED) -m "not slow and not engine" --durations 10
+	$(if $(IN_VERL),$(VERL)/bin,$(RUN))/pytest tests/$(ROOM) --numprocesses 4 $(SPREAD) $(FIXED) -m "not slow and not engine" --durations 10
 endif
 
 test-slow: engine verl  ## the tests that `make test` leaves out
-	$(RUN)/pytest $(FIXED) -m slow --durations 20
-	$(VERL)/bin/pytest tests/verl $(FIXED) -m slow --durations 10
+	$(call both,slow,2)
 
 test-all: lint engine verl  ## every test, with property tests on new examples
-	$(RUN)/pytest $(EXPLORE) --durations 20
-	$(VERL)/bin/pytest tests/verl $(EXPLORE) --durations 10
+	$(RUN)/pytest --numprocesses 3 $(SPREAD) $(EXPLORE) --durations 20
+	$(VERL)/bin/pytest tests/verl --numprocesses 3 $(SPREAD) $(EXPLORE) --durations 10
 
 train: engine verl  ## verl trains a small model on sums: some 15 minutes
 	$(VERL)/bin/python examples/train_arithmetic/train.py
