@@ -19,6 +19,7 @@ from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.gateway_process import GatewayProcess
+from rollout_backend.serving.server_process import free_port
 
 
 @pytest.fixture
@@ -142,10 +143,10 @@ async def test_a_fleet_that_is_not_running_reports_it(tmp_path):
 
 
 async def test_ports_are_consecutive_and_one_failure_stops_all(engine, tmp_path):
+    port = free_port()  # not a port that the kernel may give to a connection in the meantime
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port + 1))
         taken.listen()
-        port = taken.getsockname()[1] - 1
         fleet = GatewayFleet(run_config(gateway={"processes": 2, "port": port}), engine.url, tmp_path)
         with pytest.raises(StartupError, match=rf"gateway 1 of 2 cannot listen on 127\.0\.0\.1:{port + 1}"):
             await fleet.start()
