@@ -380,7 +380,11 @@ def main() -> None:
     found: dict[str, Any] = {"ceilings": [asyncio.run(ceiling(model))], "rows": []}
     print(found["ceilings"][0], file=sys.stderr)
     for scenario in scenarios:
-        made = asyncio.run(measure(scenario, model, options.flame))
+        try:
+            made = asyncio.run(measure(scenario, model, options.flame))
+        except RuntimeError as error:
+            print(f"{scenario}: {error}", file=sys.stderr)
+            continue
         found["rows"].append(made)
         table.add_row(*row(made))
         print(json.dumps(made), file=sys.stderr, flush=True)
