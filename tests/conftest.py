@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 import rollouts
+from agent_servers import serve_agent
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.fault_proxy import FaultProxy
-from rollout_backend.serving.server_process import ServerProcess, free_port
 
 pytest_plugins = ["gateway_fixtures"]  # in tests/support
 
@@ -122,29 +120,6 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def agent_server(storage: LocalStorage, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start the arithmetic example as a server and return its URL."""
-    port = free_port()
-    process = ServerProcess(
-        "the arithmetic agent",
-        [sys.executable, str(repository / "examples" / "arithmetic" / "agent.py")],
-        tmp_path_factory.mktemp("agent") / "agent.log",
-        {
-            **os.environ,
-            **storage.environ,
-            "AWS_ENDPOINT_URL": storage.endpoint_url,
-            "HOST": "127.0.0.1",
-            "PORT": str(port),
-        },
-    )
-
-    async def answers() -> bool:
-        try:
-            async with httpx.AsyncClient() as http:
-                return (await http.get(f"http://127.0.0.1:{port}/ping")).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    with start_blocking_portal() as portal:
-        portal.call(process.start)
-        portal.call(process.wait_healthy, answers, 60.0)
-        yield f"http://127.0.0.1:{port}"
-        portal.call(process.stop)
+    script = repository / "examples" / "arithmetic" / "agent.py"
+    with serve_agent(script, storage, tmp_path_factory.mktemp("agent")) as url:
+        yield url

@@ -1,7 +1,7 @@
 """The `rollout` command line, one module per command.
 
-Exit codes: 0, every step's ledger reconciles and every session is closed; 1, the run failed; 2, the input is invalid
-and nothing was started; 130, interrupted, and everything that was started is stopped.
+Exit codes: 0, success; 1, the run failed; 2, the input is invalid and nothing was started; 3, the run ended with
+nothing to train on, or with too few completed rollouts; 130, interrupted, and everything that was started is stopped.
 """
 
 from __future__ import annotations

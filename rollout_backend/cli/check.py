@@ -29,10 +29,10 @@ def check(
         run_async(_check(settings, None if tasks is None else read_limited(tasks, limit)))
 
 
-async def _check(config: RolloutConfig, tasks: Sequence[Task] | None) -> bool:
+async def _check(config: RolloutConfig, tasks: Sequence[Task] | None) -> int:
     from rollout_backend import preflight
     from rollout_backend.core.tasks import planned_rollouts
 
     rollouts = None if tasks is None else planned_rollouts(tasks, config.group)
     await preflight.check(config, console.print, rollouts)
-    return True
+    return 0

@@ -33,17 +33,17 @@ def read_limited(tasks: Path, limit: int | None) -> Sequence[Task]:
     return read_tasks(tasks)[:limit]
 
 
-def run_async(work: Coroutine[Any, Any, bool]) -> None:
-    """Run a coroutine, and exit with 1 if it returns False. SIGTERM cancels it, as Ctrl-C does."""
+def run_async(work: Coroutine[Any, Any, int]) -> None:
+    """Run a coroutine, and exit with the code that it returns. SIGTERM cancels it, as Ctrl-C does."""
 
-    async def with_signals() -> bool:
+    async def with_signals() -> int:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await work
 
-    if not asyncio.run(with_signals()):
-        raise typer.Exit(1)
+    if code := asyncio.run(with_signals()):
+        raise typer.Exit(code)
 
 
 @contextlib.contextmanager

@@ -24,14 +24,17 @@ def demo(
     servers: Annotated[int, typer.Option(min=1, help="SGLang servers.")] = 1,
     override: Overrides = None,
 ) -> None:
-    """Run an agent on this machine: real SGLang on the CPU, real router, local S3, SQS and AgentCore."""
+    """Run an agent on this machine: real SGLang on the CPU, real router, local S3, SQS and AgentCore.
+
+    Exit codes as for `rollout run`.
+    """
     with exit_codes():
         run_async(_demo(agent, tasks, limit, config, servers, override or []))
 
 
 async def _demo(
     agent: Path, tasks: Path, limit: int | None, config: Path | None, servers: int, overrides: Sequence[str]
-) -> bool:
+) -> int:
     from rollout_backend.local.cloud import LocalCloud
     from rollout_backend.serving.install import cache_dir, install_cpu_engine, prepare_model
 
@@ -56,7 +59,7 @@ async def _demo(
     async with LocalCloud(agent, run_dir=early.run_dir / "logs", bucket=early.storage.bucket) as cloud:
         os.environ.update(cloud.environ)
         settings = load_config(config, overrides, base=base, top={"run_id": early.run_id, **cloud.settings()})
-        balanced = await collect_step(settings, wanted, cloud.wait_lost)
+        code = await collect_step(settings, wanted, cloud.wait_lost)
         sessions = (await cloud.sessions())["sessions"]
         console.print(f"the runtime itself counts {len(sessions)} open sessions")
-        return balanced and not sessions
+        return 1 if sessions else code

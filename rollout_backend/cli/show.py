@@ -1,4 +1,4 @@
-"""`rollout show`: one planned rollout for reading, whatever its outcome."""
+"""`rollout show`: one planned rollout for reading, also one that failed."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from agent_wrapper.contract import Conversation, Outcome, Rollout, Segment, read
 from rollout_backend.core.ledger import MESSAGES_ONLY
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import CallRate, GroupReport, LengthBias, StepReport, StepResult
+from rollout_backend.core.verdict import Verdict
 
 _FAILURES_SHOWN = 10
 _YEAR_10000 = 253_402_300_800
@@ -66,6 +67,15 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
     console.print(f"{verdict}; {report.sessions_open} sessions open")
     for session_id, why in report.unclosed_sessions.items():
         console.print(f"[red]session {session_id} could not be closed: {_plain(why)}[/]")
+
+
+def print_verdict(console: Console, verdict: Verdict) -> None:
+    """Print the verdict on a step, one sentence a line."""
+    color = "green" if verdict.passed else "red"
+    first, *others = verdict.sentences
+    console.print(f"[{color}]verdict[/]: {first}", highlight=False, soft_wrap=True)
+    for sentence in others:
+        console.print(f"- {sentence}", highlight=False, soft_wrap=True)
 
 
 def _call_rate(calls: str, setting: str, rate: CallRate) -> str:

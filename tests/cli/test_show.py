@@ -1,4 +1,4 @@
-"""`rollout show`: every planned rollout of the newest run can be shown, whatever its outcome."""
+"""`rollout show`: every planned rollout of the newest run can be shown, also a failed one."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -92,7 +93,10 @@ def busy(demo, engine: ScriptedEngine) -> tuple[subprocess.Popen[str], set[int]]
 
 
 def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
-    with ScriptedEngine(["It is 7."]) as engine:
+    numbers = itertools.count()  # "What is 6 + 5?" is answered right once
+    with ScriptedEngine(
+        lambda prompt: "It is 7." if "6 + 5" not in prompt or next(numbers) else "It is 11."
+    ) as engine:
         process = demo(engine)
         below: set[int] = set()
         while process.poll() is None:
@@ -102,6 +106,8 @@ def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
     assert process.returncode == 0, output
     for part in (
         "the ledger reconciles; 0 sessions open",
+        "verdict: 8 of 8 rollouts completed, 2 of 2 groups usable",
+        "- groups without spread in their rewards: 1 of 2",
         "the runtime itself counts 0 open sessions",
         "from PUT to buffer: p50",
         "reward by group",

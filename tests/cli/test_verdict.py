@@ -1,0 +1,126 @@
+"""`rollout run` ends with a verdict in words and a matching exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from agent_servers import serve_agent
+from rollout_backend.local.scripted import Fail, Reply, ScriptedEngine
+
+
+@pytest.fixture(scope="session")
+def agent(storage, repository, tmp_path_factory):
+    script = repository / "tests" / "cli" / "agent_by_payload.py"
+    with serve_agent(script, storage, tmp_path_factory.mktemp("agent")) as url:
+        yield url
+
+
+def slow(*values: object):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def reply(prompt: str) -> Reply:
+    if "do lost" in prompt:
+        return Fail(400, "unknown sampling parameter")
+    return "a long reply " * 9 if "do long" in prompt else "short"
+
+
+@pytest.fixture
+def run_groups(rollout, settings, agent, run_id, tmp_path):
+    """Run one group for each list of actions. Return the exit code and the verdict."""
+
+    def run(*groups: list[object], options: tuple[object, ...] = (), **sections) -> tuple[int, str]:
+        tasks = tmp_path / "groups.jsonl"
+        tasks.write_text("".join(json.dumps({"payload": {"do": do}}) + "\n" for do in groups))
+        with ScriptedEngine(reply) as engine:
+            config = settings(
+                runtime={"kind": "http", "url": agent},
+                serving={"kind": "external", "urls": [engine.url]},
+                queue={"wait_s": 1},
+                run_id=run_id,
+                **{"group": {"size": len(groups[0])}, "sampling": {"max_tokens": 20}, **sections},
+            )
+            code, output = rollout("run", config, "--tasks", tasks, *options)
+        return code, output.partition("verdict: ")[2] or output
+
+    return run
+
+
+def test_a_run_with_losses_of_every_kind_passes_and_names_them(run_groups):
+    losses = [[what, what] for what in ("silent", "raise", "lost")]
+    code, verdict = run_groups([0, 1], [1, 1], ["long", "long"], *losses, group={"size": 2, "min_viable": 1})
+    assert verdict == (
+        "6 of 12 rollouts completed, 3 of 6 groups usable "
+        "- groups without spread in their rewards: 2 of 3 "
+        "- replies cut at max_tokens or the end of the context: 2 of 6 "
+        "- no model call made by 2 of 12 rollouts "
+        "- 2 of 12 rollouts lost to the infrastructure, most often model_unavailable (2) "
+        "- 2 of 12 rollouts failed in the agent, most often agent_exception (2)"
+    )
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([[0, 0], [0, 0]], "all rewards equal (2 tasks, all 0)"),
+        (
+            [["raise", "sleep"]],  # the second is cancelled: the group is no longer usable
+            "0 of 2 rollouts completed "
+            "- 1 of 2 rollouts failed in the agent, most often agent_exception (1) "
+            "- 1 of 2 rollouts cancelled, most often group_doomed (1)",
+        ),
+        slow([[1, 1]], "all rewards equal (1 task, all 1)"),
+        slow([[0, 0], [1, 1]], "rewards equal within each group (2 tasks)"),
+        slow([["messages"]], "completed rollouts carry only messages, without tokens (1 of 1)"),
+        slow([[1, "messages"]], "0 of 1 groups usable (1 of 2 rollouts trainable)"),
+        slow([["silent"]], "0 of 1 rollouts completed - no model call made by 1 of 1 rollouts"),
+    ],
+)
+def test_a_run_with_nothing_to_train_on_exits_with_3(run_groups, groups, words):
+    code, verdict = run_groups(*groups)
+    assert verdict == f"nothing to train on: {words}"
+    assert code == 3
+
+
+@pytest.mark.slow
+def test_a_run_in_which_every_agent_times_out_exits_with_3(run_groups):
+    times = {"model_call_s": 0.5, "agent_s": 1, "heartbeat_s": None}
+    code, verdict = run_groups(["sleep"], timeouts=times)
+    assert verdict.endswith("- 1 of 1 rollouts timed out, most often agent_deadline (1)")
+    assert code == 3
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_groups_of_one_passes_with_equal_rewards(run_groups):
+    code, verdict = run_groups([1], [1])
+    assert verdict.startswith("2 of 2 rollouts completed, 2 of 2 groups usable - all rewards equal (2 tasks, all 1)")
+    assert code == 0
+
+
+def test_too_few_completed_rollouts_exit_with_3(run_groups):
+    code, verdict = run_groups([1], ["raise"], options=("--min-completed", 2))
+    assert verdict.startswith(
+        "1 of 2 rollouts completed, 1 of 2 groups usable - 1 of 2 rollouts completed, and at least 2 must complete"
+    )
+    assert code == 3
+
+
+@pytest.mark.slow
+def test_enough_completed_rollouts_exit_with_0(run_groups):
+    assert run_groups([1], ["raise"], options=("--min-completed", 1))[0] == 0
+
+
+def test_more_completed_rollouts_than_planned_cannot_be_asked_for(run_groups):
+    code, output = run_groups([1], [1], options=("--min-completed", 3))
+    assert code == 2
+    assert "--min-completed=3 is more than the 2 rollouts that the run plans" in output
+    assert "starting" not in output
+
+
+def test_the_help_explains_the_exit_codes(rollout):
+    output = rollout("run", "--help")[1]
+    for words in ("Exit codes: 0, there is something to train on", "3, there is nothing to train on", "130"):
+        assert words in output
