@@ -18,8 +18,9 @@ from rollout_backend import run_lease
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, RolloutConfig, StorageConfig
+from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.manifest import Manifest
-from rollout_backend.core.records import RolloutRecord
+from rollout_backend.core.records import RolloutRecord, records_of
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import InvokeRejected, RunHeld, StoreError, WriteConflict
@@ -216,7 +217,9 @@ class EndedStep:
         return StepResult(0, (), (), (), report=None)  # type: ignore[arg-type]
 
     def records(self) -> list[RolloutRecord]:
-        return []
+        ledger = Ledger(0)
+        ledger.plan([PlannedRollout("a.0", "a")])
+        return records_of(ledger, lambda entry: "")
 
 
 @pytest.fixture
@@ -234,15 +237,18 @@ def collect(monkeypatch, tmp_path) -> Callable[[RunLease], Awaitable[StepResult]
     return run
 
 
-async def test_a_step_returns_only_to_a_manager_that_still_has_the_run(manager, collect):
+async def test_a_step_returns_only_to_a_manager_that_still_has_the_run(manager, collect, tmp_path):
     first = await start(manager(lease_s=1.0, machine="elsewhere"))
     assert (await collect(first)).step == 0
+    records = tmp_path / "r" / "steps" / "00000000.rollouts.jsonl"
+    records.unlink()
     stall(first)
     await start(manager(lease_s=1.0))
     collecting = asyncio.create_task(collect(first))
     resume(first)
     with pytest.raises(RunHeld, match="taken over by another manager"):
         await collecting
+    assert not records.exists()  # the other manager writes them
 
 
 async def test_a_step_returns_though_s3_does_not_answer_for_minutes(manager, collect, monkeypatch, caplog):
