@@ -5,11 +5,6 @@ from __future__ import annotations
 import logging
 import resource
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
 
 import uvicorn
 
@@ -17,28 +12,10 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.garbage_collection import exempt_loaded_objects
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.journal import OPEN_FILES
+from rollout_backend.gateway.server import create_app
 
 _FILES_OF_A_CALL = 3  # a connection of the agent, one to the engine, and one that an agent keeps open when idle
 _OTHER_FILES = 256 + OPEN_FILES
-
-
-@contextmanager
-def _placeholder(name: str, **attributes: Any) -> Iterator[None]:
-    """Let imports of a module in this block get only these attributes, unless the module is loaded."""
-    if name in sys.modules:
-        yield
-        return
-    module = ModuleType(name)
-    vars(module).update(attributes, __spec__=ModuleSpec(name, None))  # so that it can be looked for
-    sys.modules[name] = module
-    try:
-        yield
-    finally:
-        del sys.modules[name]
-
-
-with _placeholder("openai", AsyncOpenAI=object):  # 0.4 s, for a client of `renderers` that no gateway uses
-    from rollout_backend.gateway.server import create_app
 
 
 def main() -> None:
