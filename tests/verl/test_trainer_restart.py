@@ -15,7 +15,8 @@ from trainings import GROUP, SAME, grpo
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-TIMEOUTS = {"model_call_s": 60, "agent_s": 120, "publish_grace_s": 10, "collection_s": 200, "session_key_s": 240}
+# Agents outlive the restart of a trainer on a busy machine.
+TIMEOUTS = {"model_call_s": 60, "agent_s": 300, "publish_grace_s": 10, "collection_s": 400, "session_key_s": 440}
 EARLY, LATE = ("0", "1"), ("2", "3")
 
 
@@ -98,7 +99,7 @@ async def test_a_killed_trainer_resumes_from_its_checkpoint_with_finished_rollou
         [engine] = run.processes("launch_server.py")
         os.kill(engine, signal.SIGKILL)
         run.say(*(f"{name}-{when}" for name in first for when in ("early", "late")))
-        assert await run.ends(within_s=100) != 0  # before the agents' deadline
+        assert await run.ends(within_s=250) != 0  # before the agents' deadline
         assert "a batch failed as a whole: engine-0 is gone" in run.log[logged:]
         assert len(run.spy_file.read_text().splitlines()) == updates, "a step whose engine died was trained"
         await run.leaves_nothing()
