@@ -137,8 +137,8 @@ def _streamed(response: bytes) -> dict[str, Any]:
 async def run(job: dict[str, Any]) -> dict[str, Any]:
     sessions = [Session(job, i) for i in range(len(job["keys"]))]
     resident, cpu_s = _resident_bytes(job["pid"]), _cpu_s(job["pid"])
-    for at in range(0, len(sessions), 8):
-        await asyncio.gather(*(session.call() for session in sessions[at : at + 8]))
+    for at in range(0, len(sessions), job["in_flight"]):
+        await asyncio.gather(*(session.call() for session in sessions[at : at + job["in_flight"]]))
     opened, own_s = _cpu_s(job["pid"]), time.process_time()
     took: list[float] = []
     errors: Counter[str] = Counter()
