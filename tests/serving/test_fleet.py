@@ -329,13 +329,12 @@ async def test_probes_do_not_generate_on_a_sleeping_server(sleeper, until):
     assert kinds(events, "engine-0") == ["started"]
 
 
-async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper):
+async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper, until):
     fleet, url, process, events = sleeper
     calls = [
         asyncio.create_task(post(url, "/generate", {"sampling_params": {"max_new_tokens": 10**6}})) for _ in "ab"
     ]
-    while "generates" not in process.log.read_text():  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
+    await until(lambda: process.log.read_text().count("generates") == len(calls))
     await fleet.sleep()
     assert [state.asleep for state in fleet.snapshot()] == [False, True]
     assert await asyncio.gather(*calls) == [200, 200]  # aborted
