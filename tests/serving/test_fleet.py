@@ -331,10 +331,11 @@ async def test_probes_do_not_generate_on_a_sleeping_server(sleeper, until):
 
 async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper, until):
     fleet, url, process, events = sleeper
+    tokens = 10**6
     calls = [
-        asyncio.create_task(post(url, "/generate", {"sampling_params": {"max_new_tokens": 10**6}})) for _ in "ab"
+        asyncio.create_task(post(url, "/generate", {"sampling_params": {"max_new_tokens": tokens}})) for _ in "ab"
     ]
-    await until(lambda: process.log.read_text().count("generates") == len(calls))
+    await until(lambda: process.log.read_text().count(f"generates {tokens}") == len(calls))  # `/health` generates too
     await fleet.sleep()
     assert [state.asleep for state in fleet.snapshot()] == [False, True]
     assert await asyncio.gather(*calls) == [200, 200]  # aborted
