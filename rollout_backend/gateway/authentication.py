@@ -20,7 +20,7 @@ from rollout_backend.gateway.http_requests import bearer
 from rollout_backend.gateway.journal import check_journal
 from rollout_backend.gateway.sharding import check_shard
 
-_MAX_VERIFIED = 4096  # keys that are not checked again
+_MAX_VERIFIED = 1024  # keys that are not checked again
 
 
 class Authenticator:
