@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from emulated_aws.agentcore import ARN
+from flame_graph import record
 from rich.console import Console
 from rich.table import Table
 
@@ -192,7 +193,7 @@ async def measure(scenario: Scenario, url: str, work: Path, core: int, flame: st
 
         emulator_s = call(url, "log")["cpu_s"]
         if flame is not None:
-            record(flame)
+            record(os.getpid(), Path(flame))
         busy_s = busy_seconds(core)
         before, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
         result = await manager.collect(tasks, on_group=on_group)
@@ -234,15 +235,6 @@ def make_rows(result: StepResult) -> float:
     for rollout in result.rollouts:
         assert rows_of(rollout, 1024, 1_000_000)
     return time.process_time() - began
-
-
-def record(flame: str) -> None:
-    """Sample this process's stacks until it ends: an SVG, or lines of text for a file that ends in .txt."""
-    kind = "raw" if flame.endswith(".txt") else "flamegraph"
-    command = f"py-spy record --pid {os.getpid()} --output {flame} --format {kind} --rate 200 --gil"
-    program, *arguments = command.split()
-    subprocess.Popen([Path(sys.executable).with_name(program), *arguments], stdout=subprocess.DEVNULL)
-    time.sleep(1)  # until it has begun
 
 
 def pin(core: int) -> None:

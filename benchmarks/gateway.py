@@ -6,7 +6,7 @@ tokens. The model is the small one that `rollout engine install` brings. The gat
 engine share another.
 
 - `history`: tokens of the prompt, on average over a session's calls. The call that opens a session renders all of it,
-  and is a figure of its own: `opening`.
+  and is reported as `opening`.
 - `CPU`: user and system time of the gateway's process per call.
 - `calls/s`, of agents that call without a pause: how many calls one process serves.
 - `added p50`, `added p99`, of calls at a fixed rate: a call's time from when it was due, less that of the engine. The
@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flame_graph import record
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -79,7 +80,7 @@ class Scenario:
     def sessions(self) -> int:
         if self.rate is None:
             return max(self.in_flight, CALLS // TURNS * 2048 // max(2048, self.history))
-        # So many that each has its answer some time before its next call is due.
+        # Enough sessions that each has its answer some time before its next call is due.
         return max(round(1.5 * self.in_flight), round(self.rate * SECONDS / TURNS))
 
     @property
@@ -121,7 +122,7 @@ class Conversation:
         return str(self._tokenizer.decode(self._ids(text[: 8 * tokens])[:tokens]))
 
     def history(self, tokens: int, seed: int) -> list[dict[str, Any]]:
-        """Return messages of so many tokens, less half of what the calls after the first one add."""
+        """Return messages of about `tokens` tokens, less half of those that the calls after the first one add."""
         messages: list[dict[str, Any]] = [{"role": "system", "content": self._cut(self._text, 100)}]
         messages.append({"role": "user", "content": f"Task {seed}: {self._cut(self._text[5000:], 100)}"})
         wanted = tokens - len(self._ids(json.dumps(self.rest))) - 200
@@ -213,18 +214,13 @@ async def measure(scenario: Scenario, model: Path, flame: Path | None = None, se
     conversation, engine_port = Conversation(model), free_port()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        stdin = json.dumps(conversation.answers(scenario.latency_s)).encode()
-        argv = [sys.executable, str(HERE / "engine_stub.py"), str(engine_port)]
-        engine = ServerProcess("the engine", argv, work / "engine.log", stdin=stdin)
+        engine = make_engine(conversation, scenario.latency_s, engine_port, work)
         system = serve(scenario, model, engine_port, work)
         gateway = ServerProcess("the gateway", system.argv, work / "gateway.log", system.env, system.stdin)
         cores = sorted(os.sched_getaffinity(0))
         try:
-            for server, port, core in ((engine, engine_port, cores[-1]), (gateway, system.port, cores[0])):
-                await server.start()
-                assert server.pid is not None
-                os.sched_setaffinity(server.pid, {core})
-                await server.wait_healthy(lambda port=port: answers(port), 60)  # type: ignore[misc]
+            await start(engine, engine_port, cores[-1])
+            await start(gateway, system.port, cores[0])
             found = await generate(make_job(scenario, conversation, system, gateway.pid), cores[-1], flame)
         finally:
             await gateway.stop()
@@ -232,20 +228,28 @@ async def measure(scenario: Scenario, model: Path, flame: Path | None = None, se
     return summary(scenario, found)
 
 
+def make_engine(conversation: Conversation, latency_s: float, port: int, work: Path) -> ServerProcess:
+    stdin = json.dumps(conversation.answers(latency_s)).encode()
+    argv = [sys.executable, str(HERE / "engine_stub.py"), str(port)]
+    return ServerProcess("the engine", argv, work / "engine.log", stdin=stdin)
+
+
+async def start(server: ServerProcess, port: int, core: int) -> None:
+    await server.start()
+    assert server.pid is not None
+    os.sched_setaffinity(server.pid, {core})
+    await server.wait_healthy(lambda: answers(port), 60)
+
+
 async def ceiling(model: Path) -> str:
     """Return how many calls the load generator and the engine do without a gateway, as a line of text."""
     scenario, port, conversation = Scenario(), free_port(), Conversation(model)
-    stdin = json.dumps(conversation.answers(0.0)).encode()
     with tempfile.TemporaryDirectory() as folder:
-        argv = [sys.executable, str(HERE / "engine_stub.py"), str(port)]
-        engine = ServerProcess("the engine", argv, Path(folder) / "engine.log", stdin=stdin)
+        engine = make_engine(conversation, 0.0, port, Path(folder))
         core = max(os.sched_getaffinity(0))
         try:
-            await engine.start()
-            assert engine.pid is not None
-            os.sched_setaffinity(engine.pid, {core})
-            await engine.wait_healthy(lambda: answers(port), 30)
-            system = System(argv, port, ["none"] * 300)
+            await start(engine, port, core)
+            system = System([], port, ["none"] * 300)
             found = await generate(make_job(scenario, conversation, system, engine.pid), core, None)
         finally:
             await engine.stop()
@@ -289,15 +293,6 @@ async def generate(job: dict[str, Any], core: int, flame: Path | None) -> dict[s
         raise RuntimeError("a session could not be opened")
     found: dict[str, Any] = json.loads(output)
     return found
-
-
-def record(pid: int, flame: Path) -> None:
-    """Sample a process's stacks until it ends: an SVG, or lines of text for a file that ends in .txt."""
-    kind = "raw" if flame.suffix == ".txt" else "flamegraph"
-    command = f"py-spy record --pid {pid} --output {flame} --format {kind} --rate 200 --gil"
-    program, *arguments = command.split()
-    subprocess.Popen([Path(sys.executable).with_name(program), *arguments], stdout=subprocess.DEVNULL)
-    time.sleep(1)  # until it has begun
 
 
 def claims(session_id: str, journal_id: str) -> SessionClaims:
