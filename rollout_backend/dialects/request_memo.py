@@ -34,7 +34,7 @@ class _Known:
 
 
 class RequestMemo:
-    """Remembers the messages of one session's latest requests. They are shared, so nobody may change them."""
+    """Remembers the messages of one session's latest requests. Callers share them and must not change them."""
 
     def __init__(self) -> None:
         self._known: list[_Known] = []  # latest last
@@ -46,13 +46,13 @@ class RequestMemo:
         if field is None or begin is None:
             return dialect.parse(body)
         known, digest = self._find(dialect.name, body)
-        call, end = None, None
-        if known is not None:
-            call, end = _parse_rest(dialect, body, begin.end(), known)
-        if call is None or known is None:
+        extended = None if known is None else _parse_rest(dialect, field, body, begin.end(), known)
+        if extended is None:
             known, digest = None, hashlib.blake2b(digest_size=16)
             call = dialect.parse(body)
             end = _end_of_array(body, begin.end(), len(call.messages))
+        else:
+            call, end = extended
         if end is not None and not call.images and not _repeats(field, body[end:]):
             digest.update(memoryview(body)[known.size if known else 0 : end])
             self._known = [each for each in self._known if each is not known][1 - _KEPT :]
@@ -70,24 +70,24 @@ class RequestMemo:
         return None, hashlib.blake2b(digest_size=16)
 
 
-def _parse_rest(dialect: Dialect, body: bytes, begin: int, known: _Known) -> tuple[ModelCall | None, int | None]:
+def _parse_rest(dialect: Dialect, field: str, body: bytes, begin: int, known: _Known) -> tuple[ModelCall, int] | None:
     """Return the call, and where its last message ends in the body; None if the whole body must be parsed."""
     after = _NEXT.match(body, known.size)
     if after is None:
-        return None, None
+        return None
     rest = body[:begin] + b"[" + body[after.end() :]
     try:
         call = dialect.parse(rest)
     except ApiError:  # whose message would count messages from here
-        return None, None
+        return None
     end = _end_of_array(rest, begin, len(call.messages))
-    if end is None or call.images or _repeats(dialect.appended_field or "", rest[end:]):
-        return None, None
+    if end is None or call.images or _repeats(field, rest[end:]):
+        return None
     return replace(call, messages=[*known.messages, *call.messages]), end + after.end() - begin - 1
 
 
 def _end_of_array(body: bytes, begin: int, n: int) -> int | None:
-    """Return where the last of the `n` values of the array at `begin` ends; None if the array has not so many."""
+    """Return where the last of the `n` values of the array at `begin` ends; None if it has more or fewer."""
     try:
         text = body[begin:].decode()
         values, end = _DECODER.raw_decode(text)
@@ -99,5 +99,5 @@ def _end_of_array(body: bytes, begin: int, n: int) -> int | None:
 
 
 def _repeats(field: str, rest: bytes) -> bool:
-    """Return whether the field may come again in the rest of a body: the last one would count."""
+    """Return whether the rest of a body may repeat the field, because JSON parsers take the last one."""
     return f'"{field}"'.encode() in rest or b"\\u006" in rest or b"\\u007" in rest
