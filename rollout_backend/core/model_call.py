@@ -45,6 +45,11 @@ class ModelCall:
     dialect_data: Any = None
     """Private data of the dialect, which it needs to write the response."""
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the call prescribes the form of its reply."""
+        return self.tool_choice == "required" or self.json_schema is not None
+
 
 @dataclass(frozen=True)
 class Choice:

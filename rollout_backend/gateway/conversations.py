@@ -178,9 +178,8 @@ class Conversations:
 
     def add(self, turn: RecordedTurn) -> None:
         """Add a turn that an equal session has recorded after the same turns."""
-        ids = array("i", turn.given) if turn.extends is None else self.recorder.ids(turn.extends)
-        if turn.extends is not None:
-            ids.extend(turn.given)
+        ids = array("i") if turn.extends is None else self.recorder.ids(turn.extends)
+        ids.extend(turn.given)
         spans = [] if turn.extends is None else self.recorder.images(turn.extends)
         said = () if turn.extends is None else self._said[turn.extends][: turn.kept]
         messages = [*said, *turn.messages]
@@ -210,7 +209,7 @@ class Conversations:
         ]
         names = image_names(messages)
         added = self._bundle.renderer.continuation(
-            collapse_images(prompt, earlier) if earlier else prompt,
+            collapse_images(prompt, earlier),
             completion,
             messages,
             tools=tools,

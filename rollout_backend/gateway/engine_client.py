@@ -282,7 +282,7 @@ class EngineClient:
         prompt.extend(partial.token_ids)
         body = {
             "rid": uuid.uuid4().hex,
-            "input_ids": np.asarray(collapse_images(prompt, images) if images else prompt, dtype=np.int32),
+            "input_ids": np.asarray(collapse_images(prompt, images), dtype=np.int32),
             "sampling_params": params,
             "return_logprob": True,
             "logprob_start_len": -1,  # 0 would disable the prefix cache

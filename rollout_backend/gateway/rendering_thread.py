@@ -54,7 +54,7 @@ class RenderingThread:
         return await asyncio.wrap_future(job)
 
     async def run_brief(self, tokens: int, function: Callable[..., _T], *args: Any) -> _T:
-        """Call a function whose work is proportional to so many tokens, and return its result."""
+        """Call a function whose work is proportional to `tokens`, and return its result."""
         if tokens > _BRIEF_TOKENS or self._is_busy():
             return await self.run(function, *args)
         return function(*args)
@@ -152,12 +152,8 @@ class RenderingThread:
         """Return whether the model ended its turn."""
         return bool(ids) and ids[-1] in self.bundle.stop_token_ids
 
-    def logprobs(
-        self, call: ModelCall, tokens: Sequence[int], logprobs: Sequence[float | None]
-    ) -> list[Mapping[str, Any]] | None:
-        """Return one entry for each token, in OpenAI's form; None if the call does not ask for them."""
-        if not call.logprobs:
-            return None
+    def logprobs(self, tokens: Sequence[int], logprobs: Sequence[float | None]) -> list[Mapping[str, Any]]:
+        """Return one entry for each token, in OpenAI's form."""
         spelled = self.bundle.token_bytes
         return [
             logprob_entry(spelled.get(token, b""), logprob) for token, logprob in zip(tokens, logprobs, strict=True)

@@ -74,9 +74,9 @@ class Constraints:
         Raises:
             ApiError: status 400 if constrained decoding is disabled, or cannot express the form for this renderer.
         """
-        forced = call.tool_choice == "required"
-        if not forced and call.json_schema is None:
+        if not call.is_constrained:
             return {}
+        forced = call.tool_choice == "required"
         where = "tool_choice" if forced else "response_format"
         if not self._allowed:
             advice = "use auto" if forced else "ask for JSON in the prompt"

@@ -70,8 +70,13 @@ class Vision:
         return expanded, tuple(placed)
 
 
-def collapse_images(ids: Sequence[int], placed: Sequence[PlacedImage]) -> list[int]:
-    """Return the ids with one token for each image, which is the form that engines take."""
+def collapse_images(ids: Sequence[int], placed: Sequence[PlacedImage]) -> Sequence[int]:
+    """Return the ids with one token for each image, which is the form that engines take.
+
+    Without images, return `ids` itself.
+    """
+    if not placed:
+        return ids
     found: list[int] = []
     at = 0
     for place in placed:
