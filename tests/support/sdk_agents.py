@@ -163,7 +163,8 @@ class ResponsesAgent(Agent):
         calls = [
             (item.call_id, json.loads(item.arguments)) for item in response.output if item.type == "function_call"
         ]
-        finish = "tool_calls" if calls else "stop" if response.status == "completed" else "length"
+        # A reply can be cut after a whole call.
+        finish = "length" if response.status == "incomplete" else "tool_calls" if calls else "stop"
         return Reply(response.output_text, calls, finish)
 
 
