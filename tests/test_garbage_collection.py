@@ -40,3 +40,15 @@ def test_a_server_collects_only_what_was_made_after_its_start():
         assert gc.get_threshold()[0] > 700
     finally:
         gc.unfreeze()
+
+
+def test_a_server_does_not_visit_older_objects_while_sessions_open():
+    exempt_loaded_objects()
+    try:
+        before = [generation["collections"] for generation in gc.get_stats()]
+        kept = [[] for _ in range(200_000)]
+        young, *older = [now["collections"] - then for now, then in zip(gc.get_stats(), before, strict=True)]
+        assert young > 10
+        assert older == [0, 0], len(kept)
+    finally:
+        gc.unfreeze()
