@@ -74,7 +74,7 @@ async def collect_step(
             progress.cancel()
             await asyncio.gather(progress, return_exceptions=True)
         print_step(console, result, config.run_dir)
-    verdict = judge(result, min_completed)
+    verdict = judge(result.report, result.records, min_completed)
     print_verdict(console, verdict)
     if not result.report.balanced:
         return 1

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict
 
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import Ledger, LedgerEntry
+
+
+class ResultSummary(BaseModel):
+    """What a rollout's result holds, in numbers."""
+
+    model_config = ConfigDict(frozen=True)
+
+    reward: float | None
+    turns: int  # model calls
+    segments: int  # rows for training
+    sampled_tokens: int
+    prompt_tokens: int  # of all turns; each turn counts its whole prompt
+    cached_tokens: int  # of the prompt tokens, those that the engine found in its prefix cache
+    cut_replies: int  # turns that ended at max_tokens or at the end of the context
+    model_s: float  # the sum of the turns' seconds
+    agent_s: float | None  # from the agent's start to its end by its container's clock; None: unknown
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Self:
+        turns = [turn for segment in rollout.segments for turn in segment.turns]
+        timed = rollout.started_at > 0 and rollout.finished_at >= rollout.started_at
+        return cls(
+            reward=rollout.reward,
+            turns=len(turns),
+            segments=len(rollout.segments),
+            sampled_tokens=rollout.sampled_tokens,
+            prompt_tokens=sum(turn.start for turn in turns),
+            cached_tokens=sum(turn.cached_tokens for turn in turns),
+            cut_replies=sum(turn.finish_reason == "length" for turn in turns),
+            model_s=sum(turn.seconds for turn in turns),
+            agent_s=rollout.finished_at - rollout.started_at if timed else None,
+        )
 
 
 class RolloutRecord(BaseModel):
@@ -35,14 +68,31 @@ class RolloutRecord(BaseModel):
     accepted_at: float | None  # the agent of that invoke accepted the rollout
     result_at: float | None  # the result that settled the rollout arrived
     settled_at: float | None
+    result: ResultSummary | None = None  # None: no result arrived
+
+    @property
+    def reward(self) -> float | None:
+        """Return the reward; None if it is missing, which is never a reward of 0."""
+        return self.result.reward if self.result is not None else None
+
+    @property
+    def failed(self) -> bool:
+        """Return whether the rollout ended and did not complete."""
+        return self.outcome is not None and self.outcome is not Outcome.COMPLETED
 
     def is_of(self, rollout: Rollout) -> bool:
         """Return whether this stored result settled the rollout. It may be left of an earlier trainer's attempt."""
         return self.result_at is not None and self.outcome is rollout.outcome
 
 
-def records_of(ledger: Ledger, log_of: Callable[[LedgerEntry], str]) -> list[RolloutRecord]:
-    """Return the records of all planned rollouts, in the order in which they were planned."""
+def records_of(
+    ledger: Ledger, log_of: Callable[[LedgerEntry], str], rollouts: Iterable[Rollout] = ()
+) -> list[RolloutRecord]:
+    """Return the records of all planned rollouts, in the order in which they were planned.
+
+    `rollouts`: the results that settled rollouts of the step.
+    """
+    results = {rollout.rollout_id: ResultSummary.of(rollout) for rollout in rollouts}
     return [
         RolloutRecord(
             step=ledger.step,
@@ -62,6 +112,7 @@ def records_of(ledger: Ledger, log_of: Callable[[LedgerEntry], str]) -> list[Rol
             accepted_at=entry.accepted_at,
             result_at=entry.settled_at if entry.by_result else None,
             settled_at=entry.settled_at,
+            result=results.get(rollout_id),
         )
         for rollout_id, entry in ledger.entries.items()
     ]

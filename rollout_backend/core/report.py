@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from agent_wrapper.contract import Outcome, Rollout, Segment
 from rollout_backend.core.ledger import CallTally, Ledger, LedgerEntry
+from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.tasks import Task
 
 
@@ -28,6 +29,11 @@ class GroupReport(_Frozen):
     @property
     def mean_reward(self) -> float | None:
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
+
+    @property
+    def has_spread(self) -> bool:
+        """Return whether the rewards differ: GRPO learns nothing from equal ones."""
+        return len(set(self.rewards)) > 1
 
 
 class Staleness(_Frozen):
@@ -169,6 +175,7 @@ class StepResult:
     groups: tuple[GroupResult, ...]
     failures: tuple[StepFailure, ...]
     report: StepReport
+    records: tuple[RolloutRecord, ...] = ()  # one for each planned rollout
 
 
 def failures_of(ledger: Ledger, rollout_ids: Iterable[str] | None = None) -> tuple[StepFailure, ...]:

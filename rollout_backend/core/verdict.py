@@ -1,108 +1,153 @@
-"""Judge a step: whether there is something to train on, and what reduced it. Pure: a step's result in, words out."""
+"""Judge a step: whether there is something to train on, and what reduced it. Pure: accounts in, words out."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import NO_RESULT
-from rollout_backend.core.report import GroupResult, StepFailure, StepResult
+from rollout_backend.core.records import RolloutRecord
+from rollout_backend.core.report import GroupReport, StepReport
 
 _NO_MODEL_CALL = "no_model_call"
+
+
+class Level(IntEnum):
+    """How much a finding matters; the most important one is first in order."""
+
+    BAD = 0  # nothing can be trained, or rollouts were lost
+    WARNING = 1  # training is possible, and something reduces it
+    NOTE = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know about a step, and what to do: a setting to change, or a command that shows more."""
+
+    level: Level
+    text: str
+    advice: str = ""
 
 
 @dataclass(frozen=True)
 class Verdict:
     """`passed`: something can be trained, enough rollouts completed, and every session is closed.
 
-    `sentences`: the most important one first.
+    `findings`: the most important one first.
     """
 
     passed: bool
-    sentences: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        return tuple(finding.text for finding in self.findings)
 
 
-def judge(result: StepResult, min_completed: int = 0) -> Verdict:
+def judge(report: StepReport, records: Sequence[RolloutRecord], min_completed: int = 0) -> Verdict:
     """Return the verdict on a step. It fails if fewer than `min_completed` rollouts completed."""
-    completed, planned = result.report.outcomes[Outcome.COMPLETED], result.report.planned
-    usable = [group for group in result.groups if group.usable]
+    completed, planned = report.outcomes[Outcome.COMPLETED], report.planned
+    usable = [group for group in report.groups if group.usable]
     done = f"{completed} of {planned} rollouts completed"
-    why = _nothing_to_train(result, usable)
+    why = _nothing_to_train(report, usable)
     first = (
-        [f"nothing to train on: {why}"] if why else [f"{done}, {len(usable)} of {len(result.groups)} groups usable"]
+        Finding(Level.BAD, f"nothing to train on: {why}", _show(records))
+        if why
+        else Finding(Level.NOTE, f"{done}, {len(usable)} of {len(report.groups)} groups usable")
     )
+    findings = [first]
     if completed < min_completed:
-        first.append(f"{done}, and at least {min_completed} must complete")
-    others = (*([] if why else _spread(usable)), *_calls(result), *_failures(result))
-    passed = why is None and completed >= min_completed and result.report.balanced
-    return Verdict(passed, (*first, *others))
+        findings.append(Finding(Level.BAD, f"{done}, and at least {min_completed} must complete"))
+    findings += [*([] if why else _spread(usable)), *_calls(report, records), *_failures(report, records)]
+    passed = why is None and completed >= min_completed and report.balanced
+    return Verdict(passed, tuple(findings))
 
 
-def _nothing_to_train(result: StepResult, usable: list[GroupResult]) -> str | None:
-    report = result.report
+def _nothing_to_train(report: StepReport, usable: list[GroupReport]) -> str | None:
     if not report.trainable:
         if completed := report.outcomes[Outcome.COMPLETED]:
             return f"completed rollouts carry only messages, without tokens ({completed} of {completed})"
         return f"0 of {report.planned} rollouts completed"
     if not usable:
-        return f"0 of {len(result.groups)} groups usable ({report.trainable} of {report.planned} rollouts trainable)"
-    if any(_has_spread(group) or len(group.rollouts) == 1 for group in usable):
+        return f"0 of {len(report.groups)} groups usable ({report.trainable} of {report.planned} rollouts trainable)"
+    if any(group.has_spread or len(group.rewards) == 1 for group in usable):
         return None
-    return _all_equal(usable) or f"rewards equal within each group ({_count(len(usable), 'task')})"
+    return _all_equal(usable) or f"rewards equal within each group ({count(len(usable), 'task')})"
 
 
-def _spread(usable: list[GroupResult]) -> Iterator[str]:
+def _spread(usable: list[GroupReport]) -> Iterator[Finding]:
     """Groups of one rollout have no spread: an evaluation. Only their being all equal is worth a word."""
-    larger = [group for group in usable if len(group.rollouts) > 1]
-    flat = sum(not _has_spread(group) for group in larger)
+    larger = [group for group in usable if len(group.rewards) > 1]
+    flat = sum(not group.has_spread for group in larger)
     if flat:
-        yield f"groups without spread in their rewards: {flat} of {len(larger)}"
+        text = f"groups without spread in their rewards: {flat} of {len(larger)}"
+        yield Finding(Level.WARNING, text, "group.size: raise it, or choose tasks of medium difficulty")
     elif len(usable) > 1 and (equal := _all_equal(usable)):
-        yield equal
+        yield Finding(Level.WARNING, equal)
 
 
-def _has_spread(group: GroupResult) -> bool:
-    return len({rollout.reward for rollout in group.rollouts}) > 1
+def _all_equal(usable: list[GroupReport]) -> str | None:
+    rewards = {reward for group in usable for reward in group.rewards}
+    return f"all rewards equal ({count(len(usable), 'task')}, all {rewards.pop():g})" if len(rewards) == 1 else None
 
 
-def _all_equal(usable: list[GroupResult]) -> str | None:
-    rewards = {rollout.reward for group in usable for rollout in group.rollouts}
-    return f"all rewards equal ({_count(len(usable), 'task')}, all {rewards.pop():g})" if len(rewards) == 1 else None
-
-
-def _calls(result: StepResult) -> Iterator[str]:
-    turns = [turn for rollout in result.rollouts for segment in rollout.segments for turn in segment.turns]
-    cut = sum(turn.finish_reason == "length" for turn in turns)
-    if cut:
-        yield f"replies cut at max_tokens or the end of the context: {cut} of {len(turns)}"
-    silent = sum(failure.reason == _NO_MODEL_CALL for failure in result.failures)
+def _calls(report: StepReport, records: Sequence[RolloutRecord]) -> Iterator[Finding]:
+    results = [record.result for record in records if record.result is not None]
+    if cut := sum(result.cut_replies for result in results):
+        text = f"replies cut at max_tokens or the end of the context: {cut} of {sum(each.turns for each in results)}"
+        yield Finding(Level.WARNING, text, "sampling.max_tokens: raise it")
+    silent = [record for record in records if record.failed and record.reason == _NO_MODEL_CALL]
     if silent:
-        yield f"no model call made by {silent} of {result.report.planned} rollouts"
+        yield Finding(
+            Level.BAD, f"no model call made by {len(silent)} of {report.planned} rollouts", show_command(silent[0])
+        )
 
 
-def _failures(result: StepResult) -> Iterator[str]:
-    for what, belongs in _KINDS.items():
-        reasons = Counter(failure.reason for failure in result.failures if belongs(failure))
+def _failures(report: StepReport, records: Sequence[RolloutRecord]) -> Iterator[Finding]:
+    failed = [record for record in records if record.failed]
+    for what, (level, belongs) in _KINDS.items():
+        reasons = Counter(record.reason for record in failed if belongs(record))
         if reasons:
-            [(reason, count)] = reasons.most_common(1)
-            yield f"{reasons.total()} of {result.report.planned} rollouts {what}, most often {reason} ({count})"
-    if result.report.unclosed_sessions:
-        yield f"{_count(len(result.report.unclosed_sessions), 'session')} could not be closed"
+            [(reason, number)] = reasons.most_common(1)
+            first = next(record for record in failed if belongs(record) and record.reason == reason)
+            text = f"{reasons.total()} of {report.planned} rollouts {what}, most often {reason} ({number})"
+            yield Finding(level, text, show_command(first))
+    if report.unclosed_sessions:
+        yield Finding(Level.BAD, f"{count(len(report.unclosed_sessions), 'session')} could not be closed")
 
 
-def _is_lost(failure: StepFailure) -> bool:
-    return failure.outcome is Outcome.INFRA_ERROR or failure.reason == NO_RESULT
+def _is_lost(record: RolloutRecord) -> bool:
+    return record.outcome is Outcome.INFRA_ERROR or record.reason == NO_RESULT
 
 
-_KINDS: dict[str, Callable[[StepFailure], bool]] = {
-    "lost to the infrastructure": _is_lost,
-    "failed in the agent": lambda each: each.outcome is Outcome.AGENT_ERROR and each.reason != _NO_MODEL_CALL,
-    "timed out": lambda each: each.outcome is Outcome.TIMED_OUT and not _is_lost(each),
-    "cancelled": lambda each: each.outcome is Outcome.CANCELLED and each.reason != "target_reached",
+_KINDS: dict[str, tuple[Level, Callable[[RolloutRecord], bool]]] = {
+    "lost to the infrastructure": (Level.BAD, _is_lost),
+    "failed in the agent": (
+        Level.BAD,
+        lambda each: each.outcome is Outcome.AGENT_ERROR and each.reason != _NO_MODEL_CALL,
+    ),
+    "timed out": (Level.WARNING, lambda each: each.outcome is Outcome.TIMED_OUT and not _is_lost(each)),
+    "cancelled": (
+        Level.NOTE,
+        lambda each: each.outcome is Outcome.CANCELLED and each.reason != "target_reached",
+    ),
 }
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _show(records: Sequence[RolloutRecord]) -> str:
+    """Return the command that shows a rollout that failed, or else the first one."""
+    shown = next((record for record in records if record.failed), records[0] if records else None)
+    return show_command(shown) if shown is not None else ""
+
+
+def show_command(record: RolloutRecord) -> str:
+    """Return the command that shows a rollout of the newest run."""
+    return f"rollout show {record.rollout_id}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural if need be."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 from agent_wrapper.contract import ContractError, Rollout
+from rollout_backend.core.records import RolloutRecord, records_of
 from rollout_backend.core.report import StepResult, failures_of, make_report
 from rollout_backend.step.group import Group
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
@@ -83,6 +84,10 @@ class StepResults:
         """Return the rewards that have arrived."""
         return [rollout.reward for rollout in self._received if rollout.reward is not None]
 
+    def records(self) -> list[RolloutRecord]:
+        """Return one record for each planned rollout."""
+        return records_of(self._context.ledger, self._context.services.log_of, self._received)
+
     async def _unarchived(self) -> int:
         """Wait until the results are in the run's folder, and return how many could not be written."""
         writing = [asyncio.wrap_future(written) for written in self._archived if not written.done()]
@@ -109,4 +114,5 @@ class StepResults:
             deadline_reached=deadline_reached,
             took={each.rollout_id: each.took for each in self.rollouts.values() if each.took is not None},
         )
-        return StepResult(self.step, tuple(self._received), tuple(groups), failures_of(ledger), report)
+        records = tuple(self.records())
+        return StepResult(self.step, tuple(self._received), tuple(groups), failures_of(ledger), report, records)

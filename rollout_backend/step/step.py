@@ -24,7 +24,7 @@ from agent_wrapper.contract import Outcome, Sampling
 from rollout_backend.core.ledger import TASK_BLOCKED, Ledger, Phase, PlannedRollout
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.policy import GroupPolicy, StragglerRule, Stragglers
-from rollout_backend.core.records import RolloutRecord, records_of
+from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
@@ -305,7 +305,7 @@ class Step:
 
     def records(self) -> list[RolloutRecord]:
         """Return one record for each planned rollout."""
-        return records_of(self.ledger, self._services.log_of)
+        return self.results.records()
 
     def _report_to_breaker(self) -> None:
         """Report what has ended to the circuit breaker, and abort the step if the breaker is open."""

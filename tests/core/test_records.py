@@ -1,6 +1,7 @@
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Ledger, PlannedRollout
-from rollout_backend.core.records import records_of
+from rollout_backend.core.records import ResultSummary, records_of
+from rollouts import make_rollout
 
 
 def test_every_planned_rollout_has_one_record():
@@ -21,7 +22,9 @@ def test_every_planned_rollout_has_one_record():
     ledger.undo_attempt("a.refused")
     ledger.session_never_opened("a.refused", "s4")
     ledger.settle("a.refused", Outcome.INFRA_ERROR, "throttled", "429")  # 112
-    done, lost, refused, waiting = records_of(ledger, lambda entry: f"log of {entry.last_session_id}")
+    done, lost, refused, waiting = records_of(
+        ledger, lambda entry: f"log of {entry.last_session_id}", [make_rollout("a.done", reward=0.0)]
+    )
 
     assert (done.step, done.rollout_id, done.task_id, done.trainable, done.group_usable) == (
         3, "a.done", "a", True, True,
@@ -30,6 +33,12 @@ def test_every_planned_rollout_has_one_record():
     assert (done.planned_at, done.invoked_at, done.accepted_at, done.result_at, done.settled_at) == (
         100, 104, 105, 106, 106,
     )  # fmt: skip
+
+    assert done.result == ResultSummary(
+        reward=0.0, turns=1, segments=1, sampled_tokens=2, prompt_tokens=3, cached_tokens=0, cut_replies=0,
+        model_s=0.0, agent_s=1.0,
+    )  # fmt: skip
+    assert (done.reward, lost.reward, lost.result) == (0.0, None, None)
 
     assert (lost.outcome, lost.reason, lost.message) == (Outcome.INFRA_ERROR, "container_error", "424")
     assert (lost.attempts, lost.session_ids, lost.log) == (2, ("s2", "s3"), "log of s3")

@@ -8,9 +8,10 @@ import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.records import records_of
 from rollout_backend.core.report import GroupResult, StepResult, failures_of, make_report
 from rollout_backend.core.tasks import Task
-from rollout_backend.core.verdict import judge
+from rollout_backend.core.verdict import Verdict, judge
 from rollouts import make_rollout, make_segment
 
 TALK = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
@@ -47,12 +48,24 @@ def step(*groups: list[Any], needed: int = 1, unclosed: int = 0) -> StepResult:
             arrived.append(rollout)
             (trained if rollout.trainable else only_messages).append(rollout)
         made.append(
-            GroupResult(Task(f"task-{number}", {}), tuple(trained), len(trained) >= needed, len(group), (), ())
+            GroupResult(
+                Task(f"task-{number}", {}),
+                tuple(trained),
+                len(trained) >= needed,
+                len(group),
+                (),
+                tuple(only_messages),
+            )
         )
     for i in range(unclosed):
         ledger.session_unclosed(f"s{i}", "409")
     report = make_report("run", ledger, made, arrived, [], [], refused=0, seconds=1.0, deadline_reached=False)
-    return StepResult(0, tuple(arrived), tuple(made), failures_of(ledger), report)
+    records = tuple(records_of(ledger, lambda entry: "", arrived))
+    return StepResult(0, tuple(arrived), tuple(made), failures_of(ledger), report, records)
+
+
+def verdict_on(result: StepResult, min_completed: int = 0) -> Verdict:
+    return judge(result.report, result.records, min_completed)
 
 
 LOST = (Outcome.INFRA_ERROR, "container_lost")
@@ -77,7 +90,7 @@ SPREAD = [0.0, 1.0]
     ],
 )
 def test_with_nothing_to_train_on_the_verdict_fails_and_says_why(groups, why):
-    verdict = judge(step(*groups, needed=2))
+    verdict = verdict_on(step(*groups, needed=2))
     assert not verdict.passed
     assert verdict.sentences[0] == f"nothing to train on: {why}"
 
@@ -102,15 +115,15 @@ def test_with_nothing_to_train_on_the_verdict_fails_and_says_why(groups, why):
     ],
 )
 def test_a_verdict_that_passes_names_what_was_lost(groups, sentences):
-    verdict = judge(step(*groups))
+    verdict = verdict_on(step(*groups))
     assert verdict.passed
     assert "groups usable" in verdict.sentences[0]
     assert list(verdict.sentences[1:]) == sentences
 
 
 def test_too_few_completed_rollouts_fail():
-    assert judge(step([*SPREAD, LOST]), min_completed=2).passed
-    verdict = judge(step([*SPREAD, LOST]), min_completed=3)
+    assert verdict_on(step([*SPREAD, LOST]), min_completed=2).passed
+    verdict = verdict_on(step([*SPREAD, LOST]), min_completed=3)
     assert not verdict.passed
     assert verdict.sentences[:2] == (
         "2 of 3 rollouts completed, 1 of 1 groups usable",
@@ -119,6 +132,6 @@ def test_too_few_completed_rollouts_fail():
 
 
 def test_sessions_that_could_not_be_closed_fail():
-    verdict = judge(step(SPREAD, unclosed=2))
+    verdict = verdict_on(step(SPREAD, unclosed=2))
     assert not verdict.passed
     assert verdict.sentences[-1] == "2 sessions could not be closed"

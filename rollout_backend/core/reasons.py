@@ -1,0 +1,55 @@
+"""What to do about each reason for which a rollout fails.
+
+`docs/run-rollouts.md` explains each reason with the same words; a test compares them.
+"""
+
+from __future__ import annotations
+
+
+def what_to_do(reason: str) -> str:
+    """Return what to do about rollouts that ended for this reason."""
+    return _WHAT_TO_DO.get(reason, "read the message")
+
+
+_WHAT_TO_DO = {
+    "agent_exception": "read the traceback: `rollout show`",
+    "agent_failure": "nothing, if that is intended",
+    "bad_reward": "fix the reward",
+    "no_model_call": "use the context's `base_url` and `api_key`",
+    "bad_messages": "return lists in OpenAI's format, with the assistant's replies",
+    "status_code": "read the message; see wrap-your-agent.md",
+    "stop_reason": "read the message",
+    "messages_only": "call the model at `base_url`, or set `collect.retokenize`",
+    "model_unavailable": "check that agents can reach `gateway.public_url`; read `logs/`",
+    "trajectory_unavailable": "check that agents can reach `gateway.public_url`; read `logs/`",
+    "terminated": "check the session's maximum lifetime; do not deploy during a run",
+    "throttled": "raise the quota, or `timeouts.collection_s`; see throttling",
+    "quota_exceeded": "lower `runtime.max_sessions`, or raise the quota",
+    "runtime_conflict": "check what else uses the runtime",
+    "runtime_unavailable": "check the runtime's status and the network",
+    "runtime_error": "read the message",
+    "invoke_outcome_unknown": "raise `runtime.read_timeout_s` if containers start slowly",
+    "invoke_rejected": 'read the message; for "not MMDSv2-enabled" see deploy.md',
+    "access_denied": "attach the trainer's policy",
+    "credentials_expired": "log in and resume the run",
+    "no_credentials": "log in; check your credential provider",
+    "runtime_not_found": "check `runtime.arn` and `runtime.qualifier`",
+    "container_error": "read its log in CloudWatch; check that the image is arm64",
+    "container_start_timeout": "use a smaller image; import less before `app.run()`",
+    "container_lost": "read the session's log: it may have run out of memory",
+    "not_a_rollout_app": "wrap it in `RolloutApp`; deploy the current image",
+    "invalid_result": "read the message; use one version of wrapper and backend; "
+    "check lifecycle rules and policies for `runs/`",
+    "run_failed": "read `logs/`, or the diagnosis",
+    "task_blocked": "read the record that the message names",
+    "agent_deadline": "read the stack in `rollout show`; raise the limit, or give its tools timeouts",
+    "no_result": "read the session's log: it may have run out of memory",
+    "straggler": "nothing, if that is intended: `group.straggler_factor`",
+    "collection_deadline": "raise `timeouts.collection_s` or `runtime.max_sessions`",
+    "store_unavailable": "read S3's error in the log; the results may be in the bucket",
+    "target_reached": "nothing",
+    "group_doomed": "check what its group lost",
+    "not_started": "raise `timeouts.collection_s` or `runtime.max_sessions`",
+    "step_over": "nothing",
+    "aborted": "nothing",
+}
