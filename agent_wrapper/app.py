@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, Rollout, RolloutRequest, Trajectory
+from agent_wrapper.endpoint_probe import PROBE_S, probe_endpoint
 from agent_wrapper.errors import EntrypointError
 from agent_wrapper.heartbeat import send_heartbeats
 from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, failed
@@ -319,11 +320,29 @@ class RolloutApp:
         request, started_at = job.request, time.time()
         preparing = asyncio.create_task(self._prepare(request))
         context = RolloutContext.from_request(request, payload)
+        if (failure := await self._probe_endpoint(job, context)) is not None:
+            return build_rollout(request, failure, None, started_at, time.time())
         result = await self._run_agent(job, context)
         preparing.cancel()
         finished_at = time.time()
         trajectory = await self._fetch_trajectory(job, _fetch_s(result, context.remaining_s, job.fetch_s))
         return build_rollout(request, result, trajectory, started_at, finished_at)
+
+    async def _probe_endpoint(self, job: _Job, context: RolloutContext) -> AgentResult | None:
+        """Return None if the agent can start, else the failure of its rollout."""
+        budget_s = min(PROBE_S, context.remaining_s)
+        if not budget_s:
+            return None
+        probe = asyncio.create_task(probe_endpoint(job.request.endpoint, budget_s))
+        if not await job.wait(probe, math.inf, 0):
+            probe.cancel()
+            return failed(Outcome.INFRA_ERROR, "terminated", "the session was stopped before its agent started")
+        try:
+            problem = probe.result()
+        except Exception:  # no rollout may fail for a bug here
+            logger.exception("rollout %s: the model endpoint could not be probed", job.request.rollout_id)
+            return None
+        return None if problem is None else failed(Outcome.INFRA_ERROR, "model_unreachable", problem)
 
     async def _run_agent(self, job: _Job, context: RolloutContext) -> AgentResult:
         """Run the agent until it ends, its deadline passes, or its session is stopped."""

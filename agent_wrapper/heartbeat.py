@@ -18,7 +18,7 @@ _TIMEOUT_S = 10.0
 
 async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
     """Send heartbeats. Return once the gateway answers that the session is closed for good."""
-    verify = await asyncio.to_thread(_certificates, url.startswith("https://"))
+    verify = await asyncio.to_thread(certificates, url.startswith("https://"))
     import httpx
 
     headers = {"Authorization": f"Bearer {api_key}"}
@@ -37,7 +37,7 @@ async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
 
 
 @cache
-def _certificates(https: bool) -> ssl.SSLContext | bool:
+def certificates(https: bool) -> ssl.SSLContext | bool:
     """Return what verifies servers. Cached, and called in a thread: importing httpx and reading certificates take 0.1
     s each."""
     import httpx

@@ -109,11 +109,11 @@ def classify(result: Returned | Raised, base_url: str) -> AgentResult:
 def build_rollout(
     request: RolloutRequest,
     result: AgentResult,
-    trajectory: Trajectory | TrajectoryUnavailable,
+    trajectory: Trajectory | TrajectoryUnavailable | None,
     started_at: float,
     finished_at: float,
 ) -> Rollout:
-    """Return the rollout to publish: the agent's result, corrected by its trajectory."""
+    """Return the rollout to publish: the agent's result, corrected by its trajectory. None: the agent did not run."""
     model = request.endpoint.name
     segments: tuple[Segment, ...] = ()
     seal: str | None = None
@@ -133,7 +133,7 @@ def build_rollout(
             result, conversations = _with_conversation(result)
     elif result.failure is None:
         result = failed(Outcome.INFRA_ERROR, "trajectory_unavailable", str(trajectory))
-    else:
+    elif trajectory is not None:
         message = f"{result.failure.message} (besides, {trajectory})"
         result = replace(result, failure=result.failure.model_copy(update={"message": message}))
     return Rollout(

@@ -37,6 +37,7 @@ from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import CircuitOpen, RunHeld, ServingError
 from rollout_backend.garbage_collection import rare_full_collections
 from rollout_backend.observe.archive import RunArchive
+from rollout_backend.observe.first_call import FirstCall
 from rollout_backend.observe.progress import Progress
 from rollout_backend.run_services import RunServices
 from rollout_backend.serving.engine_fleet import ServerState
@@ -44,6 +45,8 @@ from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.step.step import Step
 
 log = logging.getLogger(__name__)
+
+_FIRST_CALL_POLL_S = 5.0
 
 _T = TypeVar("_T")
 
@@ -80,6 +83,7 @@ class RolloutManager:
         self._steps: dict[int, Step] = {}
         self._numbers = itertools.count()
         self._collecting: set[asyncio.Task[StepResult]] = set()
+        self._first_call: FirstCall | None = None
 
     # --- start and end ------------------------------------------------------------------------------------
 
@@ -99,6 +103,10 @@ class RolloutManager:
         async with AsyncExitStack() as stack:
             await run.start(stack, self._rollouts)
             stack.callback(self.archive.close)
+            setting = "relay.url" if self.config.relay is not None else "gateway.public_url"
+            self._first_call = FirstCall(run.serving.gateways.public_urls[0], setting)
+            watching = asyncio.create_task(self._await_first_call(self._first_call))
+            stack.callback(watching.cancel)
             stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
             self._run, self._stack = run, stack.pop_all()
         return self
@@ -113,6 +121,20 @@ class RolloutManager:
         for step in self._collecting:
             step.cancel()
         await asyncio.gather(*self._collecting, return_exceptions=True)
+
+    async def _await_first_call(self, first_call: FirstCall) -> None:
+        """Log a warning if agents run for long and none of them has called the model."""
+        while not first_call.arrived:
+            await asyncio.sleep(_FIRST_CALL_POLL_S)
+            running = sum(step.ledger.phases()[Phase.RUNNING] for step in self._steps.values())
+            try:
+                stats = await self._started.serving.gateways.stats()
+            except ServingError:  # it is being started again
+                continue
+            was_silent = bool(first_call.warning)
+            first_call.observe(asyncio.get_running_loop().time(), running, stats)
+            if first_call.warning and not was_silent:
+                log.warning("%s", first_call.warning)
 
     @property
     def _started(self) -> RunServices:
@@ -242,7 +264,8 @@ class RolloutManager:
             gateway = await self._run.serving.gateways.stats() if self._run is not None else None
         except ServingError:  # it is being started again, or the run ends
             gateway = None
-        return Progress(phases, outcomes, open_sessions, tuple(rewards), gateway)
+        warning = self._first_call.warning if self._first_call is not None else ""
+        return Progress(phases, outcomes, open_sessions, tuple(rewards), gateway, warning)
 
     @staticmethod
     def blocking(config: RolloutConfig) -> BlockingRolloutManager:

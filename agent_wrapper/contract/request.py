@@ -28,7 +28,7 @@ class Sampling(ContractObject):
 class ModelEndpoint(ContractObject):
     """A session's access to the model being trained."""
 
-    base_url: str  # OpenAI-compatible, ends in /v1
+    base_url: str  # OpenAI-compatible, ends in /v1; the wrapper probes GET BASE_URL/models before the agent starts
     api_key: str = Field(repr=False)  # opens this session only, until its deadline
     name: str
     trajectory_url: str  # POST seals the session and returns its Trajectory

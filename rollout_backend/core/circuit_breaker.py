@@ -33,6 +33,8 @@ _ADVICE = {
     "model_unavailable": "if the engine refused the call, its version or its flags do not fit this backend: read its "
     "log; else try gateway.public_url with curl from where the agents run, then the logs of gateway, router and "
     "engines",
+    "model_unreachable": "the last message names the address that containers tried: set gateway.public_url to one "
+    "that leads to the gateway from where agents run, and open its port to them",
     "trajectory_unavailable": "try gateway.public_url with curl from where the agents run; then the gateway's log",
     "terminated": "containers get SIGTERM while agents run: keep runtime.max_lifetime_s above timeouts.agent_s, and "
     "deploy nothing during a run",
@@ -47,7 +49,7 @@ _ADVICE = {
     "under storage.prefix?",
 }
 _FOR_WANT_OF_ROOM = frozenset({"throttled", "quota_exceeded"})
-_OF_SERVING = frozenset({"model_unavailable", "trajectory_unavailable"})
+_OF_SERVING = frozenset({"model_unavailable", "model_unreachable", "trajectory_unavailable"})
 
 
 _MESSAGE = 600  # characters of the last failure's message

@@ -52,7 +52,7 @@ class _Display:
         return (
             f"{settled}/{planned} settled ({counts or 'none yet'}), {progress.phases[Phase.RUNNING]} running, "
             f"{self._tokens_per_s(progress):.0f} tok/s, {self._left(settled, planned)}"
-        )
+        ) + (f"; {progress.warning}" if progress.warning else "")
 
     def panel(self, progress: Progress) -> RenderableType:
         settled, planned = _settled(progress), _planned(progress)
@@ -67,7 +67,8 @@ class _Display:
             f"{settled}/{planned} settled   {progress.open_sessions} sessions open   "
             f"{self._tokens_per_s(progress):.0f} tok/s   {mean}   {self._left(settled, planned)}"
         )
-        return Group(ProgressBar(total=max(planned, 1), completed=settled, width=60), counts, Text(facts))
+        warning = [Text(progress.warning, style="yellow")] if progress.warning else []
+        return Group(ProgressBar(total=max(planned, 1), completed=settled, width=60), counts, Text(facts), *warning)
 
     def _tokens_per_s(self, progress: Progress) -> float:
         """Return sampled tokens per second, smoothed over the last few samples."""

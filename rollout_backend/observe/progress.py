@@ -11,7 +11,7 @@ from rollout_backend.gateway.stats import GatewayStats
 class Progress:
     """Counts of a run's current steps. `phases` counts unsettled rollouts by phase, `outcomes` settled ones by class.
 
-    `gateway` is None if the gateways did not answer.
+    `gateway` is None if the gateways did not answer. `warning` is empty unless the run needs attention.
     """
 
     phases: dict[str, int]
@@ -19,3 +19,4 @@ class Progress:
     open_sessions: int
     rewards: tuple[float, ...]
     gateway: GatewayStats | None
+    warning: str = ""

@@ -118,12 +118,17 @@ class GatewayFleet:
         return tuple(shard.url for shard in self._shards)
 
     @property
+    def public_urls(self) -> tuple[str, ...]:
+        """The URL of each shard as agents reach it."""
+        return tuple(self._public_url(i) for i in range(len(self._gateways)))
+
+    @property
     def identity(self) -> str:
         """A digest of addresses and journals. While it is the same, an agent's session can resume. Empty without
         journals: no session can."""
         if self._journals is None:
             return ""
-        parts = [f"{self._public_url(i)} {shard.journal_id}" for i, shard in enumerate(self._shards)]
+        parts = [f"{url} {shard.journal_id}" for url, shard in zip(self.public_urls, self._shards, strict=True)]
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
     async def start(self) -> None:
@@ -221,7 +226,7 @@ class GatewayFleet:
     def same_machine(self) -> bool:
         """True if agents must run on this machine, because their model endpoint is a loopback address."""
         return self._config.relay is None and all(
-            is_loopback(urlsplit(self._public_url(i)).hostname or "") for i in range(len(self._gateways))
+            is_loopback(urlsplit(url).hostname or "") for url in self.public_urls
         )
 
     async def pause(self) -> None:

@@ -16,6 +16,7 @@ from agent_wrapper.contract import Outcome, Rollout, RolloutRequest
 from agent_wrapper.errors import EntrypointError
 from agent_wrapper.outcome import AgentResult, failed
 from builders import until
+from stub_server import HANG_UP
 from wrapper_containers import CUT, make_trajectory
 
 STARTED = "with open(context.payload['started'], 'w') as pipe:\n    pipe.write('!')\n"
@@ -169,7 +170,7 @@ def test_a_failure_keeps_its_reason_without_a_trajectory(sync_container):
 )
 def test_the_deadline_ends_an_agent(request, kind, body, where):
     container = request.getfixturevalue(f"{kind}_container")
-    rollout = container.play(body, container.request(deadline=time.time() + 0.5))
+    rollout = container.play(body, container.request(deadline=time.time() + 1.5))
     assert (rollout.outcome, rollout.reward) == (Outcome.TIMED_OUT, None)
     assert rollout.failure.reason == "agent_deadline"
     assert where in (rollout.failure.traceback or "")
@@ -196,13 +197,13 @@ def test_past_its_deadline_an_agent_is_not_started(container, tmp_path):
 def test_a_cancelled_agent_cleans_up(async_container, tmp_path):
     mark = tmp_path / "cleaned"
     body = f"try:\n    await asyncio.sleep(600)\nfinally:\n    open({str(mark)!r}, 'w')"
-    async_container.play(body, async_container.request(deadline=time.time() + 0.3))
+    async_container.play(body, async_container.request(deadline=time.time() + 1.5))
     assert mark.exists()
 
 
 def test_an_agent_that_blocks_its_loop_holds_up_neither_ping_nor_deadline(start_container):
     container = start_container("async")
-    block = container.request(deadline=time.time() + 1)
+    block = container.request(deadline=time.time() + 2)
     container.invoke("time.sleep(600)", block)
     assert container.ping()["status"] == "HealthyBusy"
     rollout = container.await_result(block)
@@ -385,6 +386,49 @@ def test_a_result_that_cannot_be_written_is_reported(sync_container, cloud):
     assert cloud.receive(block["result"]["queue_url"], wait_s=0) == []
 
 
+# --- whether the model's endpoint can be reached ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "ConnectError: All connection attempts failed"),
+        ((404, b"no such page"), "it answered 404: no such page"),
+        ((401, b"unknown key"), "it answered 401: unknown key"),
+        ((HANG_UP, b""), "RemoteProtocolError"),
+    ],
+    ids=["no server", "another server", "the gateway of another run", "no HTTP"],
+)
+def test_a_wrong_address_of_the_model_is_reported_before_the_agent_runs(
+    sync_container, gateway, dead_url, tmp_path, answer, words
+):
+    mark, url = tmp_path / "ran", f"{gateway.url}/elsewhere" if answer else dead_url
+    gateway.answers["/elsewhere/models"] = [answer]
+    block = sync_container.request(endpoint__base_url=url, remaining_s=0.5)
+    rollout = sync_container.play(f"open({str(mark)!r}, 'w')", block)
+    assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "model_unreachable")
+    assert f"could not reach the model endpoint at {url} within 0.5 s ({words}" in rollout.failure.message
+    assert "gateway.public_url" in rollout.failure.message
+    assert not mark.exists()
+
+
+def test_an_agent_waits_for_a_gateway_that_restarts(container, gateway):
+    gateway.answers["/restarts/models"] = [(503, b""), (HANG_UP, b""), (200, b"{}")]
+    block = container.request(endpoint__base_url=f"{gateway.url}/restarts")
+    assert container.play("return 1", block).reward == 1
+
+
+def test_a_session_that_is_stopped_while_it_waits_for_the_gateway_starts_no_agent(sync_container, gateway, tmp_path):
+    gateway.answers["/down/models"] = [(503, b"")]
+    mark = tmp_path / "ran"
+    block = sync_container.request(endpoint__base_url=f"{gateway.url}/down", session_id="session-waits")
+    sync_container.invoke(f"open({str(mark)!r}, 'w')", block)
+    until(lambda: gateway.requests.count(("/down/models", f"Bearer {block['endpoint']['api_key']}")))
+    sync_container.stop_session("session-waits")
+    assert sync_container.await_result(block).failure.reason == "terminated"
+    assert not mark.exists()
+
+
 # --- what the model's endpoint does to an agent, seen through the real SDK --------------------------------
 
 CALL = """
@@ -403,23 +447,18 @@ UNAVAILABLE, OWN = (Outcome.INFRA_ERROR, "model_unavailable"), (Outcome.AGENT_ER
 @pytest.mark.parametrize(
     ("answer", "stream", "ended", "words"),
     [
-        (None, False, UNAVAILABLE, "APIConnectionError"),
+        ((HANG_UP, b""), False, UNAVAILABLE, "APIConnectionError"),
         ((503, NO), False, UNAVAILABLE, "503"),
         ((429, NO), False, UNAVAILABLE, "429"),
         ((400, NO), False, OWN, "400"),
         ((CUT, b'data: {"id": "x", "choices": []}\n\n'), True, UNAVAILABLE, "RemoteProtocolError"),
         ((200, b'data: {"error": {"message": "the engine died"}}\n\n'), True, UNAVAILABLE, "the engine died"),
     ],
-    ids=["no server", "503", "429", "400", "a stream that is cut", "an error inside a stream"],
+    ids=["no answer", "503", "429", "400", "a stream that is cut", "an error inside a stream"],
 )
-def test_a_failing_model_endpoint_is_not_the_agents_fault(
-    sync_container, gateway, dead_url, answer, stream, ended, words
-):
-    if answer is None:
-        block = sync_container.request(endpoint__base_url=f"{dead_url}/v1")
-    else:
-        block, gateway.answers["/v1/chat/completions"] = sync_container.request(), [answer]
-    rollout = sync_container.play(CALL, block, stream=stream)
+def test_a_failing_model_endpoint_is_not_the_agents_fault(sync_container, gateway, answer, stream, ended, words):
+    gateway.answers["/v1/chat/completions"] = [answer]
+    rollout = sync_container.play(CALL, stream=stream)
     assert (rollout.outcome, rollout.failure.reason) == ended
     assert words in rollout.failure.message
 
@@ -505,10 +544,12 @@ def test_sigterm_publishes_every_rollout_even_without_a_gateway(start_container,
         assert rollout.segments == ()
 
 
-def test_sigterm_does_not_lose_a_reward_on_its_way(start_container, dead_url):
+def test_sigterm_does_not_lose_a_reward_on_its_way(start_container, gateway):
     container = start_container("sync")
-    block = container.request(endpoint__trajectory_url=f"{dead_url}/trajectory")
+    block = container.request([(503, b"")])
     container.invoke("return 1", block)
+    asked = f"/{block['rollout_id']}/trajectory", f"Bearer {block['endpoint']['api_key']}"
+    until(lambda: gateway.requests.count(asked))
     assert container.ping()["status"] == "HealthyBusy"
     assert container.stop() < 8
     assert container.await_result(block).failure.reason == "trajectory_unavailable"

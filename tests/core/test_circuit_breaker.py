@@ -75,6 +75,14 @@ def test_reasons_are_counted_separately_and_silent_deaths_as_one():
     assert "killed for memory" in opened([entry(Outcome.TIMED_OUT, "no_result")] * 3)
 
 
+def test_it_opens_once_a_second_wave_of_agents_cannot_reach_the_model():
+    unreachable = [entry(reason="model_unreachable", message="http://10.0.0.1:80/v1")]
+    assert opened(unreachable * 20, max_failures=20, min_span_s=30.0, every_s=0.1) is None
+    said = opened(unreachable * 40, max_failures=20, min_span_s=30.0, every_s=0.8)
+    for part in ("infra_error, model_unreachable", "http://10.0.0.1:80/v1", "set gateway.public_url"):
+        assert part in said
+
+
 def test_one_burst_of_failures_does_not_open_it():
     assert opened([entry()] * 100, min_span_s=30.0, every_s=0.01) is None
     assert opened([entry()] * 100, min_span_s=30.0, every_s=1.0)
@@ -110,6 +118,7 @@ def test_it_can_be_disabled_and_once_open_stays_open():
         ({"kind": "agentcore", "arn": ARN}, "container_error", "/my_agent-0123456789-DEFAULT, session session-7"),
         ({"kind": "http", "url": "http://agents"}, "container_error", "http://agents"),
         ({"kind": "agentcore", "arn": ARN}, "model_unavailable", "runs/r/logs"),
+        ({"kind": "agentcore", "arn": ARN}, "model_unreachable", "runs/r/logs"),
         ({"kind": "agentcore", "arn": ARN}, "invalid_result", "s3://bucket/p/runs/r/quarantine/"),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -61,6 +62,11 @@ def test_a_line_before_anything_is_settled(display, clock):
     clock.now += 30
     line = display.line(progress(running=3, planned=1))
     assert line == "0/4 settled (none yet), 3 running, 0 tok/s, at most 70 s left"
+
+
+def test_a_warning_ends_the_line(display):
+    warned = dataclasses.replace(progress(running=1), warning="no model call has arrived")
+    assert display.line(warned).endswith("; no model call has arrived")
 
 
 def test_settled_rollouts_are_counted_by_class(display, clock):
