@@ -212,9 +212,19 @@ class Ledger:
         return entry is not None and entry.outcome is None
 
     def record_result(
-        self, rollout_id: str, outcome: Outcome, reason: str = "", message: str = "", *, trainable: bool = False
+        self,
+        rollout_id: str,
+        outcome: Outcome,
+        reason: str = "",
+        message: str = "",
+        *,
+        session_id: str = "",
+        trainable: bool = False,
     ) -> ResultStatus:
-        """Record a result. Only the first result of an open rollout settles it."""
+        """Record a result. Only the first result of an open rollout settles it.
+
+        `session_id` is that of the result's attempt, which an earlier trainer may have started.
+        """
         entry = self.entries.get(rollout_id)
         if entry is None:
             self.unknown += 1
@@ -225,6 +235,8 @@ class Ledger:
                 return ResultStatus.DUPLICATE
             self.late += 1
             return ResultStatus.LATE
+        if session_id and not entry.session_ids:
+            entry.session_ids.append(session_id)
         self._settle(entry, outcome, reason, message, by_result=True, trainable=trainable)
         return ResultStatus.FIRST
 

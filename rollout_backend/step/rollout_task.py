@@ -248,13 +248,12 @@ class RolloutTask:
     def settle_with(self, rollout: Rollout) -> None:
         """Settle the rollout by its result."""
         self.result, failure = rollout, rollout.failure
-        if not self.entry.session_ids and rollout.session_id:  # an earlier trainer had started it
-            self.entry.session_ids.append(rollout.session_id)
         self.context.ledger.record_result(
             self.rollout_id,
             rollout.outcome,
             failure.reason if failure else MESSAGES_ONLY if rollout.messages_only else "",
             failure.message if failure else "",
+            session_id=rollout.session_id,
             trainable=rollout.trainable,
         )
         self._mark_settled()
