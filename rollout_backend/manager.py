@@ -22,7 +22,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -39,7 +39,9 @@ from rollout_backend.garbage_collection import rare_full_collections
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.observe.first_call import FirstCall
 from rollout_backend.observe.progress import Progress
+from rollout_backend.observe.run_info import RunStart, RunState, StartedBy
 from rollout_backend.run_services import RunServices
+from rollout_backend.serving.engine import reported_version
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.step.step import Step
@@ -65,12 +67,15 @@ class RolloutManager:
         on_serving: Callable[[ServingEvent], None] = lambda event: None,
         wait_lost: Callable[[], Awaitable[None]] | None = None,
         rollouts: int | None = None,
+        started_by: StartedBy = "python",
+        agent: Mapping[str, str] | None = None,
     ) -> None:
         """Create a manager. Nothing starts before you enter it.
 
         `on_status` is called with a line for each service that starts or stops, and `on_serving` with each event of
         an engine, the router or a gateway. `rollouts` is the number of rollouts in a step: a step that cannot finish
         in time is then refused before anything starts. `wait_lost` raises CloudLost when the run's local cloud ends.
+        `started_by` and `agent` are recorded in the run's folder; by default `agent` is what the runtime describes.
         """
         self.config = config
         self.archive = RunArchive(config.run_dir)
@@ -78,6 +83,8 @@ class RolloutManager:
         self._on_serving = on_serving
         self._rollouts = rollouts
         self._wait_lost = wait_lost
+        self._started_by = started_by
+        self._agent = agent
         self._stack = AsyncExitStack()
         self._run: RunServices | None = None
         self._steps: dict[int, Step] = {}
@@ -103,6 +110,7 @@ class RolloutManager:
         async with AsyncExitStack() as stack:
             await run.start(stack, self._rollouts)
             stack.callback(self.archive.close)
+            self.archive.write_start(self.config, await self._describe_start(run))
             setting = "relay.url" if self.config.relay is not None else "gateway.public_url"
             self._first_call = FirstCall(run.serving.gateways.public_urls[0], setting)
             watching = asyncio.create_task(self._await_first_call(self._first_call))
@@ -116,6 +124,15 @@ class RolloutManager:
     ) -> None:
         self._on_status("stopping what was started")
         await self._stack.aclose()
+        self.archive.write_end(_end_state(error), str(error or ""))
+
+    async def _describe_start(self, run: RunServices) -> RunStart:
+        serving = self.config.serving
+        # verl's servers may sleep, and are in its own environment.
+        ask = serving.kind == "external" and self._started_by != "verl"
+        engine = await reported_version(serving.urls[0].rstrip("/")) if ask else None
+        agent = run.agent if self._agent is None else self._agent
+        return await asyncio.to_thread(RunStart.of, self.config, self._started_by, agent, engine)
 
     async def _end_steps(self) -> None:
         for step in self._collecting:
@@ -194,6 +211,7 @@ class RolloutManager:
         served = f"{self.config.model.path}@{weights}"
         current = Step(number, wanted, run.for_steps, sampling, on_group, weights=served, same_weights=same_weights)
         self._steps[number] = current
+        self.archive.write_tasks(number, wanted)
         running = asyncio.create_task(current.run())
         self._collecting.add(running)
         running.add_done_callback(self._collecting.discard)
@@ -273,17 +291,26 @@ class RolloutManager:
         return BlockingRolloutManager(config)
 
 
+def _end_state(error: BaseException | None) -> RunState:
+    if error is None:
+        return "ended"
+    return "interrupted" if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else "failed"
+
+
 class BlockingRolloutManager:
     """A RolloutManager whose event loop runs in a separate thread."""
 
     def __init__(
-        self, config: RolloutConfig, on_serving: Callable[[ServingEvent], None] = lambda event: None
+        self,
+        config: RolloutConfig,
+        on_serving: Callable[[ServingEvent], None] = lambda event: None,
+        started_by: StartedBy = "python",
     ) -> None:
         """Create a manager. Nothing starts before you enter it.
 
         `on_serving` is called in the manager's thread with each event of an engine, the router or a gateway.
         """
-        self._manager = RolloutManager(config, on_serving=on_serving)
+        self._manager = RolloutManager(config, on_serving=on_serving, started_by=started_by)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-manager", daemon=True)
 
@@ -299,15 +326,15 @@ class BlockingRolloutManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(error=error)
 
-    def close(self, timeout_s: float | None = None) -> None:
-        """End the steps in progress, and everything that was started.
+    def close(self, timeout_s: float | None = None, error: BaseException | None = None) -> None:
+        """End the steps in progress, and everything that was started. `error`: why, for the run's folder.
 
         Raises:
             TimeoutError: not everything ended within `timeout_s`; the rest ends with this process.
         """
-        self.submit(self._manager.__aexit__(None, None, None)).result(timeout_s)
+        self.submit(self._manager.__aexit__(None, error, None)).result(timeout_s)
         self._end_loop()
 
     @property

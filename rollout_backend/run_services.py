@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, NoReturn, TypeVar
 
@@ -48,6 +48,8 @@ class RunServices:
     lease: RunLease
     limits: RuntimeConfig
     """The runtime's rates and quotas."""
+    agent: Mapping[str, str]
+    """What the runtime runs, as far as it is known."""
     serving: ModelServing
     for_steps: StepServices
     background: Collection[asyncio.Task[None]]
@@ -127,6 +129,7 @@ class RunServices:
         stack.push_async_callback(runtime.aclose)
         await runtime.check(self._config.timeouts.session_s)
         self.limits = runtime.limits()
+        self.agent = runtime.describe()
         return runtime
 
     async def _start_janitor(self, stack: AsyncExitStack, runtime: AgentRuntime) -> Janitor:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 console = Console()
 
+RUNS = Path("runs")
+"""The default of `output_dir`, in which commands look for runs."""
+
 Overrides = Annotated[
     list[str] | None, typer.Option("--override", "-o", metavar="KEY=VALUE", help="A setting, e.g. group.size=8.")
 ]
@@ -31,6 +34,18 @@ def read_limited(tasks: Path, limit: int | None) -> Sequence[Task]:
     from rollout_backend.core.tasks import read_tasks
 
     return read_tasks(tasks)[:limit]
+
+
+def find_run(name: str) -> Path:
+    """Return the folder of a run, named by its id in ./runs or by its path.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    for folder in (RUNS / name, Path(name)):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"there is no run {name!r}: {(RUNS / name).absolute()} is no folder")
 
 
 def run_async(work: Coroutine[Any, Any, int]) -> None:

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import shlex
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_backend.cli.common import Limit, Overrides, TaskFile, console, exit_codes, read_limited, run_async
-from rollout_backend.config import RolloutConfig, load_config
-from rollout_backend.errors import ConfigError
+from rollout_backend.cli.common import (
+    RUNS,
+    Limit,
+    Overrides,
+    TaskFile,
+    console,
+    exit_codes,
+    find_run,
+    read_limited,
+    run_async,
+)
+from rollout_backend.config import ENV_PREFIX, RolloutConfig, load_config
+from rollout_backend.errors import ConfigError, RolloutBackendError
 
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
+    from rollout_backend.observe.run_info import StartedBy
     from rollout_backend.serving.supervisor import ServingEvent
+
+_RESTARTS = {
+    "demo": "it was a demo, whose S3 ended with it; start another one with `rollout demo`",
+    "verl": "verl trained with it; start the trainer again, with the same project and experiment name",
+    "python": "a program collected its steps; start that program again, with the same run_id",
+}
 
 
 def run(
-    config: Annotated[Path, typer.Argument(help="Settings in YAML.")],
-    tasks: TaskFile,
+    config: Annotated[Path | None, typer.Argument(help="Settings in YAML.")] = None,
+    tasks: TaskFile | None = None,
     limit: Limit = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Resume this run of ./runs, or the run in this folder, with its settings."),
+    ] = None,
     min_completed: Annotated[
         int, typer.Option(min=0, help="Exit with code 3 if fewer rollouts than this complete.")
     ] = 0,
@@ -31,12 +53,58 @@ def run(
 
     The last lines are the verdict, which says why the run exits with 0 or 3.
 
+    With --resume, finished rollouts are kept, agents that still run are awaited, and the rest is run.
+
     Exit codes: 0, there is something to train on; 1, the run failed; 2, the input is invalid, and nothing was
     started; 3, there is nothing to train on, or fewer rollouts completed than --min-completed; 130, interrupted.
     """
     with exit_codes():
-        settings = load_config(config, override or [])
-        run_async(collect_step(settings, read_limited(tasks, limit), min_completed=min_completed))
+        if resume is not None:
+            if config is not None or tasks is not None or limit is not None:
+                raise ConfigError("--resume uses the run's settings and tasks: leave out CONFIG, --tasks and --limit")
+            settings, wanted = _read_run(find_run(resume), override or [])
+        elif config is None or tasks is None:
+            raise ConfigError("name the settings and --tasks, or a run to --resume")
+        else:
+            settings, wanted = load_config(config, override or []), read_limited(tasks, limit)
+        run_async(collect_step(settings, wanted, min_completed=min_completed))
+
+
+def _read_run(folder: Path, overrides: Sequence[str]) -> tuple[RolloutConfig, Sequence[Task]]:
+    """Return the settings and the tasks of a run.
+
+    Raises:
+        ConfigError: the run cannot be resumed, and why.
+    """
+    from rollout_backend.observe.archive import CONFIG, RunArchive
+    from rollout_backend.observe.run_info import secret_settings
+
+    archive = RunArchive(folder)
+    try:
+        info = archive.read_info()
+    except ValueError as error:
+        raise ConfigError(f"{folder} cannot be resumed: its run.json cannot be read: {error}") from None
+    tasks = archive.tasks_file(0)
+    if info is None or not tasks.is_file():
+        raise ConfigError(f"{folder} cannot be resumed: it holds no tasks, so nothing was started. Start it again")
+    if (by := info.starts[-1].by) != "run":
+        raise ConfigError(f"{folder} cannot be resumed by `rollout run`: {_RESTARTS[by]}")
+    if folder.name != info.run_id:
+        raise ConfigError(f"{folder} cannot be resumed: it holds run {info.run_id!r}; rename it to that")
+    try:
+        settings = load_config(
+            folder / CONFIG, overrides, top={"run_id": info.run_id, "output_dir": str(folder.parent)}
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{_set_again(info.secrets)}" if info.secrets else str(error)) from None
+    if missing := sorted(set(info.secrets).difference(secret_settings(settings))):
+        raise ConfigError(_set_again(missing))
+    return settings, read_limited(tasks, None)
+
+
+def _set_again(secrets: Sequence[str]) -> str:
+    names = ", ".join(f"{name} ({ENV_PREFIX}{name.upper().replace('.', '__')})" for name in secrets)
+    return f"a run's folder holds no secrets: set these again in the environment: {names}"
 
 
 async def collect_step(
@@ -44,8 +112,12 @@ async def collect_step(
     tasks: Sequence[Task],
     wait_lost: Callable[[], Awaitable[None]] | None = None,
     min_completed: int = 0,
+    started_by: StartedBy = "run",
+    agent: Mapping[str, str] | None = None,
 ) -> int:
     """Run one step, show its progress, and print its report and verdict. Return the exit code.
+
+    If the run is interrupted or fails after its start, print what is finished and how to resume.
 
     Raises:
         ConfigError: `min_completed` is more than the step plans.
@@ -54,7 +126,7 @@ async def collect_step(
     from rollout_backend.core.verdict import judge
     from rollout_backend.manager import RolloutManager
     from rollout_backend.observe.live_view import show_progress
-    from rollout_backend.observe.view import print_step, print_verdict
+    from rollout_backend.observe.view import print_step, print_unfinished, print_verdict
 
     rollouts = planned_rollouts(tasks, config.group)
     if min_completed > rollouts:
@@ -63,22 +135,43 @@ async def collect_step(
     def status(text: str) -> None:
         console.print(f"[dim]{text}[/]")
 
-    async with RolloutManager(
-        config, on_status=status, on_serving=_print_event, rollouts=rollouts, wait_lost=wait_lost
-    ) as manager:
-        status(f"run {config.run_id}: {len(tasks)} tasks, {rollouts} rollouts")
-        progress = asyncio.create_task(show_progress(manager.progress, manager.config.timeouts.collection_s, console))
-        try:
-            result = await manager.collect(tasks)
-        finally:
-            progress.cancel()
-            await asyncio.gather(progress, return_exceptions=True)
-        print_step(console, result, config.run_dir)
+    manager = RolloutManager(
+        config,
+        on_status=status,
+        on_serving=_print_event,
+        rollouts=rollouts,
+        wait_lost=wait_lost,
+        started_by=started_by,
+        agent=agent,
+    )
+    started = False
+    try:
+        async with manager:
+            started = True
+            status(f"run {config.run_id}: {len(tasks)} tasks, {rollouts} rollouts")
+            progress = asyncio.create_task(show_progress(manager.progress, config.timeouts.collection_s, console))
+            try:
+                result = await manager.collect(tasks)
+            finally:
+                progress.cancel()
+                await asyncio.gather(progress, return_exceptions=True)
+            print_step(console, result, config.run_dir)
+    except (asyncio.CancelledError, RolloutBackendError):
+        if started:
+            print_unfinished(console, manager.archive.read_records(0), config.run_dir)
+            if started_by == "run":
+                console.print(f"resume it with: {_resume_command(config, min_completed)}", soft_wrap=True)
+        raise
     verdict = judge(result.report, result.records, min_completed)
     print_verdict(console, verdict)
     if not result.report.balanced:
         return 1
     return 0 if verdict.passed else 3
+
+
+def _resume_command(config: RolloutConfig, min_completed: int) -> str:
+    run = config.run_id if config.output_dir == RUNS else str(config.run_dir)
+    return f"rollout run --resume {shlex.quote(run)}" + (f" --min-completed {min_completed}" if min_completed else "")
 
 
 def _print_event(event: ServingEvent) -> None:

@@ -52,8 +52,8 @@ class GatewayConfig(Section):
     """Timeout from its start until it answers."""
     secret: SecretStr | None = Field(default=None, min_length=32)
     """Seals what was sampled, so that a container cannot alter it, and signs the run's session keys. Set it in the
-    environment, as ROLLOUT__GATEWAY__SECRET. Default: generated for the run and stored in OUTPUT_DIR/RUN_ID. A run
-    that resumes on another machine needs the same secret; otherwise its unfinished step starts again."""
+    environment, as ROLLOUT__GATEWAY__SECRET. Default: generated for the run and stored in OUTPUT_DIR/.secrets. A
+    run that resumes on another machine needs the same secret; otherwise its unfinished step starts again."""
     require_seal: bool = True
     """Require the gateway's seal on every trainable result. False: the agents' containers are trusted."""
 

@@ -1,6 +1,9 @@
-"""The run directory: local copies of every result and every step's report.
+"""The run directory: what the run was started with, and local copies of every result and every step's report.
 
+RUN_DIR/config.yaml                  every setting, without secrets
+RUN_DIR/run.json                     each start of the run: versions, agent, how it ended (`RunInfo`)
 RUN_DIR/rollouts/STEP/ROLLOUT_ID     the result, as read from S3
+RUN_DIR/steps/STEP.tasks.jsonl       the step's tasks
 RUN_DIR/steps/STEP.json              the step's report
 RUN_DIR/steps/STEP.rollouts.jsonl    one line for each planned rollout: its record
 RUN_DIR/logs/                        logs of the servers that this run starts
@@ -8,6 +11,7 @@ RUN_DIR/logs/                        logs of the servers that this run starts
 Invariants:
 
 - S3 is the source of truth, so a disk that cannot be written loses these copies and nothing else.
+- No file holds a secret, so the directory can be shared.
 - A step's records are written when it ends, even by an error. A killed process leaves none of its open steps.
 - Results are written in a thread, so that a slow disk delays no other result. If `_MAX_PENDING` of them wait, the
   caller writes.
@@ -15,18 +19,25 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.atomic_file import write_file
+from rollout_backend.config import RolloutConfig
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import StepReport
+from rollout_backend.core.tasks import Task
+from rollout_backend.observe.run_info import RunInfo, RunStart, RunState, secret_settings, settings_yaml
 
 log = logging.getLogger(__name__)
 
+CONFIG = "config.yaml"
+_INFO = "run.json"
 _RECORDS = ".rollouts.jsonl"
 _MAX_PENDING = 256  # results that are held in memory until they are written
 
@@ -44,6 +55,48 @@ class RunArchive:
         self._failing = False  # the last write failed and was logged
         self._executor = executor or ThreadPoolExecutor(1, "archive")
         self._pending = 0
+        self._info: RunInfo | None = None
+
+    def write_start(self, config: RolloutConfig, start: RunStart) -> None:
+        """Write the settings of a start of the run, and add the start to `run.json`."""
+        try:
+            before = self.read_info()
+        except ValueError as error:
+            log.warning("%s is replaced, because it cannot be read: %s", self.run_dir / _INFO, error)
+            before = None
+        starts = (*(before.starts if before is not None else ()), start)
+        self._info = RunInfo(run_id=config.run_id, secrets=tuple(secret_settings(config)), starts=starts)
+        self.try_to_write(self.run_dir / CONFIG, settings_yaml(config).encode())
+        self._write_info(self._info)
+
+    def write_end(self, state: RunState, error: str = "") -> None:
+        """Record how the last start ended. Without a start, do nothing."""
+        if self._info is not None:
+            self._write_info(self._info.with_end(state, error, time.time()))
+
+    def read_info(self) -> RunInfo | None:
+        """Return the content of `run.json`; None if there is no such file.
+
+        Raises:
+            ValueError: another version of this package wrote it, or it is damaged.
+        """
+        try:
+            return RunInfo.model_validate_json((self.run_dir / _INFO).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def _write_info(self, info: RunInfo) -> None:
+        self.try_to_write(self.run_dir / _INFO, info.model_dump_json(indent=1).encode())
+
+    def write_tasks(self, step: int, tasks: Sequence[Task]) -> None:
+        """Write the tasks of a step, as a task file."""
+        rows = [{"task_id": task.task_id, "payload": dict(task.payload)} for task in tasks]
+        lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+        self._executor.submit(self.try_to_write, self.tasks_file(step), lines.encode(errors="surrogatepass"))
+
+    def tasks_file(self, step: int) -> Path:
+        """Return the path of the file that `write_tasks` writes."""
+        return self.run_dir / "steps" / f"{step:08d}.tasks.jsonl"
 
     def write_rollout(self, rollout: Rollout, data: bytes) -> Future[bool]:
         """Write a result, which is `data` in its encoded form. The future's result is False if the write failed."""
@@ -86,6 +139,16 @@ class RunArchive:
             records = [RolloutRecord.model_validate_json(line) for line in lines if f'"{rollout_id}"' in line]
             found += [record for record in records if record.rollout_id == rollout_id]
         return found
+
+    def read_records(self, step: int) -> list[RolloutRecord]:
+        """Return the records of a step; empty if it has none.
+
+        Raises:
+            ValueError: a line is not a record.
+        """
+        path = self.run_dir / "steps" / f"{step:08d}{_RECORDS}"
+        lines = path.read_text().split("\n") if path.is_file() else []
+        return [RolloutRecord.model_validate_json(line) for line in lines if line]
 
     def find_rollout(self, rollout_id: str) -> list[Path]:
         """Return the paths of results with that id, one per step, oldest first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,6 +77,15 @@ def print_verdict(console: Console, verdict: Verdict) -> None:
     console.print(f"[{color}]verdict[/]: {first}", highlight=False, soft_wrap=True)
     for sentence in others:
         console.print(f"- {sentence}", highlight=False, soft_wrap=True)
+
+
+def print_unfinished(console: Console, records: Sequence[RolloutRecord], run_dir: Path) -> None:
+    """Print what a step finished before it was interrupted or failed. `records`: of all its planned rollouts."""
+    counts = Counter(str(record.outcome or "not settled") for record in records)
+    kept = sum(record.result_at is not None for record in records)
+    ended = ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) or "none was planned"
+    console.print(f"{kept} of {len(records)} rollouts have a result ({ended})", highlight=False, soft_wrap=True)
+    console.print(f"rollouts, records and logs: {run_dir}", soft_wrap=True)
 
 
 def _call_rate(calls: str, setting: str, rate: CallRate) -> str:

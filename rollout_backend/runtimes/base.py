@@ -91,6 +91,10 @@ class AgentRuntime(ABC):
     def limits(self) -> RuntimeConfig:
         """Return the settings with each unset limit adjusted to what `check` found."""
 
+    def describe(self) -> dict[str, str]:
+        """Return what is known of the agent that runs, such as its image and version, for the run's folder."""
+        return {}
+
     @abstractmethod
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         """Implement `SessionCalls.invoke`."""

@@ -60,6 +60,9 @@ class HttpRuntime(AgentRuntime):
     def limits(self) -> HttpConfig:
         return self._config
 
+    def describe(self) -> dict[str, str]:
+        return {"url": self._config.url}
+
     def log_location(self, session_id: str | None) -> str:
         return f"the log of the agent server at {self._config.url}"
 

@@ -78,6 +78,20 @@ async def is_healthy(url: str, timeout_s: float = 5.0) -> bool:
     return await _is_ok(f"{url}/health", timeout_s)
 
 
+async def reported_version(url: str, timeout_s: float = 5.0) -> str | None:
+    """Return the version of SGLang that a server reports; None if it does not answer."""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http,
+            http.get(f"{url}/server_info") as response,
+        ):
+            info = await response.json(content_type=None)
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return None
+    version = info.get("version") if isinstance(info, dict) else None
+    return version if isinstance(version, str) else None
+
+
 async def _is_ok(url: str, timeout_s: float) -> bool:
     try:
         async with (

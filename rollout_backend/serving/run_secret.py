@@ -1,10 +1,10 @@
-"""The run's secret: `gateway.secret`, or a generated one that is stored in the run's folder for later restarts.
+"""The run's secret: `gateway.secret`, or a generated one that is stored next to the runs' folders for later restarts.
 
 Invariants:
 
-- A trainer restarted under the same run id, with the same folder or the same `gateway.secret`, accepts the seals and
+- A trainer restarted under the same run id, with the same `output_dir` or `gateway.secret`, accepts the seals and
   session keys that it issued before. It accepts no key of another run.
-- The secret never leaves the training side's machines.
+- The secret never leaves the training side's machines, and is not in the run's folder, which can be shared.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import hmac
 import os
 import secrets
 import stat
+from pathlib import Path
 
 from rollout_backend.atomic_file import write_file
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.session_key import MIN_SECRET_CHARS
 from rollout_backend.errors import ConfigError
 
-SECRET_FILE = "gateway-secret"  # noqa: S105  # a file name
+
+def secret_file(config: RolloutConfig) -> Path:
+    """Return the path of the generated secret: OUTPUT_DIR/.secrets/RUN_ID."""
+    return config.output_dir / ".secrets" / config.run_id
 
 
 def run_secret(config: RolloutConfig) -> str:
@@ -30,7 +34,7 @@ def run_secret(config: RolloutConfig) -> str:
     """
     if config.gateway.secret is not None:
         return config.gateway.secret.get_secret_value()
-    path = config.run_dir / SECRET_FILE
+    path = secret_file(config)
     remedy = f"repair or delete {path}, or set gateway.secret"
     try:
         if not path.exists():

@@ -34,7 +34,7 @@ def can_verify_seals(before: Manifest | None, sealed_by: str) -> bool:
         return True
     log.warning(
         "step %d was begun with another secret, so its results cannot be checked: all of its rollouts run again. "
-        "To resume a run on another machine, set gateway.secret, or copy the run's folder",
+        "To resume a run on another machine, set gateway.secret, or copy OUTPUT_DIR/.secrets",
         before.step,
     )
     return False

@@ -83,7 +83,7 @@ class CloudAgentLoopManager:
         self._lengths = int(self._rollout.prompt_length), int(self._rollout.response_length)
         self._pad_token_id = _pad_token_id(self.settings.model.path)
         self._vision = load_vision_inputs(self.settings.model.path, wanted=self.settings.gateway.max_images > 0)
-        self._blocking = BlockingRolloutManager(self.settings, on_serving=_log_serving_event)
+        self._blocking = BlockingRolloutManager(self.settings, _log_serving_event, started_by="verl")
         manager = self._blocking.manager
         self._servers = ServerList(engine_urls(addresses), self._urls, manager.follow_engines)
         self._sleeps = sleeps_between_batches(config.trainer)

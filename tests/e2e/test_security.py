@@ -9,7 +9,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.tasks import Task
-from rollout_backend.serving.run_secret import SECRET_FILE
+from rollout_backend.serving.run_secret import secret_file
 
 HOSTILE = """
 import logging, os
@@ -108,7 +108,7 @@ async def test_containers_submit_only_sampled_tokens_and_no_log_has_a_secret(ope
 
     gateway = run.manager._run.serving.gateways
     secrets = {
-        "the run's secret": (run.config.run_dir / SECRET_FILE).read_text(),
+        "the run's secret": secret_file(run.config).read_text(),
         "the secret of keys": gateway._secret,
         "the control key": gateway._shards[0]._control_key,
         "a signature of a URL": "X-Amz-Signature",

@@ -8,7 +8,7 @@ import pytest
 from builders import run_config
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError
-from rollout_backend.serving.run_secret import SECRET_FILE, run_secret
+from rollout_backend.serving.run_secret import run_secret, secret_file
 
 SECRET = "a-seal-secret-" * 4
 
@@ -21,8 +21,8 @@ def test_a_runs_secret_is_created_once_and_only_its_owner_can_read_it(tmp_path):
     first = run_secret(settings(tmp_path))
     assert len(first) >= 48
     assert run_secret(settings(tmp_path)) == first
-    assert stat.S_IMODE((tmp_path / "run" / SECRET_FILE).stat().st_mode) == 0o600
-    assert os.listdir(tmp_path / "run") == [SECRET_FILE]
+    assert stat.S_IMODE(secret_file(settings(tmp_path)).stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == [".secrets"]
     assert run_secret(settings(tmp_path / "another machine")) != first
 
 
@@ -39,7 +39,7 @@ def test_a_secret_in_the_settings_is_used_and_hidden(tmp_path):
     ("text", "mode", "words"), [(SECRET, 0o644, "others may read"), ("short", 0o600, "holds no secret of at least")]
 )
 def test_an_unusable_secret_file_is_refused(tmp_path, text, mode, words):
-    path = tmp_path / "run" / SECRET_FILE
+    path = secret_file(settings(tmp_path))
     path.parent.mkdir()
     path.write_text(text)
     path.chmod(mode)

@@ -116,6 +116,16 @@ class AgentCoreRuntime(AgentRuntime):
     def limits(self) -> AgentCoreConfig:
         return fit_limits(self._config, self.described)
 
+    def describe(self) -> dict[str, str]:
+        container = self.described.get("agentRuntimeArtifact", {}).get("containerConfiguration", {})
+        found = {
+            "arn": self.arn,
+            "qualifier": self._config.qualifier,
+            "version": self.described.get("agentRuntimeVersion"),
+            "image": container.get("containerUri"),
+        }
+        return {name: str(value) for name, value in found.items() if value}
+
     def log_location(self, session_id: str | None) -> str:
         runtime_id = self.arn.rpartition("/")[2]
         return f"CloudWatch, /aws/bedrock-agentcore/runtimes/{runtime_id}-{self._config.qualifier}"

@@ -1,0 +1,164 @@
+"""What a run was started with: its settings without secrets, versions, its agent, and how each start ended.
+
+Invariant: nothing here holds a secret, so a run's folder can be shared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, SecretStr
+
+from rollout_backend.config import RolloutConfig
+from rollout_backend.run_lease import LeaseHolder
+
+RunState = Literal["running", "ended", "interrupted", "failed", "killed"]
+StartedBy = Literal["run", "demo", "verl", "python"]
+
+_PACKAGES = ("rollout-backend", "renderers", "sglang", "sglang-router", "torch", "transformers", "verl")
+
+
+class RunStart(BaseModel):
+    """One start of a run's manager, and how it ended. Times in unix seconds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    by: StartedBy
+    process: LeaseHolder
+    versions: dict[str, str]
+    """Python, packages that are installed, and `engine`: the version of SGLang that serves, if it is another
+    environment's."""
+    commit: str | None = None
+    """Git commit of the working folder, `-dirty` if files were changed."""
+    agent: dict[str, str] = {}
+    """What ran: image, version and ARN of a runtime, or path, digest and git commit of an agent on this machine."""
+    state: RunState = "running"
+    error: str = ""
+    ended_at: float | None = None
+
+    @classmethod
+    def of(cls, config: RolloutConfig, by: StartedBy, agent: Mapping[str, str], engine: str | None) -> Self:
+        """Describe a start of this process. `engine`: the version of an engine that something else runs."""
+        return cls(
+            by=by,
+            process=LeaseHolder.this_process(),
+            versions=versions(config) | ({"engine": engine} if engine else {}),
+            commit=git_commit(Path.cwd()),
+            agent=dict(agent),
+        )
+
+    def current_state(self) -> RunState:
+        """Return the state: `killed` if nothing recorded the end of a process that no longer exists."""
+        return "killed" if self.state == "running" and self.process.is_dead() else self.state
+
+
+class RunInfo(BaseModel):
+    """The content of `run.json`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    schema_version: Literal[1] = 1
+    run_id: str
+    secrets: tuple[str, ...] = ()
+    """Settings that are left out of `config.yaml` and must be set again to resume the run, such as `relay.key`."""
+    starts: tuple[RunStart, ...]
+    """The last one is the current one."""
+
+    def with_end(self, state: RunState, error: str, at: float) -> RunInfo:
+        """Return a copy in which the last start has ended."""
+        ended = self.starts[-1].model_copy(update={"state": state, "error": error, "ended_at": at})
+        return self.model_copy(update={"starts": (*self.starts[:-1], ended)})
+
+
+def settings_yaml(config: RolloutConfig) -> str:
+    """Return every setting as YAML that `load_config` reads, without secrets."""
+    return yaml.safe_dump(_plain(config), sort_keys=False)
+
+
+def secret_settings(config: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the secrets that are set."""
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, SecretStr):
+            yield prefix + name
+        elif isinstance(value, BaseModel):
+            yield from secret_settings(value, f"{prefix}{name}.")
+
+
+def versions(config: RolloutConfig) -> dict[str, str]:
+    """Return the versions of Python, of installed packages, and of an engine that runs in another environment."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if config.serving.kind != "external":
+        engine = _engine_version(config)
+        if engine is not None:
+            found["engine"] = engine
+    return found
+
+
+def git_commit(folder: Path) -> str | None:
+    """Return the commit that is checked out in a folder; None if it is in no repository."""
+    return _git(folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+
+
+def agent_of(file: Path) -> dict[str, str]:
+    """Describe an agent on this machine by its file: its path, a digest of its folder, and the folder's commit.
+
+    The digest covers the files that git does not ignore; outside a repository, all Python files.
+    """
+    file = file.resolve()
+    listed = _git(file.parent, "ls-files", "--cached", "--others", "--exclude-standard")
+    paths = [file.parent / name for name in listed.split("\n")] if listed else [*file.parent.rglob("*.py")]
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        if path.is_file():
+            digest.update(f"{path.relative_to(file.parent)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    commit = git_commit(file.parent)
+    return {"path": str(file), "sha256": digest.hexdigest(), **({"commit": commit} if commit else {})}
+
+
+def _engine_version(config: RolloutConfig) -> str | None:
+    python = config.serving.python
+    if python is None and config.serving.device == "cpu":
+        from rollout_backend.serving.install import cache_dir, engine_python
+
+        python = engine_python(cache_dir())
+    if python is None:  # the engine runs with this interpreter
+        return None
+    path = [str(each) for each in python.parent.parent.glob("lib/python*/site-packages")]
+    return next((each.version for each in importlib.metadata.distributions(name="sglang", path=path)), None)
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _plain(value: object) -> Any:
+    """Return a value in YAML's types, without secrets."""
+    if isinstance(value, BaseModel):
+        fields = {name: getattr(value, name) for name in type(value).model_fields}
+        return {name: _plain(each) for name, each in fields.items() if not isinstance(each, SecretStr)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path | str) else value
