@@ -23,14 +23,20 @@ EXPLORE := --hypothesis-profile=explore
 # Tests start hundreds of Python processes, which would compile this package each time.
 unexport PYTHONDONTWRITEBYTECODE
 
+# `make test AGAIN=yes` runs the tests that failed again, one at a time; all must pass then, since load is not tested.
+AGAIN ?=
+MAIN_TESTS := $(RUN)/pytest $(FIXED)
+VERL_TESTS := $(VERL)/bin/pytest tests/verl --numprocesses 0 $(FIXED) -o cache_dir=$(VERL)/.pytest_cache
 # Both environments' tests of one kind, at the same time: $(call both,MARKER,PROCESSES). Most quick tests wait, so four
-# processes keep two cores busy.
+# processes keep two cores busy. pytest exits with 1 if tests fail, and otherwise where it could not run them.
 define both
 @echo "the tests of tests/verl run meanwhile, and print their output last"
-@$(VERL)/bin/pytest tests/verl --numprocesses 0 $(FIXED) -m "$(1)" --durations 10 \
-  > $(VERL)/tests.log 2>&1 & verl=$$!; trap "kill $$verl" INT TERM; \
-$(RUN)/pytest --numprocesses $(2) $(SPREAD) $(FIXED) -m "$(1)" --durations 20; main=$$?; \
-wait $$verl; verl=$$?; cat $(VERL)/tests.log; exit $$((main | verl))
+@$(VERL_TESTS) -m "$(1)" --durations 10 > $(VERL)/tests.log 2>&1 & verl=$$!; trap "kill $$verl" INT TERM; \
+$(MAIN_TESTS) --numprocesses $(2) $(SPREAD) -m "$(1)" --durations 20; main=$$?; \
+wait $$verl; verl=$$?; cat $(VERL)/tests.log; \
+if [ "$(AGAIN)" ] && [ $$main = 1 ]; then $(MAIN_TESTS) --numprocesses 0 -m "$(1)" --last-failed; main=$$?; fi; \
+if [ "$(AGAIN)" ] && [ $$verl = 1 ]; then $(VERL_TESTS) -m "$(1)" --last-failed; verl=$$?; fi; \
+exit $$((main | verl))
 endef
 
 ifeq ($(ROOM),)
