@@ -16,16 +16,15 @@ import logging
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, Rollout, RolloutRequest, Trajectory
+from agent_wrapper.daemon_thread import in_thread
 from agent_wrapper.endpoint_probe import PROBE_S, probe_endpoint
 from agent_wrapper.errors import EntrypointError
 from agent_wrapper.heartbeat import send_heartbeats
@@ -55,7 +54,6 @@ _LAST_REQUESTS_S = 2  # before that, time to finish writing open responses
 _SHUTDOWN_S = 8.0
 
 _Function = TypeVar("_Function", bound=Callable[[RolloutContext], Any])
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -381,14 +379,14 @@ class RolloutApp:
             self._publisher.prepare(request.result)
 
         try:
-            await _in_thread(prepare, "prepare")
+            await in_thread(prepare, "prepare")
         except Exception as error:  # publishing will hit the same error and report it
             logger.info("the clients could not be made ahead: %s", describe(error))
 
     async def _publish(self, job: _Job, rollout: Rollout) -> None:
         request, body = job.request, rollout.encode()
         budget_s = _LAST_PUBLISH_S if job.stopping.is_set() else job.publish_s
-        written = await _in_thread(
+        written = await in_thread(
             lambda: self._publisher.publish(
                 request.result,
                 request.key_for(rollout.outcome),
@@ -405,22 +403,6 @@ def _fetch_s(result: AgentResult, left_s: float, least_s: float) -> float:
     """Return how long to retry fetching the trajectory. A completed rollout is worth waiting for until the agent's
     deadline. A failed agent may have failed because the gateway is down, so it gets only `least_s`."""
     return max(least_s, left_s) if result.failure is None else least_s
-
-
-async def _in_thread(work: Callable[[], _T], name: str) -> _T:
-    """Run `work` like asyncio.to_thread, in a thread that does not delay the end of the process."""
-    future: Future[_T] = Future()
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 def _error(name: str, message: str) -> dict[str, Any]:

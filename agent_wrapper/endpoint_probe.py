@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 
 from agent_wrapper.contract import ModelEndpoint
+from agent_wrapper.daemon_thread import in_thread
 from agent_wrapper.heartbeat import certificates
 
 logger = logging.getLogger("agent_wrapper")
@@ -16,36 +18,55 @@ logger = logging.getLogger("agent_wrapper")
 PROBE_S = 30.0  # a gateway that restarts answers within this time
 _TIMEOUT_S = 10.0
 _PAUSE_S, _MAX_PAUSE_S = 0.2, 4.0
+_SHOWN = 200  # characters of an error response
 
 
 async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S) -> str | None:
     """Request the endpoint's list of models until it answers. Return None, or what happened instead."""
     url = f"{endpoint.base_url}/models"
-    verify = await asyncio.to_thread(certificates, url.startswith("https://"))
-    import httpx  # late: the container should listen before it loads this
-
     loop = asyncio.get_running_loop()
     deadline, pause_s = loop.time() + budget_s, _PAUSE_S
-    async with httpx.AsyncClient(verify=verify) as client:
-        while True:
-            timeout_s = min(_TIMEOUT_S, max(_PAUSE_S, deadline - loop.time()))
-            try:
-                headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-                response = await client.get(url, headers=headers, timeout=timeout_s)
-            except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-                problem = f"{type(error).__name__}: {error}".removesuffix(": ")
-            else:
-                if response.is_success:
-                    return None
-                problem = f"it answered {response.status_code}: {response.text[:200]}"
-            if loop.time() + pause_s > deadline:
-                return (
-                    f"this container could not reach the model endpoint at {endpoint.base_url} within "
-                    f"{round(budget_s, 1):g} s ({problem}). Set gateway.public_url to an address that leads to the "
-                    "gateway from where agents run"
-                )
-            logger.warning(
-                "%s is not reachable (%s); retrying for up to %.0f s", url, problem, deadline - loop.time()
+    while True:
+        timeout_s = min(_TIMEOUT_S, max(_PAUSE_S, deadline - loop.time()))
+        problem = await _get(url, endpoint.api_key, timeout_s)
+        if problem is None:
+            return None
+        if loop.time() + pause_s > deadline:
+            return (
+                f"this container could not reach the model endpoint at {endpoint.base_url} within "
+                f"{round(budget_s, 1):g} s ({problem}). Set gateway.public_url to an address that leads to the "
+                "gateway from where agents run"
             )
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        logger.warning("%s is not reachable (%s); retrying for up to %.0f s", url, problem, deadline - loop.time())
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+
+async def _get(url: str, api_key: str, timeout_s: float) -> str | None:
+    """Return None if a GET succeeds, else what happened."""
+    try:
+        async with asyncio.timeout(timeout_s + 1):  # resolving a name has no timeout
+            return await in_thread(lambda: _request(url, api_key, timeout_s), "probe")
+    except TimeoutError:
+        return "timed out"
+
+
+def _request(url: str, api_key: str, timeout_s: float) -> str | None:
+    # Not httpx, whose import would delay the agent by 0.1 s.
+    import http.client
+    import urllib.error
+    import urllib.request
+
+    verify = certificates(True) if url.startswith("https://") else None
+    context = verify if isinstance(verify, ssl.SSLContext) else None
+    try:
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"})  # noqa: S310
+        with urllib.request.urlopen(request, timeout=timeout_s, context=context):  # noqa: S310
+            return None
+    except urllib.error.HTTPError as error:
+        with error:
+            return f"it answered {error.code}: {error.read(_SHOWN).decode(errors='replace')}"
+    except urllib.error.URLError as error:
+        return str(error.reason)
+    except (http.client.HTTPException, OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}".removesuffix(": ")

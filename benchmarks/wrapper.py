@@ -199,6 +199,9 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         self.connection.setsockopt(6, 1, True)  # TCP_NODELAY
 
+    def do_GET(self) -> None:
+        self._answer(b"{}")
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.path.endswith("/chat/completions"):

@@ -30,5 +30,5 @@ def test_a_wrong_public_url(rollout, settings, tasks, agent_server, run_id, monk
     assert [said in record.message for record in caplog.records] == [True]
     assert f"1 running, 0 tok/s, at most 59 s left; no model call has arrived for 1 s, {said}" in output
     assert "infra_error, model_unreachable: this container could not reach the model endpoint at" in output
-    assert f"{url}/v1 within 3 s (ConnectError: All connection attempts failed). Set gateway.public_url" in output
+    assert f"{url}/v1 within 3 s ([Errno 111] Connection refused). Set gateway.public_url" in output
     assert "1 of 1 rollouts lost to the infrastructure, most often model_unreachable (1)" in output

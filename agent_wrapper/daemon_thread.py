@@ -1,0 +1,27 @@
+"""Run blocking work in a thread that does not delay the end of the process, unlike `asyncio.to_thread`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+async def in_thread(work: Callable[[], _T], name: str) -> _T:
+    """Return what `work` returns. A cancellation abandons the thread."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(future)
