@@ -14,7 +14,7 @@ from rich.logging import RichHandler
 
 from rollout_backend.cli.chaos import chaos
 from rollout_backend.cli.check import check
-from rollout_backend.cli.common import console
+from rollout_backend.cli.common import console, errors
 from rollout_backend.cli.demo import demo
 from rollout_backend.cli.engine import engine_install
 from rollout_backend.cli.run import run
@@ -22,6 +22,8 @@ from rollout_backend.cli.show import show
 from rollout_backend.relay.cli import serve as relay
 
 __all__ = ["app", "console", "main"]
+
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 for command in (demo, run, check, show, relay, chaos):
@@ -32,9 +34,14 @@ app.add_typer(engine_app, name="engine")
 
 
 def main() -> None:
-    logging.basicConfig(
-        level=os.environ.get("ROLLOUT_LOG_LEVEL", "WARNING").upper(),
-        format="%(message)s",
-        handlers=[RichHandler(console=console, show_path=False)],
-    )
+    level = os.environ.get("ROLLOUT_LOG_LEVEL", "WARNING").upper()
+    if level not in _LOG_LEVELS:
+        errors.print(f"[red]error:[/] ROLLOUT_LOG_LEVEL={level} is none of {', '.join(_LOG_LEVELS)}")
+        raise SystemExit(2)
+    if errors.is_terminal:
+        logging.basicConfig(
+            level=level, format="%(message)s", handlers=[RichHandler(console=errors, show_path=False)]
+        )
+    else:
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     app()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import signal
+import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +20,30 @@ from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendEr
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
 
-console = Console()
+_PIPE_WIDTH = 1000  # a pipe has no width, and a tool that reads it should get whole lines
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Return a console that wraps lines on a terminal only."""
+    console = Console(stderr=stderr)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    return console
+
+
+console = make_console()
+errors = make_console(stderr=True)
+
+_OF_THE_MACHINE = {
+    errno.ENOSPC: "Free space on that disk, or set output_dir to a folder on another one",
+    errno.EDQUOT: "Your disk quota is used up: free space, or set output_dir to a folder on another disk",
+    errno.EROFS: "Set output_dir to a folder that can be written",
+    errno.EACCES: "Change the permissions, or set output_dir to a folder that you may write",
+    errno.EPERM: "Change the permissions, or set output_dir to a folder that you may write",
+    errno.EMFILE: "Raise the limit of open files: ulimit -n",
+    errno.ENOMEM: "This machine has too little memory",
+}
+"""What to do about errors of the operating system. Other ones are bugs of ours."""
 
 RUNS = Path("runs")
 """The default of `output_dir`, in which commands look for runs."""
@@ -49,12 +75,27 @@ def find_run(name: str) -> Path:
 
 
 def run_async(work: Coroutine[Any, Any, int]) -> None:
-    """Run a coroutine, and exit with the code that it returns. SIGTERM cancels it, as Ctrl-C does."""
+    """Run a coroutine, and exit with the code that it returns.
+
+    The first Ctrl-C or SIGTERM cancels it, so that it stops what it started. The second one ends this process at
+    once, like a kill: the guards of its servers and the janitor stop the rest.
+    """
 
     async def with_signals() -> int:
-        task = asyncio.current_task()
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+        def interrupt() -> None:
+            if not task.cancelling():
+                errors.print("interrupted: stopping what was started (interrupt again to exit at once)")
+                task.cancel()
+                return
+            errors.print("interrupted again: exiting at once; the run's janitor stops its sessions")
+            sys.stdout.flush()
+            os._exit(130)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
         return await work
 
     if code := asyncio.run(with_signals()):
@@ -72,11 +113,23 @@ def exit_codes() -> Iterator[None]:
     except RolloutBackendError as error:
         _print_error(error)
         raise typer.Exit(1) from None
+    except OSError as error:
+        if error.errno not in _OF_THE_MACHINE:
+            raise
+        _print_error(_explain(error))
+        raise typer.Exit(1) from None
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.print("interrupted; everything that was started is stopped")
+        errors.print("interrupted; everything that was started is stopped")
         raise typer.Exit(130) from None
 
 
-def _print_error(error: Exception) -> None:
-    console.print("[red]error:[/] ", end="")
-    console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+def _explain(error: OSError) -> str:
+    """Describe an error of the machine, such as a full disk, and what to do about it."""
+    assert error.errno is not None
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror}. {_OF_THE_MACHINE[error.errno]}"
+
+
+def _print_error(error: object) -> None:
+    errors.print("[red]error:[/] ", end="")
+    errors.print(str(error), markup=False, highlight=False, soft_wrap=True)

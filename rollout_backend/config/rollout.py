@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import secrets
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import Self, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from agent_wrapper.contract import Identifier, Sampling
 from rollout_backend.config.aws import AwsConfig
@@ -20,7 +22,7 @@ from rollout_backend.config.model import ModelConfig
 from rollout_backend.config.queue import QueueConfig
 from rollout_backend.config.relay import RelayConfig
 from rollout_backend.config.router import RouterConfig
-from rollout_backend.config.runtimes import AnyRuntimeConfig
+from rollout_backend.config.runtimes import RUNTIME_KINDS, AnyRuntimeConfig
 from rollout_backend.config.section import Section
 from rollout_backend.config.serving import ServingConfig
 from rollout_backend.config.storage import MAX_URL_S, StorageConfig
@@ -116,9 +118,29 @@ def _explain(error: ValidationError) -> str:
         key = ".".join(str(part) for part in item["loc"]) or "settings"
         match item["type"]:
             case "extra_forbidden":
-                lines.append(f"  {key}: no such setting; remove it, or correct its spelling")
+                nearest = _nearest_setting(key)
+                advice = f"did you mean {nearest}?" if nearest else "remove it, or correct its spelling"
+                lines.append(f"  {key}: no such setting; {advice}")
             case "missing":
                 lines.append(f"  {key}: is missing")
             case _:
                 lines.append(f"  {key}: {item['msg'].removeprefix('Value error, ')}")
     return "\n".join(lines)
+
+
+def _nearest_setting(key: str) -> str | None:
+    """Return the setting that a wrong key probably means: one with a similar path, or one of that name elsewhere."""
+    settings = list(_setting_names(RolloutConfig))
+    similar = difflib.get_close_matches(key, settings, 1, 0.75)
+    name = key.rpartition(".")[2]
+    same_name = [setting for setting in settings if setting.rpartition(".")[2] == name]
+    return next(iter(same_name + similar), None)
+
+
+def _setting_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        kinds = [*RUNTIME_KINDS.values()] if name == "runtime" else [field.annotation, *get_args(field.annotation)]
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _setting_names(kind, f"{prefix}{name}.")

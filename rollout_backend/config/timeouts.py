@@ -49,12 +49,13 @@ class TimeoutConfig(Section):
             "collection_s": self.collection_s,
             "session_key_s": self.session_key_s,
         }
-        for lower, upper in itertools.pairwise(rungs):
-            if not rungs[lower] < rungs[upper]:
-                raise ValueError(
-                    f"timeouts must nest, and {lower} ({rungs[lower]:g}) is not below {upper} ({rungs[upper]:g}): "
-                    f"raise {upper} or lower {lower}"
-                )
+        wrong = [
+            f"{lower} ({rungs[lower]:g}) is not below {upper} ({rungs[upper]:g}): raise {upper} or lower {lower}"
+            for lower, upper in itertools.pairwise(rungs)
+            if not rungs[lower] < rungs[upper]
+        ]
+        if wrong:
+            raise ValueError(f"timeouts must nest, and {'; '.join(wrong)}")
         return self
 
     @property

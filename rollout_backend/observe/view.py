@@ -10,9 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.align import AlignMethod
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
+from rich.rule import Rule
 from rich.table import Table
 
 from agent_wrapper.contract import Conversation, Outcome, Rollout, Segment, readable
@@ -22,6 +24,7 @@ from rollout_backend.core.report import CallRate, GroupReport, LengthBias, StepR
 from rollout_backend.core.verdict import Verdict
 
 _FAILURES_SHOWN = 10
+_RULE_WIDTH = 80  # in a pipe, where the console has no width
 _YEAR_10000 = 253_402_300_800
 
 
@@ -155,7 +158,7 @@ def print_rollout(console: Console, rollout: Rollout) -> None:
     if rollout.extras:
         console.print(f"extras: {_plain(json.dumps(rollout.extras))}")
     if rollout.failure is not None:
-        console.print(Panel(_plain(rollout.failure.message), title=rollout.failure.reason, border_style="red"))
+        _print_panel(console, rollout.failure.message, rollout.failure.reason, "red")
         if rollout.failure.traceback:
             console.print(_plain(rollout.failure.traceback), style="dim", highlight=False)
     for number, segment in enumerate(rollout.segments):
@@ -172,7 +175,7 @@ def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool)
             f"[bold]{record.rollout_id}[/]  step {record.step}, task {record.task_id}\n"
             f"[red]{record.outcome or 'not settled'}[/], no result was stored"
         )
-        console.print(Panel(_plain(record.message or "no message"), title=record.reason, border_style="red"))
+        _print_panel(console, record.message or "no message", record.reason, "red")
     usable = "usable" if record.group_usable else "not usable"
     sessions = ", ".join(map(_plain, record.session_ids)) or "none opened"
     lines = [f"attempts {record.attempts}, group {usable}", f"sessions: {sessions}"]
@@ -191,14 +194,14 @@ def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool)
 
 def _print_conversation(console: Console, number: int, conversation: Conversation) -> None:
     count = f"{len(conversation.messages)} messages, {len(conversation.model_messages)} by the model, tokens unknown"
-    console.rule(f"conversation {number}: {count}", align="left")
+    _print_rule(console, f"conversation {number}: {count}")
     _print_messages(console, conversation.messages)
 
 
 def _print_segment(console: Console, number: int, segment: Segment) -> None:
     sampled = f"{segment.sampled_tokens} {'re-tokenized' if segment.retokenized else 'sampled'}"
-    console.rule(
-        f"segment {number} ({_plain(segment.split_reason)}): {len(segment.token_ids)} tokens, {sampled}", align="left"
+    _print_rule(
+        console, f"segment {number} ({_plain(segment.split_reason)}): {len(segment.token_ids)} tokens, {sampled}"
     )
     _print_messages(console, segment.messages)
     for i, turn in enumerate(segment.turns):
@@ -221,7 +224,17 @@ def _print_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> 
         calls = message.get("tool_calls")
         if calls:
             body = f"{body}\n{json.dumps(calls)}".strip()
-        console.print(Panel(_plain(body), title=_plain(str(message.get("role"))), title_align="left"))
+        _print_panel(console, body, str(message.get("role")))
+
+
+def _print_panel(console: Console, text: str, title: str, style: str = "none") -> None:
+    align: AlignMethod = "left" if style == "none" else "center"
+    expand = console.is_terminal
+    console.print(Panel(_plain(text), title=_plain(title), title_align=align, border_style=style, expand=expand))
+
+
+def _print_rule(console: Console, title: str) -> None:
+    console.print(Rule(title, align="left"), width=console.width if console.is_terminal else _RULE_WIDTH)
 
 
 def _plain(text: str) -> str:

@@ -14,6 +14,10 @@ from rollout_backend.serving.sglang import Command, engine_command
 # SGLang checks for SIGTERM only every 5 s, and an engine that is stopped has nothing to finish.
 _GRACE_S = 1.0
 
+_MEMORY_ADVICE = (
+    "Lower serving.max_total_tokens, model.context_length or serving.servers, or raise serving.tensor_parallel"
+)
+
 MakeCommand = Callable[[ModelConfig, ServingConfig, str, int, int], Command]
 """Like `engine_command`: model, serving, host, port, first GPU. Another one starts another kind of server."""
 
@@ -64,7 +68,7 @@ class LocalEngine:
         port = free_port(self._host)
         self.url = f"http://{self._host}:{port}"
         argv, env = self._command(self._model, self._serving, self._host, port, self._first_gpu)
-        self._process = ServerProcess(self._name, argv, self._log, env)
+        self._process = ServerProcess(self._name, argv, self._log, env, memory_advice=_MEMORY_ADVICE)
         await self._process.start()
         await self._process.wait_healthy(lambda: is_healthy(self.url), self._serving.startup_timeout_s)
 

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -24,6 +25,8 @@ from rollout_backend.errors import StartupError
 from rollout_backend.serving import process_group_guard
 
 _TAIL_LINES = 15
+_SEARCHED_LINES = 100
+_OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|cannot allocate memory|MemoryError", re.IGNORECASE)
 _OPEN_FILES = 65_536
 SERVER_PORTS = range(15_000, 26_000)  # lower ports are often a program's default; higher ones are for sessions
 
@@ -86,12 +89,16 @@ class ServerProcess:
         log: Path,
         env: Mapping[str, str] | None = None,
         stdin: bytes | None = None,
+        *,
+        memory_advice: str = "Give this machine more memory",
     ) -> None:
+        """`memory_advice` says what to do if the server runs out of memory."""
         self.name = name
         self.argv = list(argv)
         self.log = log
         self._env = dict(env) if env is not None else None
         self._stdin = stdin
+        self._memory_advice = memory_advice
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -138,9 +145,8 @@ class ServerProcess:
         deadline = time.monotonic() + timeout_s
         while not await healthy():
             if not self.running:
-                raise StartupError(
-                    f"{self.name} ended with code {self.returncode} before it was up. {self.log_tail()}"
-                )
+                end = f"{self._cause()}{self.log_tail()}"
+                raise StartupError(f"{self.name} ended with code {self.returncode} before it was up. {end}")
             if time.monotonic() > deadline:
                 raise StartupError(f"{self.name} was not healthy after {timeout_s:g} s. {self.log_tail()}")
             await asyncio.sleep(0.1)
@@ -152,7 +158,7 @@ class ServerProcess:
 
     async def wait_ended(self) -> str:
         """Return how the process ended, once it has, with the end of its log."""
-        return f"ended with code {await self.wait()}. {self.log_tail()}"
+        return f"ended with code {await self.wait()}. {self._cause()}{self.log_tail()}"
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Send SIGTERM to the process and its children, and SIGKILL after `grace_s`. Do nothing if it never ran."""
@@ -170,11 +176,22 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         """Return the end of the log, with its path, for an error message."""
-        try:
-            lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        except OSError:
-            lines = []
+        lines = self._last_lines(_TAIL_LINES)
         return f"Its log, {self.log}, ends:\n" + "\n".join(f"    {line}" for line in lines or ["(empty)"])
+
+    def _cause(self) -> str:
+        """Return a sentence about the end of the process if it had too little memory, else nothing."""
+        if any(_OUT_OF_MEMORY.search(line) for line in self._last_lines(_SEARCHED_LINES)):
+            return f"It ran out of memory. {self._memory_advice}. "
+        if self.returncode == -signal.SIGKILL:
+            return f"Something killed it, usually the kernel for lack of memory. {self._memory_advice}. "
+        return ""
+
+    def _last_lines(self, count: int) -> list[str]:
+        try:
+            return self.log.read_text(errors="replace").splitlines()[-count:]
+        except OSError:
+            return []
 
     async def _guard(self, pid: int) -> None:
         """Start the guard, in 20 ms. Its environment holds no secret."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_backend.errors import StartupError
 from rollout_backend.serving import server_process
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
@@ -59,3 +60,30 @@ def test_port_is_not_returned_twice_before_it_is_in_use(monkeypatch):
 def test_ephemeral_port_is_returned_if_every_port_is_ephemeral(monkeypatch):
     monkeypatch.setattr(server_process, "_first_ephemeral_port", lambda: 1024)
     assert free_port() > 0
+
+
+# --- how it ended -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("raise SystemExit('RuntimeError: Not enough memory.')", "ended with code 1 before it was up. It ran out of"),
+        ("raise SystemExit('torch.OutOfMemoryError: CUDA out of memory')", "It ran out of memory. Lower the setting"),
+        ("import os; os.kill(os.getpid(), 9)", "Something killed it, usually the kernel for lack of memory. Lower"),
+        ("raise SystemExit('no such file')", "ended with code 1 before it was up. Its log"),
+    ],
+    ids=["SGLang", "torch", "the kernel", "another cause"],
+)
+async def test_a_server_without_memory_is_recognised(tmp_path, program, words):
+    process = ServerProcess(
+        "server", [sys.executable, "-S", "-c", program], tmp_path / "log", memory_advice="Lower the setting"
+    )
+    await process.start()
+
+    async def never() -> bool:
+        return False
+
+    with pytest.raises(StartupError) as ended:
+        await process.wait_healthy(never, 60)
+    assert words in str(ended.value)

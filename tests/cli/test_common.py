@@ -1,0 +1,80 @@
+"""Interrupts, errors of the machine, and output to pipes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from rollout_backend.cli.common import errors, exit_codes, make_console
+
+STUBBORN = """
+import asyncio
+from rollout_backend.cli.common import exit_codes, run_async
+
+async def work():
+    print("up", flush=True)
+    try:
+        await asyncio.sleep(600)
+    finally:
+        await asyncio.sleep(600)
+
+with exit_codes():
+    run_async(work())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_exits_at_once_without_a_traceback(number):
+    argv = [sys.executable, "-c", STUBBORN]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "up\n"
+            process.send_signal(number)
+            assert process.stderr.readline().startswith("interrupted: stopping what was started")
+            process.send_signal(number)
+            rest = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert rest == "interrupted again: exiting at once; the run's janitor stops its sessions\n"
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "runs/logs: No space left on device. Free space on that disk, or set output_dir"),
+        (errno.EACCES, "runs/logs: Permission denied. Change the permissions, or set output_dir"),
+    ],
+)
+def test_an_error_of_the_machine_is_one_line_on_stderr(capsys, number, words):
+    with pytest.raises(typer.Exit) as ended, exit_codes():
+        raise OSError(number, os.strerror(number), "runs/logs")
+    assert ended.value.exit_code == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {words}")
+    assert err.count("\n") == 1
+
+
+def test_other_errors_of_the_system_are_bugs_and_keep_their_traceback():
+    with pytest.raises(ConnectionResetError), exit_codes():
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+
+def test_a_bad_log_level_is_named():
+    argv = [sys.executable, "-m", "rollout_backend.cli", "--help"]
+    done = subprocess.run(argv, env={**os.environ, "ROLLOUT_LOG_LEVEL": "loud"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: ROLLOUT_LOG_LEVEL=LOUD is none of DEBUG, INFO, WARNING, ERROR, CRITICAL\n"
+
+
+def test_a_pipe_gets_whole_lines(capsys):
+    make_console().print("word " * 60)
+    assert capsys.readouterr().out.count("\n") == 1
+    assert errors.stderr
