@@ -17,6 +17,7 @@ LAYERS = (
     {"serving", "run_lease", "preflight"},
     {"step"},
     {"janitor", "observe"},
+    {"report"},
     {"run_services"},
     {"manager"},
     {"verl"},

@@ -74,6 +74,24 @@ def find_run(name: str) -> Path:
     raise ConfigError(f"there is no run {name!r}: {(RUNS / name).absolute()} is no folder")
 
 
+def newest_run() -> Path:
+    """Return the run in ./runs that was active last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    active: dict[Path, float] = {}
+    for path in RUNS.glob("*"):
+        parts = [path / name for name in ("logs", "rollouts", "steps") if (path / name).is_dir()]
+        if parts:
+            active[path] = max(part.stat().st_mtime for part in parts)
+    if not active:
+        raise ConfigError(
+            f"there is no run in {RUNS.absolute()}: name a run's folder (`rollout show`: with --run-dir)"
+        )
+    return max(active, key=active.__getitem__)
+
+
 def run_async(work: Coroutine[Any, Any, int]) -> None:
     """Run a coroutine, and exit with the code that it returns.
 

@@ -21,6 +21,7 @@ from rollout_backend.cli.common import (
     read_limited,
     run_async,
 )
+from rollout_backend.cli.report import print_report_path
 from rollout_backend.config import ENV_PREFIX, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError, RolloutBackendError
 
@@ -159,11 +160,13 @@ async def collect_step(
     except (asyncio.CancelledError, RolloutBackendError):
         if started:
             print_unfinished(console, manager.archive.read_records(0), config.run_dir)
+            print_report_path(config.run_dir)
             if started_by == "run":
                 console.print(f"resume it with: {_resume_command(config, min_completed)}", soft_wrap=True)
         raise
     verdict = judge(result.report, result.records, min_completed)
     print_verdict(console, verdict)
+    print_report_path(config.run_dir)
     if not result.report.balanced:
         return 1
     return 0 if verdict.passed else 3

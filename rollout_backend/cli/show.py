@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from agent_wrapper.contract import ContractError, Rollout
-from rollout_backend.cli.common import console, exit_codes
+from rollout_backend.cli.common import console, exit_codes, newest_run
 from rollout_backend.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def _show(rollout_id: str, run_dir: Path | None, as_json: bool) -> None:
     from rollout_backend.observe.archive import RunArchive
     from rollout_backend.observe.view import print_record, print_rollout
 
-    folder = run_dir or _newest_run(Path("runs"))
+    folder = run_dir or newest_run()
     archive = RunArchive(folder)
     try:
         records = {record.step: record for record in archive.find_records(rollout_id)}
@@ -55,15 +55,3 @@ def _read_rollout(path: Path) -> Rollout:
         return Rollout.decode(path.read_bytes())
     except ContractError as error:
         raise ConfigError(f"{path} is not a rollout: {error}") from None
-
-
-def _newest_run(runs: Path) -> Path:
-    """Return the run that was active last."""
-    active: dict[Path, float] = {}
-    for path in runs.glob("*"):
-        parts = [path / name for name in ("logs", "rollouts", "steps") if (path / name).is_dir()]
-        if parts:
-            active[path] = max(part.stat().st_mtime for part in parts)
-    if not active:
-        raise ConfigError(f"there is no run in {runs.absolute()}: name one with --run-dir")
-    return max(active, key=active.__getitem__)

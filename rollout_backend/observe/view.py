@@ -18,9 +18,10 @@ from rich.rule import Rule
 from rich.table import Table
 
 from agent_wrapper.contract import Conversation, Outcome, Rollout, Segment, readable
+from rollout_backend.core.findings import call_rates, describe_bias, describe_rate
 from rollout_backend.core.ledger import MESSAGES_ONLY
 from rollout_backend.core.records import RolloutRecord
-from rollout_backend.core.report import CallRate, GroupReport, LengthBias, StepReport, StepResult
+from rollout_backend.core.report import GroupReport, StepReport, StepResult
 from rollout_backend.core.verdict import Verdict
 
 _FAILURES_SHOWN = 10
@@ -54,15 +55,11 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
     if report.lag is not None:
         console.print(f"from the agent's end to buffer: p50 {report.lag.p50:.3f} s, p99 {report.lag.p99:.3f} s")
     if report.length_bias is not None:
-        console.print(f"length: {_length_bias(report.length_bias)}")
+        console.print(f"length: {describe_bias(report.length_bias)}")
     if report.surplus:
         console.print(f"{report.surplus} trainable rollouts came beyond their group's size and are not trained")
-    for calls, setting, rate in (
-        ("invokes", "runtime.invoke_per_s", report.invoke_rate),
-        ("stops", "runtime.stop_per_s", report.stop_rate),
-    ):
-        if rate is not None:
-            console.print(_call_rate(calls, setting, rate))
+    for calls, setting, rate in call_rates(report):
+        console.print(describe_rate(calls, setting, rate))
     console.print(f"the step took {report.seconds:.1f} s" + (", to its deadline" if report.deadline_reached else ""))
     console.print(f"rollouts, reports and logs: {run_dir}")
     if report.unarchived:
@@ -89,24 +86,6 @@ def print_unfinished(console: Console, records: Sequence[RolloutRecord], run_dir
     ended = ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) or "none was planned"
     console.print(f"{kept} of {len(records)} rollouts have a result ({ended})", highlight=False, soft_wrap=True)
     console.print(f"rollouts, records and logs: {run_dir}", soft_wrap=True)
-
-
-def _call_rate(calls: str, setting: str, rate: CallRate) -> str:
-    refused = f"the runtime refused {rate.refused} {calls} in {rate.seconds:.0f} s"
-    if rate.granted_per_s is None:
-        return f"{refused}; they were retried"
-    return f"{refused} and granted {rate.granted_per_s:.1f} per second; a higher {setting} has no effect"
-
-
-def _length_bias(bias: LengthBias) -> str:
-    done, cut = bias.finished, bias.cut_off
-    finished = "none finished"
-    if done.mean_s is not None:
-        finished = (
-            f"{done.rollouts} finished after {done.mean_s:.1f} s, {done.mean_sampled_tokens or 0:.0f} tokens and "
-            f"{done.mean_turns or 0:.1f} turns on average"
-        )
-    return f"{finished}; {cut.rollouts} were cut off after {cut.mean_s or 0:.1f} s and are left out"
 
 
 def _ledger(report: StepReport) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -43,12 +44,14 @@ def run_groups(rollout, settings, agent, run_id, tmp_path):
                 **{"group": {"size": len(groups[0])}, "sampling": {"max_tokens": 20}, **sections},
             )
             code, output = rollout("run", config, "--tasks", tasks, *options)
-        return code, output.partition("verdict: ")[2] or output
+        verdict, _, report = output.partition(" report: ")
+        assert not report or Path(report).is_file()
+        return code, verdict.partition("verdict: ")[2] or output
 
     return run
 
 
-def test_a_run_with_losses_of_every_kind_passes_and_names_them(run_groups):
+def test_a_run_with_losses_of_every_kind_passes_and_names_them(run_groups, tmp_path, run_id):
     losses = [[what, what] for what in ("silent", "raise", "lost")]
     code, verdict = run_groups([0, 1], [1, 1], ["long", "long"], *losses, group={"size": 2, "min_viable": 1})
     assert verdict == (
@@ -60,6 +63,9 @@ def test_a_run_with_losses_of_every_kind_passes_and_names_them(run_groups):
         "- 2 of 12 rollouts failed in the agent, most often agent_exception (2)"
     )
     assert code == 0
+    report = (tmp_path / "runs" / run_id / "report.html").read_text()
+    assert "groups without spread in their rewards: 2 of 3" in report
+    assert "6 / 12" in report
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""`rollout report`: a run as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollout_backend.cli.common import console, exit_codes, find_run, newest_run
+from rollout_backend.errors import ConfigError
+
+
+def report(
+    run: Annotated[
+        str | None, typer.Argument(help="The run: its id in ./runs, or its folder. Default: the newest in ./runs.")
+    ] = None,
+    against: Annotated[str | None, typer.Option(metavar="RUN", help="Compare with this run, task by task.")] = None,
+) -> None:
+    """Write a run's report: one HTML file, which needs no network.
+
+    It shows what to look at first, every planned rollout, where the time went, and conversations with the
+    probability of each token. The report of a training run starts with a page over all steps.
+    """
+    with exit_codes():
+        folder = find_run(run) if run is not None else newest_run()
+        other = find_run(against) if against is not None else None
+        from rollout_backend.report.files import write_report
+
+        try:
+            path = write_report(folder, other)
+        except OSError as error:
+            raise ConfigError(f"the report of {folder} cannot be written: {error}") from None
+        console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_report_path(run_dir: Path) -> None:
+    """Write the report of a run that ended, and print its path. A failure is a warning."""
+    from rollout_backend.report.files import try_to_write_report
+
+    path = try_to_write_report(run_dir)
+    if path is not None:
+        console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,92 @@
+"""What to look at first in a step: its verdict, and what cost it time or data. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rollout_backend.core.records import RolloutRecord
+from rollout_backend.core.report import CallRate, LengthBias, StepReport
+from rollout_backend.core.summary import TAIL, StepSummary, duration, tail_share
+from rollout_backend.core.verdict import Finding, Level, count, judge, show_command
+
+_SLOW_TAIL, _LONG_WAIT, _LOW_CACHE_HIT = 0.25, 0.25, 0.3
+
+
+def findings_of(
+    report: StepReport | None, records: Sequence[RolloutRecord], summary: StepSummary
+) -> tuple[Finding, ...]:
+    """Return the findings on a step, most important first. `report` is None if the step was interrupted."""
+    found = [*_accounts(report, records), *_records(records, summary)]
+    return tuple(sorted(found, key=lambda finding: finding.level))
+
+
+def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> Iterator[Finding]:
+    if report is None:
+        settled = sum(record.outcome is not None for record in records)
+        text = f"the step was interrupted when {settled} of {count(len(records), 'rollout')} had ended"
+        yield Finding(Level.BAD, text, "run_id: start the run again under the same one")
+        return
+    yield from judge(report, records).findings
+    if not report.reconciles:
+        yield Finding(Level.BAD, "the ledger does not reconcile")
+    if report.deadline_reached:
+        yield Finding(Level.WARNING, "the step ended at its deadline", "timeouts.collection_s: raise it")
+    if report.unarchived:
+        text = f"{count(report.unarchived, 'result')} could not be written to the run's folder; they are in S3"
+        yield Finding(Level.WARNING, text, "output_dir: free space on its disk")
+    for calls, setting, rate in call_rates(report):
+        yield Finding(Level.WARNING, describe_rate(calls, setting, rate), setting)
+    if report.length_bias is not None:
+        yield Finding(Level.NOTE, f"length: {describe_bias(report.length_bias)}", "group.straggler_after")
+    if report.staleness is not None and report.staleness.max:
+        text = f"tokens come from weights up to {count(report.staleness.max, 'version')} old"
+        yield Finding(Level.NOTE, f"{text}, {report.staleness.mean:.2f} on average")
+
+
+def _records(records: Sequence[RolloutRecord], summary: StepSummary) -> Iterator[Finding]:
+    again = [record for record in records if record.attempts > 1]
+    if again:
+        extra = sum(record.attempts - 1 for record in again)
+        text = f"{count(len(again), 'rollout')} needed more than one attempt, {count(extra, 'session')} in addition"
+        yield Finding(Level.NOTE, text, show_command(max(again, key=lambda record: record.attempts)))
+    tail = tail_share(records)
+    if tail is not None and tail > _SLOW_TAIL:
+        slowest = max(records, key=lambda record: duration(record) or 0.0)
+        text = f"the last {1 - TAIL:.0%} of the rollouts took {tail:.0%} of the step"
+        yield Finding(Level.NOTE, f"{text}; the slowest was {slowest.rollout_id}", f"group.straggler_after: {TAIL}")
+    spent = summary.spent
+    if spent.total and spent.waiting / spent.total > _LONG_WAIT:
+        text = f"rollouts spent {spent.waiting / spent.total:.0%} of their time waiting for an invoke"
+        yield Finding(Level.NOTE, text, "runtime.max_sessions, runtime.invoke_per_s")
+    turns = sum(record.result.turns for record in records if record.result is not None)
+    if summary.cache_hit is not None and turns > 2 * len(records) and summary.cache_hit < _LOW_CACHE_HIT:
+        text = f"only {summary.cache_hit:.0%} of the prompt tokens were found in the prefix cache"
+        yield Finding(Level.NOTE, text, "router.policy")
+
+
+def call_rates(report: StepReport) -> Iterator[tuple[str, str, CallRate]]:
+    """Yield the kinds of call that the runtime refused: a name, the setting of their rate, and what was granted."""
+    if report.invoke_rate is not None:
+        yield "invokes", "runtime.invoke_per_s", report.invoke_rate
+    if report.stop_rate is not None:
+        yield "stops", "runtime.stop_per_s", report.stop_rate
+
+
+def describe_rate(calls: str, setting: str, rate: CallRate) -> str:
+    """Say what the runtime granted of one kind of call."""
+    refused = f"the runtime refused {rate.refused} {calls} in {rate.seconds:.0f} s"
+    if rate.granted_per_s is None:
+        return f"{refused}; they were retried"
+    return f"{refused} and granted {rate.granted_per_s:.1f} per second; a higher {setting} has no effect"
+
+
+def describe_bias(bias: LengthBias) -> str:
+    """Say how long the rollouts that finished and those that were cut off were."""
+    done, cut = bias.finished, bias.cut_off
+    finished = "none finished"
+    if done.mean_s is not None:
+        finished = (
+            f"{done.rollouts} finished after {done.mean_s:.1f} s, {done.mean_sampled_tokens or 0:.0f} tokens and "
+            f"{done.mean_turns or 0:.1f} turns on average"
+        )
+    return f"{finished}; {cut.rollouts} were cut off after {cut.mean_s or 0:.1f} s and are left out"

@@ -1,0 +1,45 @@
+"""Writes the report of a run into its folder."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rollout_backend.atomic_file import write_file
+from rollout_backend.report.run_data import read_run
+from rollout_backend.report.step_page import step_context
+from rollout_backend.report.templating import environment
+from rollout_backend.report.token_text import TokenText
+
+log = logging.getLogger(__name__)
+
+NAME = "report.html"
+
+
+def write_report(run_dir: Path, against: Path | None = None) -> Path:
+    """Write RUN_DIR/report.html and return its path. `against`: the folder of a run to compare with.
+
+    Raises:
+        ConfigError: a folder holds no step, or a file of another version.
+        OSError: the disk refuses the file.
+    """
+    run = read_run(run_dir)
+    other = read_run(against) if against is not None else None
+    text = TokenText.load(run.config.model.path) if run.config is not None else None
+    path = run_dir / NAME
+    _write(path, "step.html", step_context(run, run.steps[-1], against=other, text=text))
+    return path
+
+
+def try_to_write_report(run_dir: Path) -> Path | None:
+    """Write the report of a run; if that fails, log a warning and return None."""
+    try:
+        return write_report(run_dir)
+    except Exception as error:  # a report never ends a run
+        log.warning("the report of %s could not be written: %s", run_dir, error)
+        return None
+
+
+def _write(path: Path, template: str, context: dict[str, Any]) -> None:
+    write_file(path, environment().get_template(template).render(context).encode(errors="replace"))
