@@ -20,6 +20,7 @@ _WHAT_TO_DO = {
     "status_code": "read the message; see wrap-your-agent.md",
     "stop_reason": "read the message",
     "messages_only": "call the model at `base_url`, or set `collect.retokenize`",
+    "model_unreachable": "the message names the address: set `gateway.public_url` to one that agents can reach",
     "model_unavailable": "check that agents can reach `gateway.public_url`; read `logs/`",
     "trajectory_unavailable": "check that agents can reach `gateway.public_url`; read `logs/`",
     "terminated": "check the session's maximum lifetime; do not deploy during a run",
