@@ -116,7 +116,7 @@ def write_settings(path: Path, cloud: LocalCloud) -> Path:
     """Write the backend's settings: the bucket and the runtime. verl's settings provide the rest."""
     settings: dict[str, Any] = {
         **cloud.settings(),
-        "output_dir": str(path.parent / "runs"),
+        "output_dir": str(Path("runs").absolute()),  # where `rollout show` looks
         "timeouts": {"model_call_s": 300, "agent_s": 600, "collection_s": 900, "session_key_s": 1200},
     }
     path.write_text(yaml.safe_dump(settings, sort_keys=False))

@@ -15,6 +15,7 @@ from rollout_backend.errors import ConfigError
 def show(
     rollout_id: Annotated[str, typer.Argument(help="As in the report, e.g. task-00003.1")],
     run_dir: Annotated[Path | None, typer.Option(help="The run's folder. Default: the newest in ./runs.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Only this step, as its files in steps/ are named.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole result, or else the record, as JSON.")] = False,
 ) -> None:
     """Show one planned rollout: its outcome, conversation and turns, its attempts, sessions and log.
@@ -22,10 +23,10 @@ def show(
     Of a rollout without a result, it shows how and why it ended.
     """
     with exit_codes():
-        _show(rollout_id, run_dir, as_json)
+        _show(rollout_id, run_dir, step, as_json)
 
 
-def _show(rollout_id: str, run_dir: Path | None, as_json: bool) -> None:
+def _show(rollout_id: str, run_dir: Path | None, only: int | None, as_json: bool) -> None:
     from rollout_backend.observe.archive import RunArchive
     from rollout_backend.observe.view import print_record, print_rollout
 
@@ -36,9 +37,11 @@ def _show(rollout_id: str, run_dir: Path | None, as_json: bool) -> None:
     except ValueError as error:
         raise ConfigError(f"a record in {folder / 'steps'} cannot be read: {error}") from None
     rollouts = {rollout.step: rollout for rollout in map(_read_rollout, archive.find_rollout(rollout_id))}
-    if not records and not rollouts:
-        raise ConfigError(f"{folder} holds no rollout {rollout_id!r}; name another run with --run-dir")
-    for step in sorted({*records, *rollouts}):
+    steps = sorted({*records, *rollouts} if only is None else {*records, *rollouts} & {only})
+    if not steps:
+        where = folder if only is None else f"step {only} of {folder}"
+        raise ConfigError(f"{where} holds no rollout {rollout_id!r}; name another run with --run-dir")
+    for step in steps:
         record, rollout = records.get(step), rollouts.get(step)
         if rollout is not None and record is not None and not record.is_of(rollout):
             rollout = None

@@ -44,6 +44,7 @@ from rollout_backend.verl.row_images import load_vision_inputs
 from rollout_backend.verl.rows import Rows, rows_of
 from rollout_backend.verl.server_list import ServerList
 from rollout_backend.verl.step_numbers import StepNumbers
+from rollout_backend.verl.task_ids import TaskIds
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.v1_batch import (
     QueueWriter,
@@ -148,14 +149,15 @@ class CloudAgentLoopManager:
         validate = is_validation(prompts)
         batch = V1Batch("val" if validate else "train")
         default_n = int(self._rollout.val_kwargs.n if validate else self._rollout.n)
-        tasks, version = [], 0
+        ids, tasks, version = TaskIds(), [], 0
         for row in rows_of_tensordict(prompts):
-            task = self._task(row, str(row["uid"]), validate, default_n)
+            payload = payload_of(row)
+            task = self._task(row, ids.of(row, payload), payload, validate, default_n)
             batch.prompts[task.task_id] = {key: value for key, value in row.items() if key not in _CONTROL_COLUMNS}
             version = _weight_version(row["global_steps"], validate)
             tasks.append(task)
-        for uid in batch.prompts:
-            set_status(uid, batch.partition, "running")
+        for task_id in batch.prompts:
+            set_status(batch.uid(task_id), batch.partition, "running")
 
         def on_group(group: GroupResult) -> None:
             if batch.report(group):
@@ -170,7 +172,7 @@ class CloudAgentLoopManager:
         import transfer_queue as tq
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-        uid, base = group.task.task_id, batch.prompts[group.task.task_id]
+        uid, base = batch.uid(group.task.task_id), batch.prompts[group.task.task_id]
         step = int(base["global_steps"])
         # Validation has no advantages, and verl groups its metrics by the prompt's uid.
         by_row = self._row_uids and not batch.validates
@@ -203,8 +205,8 @@ class CloudAgentLoopManager:
             return
         self._failure = error or RolloutBackendError("the step was cancelled")
         log.error("a batch failed as a whole: %s", self._failure)
-        for uid in batch.prompts.keys() - batch.reported:
-            self._writer.submit(set_status, uid, batch.partition, "failure")
+        for task_id in batch.prompts.keys() - batch.reported:
+            self._writer.submit(set_status, batch.uid(task_id), batch.partition, "failure")
 
     def _on_write_error(self, error: BaseException) -> None:
         log.error("writing rows to TransferQueue failed", exc_info=error)
@@ -217,13 +219,14 @@ class CloudAgentLoopManager:
         validate = bool(prompts.meta_info.get("validate", False))
         version = _weight_version(prompts.meta_info["global_steps"], validate)
         places: dict[str, list[int]] = {}  # indices in the batch, by task
-        tasks: dict[str, Task] = {}
+        ids, tasks = TaskIds(), dict[str, Task]()
         for i in range(len(prompts)):
             row = {key: values[i] for key, values in prompts.non_tensor_batch.items()}
-            task_id = f"{row['uid']}{_GREEDY}" if _is_greedy(row) else str(row["uid"])
+            payload = payload_of(row)
+            task_id = ids.of(row, payload) + (_GREEDY if _is_greedy(row) else "")
             places.setdefault(task_id, []).append(i)
             if task_id not in tasks:
-                tasks[task_id] = self._task(row, task_id, validate, default_n=0)
+                tasks[task_id] = self._task(row, task_id, payload, validate, default_n=0)
         wanted = [dataclasses.replace(task, rollouts=len(places[task_id])) for task_id, task in tasks.items()]
         number = self._step_numbers.next(int(prompts.meta_info["global_steps"]), validate)
         result = self._blocking.wait_for(self._collect(wanted, number, version))
@@ -281,11 +284,13 @@ class CloudAgentLoopManager:
 
     # --- both ---------------------------------------------------------------------------------------------
 
-    def _task(self, row: Mapping[str, Any], task_id: str, validate: bool, default_n: int) -> Task:
+    def _task(
+        self, row: Mapping[str, Any], task_id: str, payload: dict[str, Any], validate: bool, default_n: int
+    ) -> Task:
         n = row.get("__rollout_n__")
         return Task(
             task_id=task_id,
-            payload=payload_of(row),
+            payload=payload,
             rollouts=default_n if n is None else int(n),
             sampling=sampling_of(self._rollout, validate=validate, greedy=_is_greedy(row)),
         )

@@ -22,7 +22,7 @@ from rollout_backend.core.report import GroupResult
 class V1Batch:
     """A batch in flight.
 
-    `prompts` holds verl's columns by the prompt's uid. `reported` holds the uids of prompts that have a result.
+    `prompts` holds verl's columns by task id. `reported` holds the ids of tasks that have a result.
     """
 
     def __init__(self, partition: str) -> None:
@@ -34,6 +34,10 @@ class V1Batch:
     @property
     def validates(self) -> bool:
         return self.partition == "val"
+
+    def uid(self, task_id: str) -> str:
+        """Return verl's uid of the prompt."""
+        return str(self.prompts[task_id]["uid"])
 
     def report(self, group: GroupResult) -> bool:
         """Record a group's result. Return False for the last group, which must wait for the end of the batch."""

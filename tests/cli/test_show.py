@@ -53,6 +53,9 @@ def test_a_newer_run_with_failures_alone_is_the_one_that_is_shown(rollout, setti
     output = rollout("show", "task-00000.0", "--run-dir", here / "runs" / "z-old")[1]
     for part in ("completed, reward 1", "attempts 1, group usable", "accepted +", "result +"):
         assert part in output
+    assert rollout("show", "task-00000.0", "--run-dir", here / "runs" / "z-old", "--step", 0)[1] == output
+    code, output = rollout("show", "task-00000.0", "--run-dir", here / "runs" / "z-old", "--step", 1)
+    assert (code, "step 1 of" in output) == (2, True)
 
 
 def test_an_interrupted_run_exits_with_130_and_its_rollouts_can_be_shown(

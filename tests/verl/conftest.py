@@ -199,15 +199,14 @@ class Training:
             file.unlink()
 
     def groups(self) -> dict[str, str]:
-        """Return the group name of each prompt's uid, as the agents saw it."""
+        """Return the group name of each task, as the agents saw it."""
         return {rollout_id.partition(".s")[0].rpartition(".")[0]: name for rollout_id, name in self.begun().items()}
 
     def gradient(self, step: int) -> dict[str, list[dict[str, Any]]]:
         """Return the rows of an actor update by the name of their group, without verl's padding."""
         rows = defaultdict(list)
-        names = self.groups()
         for row in json.loads(self.spy_file.read_text().splitlines()[step - 1]):
-            name = names.get(row["uid"].partition("_")[0])
+            name = row["group"]
             if name is None:
                 assert row["trained"] == 0, "a padding row has trained tokens"
             else:

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from verl.trainer.ppo.core_algos import register_adv_est
 
-from rollout_backend.verl import advantage
+from rollout_backend.verl import advantage, manager
 from rollout_backend.verl.dataset import PayloadDataset as PayloadDataset
+from rollout_backend.verl.dataset import payload_of
+
+GROUPS: dict[str, str] = {}  # the name of each group by verl's uid
+
+
+def named_payload_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    payload = payload_of(row)
+    GROUPS[str(row["uid"])] = str(payload.get("name"))
+    return payload
 
 
 def spied(
@@ -23,7 +32,7 @@ def spied(
     advantages, returns = advantage.grpo_skip_missing(token_level_rewards, response_mask, index, **more)
     rows = [
         {
-            "uid": str(uid),
+            "group": GROUPS.get(str(uid).partition("_")[0]),  # none for verl's padding
             "trained": int(mask.sum()),
             "reward": float(rewards.sum()),
             "advantages": sorted(set(of_tokens[mask.bool()].tolist())),
@@ -35,5 +44,6 @@ def spied(
     return advantages, returns
 
 
+manager.payload_of = named_payload_of
 register_adv_est("spied")(spied)
 advantage.ESTIMATORS["spied"] = spied  # so that the manager gives it row keys, as it does for ours

@@ -30,7 +30,7 @@ def test_each_step_trains_tokens_sampled_by_the_previous_steps_weights(tmp_path:
     assert "rollout_probs_diff_max" in done.stdout
     assert "Traceback" not in (work / "verl.log").read_text(), "verl did not end cleanly"
     assert (work / "curve.png").stat().st_size > 0
-    reports = [StepReport.model_validate_json(file.read_text()) for file in work.glob("runs/*/steps/*.json")]
+    reports = [StepReport.model_validate_json(file.read_text()) for file in tmp_path.glob("runs/*/steps/*.json")]
     assert len(reports) == 2
     for report in reports:
         assert report.balanced

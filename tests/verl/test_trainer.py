@@ -18,6 +18,7 @@ from tenacity import AsyncRetrying, stop_after_delay, wait_fixed
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.report import StepReport
+from rollout_backend.observe.archive import RunArchive
 from trainings import GROUP, SAME, grpo, normal
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -125,6 +126,16 @@ async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training:
         names = run.groups()
         assert [names[group.task_id] for group in lossy.groups if not group.usable] == ["all-lost"]
         assert clean.trainable == clean.planned == len(second) * GROUP - 2
+        # Named after the rows of the dataset, where `rollout show` finds them.
+        assert [group.task_id for group in clean.groups] == [f"task-{i:05d}" for i in range(5, 10)]
+        archive = RunArchive(run.run_dir)
+        info = archive.read_info()
+        assert info is not None
+        assert (info.starts[-1].by, info.starts[-1].state) == ("verl", "ended")
+        [record] = archive.find_records("task-00005.1")
+        [file] = archive.find_rollout("task-00005.1")
+        assert record.is_of(Rollout.decode(file.read_bytes()))
+        archive.close()
         await run.leaves_nothing()
 
 
@@ -186,10 +197,9 @@ async def test_the_legacy_trainer_leaves_a_lost_slot_empty(tmp_path: Path, train
     async with training(tmp_path, first + second, 2, "trainer.use_v1=False") as run:
         await run.start()
         assert await run.ends() == 0, run.verl.log_tail()
-        names = run.groups()
         rows = defaultdict(list)
         for row in json.loads(run.spy_file.read_text().splitlines()[0]):
-            rows[names[row["uid"]]].append(row)
+            rows[row["group"]].append(row)
         assert {name: len(of_group) for name, of_group in rows.items()} == {"normal": GROUP, "one-lost": GROUP}
         [missing] = [row for row in rows["one-lost"] if not row["trained"]]
         assert missing["advantages"] == []
