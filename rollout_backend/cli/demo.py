@@ -3,63 +3,148 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from rollout_backend.cli.common import Limit, Overrides, TaskFile, console, exit_codes, read_limited, run_async
+from rollout_backend.cli.common import Overrides, console, exit_codes, run_async
 from rollout_backend.cli.run import collect_step
 from rollout_backend.config import load_config
+from rollout_backend.errors import ConfigError
 
-EXAMPLE = Path("examples/arithmetic")
+EXAMPLE = Path(__file__).parents[1] / "local" / "demo"
+"""`examples/arithmetic`, which the installed package contains."""
+_TAKEN = 16
+
+Settings = Mapping[str, Any]
 
 
 def demo(
-    agent: Annotated[Path, typer.Option(help="The Python file that starts the agent's app.")] = EXAMPLE / "agent.py",
-    tasks: TaskFile = EXAMPLE / "tasks.jsonl",
-    limit: Limit = 16,
+    agent: Annotated[
+        Path | None, typer.Option(help="The Python file that starts the agent's app. Default: an agent that adds.")
+    ] = None,
+    tasks: Annotated[
+        Path | None, typer.Option(help="JSONL or parquet with `payload` and optional `task_id`. Default: 64 sums.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Take only this many tasks from the beginning.")] = _TAKEN,
+    scripted: Annotated[
+        bool, typer.Option("--scripted", help="Answer from a script, without a model: nothing is installed.")
+    ] = False,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Use this SGLang server, which already runs.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings; bucket and runtime are the local cloud's.")] = None,
-    servers: Annotated[int, typer.Option(min=1, help="SGLang servers.")] = 1,
+    servers: Annotated[int, typer.Option(min=1, help="SGLang servers to start.")] = 1,
     override: Overrides = None,
 ) -> None:
     """Run an agent on this machine: real SGLang on the CPU, real router, local S3, SQS and AgentCore.
 
-    Exit codes as for `rollout run`.
+    The first time, this installs SGLang and a small model, which takes about two minutes; with --scripted or
+    --endpoint it does not. Exit codes as for `rollout run`.
     """
     with exit_codes():
-        run_async(_demo(agent, tasks, limit, config, servers, override or []))
+        if scripted and endpoint is not None:
+            raise ConfigError("--scripted answers without a server: leave out --scripted or --endpoint")
+        script, file = agent or EXAMPLE / "agent.py", tasks or EXAMPLE / "tasks.jsonl"
+        run_async(_demo(script, file, limit, scripted, endpoint, config, servers, override or []))
 
 
 async def _demo(
-    agent: Path, tasks: Path, limit: int | None, config: Path | None, servers: int, overrides: Sequence[str]
+    agent: Path,
+    tasks: Path,
+    limit: int,
+    scripted: bool,
+    endpoint: str | None,
+    config: Path | None,
+    servers: int,
+    overrides: Sequence[str],
 ) -> int:
+    from rollout_backend.core.tasks import read_tasks
     from rollout_backend.local.cloud import LocalCloud
-    from rollout_backend.serving.install import cache_dir, install_cpu_engine, prepare_model
+    from rollout_backend.observe.run_info import agent_of
 
-    wanted = read_limited(tasks, limit)
-    install_cpu_engine(cache_dir(), echo=console.print)
-    model = prepare_model(cache_dir(), echo=console.print)
-    base = {
-        "model": {"path": str(model), "renderer": "chatml", "context_length": 2048},
-        "serving": {"device": "cpu", "servers": servers, "threads": max(1, ((os.cpu_count() or 2) - 1) // servers)},
-        "group": {"size": 4},
-        "sampling": {"temperature": 1.0, "max_tokens": 64},
-        "timeouts": {
-            "model_call_s": 120,
-            "agent_s": 240,
-            "publish_grace_s": 60,
-            "collection_s": 600,
-            "session_key_s": 900,
-        },
-    }
-    placeholder = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}}
-    early = load_config(config, overrides, base=base, top=placeholder)  # what is wrong shows before the cloud starts
-    async with LocalCloud(agent, run_dir=early.run_dir / "logs", bucket=early.storage.bucket) as cloud:
-        os.environ.update(cloud.environ)
-        settings = load_config(config, overrides, base=base, top={"run_id": early.run_id, **cloud.settings()})
-        code = await collect_step(settings, wanted, cloud.wait_lost)
-        sessions = (await cloud.sessions())["sessions"]
-        console.print(f"the runtime itself counts {len(sessions)} open sessions")
-        return 1 if sessions else code
+    found = read_tasks(tasks)
+    wanted = found[:limit]
+    async with _model(scripted, endpoint, servers) as model:
+        base = {
+            "group": {"size": 4},
+            "sampling": {"temperature": 1.0, "max_tokens": 64},
+            "timeouts": {
+                "model_call_s": 120,
+                "agent_s": 240,
+                "publish_grace_s": 60,
+                "collection_s": 600,
+                "session_key_s": 900,
+            },
+            **model,
+        }
+        placeholder = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}}
+        early = load_config(config, overrides, base=base, top=placeholder)  # errors show before the cloud starts
+        if not early.model.path.is_dir():
+            raise ConfigError(
+                f"{early.model.path} is not a folder on this machine: name a folder that has the tokenizer and "
+                "config.json of the served model with -o model.path=FOLDER"
+            )
+        _print(f"{_taken(len(wanted), len(found))} tasks of {tasks}, {early.group.size} rollouts of each")
+        if len(wanted) < len(found):
+            _print(f"--limit {len(found)} takes all")
+        async with LocalCloud(agent, run_dir=early.run_dir / "logs", bucket=early.storage.bucket) as cloud:
+            os.environ.update(cloud.environ)
+            settings = load_config(config, overrides, base=base, top={"run_id": early.run_id, **cloud.settings()})
+            code = await collect_step(settings, wanted, cloud.wait_lost, started_by="demo", agent=agent_of(agent))
+            sessions = (await cloud.sessions())["sessions"]
+            console.print(f"the runtime itself counts {len(sessions)} open sessions")
+            return 1 if sessions else code
+
+
+@asynccontextmanager
+async def _model(scripted: bool, endpoint: str | None, servers: int) -> AsyncIterator[Settings]:
+    """Yield the settings of the model and of what serves it."""
+    if scripted:
+        from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+        from rollout_backend.local.scripted_sums import ScriptedSums
+
+        _print("a script answers instead of a model, and a third of its sums are wrong")
+        with ScriptedEngine(ScriptedSums()) as engine:
+            model = {"path": str(BYTE_MODEL), "renderer": "chatml", "context_length": 32_768}
+            yield {"model": model, "serving": {"kind": "external", "urls": [engine.url]}}
+    elif endpoint is not None:
+        from rollout_backend.serving.model_server import served_model
+
+        url = endpoint.rstrip("/").removesuffix("/v1")
+        model_path = await served_model(url)
+        _print(f"{url} serves {model_path}")
+        yield {"model": {"path": model_path}, "serving": {"kind": "external", "urls": [url]}}
+    else:
+        model_path = _install()
+        threads = max(1, ((os.cpu_count() or 2) - 1) // servers)
+        yield {
+            "model": {"path": model_path, "renderer": "chatml", "context_length": 2048},
+            "serving": {"device": "cpu", "servers": servers, "threads": threads},
+        }
+
+
+def _install() -> str:
+    """Install the engine and the model if they are missing, and return the model's folder."""
+    from rollout_backend.serving.install import cache_dir, find_engine, find_model, install_cpu_engine, prepare_model
+
+    cache = cache_dir()
+    try:
+        find_engine(cache)
+        find_model(cache)
+    except ConfigError:
+        _print(f"the first demo installs SGLang for the CPU and a 135M model in {cache}: two minutes, 3.5 GB")
+        _print("`rollout demo --scripted` needs neither")
+    install_cpu_engine(cache, echo=console.print)
+    return str(prepare_model(cache, echo=console.print))
+
+
+def _taken(count: int, total: int) -> str:
+    return f"all {total}" if count == total else f"the first {count} of {total}"
+
+
+def _print(text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)

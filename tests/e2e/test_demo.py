@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -14,9 +15,7 @@ from pathlib import Path
 import pytest
 
 from builders import until
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-
-pytestmark = pytest.mark.engine  # the demo installs the engine, although a script answers here
+from rollout_backend.local.scripted import ScriptedEngine
 
 
 def in_the_foreground() -> None:
@@ -25,20 +24,18 @@ def in_the_foreground() -> None:
 
 
 @pytest.fixture
-def demo(repository: Path, tmp_path: Path) -> Iterator[Callable[[ScriptedEngine], subprocess.Popen[str]]]:
+def demo(tmp_path: Path) -> Iterator[Callable[[ScriptedEngine], subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
-    example = repository / "examples" / "arithmetic"
 
     def start(engine: ScriptedEngine) -> subprocess.Popen[str]:
         settings = {
-            "model.path": BYTE_MODEL,
-            "serving": f"{{kind: external, urls: ['{engine.url}']}}",
+            "model.renderer": "chatml",
             "run_id": "demo",
             "output_dir": tmp_path,
         }
         overrides = [part for key, value in settings.items() for part in ("-o", f"{key}={value}")]
-        argv = [sys.executable, "-m", "rollout_backend.cli", "demo", "--limit", "2", *overrides]
-        argv += ["--agent", str(example / "agent.py"), "--tasks", str(example / "tasks.jsonl")]
+        argv = [sys.executable, "-m", "rollout_backend.cli", "demo", "--limit", "2", "--endpoint", f"{engine.url}/v1"]
+        argv += overrides
         process = subprocess.Popen(
             argv,
             stdout=subprocess.PIPE,
@@ -87,7 +84,7 @@ def hold(prompt: str) -> str:
 def busy(demo, engine: ScriptedEngine) -> tuple[subprocess.Popen[str], set[int]]:
     """Start a demo; return its process and its descendants once its agents call the model."""
     process = demo(engine)
-    until(lambda: engine.requests or process.poll() is not None, 120)
+    until(lambda: len(engine.requests) > 1 or process.poll() is not None, 120)  # the first one probes the endpoint
     assert process.poll() is None, process.communicate()[0]
     return process, descendants(process.pid)
 
@@ -105,6 +102,8 @@ def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
         output = process.communicate()[0]
     assert process.returncode == 0, output
     for part in (
+        "the first 2 of 64 tasks of",
+        "--limit 64 takes all",
         "the ledger reconciles; 0 sessions open",
         "verdict: 8 of 8 rollouts completed, 2 of 2 groups usable",
         "- groups without spread in their rewards: 1 of 2",
@@ -117,6 +116,9 @@ def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
         assert part in output.replace("\n", "")  # long paths are wrapped
     assert below
     assert not running(below)
+    [start] = json.loads((tmp_path / "demo" / "run.json").read_text())["starts"]
+    assert (start["by"], start["state"]) == ("demo", "ended")
+    assert Path(start["agent"]["path"]).name == "agent.py"
 
 
 @pytest.mark.slow
