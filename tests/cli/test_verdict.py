@@ -72,7 +72,7 @@ def test_a_run_with_losses_of_every_kind_passes_and_names_them(run_groups, tmp_p
     ("groups", "words"),
     [
         ([[0, 0], [0, 0]], "all rewards equal (2 tasks, all 0)"),
-        (
+        slow(
             [["raise", "sleep"]],  # the second is cancelled: the group is no longer usable
             "0 of 2 rollouts completed "
             "- 1 of 2 rollouts failed in the agent, most often agent_exception (1) "

@@ -521,6 +521,7 @@ async def test_the_router_is_killed(world: World, run: RolloutManager, calm: Row
     await same_as(calm, await collecting, world)
 
 
+@pytest.mark.slow  # see tests/serving/test_fleet.py
 async def test_an_engine_is_killed(world: World, run: RolloutManager, calm: Rows) -> None:
     victim = world.engines[1]
     before = len(victim.requests)

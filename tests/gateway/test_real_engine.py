@@ -201,7 +201,8 @@ def test_a_forced_tool_call_has_no_trained_logprobs(serve, real_engine, behind_r
     assert gateway.stats().constrained == 1
 
 
-@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # a forced tool call uses the same grammar
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_json_schema_is_enforced(gateway, stream):
     response_format = {"type": "json_schema", "json_schema": {"name": "sum", "schema": ADD["parameters"]}}
     if stream:

@@ -189,7 +189,7 @@ def test_a_documented_config_gives_agents_the_context_that_the_model_has(where, 
     "where",
     [
         "examples/arithmetic/config.yaml",
-        "docs/security.md-0",
+        pytest.param("docs/security.md-0", marks=pytest.mark.slow),
         pytest.param("docs/deploy.md-1", marks=pytest.mark.slow),
     ],
 )

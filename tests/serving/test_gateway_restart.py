@@ -115,6 +115,7 @@ async def test_a_gateway_out_of_restarts_ends_the_run(start):
     assert events[-1] == ("gateway-1", "gave_up")
 
 
+@pytest.mark.slow  # see tests/e2e/test_restart.py
 async def test_a_restarted_trainer_finds_its_sessions_at_the_same_address(start, claims):
     with ScriptedEngine(lambda prompt: str(prompt.count("user"))) as engine:
         first = await start(engine)

@@ -135,6 +135,7 @@ def test_mutants_are_caught(mutant):
     assert play(0).violation is None  # the patches are undone
 
 
+@pytest.mark.slow
 def test_chaos_prints_the_failing_seed_and_how_to_replay_it():
     runner = CliRunner()
     found = runner.invoke(cli.app, ["chaos", "--seeds", "8", "--mutant", "reward_zero_on_failure"])

@@ -204,6 +204,7 @@ print(before, found(), sep="\\n")
     return ran.stdout.splitlines()
 
 
+@pytest.mark.slow  # a process that loads verl
 def test_loading_the_manager_registers_the_estimators() -> None:
     load = "from verl.utils.import_utils import load_class_from_fqn"
     before, after = estimator_in_a_new_process(

@@ -159,7 +159,7 @@ async def test_each_framework_reports_a_full_context_in_its_own_way(play, byte_m
 
 # --- on the real engine -----------------------------------------------------------------------------------
 
-QUICK = ("strands-chat", "pydantic-anthropic-streamed")
+QUICK = ("pydantic-anthropic-streamed",)
 
 
 @pytest.mark.engine

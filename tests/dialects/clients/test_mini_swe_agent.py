@@ -17,6 +17,9 @@ OPENAI = "openai", "OPENAI_BASE_URL", "OPENAI_API_KEY"
 ANTHROPIC = "anthropic", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def repository(tmp_path) -> Path:
     folder = tmp_path / "repository"
@@ -28,9 +31,7 @@ def repository(tmp_path) -> Path:
     return folder
 
 
-@pytest.fixture(
-    params=[pytest.param(OPENAI, id="openai"), pytest.param(ANTHROPIC, id="anthropic", marks=pytest.mark.slow)]
-)
+@pytest.fixture(params=[OPENAI, ANTHROPIC], ids=["openai", "anthropic"])
 def mini(request, repository, tmp_path):
     """Run the agent in the repository against a gateway; return its own record of the run."""
     provider, base_variable, key_variable = request.param
@@ -79,7 +80,6 @@ def test_a_scripted_fix_of_a_repository_is_one_row(play, byte_model, mini, repos
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.engine
 def test_a_run_with_a_weak_model_is_recorded_as_sampled(gateway, recorded, mini, repository):
     """The agent drops a reply without a usable call from its history, so what follows is another row."""

@@ -48,8 +48,8 @@ def turn(agent, forced: bool = False) -> str:
     ("api", "stream"),
     [
         (ChatAgent, True),
-        (ResponsesAgent, False),
         (MessagesAgent, True),
+        pytest.param(ResponsesAgent, False, marks=pytest.mark.slow),
         *(pytest.param(*more, marks=pytest.mark.slow) for more in zip(AGENTS, (False, True, False), strict=True)),
     ],
 )
