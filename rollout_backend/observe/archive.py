@@ -146,9 +146,16 @@ class RunArchive:
         Raises:
             ValueError: a line is not a record.
         """
+        return [RolloutRecord.model_validate_json(line) for line in self.record_lines(step)]
+
+    def record_lines(self, step: int) -> list[bytes]:
+        """Return the records of a step as JSON; empty if it has none."""
         path = self.run_dir / "steps" / f"{step:08d}{_RECORDS}"
-        lines = path.read_text().split("\n") if path.is_file() else []
-        return [RolloutRecord.model_validate_json(line) for line in lines if line]
+        return [line for line in path.read_bytes().split(b"\n") if line] if path.is_file() else []
+
+    def steps(self) -> list[int]:
+        """Return the numbers of the steps that have records."""
+        return sorted(int(path.name.removesuffix(_RECORDS)) for path in self.run_dir.glob(f"steps/*{_RECORDS}"))
 
     def find_rollout(self, rollout_id: str) -> list[Path]:
         """Return the paths of results with that id, one per step, oldest first."""

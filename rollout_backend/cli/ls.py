@@ -1,0 +1,51 @@
+"""`rollout ls`: the runs in a folder."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollout_backend.cli.common import RUNS, console, exit_codes
+from rollout_backend.errors import ConfigError
+
+
+def ls(
+    runs: Annotated[Path, typer.Argument(help="The folder that holds the runs' folders.")] = RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """List the runs, the newest first: when they began, their state, what completed, and the mean reward."""
+    with exit_codes():
+        _ls(runs, as_json)
+
+
+def _ls(runs: Path, as_json: bool) -> None:
+    from rich.table import Table
+
+    from rollout_backend.observe.run_list import list_runs
+
+    found = list_runs(runs)
+    if as_json:
+        for run in found:
+            print(run.model_dump_json())
+        return
+    if not found:
+        raise ConfigError(f"there is no run in {runs.absolute()}: name the folder of the runs")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("run", "began (UTC)", "state", "steps", "completed", "mean reward"):
+        table.add_column(name, justify="right" if name in ("steps", "completed", "mean reward") else "left")
+    for run in found:
+        table.add_row(
+            run.run_id,
+            "" if run.began is None else f"{datetime.fromtimestamp(run.began, UTC):%Y-%m-%d %H:%M}",
+            f"[{_STYLES.get(run.state, 'none')}]{run.state}[/]",
+            str(run.steps),
+            f"{run.completed}/{'?' if run.planned is None else run.planned}",
+            "" if run.mean_reward is None else f"{run.mean_reward:.3f}",
+        )
+    console.print(table)
+
+
+_STYLES = {"running": "cyan", "failed": "red", "killed": "red", "interrupted": "yellow"}

@@ -1,0 +1,60 @@
+"""`rollout ls` and `rollout compare`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from run_folders import write_run
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """Work in the folder that has `runs/`."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_runs_are_listed_with_their_state_the_newest_first(rollout, here):
+    runs = here / "runs"
+    write_run(runs / "first", {"a": [0.0, 0.5], "b": [1.0, None]})
+    write_run(runs / "second", {"a": [1.0]}, state="interrupted")
+    running = write_run(runs / "third", {"a": [], "b": []}, state=None, group={"size": 4})
+    (running / "rollouts" / "00000000").mkdir(parents=True)
+    (running / "rollouts" / "00000000" / "a.0").touch()
+    killed = write_run(runs / "fourth", {"a": []}, state=None)
+    info = json.loads((killed / "run.json").read_text())
+    info["starts"][0]["process"]["started"] = 1
+    (killed / "run.json").write_text(json.dumps(info))
+    (runs / "old" / "steps").mkdir(parents=True)
+    (runs / ".secrets").mkdir()
+
+    code, output = rollout("ls", "--json")
+    assert code == 0
+    keys = ("run_id", "state", "steps", "completed", "planned", "mean_reward")
+    found = [json.loads(line) for line in output.split()]
+    assert [tuple(run[key] for key in keys) for run in found] == [
+        ("fourth", "killed", 1, 0, 1, None),
+        ("third", "running", 1, 1, 8, None),
+        ("second", "interrupted", 1, 1, 1, 1.0),
+        ("first", "ended", 1, 3, 4, 0.5),
+        ("old", "unknown", 0, 0, None, None),
+    ]
+    code, output = rollout("ls")
+    assert code == 0
+    for words in ("third", "running 1 1/8", "first", "ended 1 3/4 0.500", "old unknown 0 0/?"):
+        assert words in output
+    code, output = rollout("ls", here)
+    assert (code, "there is no run in" in output) == (2, True)
+
+
+def test_two_runs_are_compared_by_name(rollout, here):
+    for name, rewards in (("a", [0.0]), ("b", [1.0])):
+        write_run(here / "runs" / name, {f"t{i}": rewards for i in range(8)})
+    code, output = rollout("compare", "a", here / "runs" / "b")
+    assert code == 0, output
+    assert "mean reward 0.000 and 1.000 over 8 tasks of both runs: +1.000" in output
+    assert json.loads(rollout("compare", "a", "b", "--json")[1])["reward"]["mean"] == 1.0
+    code, output = rollout("compare", "a", "none")
+    assert (code, "there is no run 'none'" in output) == (2, True)
