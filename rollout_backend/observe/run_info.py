@@ -93,13 +93,19 @@ def secret_settings(config: BaseModel, prefix: str = "") -> Iterator[str]:
 
 
 def versions(config: RolloutConfig) -> dict[str, str]:
-    """Return the versions of Python, of installed packages, and of an engine that runs in another environment."""
+    """Return the versions of Python, of installed packages, and of an engine that runs in another environment.
+
+    The version of this package is its commit if it is imported from a checkout.
+    """
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    checkout = Path(__file__).parents[2]
+    if (checkout / "pyproject.toml").is_file() and (commit := git_commit(checkout)):
+        found["rollout-backend"] = commit
     if config.serving.kind != "external":
         engine = _engine_version(config)
         if engine is not None:

@@ -56,9 +56,12 @@ def assert_shareable(folder: Path, *secrets: str) -> None:
             assert "expires_at" not in claims, f"{path} contains a session key"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_an_interrupted_run_is_resumed_from_its_folder_which_can_be_shared(
-    rollout, settings, agent_server, here, monkeypatch
+    rollout, settings, agent_server, here, monkeypatch, number
 ):
+    """A killed run's agents still run. They are not started again."""
+    killed = number == signal.SIGKILL
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", AWS_KEY)
     payloads = [{"question": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(3)]
     rows = [{"task_id": f"sum-{i}", "payload": payload} for i, payload in enumerate(payloads)]
@@ -82,16 +85,16 @@ def test_an_interrupted_run_is_resumed_from_its_folder_which_can_be_shared(
                 until(lambda: len([*folder.glob("rollouts/*/sum-*")]) == 2 or process.poll() is not None, 60)
                 secrets = AWS_KEY, (here / "runs" / ".secrets" / "stopped").read_text()
                 assert_shareable(folder, *secrets)
-                os.kill(process.pid, signal.SIGTERM)
+                os.kill(process.pid, number)
                 output = process.communicate(timeout=60)[0]
             finally:
                 process.kill()
                 go.set()
-        assert process.returncode == 130, output
-        assert "2 of 3 rollouts have a result (2 completed, 1 cancelled)" in output
-        assert "resume it with: rollout run --resume stopped\n" in output
-        info = json.loads((folder / "run.json").read_text())
-        assert [start["state"] for start in info["starts"]] == ["interrupted"]
+        if not killed:
+            assert process.returncode == 130, output
+            assert "2 of 3 rollouts have a result (2 completed, 1 cancelled)" in output
+            assert "resume it with: rollout run --resume stopped\n" in output
+        assert RunArchive(folder).read_info().starts[0].current_state() == ("killed" if killed else "interrupted")
 
         tasks.unlink()
         asked = len(engine.requests)
@@ -101,11 +104,11 @@ def test_an_interrupted_run_is_resumed_from_its_folder_which_can_be_shared(
         assert "3 of 3 rollouts completed" in output
         assert len(engine.requests) == asked + 1
     report = json.loads((folder / "steps" / "00000000.json").read_text())
-    assert (report["planned"], report["resumed"], report["reattached"]) == (3, 2, 0)
+    assert (report["planned"], report["resumed"], report["reattached"]) == (3, 2, int(killed))
     assert_shareable(folder, *secrets)
 
     first, second = json.loads((folder / "run.json").read_text())["starts"]
-    assert (first["state"], second["state"], second["by"]) == ("interrupted", "ended", "run")
+    assert (second["state"], second["by"], first["versions"]) == ("ended", "run", second["versions"])
     assert {"python", "rollout-backend", "renderers"} <= second["versions"].keys()
     assert second["versions"]["engine"] == "scripted"
     assert second["agent"] == {"url": agent_server}

@@ -71,6 +71,8 @@ async def open_agentcore(tmp_path: Path, local_keys: None) -> AsyncIterator[Open
 async def test_a_session_is_opened_used_and_stopped(open_agentcore):
     runtime, local = await open_agentcore()
     await runtime.check()
+    described = {"arn": local.arn, "qualifier": "DEFAULT", "version": "1", "image": local.image}
+    assert runtime.describe() == described
     name = session()
     assert json.loads(await runtime.invoke(name, b"{}")) == {"status": "accepted"}
     assert [item["id"] for item in (await local.sessions())["sessions"]] == [name]
