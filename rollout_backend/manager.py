@@ -206,7 +206,8 @@ class RolloutManager:
         same_weights: bool,
     ) -> StepResult:
         run, wanted = self._started, check_unique(tasks)
-        log.info("%s", check_ramp(self.config, run.limits, planned_rollouts(wanted, self.config.group)))
+        ramp, _ = check_ramp(self.config, run.limits, planned_rollouts(wanted, self.config.group))
+        log.info("%s", ramp)
         number = next(self._numbers) if step is None else step
         served = f"{self.config.model.path}@{weights}"
         current = Step(number, wanted, run.for_steps, sampling, on_group, weights=served, same_weights=same_weights)

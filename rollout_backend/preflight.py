@@ -1,61 +1,127 @@
-"""Check the external services that a run needs, before it starts or spends anything."""
+"""Check everything that a run needs before it starts or spends anything, and list every finding.
+
+Invariants:
+
+- Every check runs, even if others fail.
+- The first check of a bucket leaves a small object; a queue that is created here is deleted; nothing else changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.collect.queue import check_queue
 from rollout_backend.collect.store import ResultStore
-from rollout_backend.config import RolloutConfig
-from rollout_backend.dispatch.ramp import check_ramp
+from rollout_backend.config import RolloutConfig, RuntimeConfig
+from rollout_backend.core.finding import Finding, raise_problems
+from rollout_backend.dispatch.ramp import check_ramp, startable_rollouts
+from rollout_backend.errors import ConfigError, RolloutBackendError
+from rollout_backend.machine_check import check_machine
+from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.registry import open_runtime, runtime_class
 
 
-async def check(
-    config: RolloutConfig, on_status: Callable[[str], object] = lambda text: None, rollouts: int | None = None
-) -> None:
-    """Try a run's operations on bucket, runtime and queue without starting it, and report each passed check.
+class Preflight:
+    """The checks of one run. The stack that `run` gets closes what it opens, which the run then uses."""
 
-    The first check leaves a small object in the bucket; a queue created here is deleted. With `rollouts`, the size
-    of a batch, its ramp is checked as well.
+    def __init__(self, config: RolloutConfig, rollouts: int | None = None) -> None:
+        """`rollouts` is the size of a batch, whose ramp is checked."""
+        self.findings: list[Finding] = []
+        self.store: ResultStore
+        self.runtime: AgentRuntime | None = None
+        """The runtime, if it exists and nothing is to be changed. Otherwise the run creates or updates it."""
+        self._config = config
+        self._rollouts = rollouts
 
-    Raises:
-        ConfigError: a batch of that size cannot finish in time.
-        PreflightError: what is missing or refuses us, and what to do.
-    """
-    if config.model.path.is_dir():  # the model may be on other machines only
-        on_status(f"model: {config.model.context_tokens:,} tokens of context (model.context_length)")
-    async with AsyncExitStack() as stack:
-        store = await ResultStore.open(config.storage, config.aws)
-        stack.push_async_callback(store.aclose)
-        await check_storage(config, store)
-        on_status(f"bucket {config.storage.bucket}: there, and can be listed, written and read")
+    async def run(self, stack: AsyncExitStack, *, machine: bool = True, queue: bool = True) -> None:
+        """Run all checks. Without `queue`, the queue is checked only if something else is wrong: the run opens it."""
+        config = self._config
+        connections = config.collect.max_fetches + 4
+        self.store = await ResultStore.open(config.storage, config.aws, connections=connections)
+        stack.push_async_callback(self.store.aclose)
+        checks: list[Awaitable[list[Finding]]] = [self._check_bucket(), self._check_runtime(stack)]
+        if machine:
+            checks.append(asyncio.to_thread(check_machine, config))
+        self.findings = [finding for found in await asyncio.gather(*checks) for finding in found]
+        if config.uses_queue and (queue or any(finding.level == "problem" for finding in self.findings)):
+            self.findings.append(await self._check_queue())
+
+    async def _check_bucket(self) -> list[Finding]:
+        storage = self._config.storage
+
+        async def check() -> str:
+            await self.store.check()
+            if storage.presigned:
+                await Presigner(storage, self._config.aws).check()
+            return f"bucket {storage.bucket}: there, and can be listed, written and read"
+
+        return [await _finding("storage.bucket", check)]
+
+    async def _check_queue(self) -> Finding:
+        queue = self._config.queue
+
+        async def check() -> str:
+            await check_queue(queue, self._config.aws)
+            return "queue: there" if queue.url is not None else "queue: can be made for the run"
+
+        return await _finding("queue.url", check)
+
+    async def _check_runtime(self, stack: AsyncExitStack) -> list[Finding]:
+        config = self._config
         implementation = runtime_class(config.runtime)
-        changes = await implementation.preview(config.runtime)
-        if changes is not None:
-            on_status(changes)
-            limits = implementation.default_limits(config.runtime)
-        else:
+        limits: RuntimeConfig = implementation.default_limits(config.runtime)
+
+        async def check() -> str:
+            nonlocal limits
+            changes = await implementation.preview(config.runtime)
+            if changes is not None:
+                return changes
             runtime = await open_runtime(config.runtime)
             stack.push_async_callback(runtime.aclose)
             await runtime.check(config.timeouts.session_s)
-            on_status("runtime: there, and ready")
-            limits = runtime.limits()
-        if config.uses_queue:
-            await check_queue(config.queue, config.aws)
-            on_status("queue: there" if config.queue.url is not None else "queue: can be made for the run")
-        if rollouts is not None:
-            on_status(check_ramp(config, limits, rollouts))
+            self.runtime, limits = runtime, runtime.limits()
+            return "runtime: there, and ready"
+
+        return [await _finding("runtime", check), self._check_ramp(limits)]
+
+    def _check_ramp(self, limits: RuntimeConfig) -> Finding:
+        setting = "runtime.invoke_per_s"
+        if self._rollouts is None:
+            count = startable_rollouts(self._config, limits)
+            text = f"at {limits.invoke_per_s:g} sessions per second, {count:,} rollouts can start within "
+            few = count < 10 * self._config.group.size
+            return Finding("warning" if few else "ok", setting, f"{text}timeouts.collection_s")
+        try:
+            text, all_finish = check_ramp(self._config, limits, self._rollouts)
+        except ConfigError as error:
+            return Finding("problem", setting, str(error))
+        return Finding("ok" if all_finish else "warning", setting, text)
 
 
-async def check_storage(config: RolloutConfig, store: ResultStore) -> None:
-    """Try the trainer's calls to S3, and with `storage.presigned` an agent's.
+async def _finding(setting: str, check: Callable[[], Awaitable[str]]) -> Finding:
+    try:
+        return Finding("ok", setting, await check())
+    except RolloutBackendError as error:
+        return Finding("problem", setting, str(error))
+
+
+async def find(config: RolloutConfig, rollouts: int | None = None, *, machine: bool = True) -> Sequence[Finding]:
+    """Run all checks and close what they opened. Without `machine`, check the external services only."""
+    preflight = Preflight(config, rollouts)
+    async with AsyncExitStack() as stack:
+        await preflight.run(stack, machine=machine)
+    return preflight.findings
+
+
+async def check_services(config: RolloutConfig, rollouts: int | None = None) -> Sequence[Finding]:
+    """Check the external services, and the ramp of a batch. Return the findings.
 
     Raises:
-        PreflightError: the bucket does not exist, or a call is refused.
+        PreflightError: what is missing or refuses us, and what to do.
     """
-    await store.check()
-    if config.storage.presigned:
-        await Presigner(config.storage, config.aws).check()
+    findings = await find(config, rollouts, machine=False)
+    raise_problems(findings)
+    return findings

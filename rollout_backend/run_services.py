@@ -22,14 +22,14 @@ from rollout_backend.collect.retokenize import Retokenizer
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
+from rollout_backend.core.finding import raise_problems
 from rollout_backend.core.heartbeats import Heartbeats
 from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.seal import Sealer
-from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import ServingError
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.observe.archive import RunArchive
-from rollout_backend.preflight import check_storage
+from rollout_backend.preflight import Preflight
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.registry import open_runtime
@@ -81,13 +81,12 @@ class RunServices:
 
     async def _start(self, stack: AsyncExitStack, rollouts: int | None) -> None:
         config = self._config
-        _ = config.model.context_tokens  # a ConfigError must come before anything is started
         self.serving = ModelServing(config, self._archive.logs, self._on_serving)
-        store = await self._open_store(stack)
+        preflight = await self._check(stack, rollouts)
+        store = preflight.store
         await self._begin_lease(stack, store)
-        runtime = await self._open_runtime(stack)
-        if rollouts is not None:
-            self._on_status(check_ramp(config, self.limits, rollouts))
+        runtime = preflight.runtime or await self._make_runtime(stack)
+        self.limits, self.agent = runtime.limits(), runtime.describe()
         secret = run_secret(config)
         janitor = await self._start_janitor(stack, runtime)
         queue = await self._open_queue(stack, janitor) if config.uses_queue else None
@@ -110,13 +109,15 @@ class RunServices:
 
     # --- one service each ---------------------------------------------------------------------------------
 
-    async def _open_store(self, stack: AsyncExitStack) -> ResultStore:
-        config = self._config
-        self._on_status("checking bucket, runtime and queue")
-        store = await ResultStore.open(config.storage, config.aws, connections=config.collect.max_fetches + 4)
-        stack.push_async_callback(store.aclose)
-        await check_storage(config, store)
-        return store
+    async def _check(self, stack: AsyncExitStack, rollouts: int | None) -> Preflight:
+        self._on_status("checking this machine, bucket, runtime and queue")
+        preflight = Preflight(self._config, rollouts)
+        await preflight.run(stack, queue=False)
+        raise_problems(preflight.findings)
+        for finding in preflight.findings:
+            if finding.level == "warning":
+                self._on_status(f"warning: {finding}")
+        return preflight
 
     async def _begin_lease(self, stack: AsyncExitStack, store: ResultStore) -> None:
         me, lease_s = LeaseHolder.this_process(), self._config.janitor.lease_s
@@ -124,12 +125,10 @@ class RunServices:
         stack.push_async_callback(self.lease.release)
         await self.lease.begin()
 
-    async def _open_runtime(self, stack: AsyncExitStack) -> AgentRuntime:
+    async def _make_runtime(self, stack: AsyncExitStack) -> AgentRuntime:
         runtime = await open_runtime(self._config.runtime, self._on_status)
         stack.push_async_callback(runtime.aclose)
         await runtime.check(self._config.timeouts.session_s)
-        self.limits = runtime.limits()
-        self.agent = runtime.describe()
         return runtime
 
     async def _start_janitor(self, stack: AsyncExitStack, runtime: AgentRuntime) -> Janitor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     BeforeValidator,
@@ -66,6 +67,11 @@ class RuntimeConfig(Section):
     """Timeout of connecting to the runtime."""
     read_timeout_s: Seconds = 60.0
     """Timeout of an invoke. The wrapper answers at once, so a longer wait is a failed cold start."""
+
+    @property
+    def agents_host(self) -> str | None:
+        """Return the name or the address of the machine that runs the agents; None if the settings do not say."""
+        return None
 
     def check_session_lifetime(self, needed_s: float) -> None:
         """Raise ValueError if these settings end a session within the seconds that an agent and its result may
@@ -195,6 +201,10 @@ class AgentCoreConfig(RuntimeConfig):
         repository = re.split("[:@]", str(self.image).rpartition("/")[2])[0]
         return re.sub("[^a-zA-Z0-9]+", "_", f"rollout_{repository}")[:48]
 
+    @property
+    def agents_host(self) -> str:
+        return urlsplit(self.endpoint_url or "").hostname or "AgentCore"
+
     def check_session_lifetime(self, needed_s: float) -> None:
         if self.image is not None and self.max_lifetime_s < needed_s:
             raise ValueError(
@@ -212,6 +222,10 @@ class HttpConfig(RuntimeConfig):
     url: str = Field(pattern=r"^https?://")
     """Root URL of the server; `/invocations` and `/stop` are appended. With several replicas, route requests with the
     same session header to the same replica. Otherwise a stop may miss its agent, whose next model call then fails."""
+
+    @property
+    def agents_host(self) -> str | None:
+        return urlsplit(self.url).hostname
 
 
 RUNTIME_KINDS: Mapping[str, type[RuntimeConfig]] = {"agentcore": AgentCoreConfig, "http": HttpConfig}

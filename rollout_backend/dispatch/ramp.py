@@ -55,8 +55,9 @@ class Ramp:
             )
 
 
-def check_ramp(config: RolloutConfig, limits: RuntimeConfig, rollouts: int) -> str:
-    """Describe how long a batch takes to start.
+def check_ramp(config: RolloutConfig, limits: RuntimeConfig, rollouts: int) -> tuple[str, bool]:
+    """Describe how long a batch takes to start, and return whether all of it finishes even if each agent takes all of
+    its time.
 
     Raises:
         ConfigError: it cannot finish within `timeouts.collection_s`.
@@ -64,8 +65,14 @@ def check_ramp(config: RolloutConfig, limits: RuntimeConfig, rollouts: int) -> s
     ramp, times = Ramp.of(rollouts, limits), config.timeouts
     ramp.check(times.collection_s, enough_rollouts(config.group))
     if ramp.seconds + ramp.waves * times.agent_s <= times.collection_s:
-        return str(ramp)
-    return f"{ramp}; agents that take all of timeouts.agent_s do not all finish within timeouts.collection_s"
+        return str(ramp), True
+    text = f"{ramp}; agents that take all of timeouts.agent_s do not all finish within timeouts.collection_s"
+    return text, False
+
+
+def startable_rollouts(config: RolloutConfig, limits: RuntimeConfig) -> int:
+    """Return how many rollouts can start within `timeouts.collection_s`."""
+    return 1 + math.floor(limits.invoke_per_s * config.timeouts.collection_s)
 
 
 def enough_rollouts(group: GroupConfig) -> int | None:

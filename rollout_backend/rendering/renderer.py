@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -192,9 +193,12 @@ def _create(name: str, tokenizer: Any, model: ModelConfig) -> Any:
         elif "." in name or ":" in name:
             config = CustomRendererConfig(import_path=name, **options)
         else:
+            known = known_renderers()
+            nearest = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {nearest[0]}? Known" if nearest else "; known"
             raise ConfigError(
-                f"model.renderer: there is no renderer {name!r}; known are {', '.join(known_renderers())}, "
-                "or package.module.Class of your code"
+                f"model.renderer: there is no renderer {name!r}{hint} are {', '.join(known)}, or "
+                "package.module.Class of your code"
             )
     except ValidationError as error:
         if not options:

@@ -99,7 +99,7 @@ class GatewayProcess:
         """
         await self.stop()
         config = self._config
-        certificate = _certificate(config.gateway)
+        certificate = check_certificate(config.gateway)
         if self._journal is not None:  # first: an earlier gateway may hold the journal and the port
             try:
                 self.journal_id = await asyncio.to_thread(journals.prepare, self._journal)
@@ -250,8 +250,8 @@ def public_url(config: GatewayConfig, shard: int, url: str) -> str:
     return template.replace("{shard}", str(shard)).replace("{port}", str(config.port + shard)).rstrip("/")
 
 
-def _certificate(config: GatewayConfig) -> aiohttp.Fingerprint | None:
-    """Return the certificate's fingerprint, checked to fit its key; None for plain HTTP."""
+def check_certificate(config: GatewayConfig) -> aiohttp.Fingerprint | None:
+    """Return the certificate's fingerprint; None for plain HTTP. Raise StartupError if it does not fit its key."""
     if config.tls_certificate is None or config.tls_key is None:
         return None
     try:

@@ -26,6 +26,11 @@ _STUBS = Path(__file__).parent / "cpu_stubs"
 _NOT_INHERITED = ("PYTHON", "RAY_", "VIRTUAL_ENV", "ROLLOUT__")
 
 
+def interpreter(serving: ServingConfig) -> Path:
+    """Return the Python interpreter of the engines. Raise ConfigError if it is the CPU engine's and not installed."""
+    return serving.python or (find_engine() if serving.device == "cpu" else Path(sys.executable))
+
+
 def engine_command(
     model: ModelConfig,
     serving: ServingConfig,
@@ -42,8 +47,7 @@ def engine_command(
     Raises:
         ConfigError: on the CPU, `serving.python` is not set and the CPU engine is not installed.
     """
-    on_cpu = serving.device == "cpu"
-    python = serving.python or (find_engine() if on_cpu else Path(sys.executable))
+    on_cpu, python = serving.device == "cpu", interpreter(serving)
     env = {
         name: value
         for name, value in (os.environ if inherited is None else inherited).items()

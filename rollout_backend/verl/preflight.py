@@ -45,7 +45,7 @@ def check(section: Any) -> None:
     config = settings_of(root, _NO_SERVER_YET)
     check_image_cache(root.actor_rollout_ref.actor, config, os.environ)
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
-        thread.submit(asyncio.run, preflight.check(config, rollouts=_batch(root))).result()
+        thread.submit(asyncio.run, preflight.check_services(config, _batch(root))).result()
 
 
 def _batch(root: Any) -> int | None:

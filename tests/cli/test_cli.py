@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 
 from anyio.from_thread import start_blocking_portal
 
@@ -126,21 +125,6 @@ def test_a_run_that_another_manager_holds_is_refused(rollout, settings, tasks, a
 
 def test_an_agent_that_is_no_file(rollout, tasks, tmp_path):
     refused(rollout("demo", "--agent", tmp_path / "none.py", "--tasks", tasks), "there is no agent at")
-
-
-def test_a_port_in_use_is_named_with_its_setting(rollout, settings, tasks, agent_server):
-    with ScriptedEngine(["7"]) as engine, socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        config = settings(
-            runtime={"kind": "http", "url": agent_server},
-            serving={"kind": "external", "urls": [engine.url]},
-            gateway={"port": taken.getsockname()[1]},
-        )
-        code, output = rollout("run", config, "--tasks", tasks)
-    assert code == 1
-    assert "gateway.port" in output
-    assert "to another port, or to 0" in output
 
 
 def test_a_run_over_http_is_shown_and_read_again(rollout, settings, tasks, agent_server, tmp_path):

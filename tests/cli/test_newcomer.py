@@ -1,13 +1,282 @@
-"""The mistakes of a newcomer, and what the command line says about each."""
+"""The mistakes of a newcomer, and what the command line says about each.
+
+Rewards that are all equal are in `test_verdict.py`.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
 
 from rollout_backend import manager
-from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.observe import first_call, live_view
 from rollout_backend.serving.server_process import free_port
+from stub_server import Request, StubServer
+
+ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/my_agent-0123456789"
+HOUR = {"model_call_s": 300, "agent_s": 1800, "collection_s": 3600, "session_key_s": 5400}
+
+
+@pytest.fixture(scope="module")
+def pingable() -> Iterator[str]:
+    """A server that answers as an agent's container does to the check."""
+    with StubServer(lambda request: (200, b"{}")) as server:
+        yield server.url
+
+
+@pytest.fixture
+def config(settings, pingable, tmp_path):
+    """Write a config without mistakes, with some settings replaced, and return its path."""
+
+    def write(changes: dict[str, object]) -> Path:
+        path = settings(runtime={"kind": "http", "url": pingable})
+        tree = yaml.safe_load(path.read_text())
+        for key, value in changes.items():
+            *sections, name = key.split(".")
+            place = tree
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[name] = value
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+    return write
+
+
+def taken_port() -> socket.socket:
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    return taken
+
+
+MISTAKES = {
+    "key typo": ({"gateway.publicurl": "x"}, "gateway.publicurl: no such setting; did you mean gateway.public_url?"),
+    "key of another section": ({"public_url": "x"}, "public_url: no such setting; did you mean gateway.public_url?"),
+    "timeouts that do not nest": (
+        {"timeouts": {"model_call_s": 2000, "agent_s": 1800, "collection_s": 1000}},
+        "model_call_s (2000) is not below agent_s (1800): raise agent_s or lower model_call_s; "
+        "agent_s + publish_grace_s (1920) is not below collection_s (1000)",
+    ),
+    "public_url without a scheme": (
+        {"gateway.public_url": "localhost:8000"},
+        "gateway.public_url: String should",
+    ),
+    "public_url with /v1": ({"gateway.public_url": "https://a.example/v1"}, "public_url must not end in /v1"),
+    "AgentCore with a loopback gateway": (
+        {"runtime": {"kind": "agentcore", "arn": ARN, "endpoint_url": "http://agentcore.invalid"}},
+        "problem gateway.public_url: agents run at agentcore.invalid and would call http://127.0.0.1, which is their "
+        "own loopback address. Set gateway.host to 0.0.0.0, gateway.port, and gateway.public_url",
+    ),
+    "remote agents with a loopback gateway": (
+        {"runtime.url": "http://agents.invalid:8080"},
+        "problem gateway.public_url: agents run at agents.invalid and would call http://127.0.0.1, which",
+    ),
+    "model that is not there": ({"model.path": "/no/model"}, "problem model.path: there is no folder /no/model"),
+    "model of a hub": ({"model.path": "Qwen/Qwen3-4B"}, "download it first, such as with `hf download Qwen/Qwen3-4B"),
+    "model folder without a tokenizer": ({"model.path": "/tmp"}, "problem model.path: /tmp holds no tokenizer that"),
+    "renderer typo": (
+        {"model.renderer": "qwen33"},
+        "problem model.renderer: there is no renderer 'qwen33'; did you mean qwen3? Known are",
+    ),
+    "renderer unfit for the model": (
+        {"model.renderer": "qwen3"},
+        f"problem model.renderer: qwen3 cannot be used with {BYTE_MODEL}: Special token '<tool_call>' not found",
+    ),
+    "no GPU": (
+        {"serving": {"kind": "process", "servers": 9, "tensor_parallel": 8, "python": sys.executable}},
+        "problem serving.device: the engines need 72 GPUs (serving.servers x serving.tensor_parallel), and this",
+    ),
+    "engines without SGLang": (
+        {"serving": {"kind": "process"}},
+        "problem serving.python: SGLang is not installed in this environment",
+    ),
+    "interpreter that is not there": (
+        {"serving": {"kind": "process", "python": "/no/python", "device": "cpu"}},
+        "problem serving.python: /no/python is no program that can be run",
+    ),
+    "engine that is not there": (
+        {"serving.urls": ["http://127.0.0.1:9"]},
+        "warning serving.urls: nothing listens at http://127.0.0.1:9 yet (Connection refused): start that server",
+    ),
+    "folder that cannot be written": (
+        {"output_dir": "/dev/null/runs"},
+        "problem output_dir: /dev/null/runs cannot be written (/dev/null: Not a directory)",
+    ),
+    "address of another machine": (
+        {"gateway.host": "192.0.2.1"},
+        "problem gateway.host: no port is free on 192.0.2.1: set gateway.host to an address of this machine",
+    ),
+    "missing certificate": (
+        {"gateway.tls_certificate": "/no/cert.pem", "gateway.tls_key": "/no/key.pem"},
+        "problem gateway.tls_certificate: the gateway cannot serve HTTPS with",
+    ),
+    "bucket that is not there": (
+        {"storage.bucket": "no-such"},
+        "problem storage.bucket: bucket 'no-such' does not exist",
+    ),
+    "agents that are not there": (
+        {"runtime.url": "http://127.0.0.1:9"},
+        "problem runtime: no agent server answers at http://127.0.0.1:9",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_the_check_names_the_setting_and_what_to_do(rollout, config, changes, words, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", None)  # no test depends on the machine's GPUs
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    code, output = rollout("check", config(changes))
+    assert words in output
+    assert code == (0 if "warning" in words else 2), output
+
+
+def test_every_problem_is_listed_by_the_check_and_by_a_run(rollout, config, tasks):
+    with taken_port() as taken:
+        port = taken.getsockname()[1]
+        changes = {
+            "model.renderer": "qwen3",
+            "gateway.port": port,
+            "storage.bucket": "no-such",
+            "output_dir": "/dev/null",
+        }
+        path = config(changes)
+        code, output = rollout("check", path, "--json")
+        assert code == 2
+        found = {each["setting"]: each for each in json.loads(output)}
+        assert {name for name, each in found.items() if each["level"] == "problem"} == {
+            "model.renderer",
+            "gateway.port",
+            "storage.bucket",
+            "output_dir",
+        }
+        assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in found["gateway.port"]["text"]
+        assert found["queue.url"]["level"] == found["runtime"]["level"] == "ok"
+        code, output = rollout("run", path, "--tasks", tasks)
+    assert code == 2
+    assert "error: 4 problems were found:" in output
+    for setting in ("model.renderer", "gateway.port", "storage.bucket", "output_dir"):
+        assert f"- {setting}: " in output
+    assert "starting" not in output
+
+
+def test_a_config_without_mistakes_passes(rollout, config):
+    code, output = rollout("check", config({}))
+    assert code == 0, output
+    for words in (
+        "ok model.context_length: ",
+        "ok model.renderer: chatml renders",
+        "ok gateway.port: ",
+        "ok output_dir:",
+    ):
+        assert words in output
+    assert "problem" not in output
+
+
+def test_the_services_can_be_checked_from_another_machine(rollout, config):
+    code, output = rollout("check", config({"model.path": "/no/model"}), "--services")
+    assert code == 0, output
+    assert output.startswith("ok storage.bucket: ")
+    assert "model" not in output
+
+
+@pytest.mark.parametrize(
+    ("free", "code", "words"),
+    [
+        (
+            5 << 20,
+            2,
+            "problem output_dir: the disk of {} is full: 5 MiB free. Free space, or set a folder",
+        ),
+        (500 << 20, 0, "warning output_dir: the disk of {} is nearly full: 500 MiB free"),
+    ],
+)
+def test_a_full_disk(rollout, config, tmp_path, monkeypatch, free, code, words):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 1 << 40, free))
+    got, output = rollout("check", config({}))
+    assert words.format(tmp_path / "runs") in output
+    assert got == code
+
+
+@pytest.mark.parametrize(
+    ("rate", "level", "words"),
+    [
+        (
+            0.1,
+            "problem",
+            "1,000 rollouts cannot finish within timeouts.collection_s (3600 s): at runtime.",
+        ),
+        (0.5, "warning", "agents that take all of timeouts.agent_s do not all finish within timeouts.collection_s"),
+        (10, "ok", "1,000 rollouts start within 100 s"),
+    ],
+)
+def test_a_rate_that_is_too_low_for_the_batch(rollout, config, tasks, rate, level, words):
+    runtime = {"runtime.invoke_per_s": rate, "runtime.max_sessions": 1000, "timeouts": HOUR, "group.size": 1000}
+    code, output = rollout("check", config(runtime), "--tasks", tasks)
+    assert words in output
+    assert f"{level} runtime.invoke_per_s: " in output
+    assert code == (2 if level == "problem" else 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "import os\nimport no_such_module\n",
+            "agent.py, line 2: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        ("raise SystemExit(3)\n", "agent.py: it exits with code 3 while it is imported"),
+        ("import sys\nsys.exit(0)\n", "agent.py: it exits with code 0 while it is imported"),
+        ("print('hello')\n", "agent.py: no RolloutApp at the top of the file"),
+        (
+            "from agent_wrapper import RolloutApp\napp = RolloutApp()\n",
+            "agent.py: agent_wrapper.errors.Entrypoint",
+        ),
+    ],
+    ids=["import error", "exits at once", "exits with 0", "no app", "no entrypoint"],
+)
+def test_an_agent_that_cannot_start(rollout, config, tmp_path, source, words):
+    agent = tmp_path / "agent.py"
+    agent.write_text(source)
+    code, output = rollout("check", config({}), "--agent", agent)
+    assert f"problem agent: {tmp_path}/{words}" in output
+    assert code == 2
+
+
+def answer_of_aws(request: Request) -> tuple[int, bytes]:
+    """Refuse CreateQueue, and answer S3 as from another region."""
+    if request.headers.get("X-Amz-Target") == "AmazonSQS.CreateQueue":
+        return 403, b'{"__type": "com.amazon.coral.service#AccessDeniedException", "message": "not you"}'
+    return 301, b"<Error><Code>PermanentRedirect</Code><Message>use eu-west-1</Message></Error>"
+
+
+def test_a_wrong_region_and_a_denied_queue(rollout, config):
+    with StubServer(answer_of_aws) as aws:
+        code, output = rollout("check", config({"aws.endpoint_url": aws.url}))
+    assert code == 2
+    assert "is in another region (PermanentRedirect: use eu-west-1): set aws.region" in output
+    assert "CreateQueue is not allowed (not you). Deploy the stack with RunQueues=true" in output
+
+
+def test_an_engine_without_memory(rollout, config, tasks, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'torch.OutOfMemoryError: CUDA out of memory.'\nexit 1\n")
+    python.chmod(0o755)
+    changes = {"serving": {"kind": "process", "device": "cpu", "python": str(python), "max_restarts": 0}}
+    code, output = rollout("run", config(changes), "--tasks", tasks)
+    assert code == 1
+    assert "engine-0 ended with code 1 before it was up. It ran out of memory. Lower serving." in output
+    assert "Traceback" not in output
 
 
 def test_a_wrong_public_url(rollout, settings, tasks, agent_server, run_id, monkeypatch, caplog):

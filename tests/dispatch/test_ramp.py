@@ -47,7 +47,7 @@ async def test_a_run_takes_its_limits_from_the_runtime_that_it_found(local_keys)
     try:
         runtime.described = CODE
         assert runtime.limits().invoke_per_s == 24
-        assert check_ramp(settings, runtime.limits(), 1024).startswith("1,024 rollouts start within 43 s")
+        assert check_ramp(settings, runtime.limits(), 1024)[0].startswith("1,024 rollouts start within 43 s")
     finally:
         await runtime.aclose()
 

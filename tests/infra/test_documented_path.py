@@ -170,7 +170,7 @@ def parameters_of(tree: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize("where", CONFIGS)
 async def test_a_documented_config_passes_the_check(deploy, where):
     account = await deploy(**parameters_of(CONFIGS[where]))
-    await preflight.check(account.settings(CONFIGS[where]))
+    await preflight.check_services(account.settings(CONFIGS[where]))
     assert account.proxy.denied == []
 
 
@@ -247,7 +247,7 @@ ARITHMETIC = CONFIGS["examples/arithmetic/config.yaml"]
 
 async def refused(config: RolloutConfig) -> str:
     with pytest.raises(PreflightError) as caught:
-        await preflight.check(config)
+        await preflight.check_services(config)
     return str(caught.value)
 
 
@@ -263,14 +263,16 @@ async def test_a_prefix_that_the_stack_does_not_allow_is_found(deploy):
 
 async def test_the_stacks_own_prefix_passes(deploy):
     account = await deploy(ResultPrefix="team/")
-    await preflight.check(account.settings(ARITHMETIC, storage={"bucket": account.storage.bucket, "prefix": "team/"}))
+    await preflight.check_services(
+        account.settings(ARITHMETIC, storage={"bucket": account.storage.bucket, "prefix": "team/"})
+    )
 
 
 async def test_a_run_that_may_not_make_its_queue_is_found(deploy):
     account = await deploy(RunQueues="false")
     assert "queue.url" in (message := await refused(account.settings(ARITHMETIC)))
     assert "RunQueues" in message
-    await preflight.check(account.settings(ARITHMETIC, queue={"url": account.queue_url}))
+    await preflight.check_services(account.settings(ARITHMETIC, queue={"url": account.queue_url}))
 
 
 async def test_another_stacks_queue_is_found(deploy):

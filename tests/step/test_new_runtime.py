@@ -105,10 +105,9 @@ async def test_its_diagnosis_names_its_logs(open_toy):
 
 async def test_the_preflight_checks_it(open_toy):
     bench = await open_toy("queue.enabled=false", "model.context_length=2048")
-    said: list[str] = []
-    await preflight.check(bench.config, said.append, rollouts=8)
+    said = [str(finding) for finding in await preflight.check_services(bench.config, rollouts=8)]
     assert "runtime: there, and ready" in said
-    assert said[-1].startswith("8 rollouts start within 1 s, at 7 sessions per second")
+    assert said[-1].startswith("runtime.invoke_per_s: 8 rollouts start within 1 s, at 7 sessions per second")
 
 
 def test_the_janitor_stops_its_sessions():

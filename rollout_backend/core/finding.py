@@ -1,0 +1,32 @@
+"""The result of one check before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from rollout_backend.errors import PreflightError
+
+Level = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A `problem` stops the run. `setting` is the one to change, and `text` says what was found and what to do."""
+
+    level: Level
+    setting: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text if self.text.startswith(self.setting) else f"{self.setting}: {self.text}"
+
+
+def raise_problems(findings: Iterable[Finding]) -> None:
+    """Raise PreflightError with every problem, if there is one."""
+    problems = [str(finding) for finding in findings if finding.level == "problem"]
+    if len(problems) == 1:
+        raise PreflightError(problems[0])
+    if problems:
+        raise PreflightError(f"{len(problems)} problems were found:\n" + "\n".join(f"- {each}" for each in problems))

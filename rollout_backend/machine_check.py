@@ -1,0 +1,311 @@
+"""Check what a run needs of this machine: model, renderer, engines, ports, addresses and folders.
+
+Invariants:
+
+- Nothing is started, and nothing is left behind.
+- What other machines have is not guessed: with gateways on a Ray cluster, only they need the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rollout_backend.config import AgentCoreConfig, RolloutConfig
+from rollout_backend.core.finding import Finding
+from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.serving.gateway_process import check_certificate, gateway_name, is_loopback, public_url
+from rollout_backend.serving.relay_process import public_gateway_config
+from rollout_backend.serving.server_process import require_port
+from rollout_backend.serving.sglang import interpreter
+
+_LOW_BYTES, _FULL_BYTES = 1 << 30, 100 << 20
+_CONNECT_S = 3.0
+_REPLY = "It is 7."
+
+
+def check_machine(config: RolloutConfig) -> list[Finding]:
+    """Return what was found. Takes some seconds, because it loads the tokenizer."""
+    checks: tuple[Callable[[RolloutConfig], Iterator[Finding]], ...] = (
+        _check_model,
+        _check_engines,
+        _check_ports,
+        _check_addresses,
+        _check_output_dir,
+    )
+    return [finding for check in checks for finding in check(config)]
+
+
+# --- the agent --------------------------------------------------------------------------------------------
+
+_IMPORT_AGENT = """
+import runpy, sys
+from pathlib import Path
+script = sys.argv[1]
+sys.path.insert(0, str(Path(script).parent))
+names = runpy.run_path(script, run_name="agent")
+from agent_wrapper import RolloutApp
+apps = [value for value in names.values() if isinstance(value, RolloutApp)]
+if not apps:
+    raise SystemExit("no RolloutApp at the top of the file")
+apps[0].asgi
+print("imported")
+"""
+_IMPORT_S = 120.0
+
+
+def check_agent(script: Path) -> Finding:
+    """Import an agent's file in another process, as a container does."""
+    argv = [sys.executable, "-c", _IMPORT_AGENT, str(script.absolute())]
+    folder = script.absolute().parent
+    if not script.is_file():
+        return Finding("problem", "agent", f"there is no agent at {script}")
+    try:
+        done = subprocess.run(
+            argv, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_IMPORT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("problem", "agent", f"{script} cannot be imported within {_IMPORT_S:.0f} s")
+    if done.returncode or not done.stdout.endswith("imported\n"):
+        last = (done.stderr.strip().splitlines() or [f"it exits with code {done.returncode} while it is imported"])[
+            -1
+        ]
+        lines = re.findall(rf'File "{re.escape(str(script.absolute()))}", line (\d+)', done.stderr)
+        where = f", line {lines[-1]}" if lines else ""
+        return Finding("problem", "agent", f"{script}{where}: {last}")
+    return Finding("ok", "agent", f"{script} can be imported")
+
+
+# --- model and renderer -----------------------------------------------------------------------------------
+
+
+def _check_model(config: RolloutConfig) -> Iterator[Finding]:
+    model, here = config.model, config.gateway.kind == "process" or config.collect.retokenize
+    there = model.path.is_dir()
+    if here and not there:
+        hint = f": download it first, such as with `hf download {model.path} --local-dir FOLDER`"
+        yield Finding(
+            "problem", "model.path", f"there is no folder {model.path}{hint if _is_hub_name(model.path) else ''}"
+        )
+        return
+    if config.serving.kind == "process" and not (model.path / "config.json").is_file():
+        yield Finding("problem", "model.path", f"{model.path} is no model folder: it has no config.json")
+        return
+    try:
+        yield Finding("ok", "model.context_length", f"{model.context_tokens:,} tokens of context")
+    except ConfigError as error:
+        yield Finding("problem", "model.context_length", str(error))
+    if there:
+        yield _check_renderer(config)
+    else:
+        yield Finding("ok", "model.path", f"{model.path} is not on this machine; its gateways must have it")
+
+
+def _is_hub_name(path: Path) -> bool:
+    return not path.is_absolute() and len(path.parts) == 2
+
+
+def _check_renderer(config: RolloutConfig) -> Finding:
+    from rollout_backend.rendering.renderer import load_renderer  # transformers are slow to import
+
+    try:
+        bundle = load_renderer(config.model)
+    except ConfigError as error:
+        setting = "model.path" if str(error).startswith("model.path") else "model.renderer"
+        return Finding("problem", setting, str(error))
+    try:
+        prompt = bundle.render([{"role": "user", "content": "What is 3 + 4?"}], None)
+        reply = [*bundle.marker_ids(_REPLY), *bundle.stop_token_ids[:1]]
+        parsed = bundle.renderer.parse_response(reply, prompt_ids=prompt)
+        read = f"{parsed.content}{parsed.reasoning_content or ''}"
+    except Exception as error:  # a renderer that does not fit this model may raise anything
+        read = f"{type(error).__name__}: {error}"
+    if _REPLY not in read:
+        return Finding(
+            "problem",
+            "model.renderer",
+            f"{bundle.name} does not fit {config.model.path}: the reply {_REPLY!r} is read as {read!r}. Set the "
+            "renderer of this model's family, or default",
+        )
+    return Finding("ok", "model.renderer", f"{bundle.name} renders a prompt and reads a reply")
+
+
+# --- engines ----------------------------------------------------------------------------------------------
+
+
+def _check_engines(config: RolloutConfig) -> Iterator[Finding]:
+    serving = config.serving
+    if serving.kind == "external":
+        for url in serving.urls:
+            yield _check_external(url)
+    elif serving.kind == "process":
+        try:
+            python = interpreter(serving)
+        except ConfigError as error:
+            yield Finding("problem", "serving.python", str(error))
+            return
+        if serving.python is not None and not os.access(serving.python, os.X_OK):
+            yield Finding("problem", "serving.python", f"{python} is no program that can be run")
+        elif serving.python is None and serving.device == "cuda" and importlib.util.find_spec("sglang") is None:
+            yield Finding(
+                "problem",
+                "serving.python",
+                "SGLang is not installed in this environment: install it, set serving.python to the interpreter of "
+                "an environment that has it, or set serving.device=cpu",
+            )
+        else:
+            yield Finding("ok", "serving.python", f"engines run with {python}")
+        if serving.device == "cuda":
+            yield _check_gpus(serving.servers * serving.tensor_parallel)
+    for setting, kind in (("serving.kind", serving.kind), ("gateway.kind", config.gateway.kind)):
+        if kind == "ray" and importlib.util.find_spec("ray") is None:
+            yield Finding("problem", setting, "Ray is not installed in this environment: install the extra ray")
+
+
+def _check_external(url: str) -> Finding:
+    """Connect only: a request could reach an engine whose memory a trainer has taken."""
+    parts = urlsplit(url)
+    address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection(address, _CONNECT_S).close()
+    except OSError as error:
+        why = error.strerror or error
+        return Finding("warning", "serving.urls", f"nothing listens at {url} yet ({why}): start that server")
+    return Finding("ok", "serving.urls", f"something listens at {url}")
+
+
+def _check_gpus(wanted: int) -> Finding:
+    found = _count_gpus()
+    if found < wanted:
+        return Finding(
+            "problem",
+            "serving.device",
+            f"the engines need {wanted} GPUs (serving.servers x serving.tensor_parallel), and this machine shows "
+            f"{found:g}: lower those settings, or set serving.device=cpu",
+        )
+    return Finding("ok", "serving.device", f"the engines use {wanted} GPUs")
+
+
+def _count_gpus() -> float:
+    """Return the number of GPUs that an engine sees; infinity if that is not known."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return math.inf if Path("/dev/nvidia0").exists() else 0
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return math.inf
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+# --- ports and addresses ----------------------------------------------------------------------------------
+
+
+def _check_ports(config: RolloutConfig) -> Iterator[Finding]:
+    """Bind the ports. Those of a run that resumes may still be held by its earlier servers, which are ending."""
+    gateway, router = config.gateway, config.router
+    wanted = [("router.port", "the router", router.host, [router.port])]
+    if gateway.kind == "process":
+        ports = [gateway.port and gateway.port + shard for shard in range(gateway.processes)]
+        wanted.append(("gateway.port", gateway_name(gateway, 0), gateway.host, ports))
+    if (config.run_dir / "gateway").exists():
+        return
+    for setting, name, host, ports in wanted:
+        try:
+            for port in ports:
+                require_port(host, port, name, setting)
+        except StartupError as error:
+            host_setting = setting.replace("port", "host")
+            free = str(error).startswith("no port is free")
+            text = f"{error}: set {host_setting} to an address of this machine" if free else str(error)
+            yield Finding("problem", host_setting if free else setting, text)
+        else:
+            numbers = ", ".join(str(port) for port in ports if port) or "any port"
+            yield Finding("ok", setting, f"{name} can listen on {host}, {numbers}")
+    if gateway.kind == "process":
+        try:
+            check_certificate(gateway)
+        except StartupError as error:
+            yield Finding("problem", "gateway.tls_certificate", str(error))
+
+
+def _check_addresses(config: RolloutConfig) -> Iterator[Finding]:
+    """Check the address that agents are given, as far as it can be judged from here."""
+    if config.gateway.kind != "process" and config.gateway.public_url is None and config.relay is None:
+        return  # each gateway's machine has its own address
+    setting = "relay.public_url" if config.relay is not None else "gateway.public_url"
+    gateway = public_gateway_config(config).gateway
+    host = gateway.host if gateway.host not in ("0.0.0.0", "::", "") else "127.0.0.1"  # noqa: S104  # compared
+    port = f":{gateway.port}" if gateway.port else ""
+    url = public_url(gateway, 0, f"http://{host}{port}")
+    if not is_loopback(urlsplit(url).hostname or ""):
+        yield Finding("ok", setting, f"agents reach the gateway at {url}")
+        return
+    agents = config.runtime.agents_host
+    if agents is None:
+        yield Finding("warning", setting, f"agents are told to call {url}, which works only on this machine")
+    elif _is_here(agents):
+        yield Finding("ok", setting, "agents run on this machine and reach the gateway by its loopback address")
+    else:
+        tunnel = gateway.public_url is not None and not isinstance(config.runtime, AgentCoreConfig)
+        yield Finding(
+            "warning" if tunnel else "problem",
+            setting,
+            f"agents run at {agents} and would call {url}, which is their own loopback address. Set gateway.host to "
+            "0.0.0.0, gateway.port, and gateway.public_url to an address that leads here; or use a relay",
+        )
+
+
+def _is_here(host: str) -> bool:
+    """Return whether a name or an address is one of this machine."""
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+# --- folders ----------------------------------------------------------------------------------------------
+
+
+def _check_output_dir(config: RolloutConfig) -> Iterator[Finding]:
+    folder = config.output_dir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        why = f"{config.output_dir} cannot be written ({folder}: {error.strerror or error})"
+        yield Finding("problem", "output_dir", f"{why}: change its permissions, or set another folder")
+        return
+    text = f"{config.output_dir} can be written, with {_size(free)} free"
+    if free >= _LOW_BYTES:
+        yield Finding("ok", "output_dir", text)
+        return
+    full = free < _FULL_BYTES
+    text = f"the disk of {config.output_dir} is {'full' if full else 'nearly full'}: {_size(free)} free. Free space"
+    yield Finding("problem" if full else "warning", "output_dir", f"{text}, or set a folder on another disk")
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):,.1f} GiB" if count >= _LOW_BYTES else f"{count / (1 << 20):,.0f} MiB"
