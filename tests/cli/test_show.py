@@ -68,7 +68,7 @@ def test_an_interrupted_run_exits_with_130_and_its_rollouts_can_be_shown(
         return "late"
 
     with ScriptedEngine(hold) as engine:
-        config = settings(**over_http(agent_server, engine, run_id="stopped"))
+        config = settings(**over_http(agent_server, engine, run_id="interrupted"))
         argv = [sys.executable, "-m", "rollout_backend.cli", "run", str(config), "--tasks", str(tasks)]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             try:
