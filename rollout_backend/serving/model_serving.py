@@ -42,7 +42,8 @@ class ModelServing:
             StartupError: a part did not start, with the end of its log.
         """
         config = self._config
-        on_status(f"starting {config.serving.servers} SGLang and the router")
+        servers = config.serving.servers
+        on_status("starting the router" if config.serving.urls else f"starting {servers} SGLang and the router")
         self._stack.push_async_callback(self.engines.stop)
         await self.engines.start()
         on_status("starting the gateway")

@@ -126,7 +126,7 @@ class CloudAgentLoopManager:
         self._closed = True
         self._follow.cancel()
         try:
-            self._blocking.close(_CLOSE_S)
+            self._blocking.close(_CLOSE_S, self._failure)
         except TimeoutError:
             log.warning("the backend did not end within %g s; its servers end with this process", _CLOSE_S)
 

@@ -58,7 +58,7 @@ def assert_shareable(folder: Path, *secrets: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_an_interrupted_run_is_resumed_from_its_folder_which_can_be_shared(
-    rollout, settings, agent_server, here, monkeypatch, number
+    rollout, settings, agent_server, here, monkeypatch, run_id, number
 ):
     """A killed run's agents still run. They are not started again."""
     killed = number == signal.SIGKILL
@@ -74,16 +74,16 @@ def test_an_interrupted_run_is_resumed_from_its_folder_which_can_be_shared(
             go.wait(60)
         return "1"
 
-    folder = here / "runs" / "stopped"
+    folder = here / "runs" / run_id
     with ScriptedEngine(reply) as engine:
         serving = {"kind": "external", "urls": [engine.url]}
         runtime = {"kind": "http", "url": agent_server}
-        config = settings(runtime=runtime, serving=serving, queue={"wait_s": 1}, run_id="stopped", output_dir="runs")
+        config = settings(runtime=runtime, serving=serving, queue={"wait_s": 1}, run_id=run_id, output_dir="runs")
         argv = [sys.executable, "-m", "rollout_backend.cli", "run", str(config), "--tasks", str(tasks)]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             try:
                 until(lambda: len([*folder.glob("rollouts/*/sum-*")]) == 2 or process.poll() is not None, 60)
-                secrets = AWS_KEY, (here / "runs" / ".secrets" / "stopped").read_text()
+                secrets = AWS_KEY, (here / "runs" / ".secrets" / run_id).read_text()
                 assert_shareable(folder, *secrets)
                 os.kill(process.pid, number)
                 output = process.communicate(timeout=60)[0]
@@ -93,12 +93,16 @@ def test_an_interrupted_run_is_resumed_from_its_folder_which_can_be_shared(
         if not killed:
             assert process.returncode == 130, output
             assert "2 of 3 rollouts have a result (2 completed, 1 cancelled)" in output
-            assert "resume it with: rollout run --resume stopped\n" in output
+            assert f"resume it with: rollout run --resume {run_id}\n" in output
+            code, output = rollout("show", "sum-2.0")
+            assert code == 0, output
+            for part in ("cancelled, no result was stored", "aborted", "the step was cancelled from outside"):
+                assert part in output
         assert RunArchive(folder).read_info().starts[0].current_state() == ("killed" if killed else "interrupted")
 
         tasks.unlink()
         asked = len(engine.requests)
-        code, output = rollout("run", "--resume", "stopped")
+        code, output = rollout("run", "--resume", run_id)
         assert code == 0, output
         assert "the ledger reconciles; 0 sessions open" in output
         assert "3 of 3 rollouts completed" in output
@@ -113,7 +117,7 @@ def test_an_interrupted_run_is_resumed_from_its_folder_which_can_be_shared(
     assert second["versions"]["engine"] == "scripted"
     assert second["agent"] == {"url": agent_server}
     kept = yaml.safe_load((folder / "config.yaml").read_text())
-    assert (kept["run_id"], kept["runtime"]["url"], kept["timeouts"]["agent_s"]) == ("stopped", agent_server, 1800.0)
+    assert (kept["run_id"], kept["runtime"]["url"], kept["timeouts"]["agent_s"]) == (run_id, agent_server, 1800.0)
     lines = (folder / "steps" / "00000000.tasks.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == rows
 

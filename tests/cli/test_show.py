@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import threading
 
 import pytest
 
-from builders import until
 from rollout_backend.local.scripted import ScriptedEngine
 from stub_server import StubServer
 
@@ -56,38 +51,6 @@ def test_a_newer_run_with_failures_alone_is_the_one_that_is_shown(rollout, setti
     assert rollout("show", "task-00000.0", "--run-dir", here / "runs" / "z-old", "--step", 0)[1] == output
     code, output = rollout("show", "task-00000.0", "--run-dir", here / "runs" / "z-old", "--step", 1)
     assert (code, "step 1 of" in output) == (2, True)
-
-
-def test_an_interrupted_run_exits_with_130_and_its_rollouts_can_be_shown(
-    rollout, settings, tasks, agent_server, here
-):
-    go = threading.Event()
-
-    def hold(prompt: str) -> str:
-        go.wait(60)
-        return "late"
-
-    with ScriptedEngine(hold) as engine:
-        config = settings(**over_http(agent_server, engine, run_id="interrupted"))
-        argv = [sys.executable, "-m", "rollout_backend.cli", "run", str(config), "--tasks", str(tasks)]
-        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-            try:
-                until(lambda: engine.requests or process.poll() is not None, 60)
-                os.kill(process.pid, signal.SIGTERM)
-                output = process.communicate(timeout=60)[0]
-            finally:
-                process.kill()
-                go.set()
-    assert process.returncode == 130, output
-    code, output = rollout("show", "task-00000.0")
-    assert code == 0, output
-    for part in (
-        "cancelled, no result was stored",
-        "aborted",
-        "the step was cancelled from outside",
-        "sessions: rollout-",
-    ):
-        assert part in output
 
 
 def test_there_is_no_run_to_show(rollout, here):
