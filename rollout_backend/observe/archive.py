@@ -90,9 +90,11 @@ class RunArchive:
 
     def write_tasks(self, step: int, tasks: Sequence[Task]) -> None:
         """Write the tasks of a step, as a task file."""
-        rows = [{"task_id": task.task_id, "payload": dict(task.payload)} for task in tasks]
-        lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
-        self._executor.submit(self.try_to_write, self.tasks_file(step), lines.encode(errors="surrogatepass"))
+        self._executor.submit(self._write_tasks, self.tasks_file(step), tasks)
+
+    def _write_tasks(self, path: Path, tasks: Sequence[Task]) -> None:
+        rows = ({"task_id": task.task_id, "payload": dict(task.payload)} for task in tasks)
+        self.try_to_write(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode())
 
     def tasks_file(self, step: int) -> Path:
         """Return the path of the file that `write_tasks` writes."""
