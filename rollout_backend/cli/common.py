@@ -51,7 +51,9 @@ RUNS = Path("runs")
 Overrides = Annotated[
     list[str] | None, typer.Option("--override", "-o", metavar="KEY=VALUE", help="A setting, e.g. group.size=8.")
 ]
-TaskFile = Annotated[Path, typer.Option("--tasks", help="JSONL or parquet with `payload` and optional `task_id`.")]
+TaskFile = Annotated[
+    Path | None, typer.Option("--tasks", help="JSONL or parquet with `payload` and optional `task_id`.")
+]
 Limit = Annotated[int | None, typer.Option(min=1, help="Take only this many tasks from the beginning.")]
 
 

@@ -39,7 +39,7 @@ _RESTARTS = {
 
 def run(
     config: Annotated[Path | None, typer.Argument(help="Settings in YAML.")] = None,
-    tasks: TaskFile | None = None,
+    tasks: TaskFile = None,
     limit: Limit = None,
     resume: Annotated[
         str | None,
