@@ -23,7 +23,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
-from rollout_backend.core.finding import Finding
+from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.serving.gateway_process import check_certificate, gateway_name, is_loopback, public_url
 from rollout_backend.serving.relay_process import public_gateway_config
@@ -35,9 +35,9 @@ _CONNECT_S = 3.0
 _REPLY = "It is 7."
 
 
-def check_machine(config: RolloutConfig) -> list[Finding]:
+def check_machine(config: RolloutConfig) -> list[CheckResult]:
     """Return what was found. Takes some seconds, because it loads the tokenizer."""
-    checks: tuple[Callable[[RolloutConfig], Iterator[Finding]], ...] = (
+    checks: tuple[Callable[[RolloutConfig], Iterator[CheckResult]], ...] = (
         _check_model,
         _check_engines,
         _check_ports,
@@ -50,80 +50,86 @@ def check_machine(config: RolloutConfig) -> list[Finding]:
 # --- the agent --------------------------------------------------------------------------------------------
 
 _IMPORT_AGENT = """
-import runpy, sys
+import os, runpy, sys
 from pathlib import Path
+from agent_wrapper import RolloutApp
+
+def served(app, *args, **options):
+    app.asgi
+    print("imported", flush=True)
+    os._exit(0)
+
+RolloutApp.run = served
 script = sys.argv[1]
 sys.path.insert(0, str(Path(script).parent))
-names = runpy.run_path(script, run_name="agent")
-from agent_wrapper import RolloutApp
-apps = [value for value in names.values() if isinstance(value, RolloutApp)]
-if not apps:
-    raise SystemExit("no RolloutApp at the top of the file")
-apps[0].asgi
-print("imported")
+for value in runpy.run_path(script, run_name="agent").values():
+    if isinstance(value, RolloutApp):
+        served(value)
+print("no app")
 """
 _IMPORT_S = 120.0
 
 
-def check_agent(script: Path) -> Finding:
+def check_agent(script: Path) -> CheckResult:
     """Import an agent's file in another process, as a container does."""
     argv = [sys.executable, "-c", _IMPORT_AGENT, str(script.absolute())]
     folder = script.absolute().parent
     if not script.is_file():
-        return Finding("problem", "agent", f"there is no agent at {script}")
+        return CheckResult("problem", "agent", f"there is no agent at {script}")
     try:
         done = subprocess.run(
             argv, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_IMPORT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding("problem", "agent", f"{script} cannot be imported within {_IMPORT_S:.0f} s")
-    if done.returncode or not done.stdout.endswith("imported\n"):
-        last = (done.stderr.strip().splitlines() or [f"it exits with code {done.returncode} while it is imported"])[
-            -1
-        ]
-        lines = re.findall(rf'File "{re.escape(str(script.absolute()))}", line (\d+)', done.stderr)
-        where = f", line {lines[-1]}" if lines else ""
-        return Finding("problem", "agent", f"{script}{where}: {last}")
-    return Finding("ok", "agent", f"{script} can be imported")
+        return CheckResult("problem", "agent", f"{script} cannot be imported within {_IMPORT_S:.0f} s")
+    if done.returncode == 0 and done.stdout.endswith("imported\n"):
+        return CheckResult("ok", "agent", f"{script} can be imported")
+    if done.returncode == 0 and done.stdout.endswith("no app\n"):
+        return CheckResult("warning", "agent", f"{script} makes no RolloutApp when it is imported")
+    silent = f"it exits with code {done.returncode} while it is imported"
+    last = (done.stderr.strip().splitlines() or [silent])[-1]
+    lines = re.findall(rf'File "{re.escape(str(script.absolute()))}", line (\d+)', done.stderr)
+    where = f", line {lines[-1]}" if lines else ""
+    return CheckResult("problem", "agent", f"{script}{where}: {last}")
 
 
 # --- model and renderer -----------------------------------------------------------------------------------
 
 
-def _check_model(config: RolloutConfig) -> Iterator[Finding]:
+def _check_model(config: RolloutConfig) -> Iterator[CheckResult]:
     model, here = config.model, config.gateway.kind == "process" or config.collect.retokenize
     there = model.path.is_dir()
     if here and not there:
         hint = f": download it first, such as with `hf download {model.path} --local-dir FOLDER`"
-        yield Finding(
+        yield CheckResult(
             "problem", "model.path", f"there is no folder {model.path}{hint if _is_hub_name(model.path) else ''}"
         )
         return
     if config.serving.kind == "process" and not (model.path / "config.json").is_file():
-        yield Finding("problem", "model.path", f"{model.path} is no model folder: it has no config.json")
+        yield CheckResult("problem", "model.path", f"{model.path} is no model folder: it has no config.json")
         return
     try:
-        yield Finding("ok", "model.context_length", f"{model.context_tokens:,} tokens of context")
+        yield CheckResult("ok", "model.context_length", f"{model.context_tokens:,} tokens of context")
     except ConfigError as error:
-        yield Finding("problem", "model.context_length", str(error))
+        yield CheckResult("problem", "model.context_length", str(error))
     if there:
         yield _check_renderer(config)
     else:
-        yield Finding("ok", "model.path", f"{model.path} is not on this machine; its gateways must have it")
+        yield CheckResult("ok", "model.path", f"{model.path} is not on this machine; its gateways must have it")
 
 
 def _is_hub_name(path: Path) -> bool:
     return not path.is_absolute() and len(path.parts) == 2
 
 
-def _check_renderer(config: RolloutConfig) -> Finding:
+def _check_renderer(config: RolloutConfig) -> CheckResult:
     from rollout_backend.rendering.renderer import load_renderer  # transformers are slow to import
 
     try:
         bundle = load_renderer(config.model)
     except ConfigError as error:
         setting = "model.path" if str(error).startswith("model.path") else "model.renderer"
-        return Finding("problem", setting, str(error))
+        return CheckResult("problem", setting, str(error))
     try:
         prompt = bundle.render([{"role": "user", "content": "What is 3 + 4?"}], None)
         reply = [*bundle.marker_ids(_REPLY), *bundle.stop_token_ids[:1]]
@@ -132,19 +138,19 @@ def _check_renderer(config: RolloutConfig) -> Finding:
     except Exception as error:  # a renderer that does not fit this model may raise anything
         read = f"{type(error).__name__}: {error}"
     if _REPLY not in read:
-        return Finding(
+        return CheckResult(
             "problem",
             "model.renderer",
             f"{bundle.name} does not fit {config.model.path}: the reply {_REPLY!r} is read as {read!r}. Set the "
             "renderer of this model's family, or default",
         )
-    return Finding("ok", "model.renderer", f"{bundle.name} renders a prompt and reads a reply")
+    return CheckResult("ok", "model.renderer", f"{bundle.name} renders a prompt and reads a reply")
 
 
 # --- engines ----------------------------------------------------------------------------------------------
 
 
-def _check_engines(config: RolloutConfig) -> Iterator[Finding]:
+def _check_engines(config: RolloutConfig) -> Iterator[CheckResult]:
     serving = config.serving
     if serving.kind == "external":
         for url in serving.urls:
@@ -153,27 +159,27 @@ def _check_engines(config: RolloutConfig) -> Iterator[Finding]:
         try:
             python = interpreter(serving)
         except ConfigError as error:
-            yield Finding("problem", "serving.python", str(error))
+            yield CheckResult("problem", "serving.python", str(error))
             return
         if serving.python is not None and not os.access(serving.python, os.X_OK):
-            yield Finding("problem", "serving.python", f"{python} is no program that can be run")
+            yield CheckResult("problem", "serving.python", f"{python} is no program that can be run")
         elif serving.python is None and serving.device == "cuda" and importlib.util.find_spec("sglang") is None:
-            yield Finding(
+            yield CheckResult(
                 "problem",
                 "serving.python",
                 "SGLang is not installed in this environment: install it, set serving.python to the interpreter of "
                 "an environment that has it, or set serving.device=cpu",
             )
         else:
-            yield Finding("ok", "serving.python", f"engines run with {python}")
+            yield CheckResult("ok", "serving.python", f"engines run with {python}")
         if serving.device == "cuda":
             yield _check_gpus(serving.servers * serving.tensor_parallel)
     for setting, kind in (("serving.kind", serving.kind), ("gateway.kind", config.gateway.kind)):
         if kind == "ray" and importlib.util.find_spec("ray") is None:
-            yield Finding("problem", setting, "Ray is not installed in this environment: install the extra ray")
+            yield CheckResult("problem", setting, "Ray is not installed in this environment: install the extra ray")
 
 
-def _check_external(url: str) -> Finding:
+def _check_external(url: str) -> CheckResult:
     """Connect only: a request could reach an engine whose memory a trainer has taken."""
     parts = urlsplit(url)
     address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -181,20 +187,20 @@ def _check_external(url: str) -> Finding:
         socket.create_connection(address, _CONNECT_S).close()
     except OSError as error:
         why = error.strerror or error
-        return Finding("warning", "serving.urls", f"nothing listens at {url} yet ({why}): start that server")
-    return Finding("ok", "serving.urls", f"something listens at {url}")
+        return CheckResult("warning", "serving.urls", f"nothing listens at {url} yet ({why}): start that server")
+    return CheckResult("ok", "serving.urls", f"something listens at {url}")
 
 
-def _check_gpus(wanted: int) -> Finding:
+def _check_gpus(wanted: int) -> CheckResult:
     found = _count_gpus()
     if found < wanted:
-        return Finding(
+        return CheckResult(
             "problem",
             "serving.device",
             f"the engines need {wanted} GPUs (serving.servers x serving.tensor_parallel), and this machine shows "
             f"{found:g}: lower those settings, or set serving.device=cpu",
         )
-    return Finding("ok", "serving.device", f"the engines use {wanted} GPUs")
+    return CheckResult("ok", "serving.device", f"the engines use {wanted} GPUs")
 
 
 def _count_gpus() -> float:
@@ -215,7 +221,7 @@ def _count_gpus() -> float:
 # --- ports and addresses ----------------------------------------------------------------------------------
 
 
-def _check_ports(config: RolloutConfig) -> Iterator[Finding]:
+def _check_ports(config: RolloutConfig) -> Iterator[CheckResult]:
     """Bind the ports. Those of a run that resumes may still be held by its earlier servers, which are ending."""
     gateway, router = config.gateway, config.router
     wanted = [("router.port", "the router", router.host, [router.port])]
@@ -232,18 +238,18 @@ def _check_ports(config: RolloutConfig) -> Iterator[Finding]:
             host_setting = setting.replace("port", "host")
             free = str(error).startswith("no port is free")
             text = f"{error}: set {host_setting} to an address of this machine" if free else str(error)
-            yield Finding("problem", host_setting if free else setting, text)
+            yield CheckResult("problem", host_setting if free else setting, text)
         else:
             numbers = ", ".join(str(port) for port in ports if port) or "any port"
-            yield Finding("ok", setting, f"{name} can listen on {host}, {numbers}")
+            yield CheckResult("ok", setting, f"{name} can listen on {host}, {numbers}")
     if gateway.kind == "process":
         try:
             check_certificate(gateway)
         except StartupError as error:
-            yield Finding("problem", "gateway.tls_certificate", str(error))
+            yield CheckResult("problem", "gateway.tls_certificate", str(error))
 
 
-def _check_addresses(config: RolloutConfig) -> Iterator[Finding]:
+def _check_addresses(config: RolloutConfig) -> Iterator[CheckResult]:
     """Check the address that agents are given, as far as it can be judged from here."""
     if config.gateway.kind != "process" and config.gateway.public_url is None and config.relay is None:
         return  # each gateway's machine has its own address
@@ -253,16 +259,16 @@ def _check_addresses(config: RolloutConfig) -> Iterator[Finding]:
     port = f":{gateway.port}" if gateway.port else ""
     url = public_url(gateway, 0, f"http://{host}{port}")
     if not is_loopback(urlsplit(url).hostname or ""):
-        yield Finding("ok", setting, f"agents reach the gateway at {url}")
+        yield CheckResult("ok", setting, f"agents reach the gateway at {url}")
         return
     agents = config.runtime.agents_host
     if agents is None:
-        yield Finding("warning", setting, f"agents are told to call {url}, which works only on this machine")
+        yield CheckResult("warning", setting, f"agents are told to call {url}, which works only on this machine")
     elif _is_here(agents):
-        yield Finding("ok", setting, "agents run on this machine and reach the gateway by its loopback address")
+        yield CheckResult("ok", setting, "agents run on this machine and reach the gateway by its loopback address")
     else:
         tunnel = gateway.public_url is not None and not isinstance(config.runtime, AgentCoreConfig)
-        yield Finding(
+        yield CheckResult(
             "warning" if tunnel else "problem",
             setting,
             f"agents run at {agents} and would call {url}, which is their own loopback address. Set gateway.host to "
@@ -286,7 +292,7 @@ def _is_here(host: str) -> bool:
 # --- folders ----------------------------------------------------------------------------------------------
 
 
-def _check_output_dir(config: RolloutConfig) -> Iterator[Finding]:
+def _check_output_dir(config: RolloutConfig) -> Iterator[CheckResult]:
     folder = config.output_dir.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -296,15 +302,15 @@ def _check_output_dir(config: RolloutConfig) -> Iterator[Finding]:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         why = f"{config.output_dir} cannot be written ({folder}: {error.strerror or error})"
-        yield Finding("problem", "output_dir", f"{why}: change its permissions, or set another folder")
+        yield CheckResult("problem", "output_dir", f"{why}: change its permissions, or set another folder")
         return
     text = f"{config.output_dir} can be written, with {_size(free)} free"
     if free >= _LOW_BYTES:
-        yield Finding("ok", "output_dir", text)
+        yield CheckResult("ok", "output_dir", text)
         return
     full = free < _FULL_BYTES
     text = f"the disk of {config.output_dir} is {'full' if full else 'nearly full'}: {_size(free)} free. Free space"
-    yield Finding("problem" if full else "warning", "output_dir", f"{text}, or set a folder on another disk")
+    yield CheckResult("problem" if full else "warning", "output_dir", f"{text}, or set a folder on another disk")
 
 
 def _size(count: int) -> str:

@@ -16,7 +16,7 @@ from rollout_backend.collect.presign import Presigner
 from rollout_backend.collect.queue import check_queue
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
-from rollout_backend.core.finding import Finding, raise_problems
+from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.dispatch.ramp import check_ramp, startable_rollouts
 from rollout_backend.errors import ConfigError, RolloutBackendError
 from rollout_backend.machine_check import check_machine
@@ -29,7 +29,7 @@ class Preflight:
 
     def __init__(self, config: RolloutConfig, rollouts: int | None = None) -> None:
         """`rollouts` is the size of a batch, whose ramp is checked."""
-        self.findings: list[Finding] = []
+        self.findings: list[CheckResult] = []
         self.store: ResultStore
         self.runtime: AgentRuntime | None = None
         """The runtime, if it exists and nothing is to be changed. Otherwise the run creates or updates it."""
@@ -42,14 +42,14 @@ class Preflight:
         connections = config.collect.max_fetches + 4
         self.store = await ResultStore.open(config.storage, config.aws, connections=connections)
         stack.push_async_callback(self.store.aclose)
-        checks: list[Awaitable[list[Finding]]] = [self._check_bucket(), self._check_runtime(stack)]
+        checks: list[Awaitable[list[CheckResult]]] = [self._check_bucket(), self._check_runtime(stack)]
         if machine:
             checks.append(asyncio.to_thread(check_machine, config))
         self.findings = [finding for found in await asyncio.gather(*checks) for finding in found]
         if config.uses_queue and (queue or any(finding.level == "problem" for finding in self.findings)):
             self.findings.append(await self._check_queue())
 
-    async def _check_bucket(self) -> list[Finding]:
+    async def _check_bucket(self) -> list[CheckResult]:
         storage = self._config.storage
 
         async def check() -> str:
@@ -60,7 +60,7 @@ class Preflight:
 
         return [await _finding("storage.bucket", check)]
 
-    async def _check_queue(self) -> Finding:
+    async def _check_queue(self) -> CheckResult:
         queue = self._config.queue
 
         async def check() -> str:
@@ -69,7 +69,7 @@ class Preflight:
 
         return await _finding("queue.url", check)
 
-    async def _check_runtime(self, stack: AsyncExitStack) -> list[Finding]:
+    async def _check_runtime(self, stack: AsyncExitStack) -> list[CheckResult]:
         config = self._config
         implementation = runtime_class(config.runtime)
         limits: RuntimeConfig = implementation.default_limits(config.runtime)
@@ -87,28 +87,28 @@ class Preflight:
 
         return [await _finding("runtime", check), self._check_ramp(limits)]
 
-    def _check_ramp(self, limits: RuntimeConfig) -> Finding:
+    def _check_ramp(self, limits: RuntimeConfig) -> CheckResult:
         setting = "runtime.invoke_per_s"
         if self._rollouts is None:
             count = startable_rollouts(self._config, limits)
             text = f"at {limits.invoke_per_s:g} sessions per second, {count:,} rollouts can start within "
             few = count < 10 * self._config.group.size
-            return Finding("warning" if few else "ok", setting, f"{text}timeouts.collection_s")
+            return CheckResult("warning" if few else "ok", setting, f"{text}timeouts.collection_s")
         try:
             text, all_finish = check_ramp(self._config, limits, self._rollouts)
         except ConfigError as error:
-            return Finding("problem", setting, str(error))
-        return Finding("ok" if all_finish else "warning", setting, text)
+            return CheckResult("problem", setting, str(error))
+        return CheckResult("ok" if all_finish else "warning", setting, text)
 
 
-async def _finding(setting: str, check: Callable[[], Awaitable[str]]) -> Finding:
+async def _finding(setting: str, check: Callable[[], Awaitable[str]]) -> CheckResult:
     try:
-        return Finding("ok", setting, await check())
+        return CheckResult("ok", setting, await check())
     except RolloutBackendError as error:
-        return Finding("problem", setting, str(error))
+        return CheckResult("problem", setting, str(error))
 
 
-async def find(config: RolloutConfig, rollouts: int | None = None, *, machine: bool = True) -> Sequence[Finding]:
+async def find(config: RolloutConfig, rollouts: int | None = None, *, machine: bool = True) -> Sequence[CheckResult]:
     """Run all checks and close what they opened. Without `machine`, check the external services only."""
     preflight = Preflight(config, rollouts)
     async with AsyncExitStack() as stack:
@@ -116,7 +116,7 @@ async def find(config: RolloutConfig, rollouts: int | None = None, *, machine: b
     return preflight.findings
 
 
-async def check_services(config: RolloutConfig, rollouts: int | None = None) -> Sequence[Finding]:
+async def check_services(config: RolloutConfig, rollouts: int | None = None) -> Sequence[CheckResult]:
     """Check the external services, and the ramp of a batch. Return the findings.
 
     Raises:

@@ -21,8 +21,8 @@ from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.retokenize import Retokenizer
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
+from rollout_backend.core.check_result import raise_problems
 from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
-from rollout_backend.core.finding import raise_problems
 from rollout_backend.core.heartbeats import Heartbeats
 from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.seal import Sealer

@@ -15,7 +15,7 @@ from rollout_backend.cli.common import Limit, Overrides, console, exit_codes, re
 from rollout_backend.config import RolloutConfig, load_config
 
 if TYPE_CHECKING:
-    from rollout_backend.core.finding import Finding
+    from rollout_backend.core.check_result import CheckResult
     from rollout_backend.core.tasks import Task
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -66,6 +66,6 @@ async def _check(
     return 2 if any(finding.level == "problem" for finding in findings) else 0
 
 
-def _print_finding(finding: Finding) -> None:
+def _print_finding(finding: CheckResult) -> None:
     style = _STYLES[finding.level]
     console.print(f"[{style}]{finding.level:8}[/] {escape(str(finding))}", highlight=False, soft_wrap=True)

@@ -48,8 +48,18 @@ def demo(
     with exit_codes():
         if scripted and endpoint is not None:
             raise ConfigError("--scripted answers without a server: leave out --scripted or --endpoint")
+        if agent is not None:
+            _check_agent(agent)
         script, file = agent or EXAMPLE / "agent.py", tasks or EXAMPLE / "tasks.jsonl"
         run_async(_demo(script, file, limit, scripted, endpoint, config, servers, override or []))
+
+
+def _check_agent(agent: Path) -> None:
+    """Raise PreflightError if the file cannot be imported."""
+    from rollout_backend.core.check_result import raise_problems
+    from rollout_backend.machine_check import check_agent
+
+    raise_problems([check_agent(agent)])
 
 
 async def _demo(

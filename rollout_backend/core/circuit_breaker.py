@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from agent_wrapper.contract import quarantine_prefix
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
-from rollout_backend.core.ledger import CONTAINER_LOST, NO_RESULT, LedgerEntry
+from rollout_backend.core.ledger import CONTAINER_LOST, NO_RESULT, LedgerEntry, documented_at
 
 _ADVICE = {
     "access_denied": "attach the trainer's policy (output TrainerPolicyArn of the stack), and see that the "
@@ -109,7 +109,7 @@ class CircuitBreaker:
             f"the run is stopped: {streak.count} rollouts in {streak.until - streak.since:.0f} s ended as "
             f"{last.outcome}, {last.reason}, and no result was delivered meanwhile. The last one, "
             f"{last.planned.rollout_id}: {last.message[:_MESSAGE] or 'no message'}. Its log: {self._log_of(last)}. "
-            f"What to try: {_ADVICE.get(last.reason, 'see the table of reasons in docs/run-rollouts.md')}. "
+            f"What to try: {_ADVICE.get(last.reason, 'read the message')}; see {documented_at(last.reason)}. "
             "Finished rollouts are kept: restart under the same run_id (setting: circuit_breaker.max_failures)"
         )
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from agent_wrapper.contract import Conversation, Outcome, Rollout, Segment, readable
 from rollout_backend.core.findings import call_rates, describe_bias, describe_rate
-from rollout_backend.core.ledger import MESSAGES_ONLY
+from rollout_backend.core.ledger import MESSAGES_ONLY, documented_at
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import GroupReport, StepReport, StepResult
 from rollout_backend.core.verdict import Verdict
@@ -137,7 +137,7 @@ def print_rollout(console: Console, rollout: Rollout) -> None:
     if rollout.extras:
         console.print(f"extras: {_plain(json.dumps(rollout.extras))}")
     if rollout.failure is not None:
-        _print_panel(console, rollout.failure.message, rollout.failure.reason, "red")
+        _print_failure(console, rollout.failure.message, rollout.failure.reason)
         if rollout.failure.traceback:
             console.print(_plain(rollout.failure.traceback), style="dim", highlight=False)
     for number, segment in enumerate(rollout.segments):
@@ -154,7 +154,7 @@ def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool)
             f"[bold]{record.rollout_id}[/]  step {record.step}, task {record.task_id}\n"
             f"[red]{record.outcome or 'not settled'}[/], no result was stored"
         )
-        _print_panel(console, record.message or "no message", record.reason, "red")
+        _print_failure(console, record.message or "no message", record.reason)
     usable = "usable" if record.group_usable else "not usable"
     sessions = ", ".join(map(_plain, record.session_ids)) or "none opened"
     lines = [f"attempts {record.attempts}, group {usable}", f"sessions: {sessions}"]
@@ -204,6 +204,11 @@ def _print_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> 
         if calls:
             body = f"{body}\n{json.dumps(calls)}".strip()
         _print_panel(console, body, str(message.get("role")))
+
+
+def _print_failure(console: Console, message: str, reason: str) -> None:
+    _print_panel(console, message, reason, "red")
+    console.print(f"see {documented_at(_plain(reason))}", highlight=False, soft_wrap=True)
 
 
 def _print_panel(console: Console, text: str, title: str, style: str = "none") -> None:

@@ -237,20 +237,39 @@ def test_a_rate_that_is_too_low_for_the_batch(rollout, config, tasks, rate, leve
         ),
         ("raise SystemExit(3)\n", "agent.py: it exits with code 3 while it is imported"),
         ("import sys\nsys.exit(0)\n", "agent.py: it exits with code 0 while it is imported"),
-        ("print('hello')\n", "agent.py: no RolloutApp at the top of the file"),
-        (
-            "from agent_wrapper import RolloutApp\napp = RolloutApp()\n",
-            "agent.py: agent_wrapper.errors.Entrypoint",
-        ),
+        ("from agent_wrapper import RolloutApp\napp = RolloutApp()\n", "agent.py: agent_wrapper.errors.Entrypoint"),
     ],
-    ids=["import error", "exits at once", "exits with 0", "no app", "no entrypoint"],
+    ids=["import error", "exits at once", "exits with 0", "no entrypoint"],
 )
-def test_an_agent_that_cannot_start(rollout, config, tmp_path, source, words):
+def test_an_agent_that_cannot_start(rollout, config, tasks, tmp_path, source, words):
     agent = tmp_path / "agent.py"
     agent.write_text(source)
-    code, output = rollout("check", config({}), "--agent", agent)
+    code, output = rollout("check", config({}), "--services", "--agent", agent)
     assert f"problem agent: {tmp_path}/{words}" in output
     assert code == 2
+    code, output = rollout("demo", "--agent", agent, "--tasks", tasks)
+    assert output.startswith(f"error: agent: {tmp_path}/{words}")
+    assert code == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "from agent_wrapper import RolloutApp\napp = RolloutApp()\n"
+            "@app.entrypoint\ndef agent(context): ...\napp.run()\n",
+            "ok agent: {} can be imported",
+        ),
+        ("print('hello')\n", "warning agent: {} makes no RolloutApp when it is imported"),
+    ],
+    ids=["serves at once", "no app"],
+)
+def test_an_agent_that_may_start(rollout, config, tmp_path, source, words):
+    agent = tmp_path / "agent.py"
+    agent.write_text(source)
+    code, output = rollout("check", config({}), "--services", "--agent", agent)
+    assert output.startswith(words.format(agent))
+    assert code == 0, output
 
 
 def answer_of_aws(request: Request) -> tuple[int, bytes]:

@@ -35,6 +35,7 @@ def test_a_newer_run_with_failures_alone_is_the_one_that_is_shown(rollout, setti
         "infra_error, no result was stored",
         "not_a_rollout_app",
         "the agent answered b'\"hello\"'",
+        "see docs/troubleshooting.md#not_a_rollout_app",
         "attempts 1, group not usable",
         "sessions: rollout-",
         f"log: the log of the agent server at {no_agent.url}, session rollout-",

@@ -33,7 +33,8 @@ def opened(entries, max_failures=3, min_span_s=0.0, every_s=1.0, running=0):
 def test_it_opens_at_the_limit_with_a_diagnosis():
     assert opened([entry()] * 2) is None
     said = opened([entry(), entry(), entry(message="exit code 137")])
-    for part in ("3 rollouts", "infra_error, container_error", "exit code 137", "the log", "arm64", "a.0"):
+    where = "docs/troubleshooting.md#container_error"
+    for part in ("3 rollouts", "infra_error, container_error", "exit code 137", "the log", "arm64", "a.0", where):
         assert part in said
 
 

@@ -12,7 +12,7 @@ Level = Literal["ok", "warning", "problem"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """A `problem` stops the run. `setting` is the one to change, and `text` says what was found and what to do."""
 
     level: Level
@@ -23,7 +23,7 @@ class Finding:
         return self.text if self.text.startswith(self.setting) else f"{self.setting}: {self.text}"
 
 
-def raise_problems(findings: Iterable[Finding]) -> None:
+def raise_problems(findings: Iterable[CheckResult]) -> None:
     """Raise PreflightError with every problem, if there is one."""
     problems = [str(finding) for finding in findings if finding.level == "problem"]
     if len(problems) == 1:
