@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.verdict import count
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.serving.gateway_process import check_certificate, gateway_name, is_loopback, public_url
 from rollout_backend.serving.relay_process import public_gateway_config
@@ -197,10 +198,10 @@ def _check_gpus(wanted: int) -> CheckResult:
         return CheckResult(
             "problem",
             "serving.device",
-            f"the engines need {wanted} GPUs (serving.servers x serving.tensor_parallel), and this machine shows "
+            f"the engines need {count(wanted, 'GPU')} (serving.servers x serving.tensor_parallel), and this machine shows "
             f"{found:g}: lower those settings, or set serving.device=cpu",
         )
-    return CheckResult("ok", "serving.device", f"the engines use {wanted} GPUs")
+    return CheckResult("ok", "serving.device", f"the engines use {count(wanted, 'GPU')}")
 
 
 def _count_gpus() -> float:
@@ -313,5 +314,5 @@ def _check_output_dir(config: RolloutConfig) -> Iterator[CheckResult]:
     yield CheckResult("problem" if full else "warning", "output_dir", f"{text}, or set a folder on another disk")
 
 
-def _size(count: int) -> str:
-    return f"{count / (1 << 30):,.1f} GiB" if count >= _LOW_BYTES else f"{count / (1 << 20):,.0f} MiB"
+def _size(size: int) -> str:
+    return f"{size / (1 << 30):,.1f} GiB" if size >= _LOW_BYTES else f"{size / (1 << 20):,.0f} MiB"

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from agent_wrapper.contract import quarantine_prefix
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
-from rollout_backend.core.ledger import CONTAINER_LOST, NO_RESULT, LedgerEntry, documented_at
+from rollout_backend.core.ledger import CONTAINER_LOST, NO_RESULT, LedgerEntry
+from rollout_backend.core.reasons import documented_at
 
 _ADVICE = {
     "access_denied": "attach the trainer's policy (output TrainerPolicyArn of the stack), and see that the "

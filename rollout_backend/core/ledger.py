@@ -28,11 +28,6 @@ TASK_BLOCKED = "task_blocked"  # see `step.task_blocklist`
 _NOT_ITS_OWN = frozenset({RUN_FAILED, TASK_BLOCKED})
 
 
-def documented_at(reason: str) -> str:
-    """Return where the documentation explains a reason."""
-    return f"docs/troubleshooting.md#{reason}"
-
-
 class Phase(StrEnum):
     PLANNED = "planned"  # waits for a free session
     DISPATCHING = "dispatching"  # an invoke is under way

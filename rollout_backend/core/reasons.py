@@ -1,6 +1,6 @@
 """What to do about each reason for which a rollout fails.
 
-`docs/run-rollouts.md` explains each reason with the same words; a test compares them.
+`docs/troubleshooting.md` has a section for each reason; a test compares them.
 """
 
 from __future__ import annotations
@@ -8,10 +8,15 @@ from __future__ import annotations
 
 def what_to_do(reason: str) -> str:
     """Return what to do about rollouts that ended for this reason."""
-    return _WHAT_TO_DO.get(reason, "read the message")
+    return WHAT_TO_DO.get(reason, "read the message")
 
 
-_WHAT_TO_DO = {
+def documented_at(reason: str) -> str:
+    """Return where the documentation explains a reason."""
+    return f"docs/troubleshooting.md#{reason}"
+
+
+WHAT_TO_DO = {
     "agent_exception": "read the traceback: `rollout show`",
     "agent_failure": "nothing, if that is intended",
     "bad_reward": "fix the reward",
