@@ -198,8 +198,8 @@ def _check_gpus(wanted: int) -> CheckResult:
         return CheckResult(
             "problem",
             "serving.device",
-            f"the engines need {count(wanted, 'GPU')} (serving.servers x serving.tensor_parallel), and this machine shows "
-            f"{found:g}: lower those settings, or set serving.device=cpu",
+            f"the engines need {count(wanted, 'GPU')} (serving.servers x serving.tensor_parallel), and this machine "
+            f"shows {found:g}: lower those settings, or set serving.device=cpu",
         )
     return CheckResult("ok", "serving.device", f"the engines use {count(wanted, 'GPU')}")
 
