@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal, Self
 
@@ -19,7 +20,7 @@ class GatewayConfig(Section):
     """Address to listen on. With `ray`, a loopback address means the address of the machine that runs the gateway."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first process; the others use the ports that follow. 0: any free ports."""
-    public_url: str | None = Field(default=None, pattern=r"^https?://[^/?#]+(/[^?#]*)?$")
+    public_url: str | None = None
     """URL under which agents reach the gateway, if it is not the gateway's own address (a load balancer, a tunnel).
     With several processes it contains `{shard}`, the number of a process from 0, or `{port}`."""
     tls_certificate: Path | None = None
@@ -65,6 +66,8 @@ class GatewayConfig(Section):
                 f"public_url must distinguish {self.processes} processes: put {{shard}} or {{port}} into it, such as "
                 "https://gateway-{shard}.example.com, or set processes=1"
             )
+        if url and not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url):
+            raise ValueError(f"public_url={url!r} is not a URL such as https://gateway.example.com")
         if url.rstrip("/").endswith("/v1"):
             raise ValueError(f"public_url must not end in /v1, which agents' URLs append: {url}")
         if "{port}" in url and not self.port:

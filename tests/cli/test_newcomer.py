@@ -70,7 +70,7 @@ MISTAKES = {
     ),
     "public_url without a scheme": (
         {"gateway.public_url": "localhost:8000"},
-        "gateway.public_url: String should",
+        "gateway: public_url='localhost:8000' is not a URL such as https://gateway.example.com",
     ),
     "public_url with /v1": ({"gateway.public_url": "https://a.example/v1"}, "public_url must not end in /v1"),
     "AgentCore with a loopback gateway": (

@@ -350,7 +350,7 @@ def test_an_unknown_path_is_an_error_in_the_shape_of_the_clients_api(shared_gate
 
 
 def test_a_session_of_another_shard_is_refused(serve):
-    gateways = [serve(gateway={"processes": 2, "public_url": "x{shard}"}, shard=i) for i in (0, 1)]
+    gateways = [serve(gateway={"processes": 2, "public_url": "http://x{shard}"}, shard=i) for i in (0, 1)]
     assert sorted(gateway.seal("s1").status_code for gateway in gateways) == [200, 421]
 
 
