@@ -22,7 +22,6 @@ import asyncio
 import importlib
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -38,18 +37,12 @@ from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
 from rollout_backend.serving.install import find_model
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
-HERE = Path(__file__)
-EXAMPLE = HERE.parent.parent / "examples" / "train_arithmetic"
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parent / "examples" / "train_arithmetic"
 AGENT = EXAMPLE.parent / "arithmetic" / "agent.py"
 METRICS = "metrics.jsonl"
 PARTS = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
 REST = "rest"
-
-
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """Return 1 if the last integer of the reply is the answer. verl loads this function by name."""
-    numbers = re.findall(r"-?\d+", solution_str)
-    return float(bool(numbers) and int(numbers[-1]) == int(ground_truth))
 
 
 def run_ours(steps: int, work: Path, model: list[str]) -> None:
@@ -93,7 +86,7 @@ def run_verl(steps: int, work: Path, model: list[str]) -> None:
         "algorithm.adv_estimator=grpo",
         f"{example.module.ROLLOUT}.calculate_log_probs=True",
         "reward.num_workers=1",
-        f"reward.custom_reward_function.path={HERE.absolute()}",
+        f"reward.custom_reward_function.path={HERE.absolute() / 'arithmetic_reward.py'}",
     ]
     example.run(own, {})
 
