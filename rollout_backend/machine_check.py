@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -154,8 +155,8 @@ def _check_renderer(config: RolloutConfig) -> CheckResult:
 def _check_engines(config: RolloutConfig) -> Iterator[CheckResult]:
     serving = config.serving
     if serving.kind == "external":
-        for url in serving.urls:
-            yield _check_external(url)
+        with ThreadPoolExecutor(16) as pool:
+            yield from pool.map(_check_external, serving.urls)
     elif serving.kind == "process":
         try:
             python = interpreter(serving)

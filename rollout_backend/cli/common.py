@@ -111,6 +111,7 @@ def run_async(work: Coroutine[Any, Any, int]) -> None:
                 task.cancel()
                 return
             errors.print("interrupted again: exiting at once; the run's janitor stops its sessions")
+            console.show_cursor()  # a live display hides it
             sys.stdout.flush()
             os._exit(130)
 
