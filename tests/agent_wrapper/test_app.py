@@ -404,10 +404,11 @@ def test_a_wrong_address_of_the_model_is_reported_before_the_agent_runs(
 ):
     mark, url = tmp_path / "ran", f"{gateway.url}/elsewhere" if answer else dead_url
     gateway.answers["/elsewhere/models"] = [answer]
-    block = sync_container.request(endpoint__base_url=url, remaining_s=0.5)
+    block = sync_container.request(endpoint__base_url=url, remaining_s=3)
     rollout = sync_container.play(f"open({str(mark)!r}, 'w')", block)
     assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "model_unreachable")
-    assert f"could not reach the model endpoint at {url} within 0.5 s ({words}" in rollout.failure.message
+    assert f"could not reach the model endpoint at {url} within" in rollout.failure.message
+    assert f"s ({words}" in rollout.failure.message
     assert "gateway.public_url" in rollout.failure.message
     assert not mark.exists()
 

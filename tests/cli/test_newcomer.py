@@ -310,13 +310,15 @@ def test_a_wrong_public_url(rollout, settings, tasks, agent_server, run_id, monk
             serving={"kind": "external", "urls": [engine.url]},
             queue={"wait_s": 1},
             gateway={"public_url": url},
-            timeouts={"model_call_s": 1, "agent_s": 3, "publish_grace_s": 30, "collection_s": 60},
+            timeouts={"model_call_s": 1, "agent_s": 5, "publish_grace_s": 30, "collection_s": 60},
         )
         code, output = rollout("run", config, "--tasks", tasks)
     assert code == 3, output
     said = f"and agents run: can they reach {url} (gateway.public_url)?"
-    assert [said in record.message for record in caplog.records] == [True]
-    assert f"1 running, 0 tok/s, at most 59 s left; no model call has arrived for 1 s, {said}" in output
-    assert "infra_error, model_unreachable: this container could not reach the model endpoint at" in output
-    assert f"{url}/v1 within 3 s ([Errno 111] Connection refused). Set gateway.public_url" in output
+    assert sum(said in record.message for record in caplog.records) == 1
+    progress = output.partition("0/1 settled (none yet), 1 running")[2]
+    assert "s left; no model call has arrived for" in progress
+    assert said in progress
+    assert f"infra_error, model_unreachable: this container could not reach the model endpoint at {url}/v1" in output
+    assert "s ([Errno 111] Connection refused). Set gateway.public_url to an address" in output
     assert "1 of 1 rollouts lost to the infrastructure, most often model_unreachable (1)" in output
