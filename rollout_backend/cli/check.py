@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from rollout_backend.cli.common import Limit, Overrides, console, exit_codes, read_limited, run_async
 from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollout_backend.core.check_result import CheckResult
@@ -43,7 +44,13 @@ def check(
     problem. A run makes the same checks first.
     """
     with exit_codes():
-        settings = load_config(config, override or [])
+        try:
+            settings = load_config(config, override or [])
+        except ConfigError as error:
+            if not as_json:
+                raise
+            print(json.dumps([{"level": "problem", "setting": "settings", "text": str(error)}], indent=1))
+            raise typer.Exit(2) from None
         wanted = None if tasks is None else read_limited(tasks, limit)
         run_async(_check(settings, wanted, agent, services=services, as_json=as_json))
 

@@ -134,7 +134,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("changes", "words"), MISTAKES.values(), ids=MISTAKES)
 def test_the_check_names_the_setting_and_what_to_do(rollout, config, changes, words, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", None)  # no test depends on the machine's GPUs
+    monkeypatch.setattr(subprocess, "run", None)  # no test depends on the machine's GPUs, or on its SGLang
+    monkeypatch.setitem(sys.modules, "sglang", None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     code, output = rollout("check", config(changes))
     assert words in output
@@ -168,6 +169,13 @@ def test_every_problem_is_listed_by_the_check_and_by_a_run(rollout, config, task
     for setting in ("model.renderer", "gateway.port", "storage.bucket", "output_dir"):
         assert f"- {setting}: " in output
     assert "starting" not in output
+
+
+def test_invalid_settings_are_json_too(rollout, config):
+    code, output = rollout("check", config({"grup": {}}), "--json")
+    [found] = json.loads(output)
+    assert "grup: no such setting; did you mean group?" in found["text"]
+    assert (code, found["level"]) == (2, "problem")
 
 
 def test_a_config_without_mistakes_passes(rollout, config):
