@@ -25,11 +25,13 @@ from rollout_backend.errors import RolloutBackendError
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.verl_cpu.environment import environment, overrides
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.report.files import try_to_write_report
 from rollout_backend.serving.install import find_model
 from rollout_backend.serving.server_process import ServerProcess
 
 AGENT = Path(__file__).parent.parent / "arithmetic" / "agent.py"
 PROMPTS, GROUP = 16, 4
+PROJECT, RUNS = "train-arithmetic", Path("runs")
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
 
@@ -80,7 +82,7 @@ def training_overrides(options: argparse.Namespace, model: Path) -> list[str]:
         f"trainer.v1.trainer_mode={'separate_async' if options.trainer == 'async' else 'sync'}",
         f"trainer.total_training_steps={options.steps}",
         "trainer.v1.separate_async.parameter_sync_step=1",
-        "trainer.project_name=train-arithmetic",
+        f"trainer.project_name={PROJECT}",
         f"trainer.experiment_name={options.work.name}",
         "trainer.logger=[console,file]",
         "trainer.val_before_train=False",
@@ -116,7 +118,7 @@ def write_settings(path: Path, cloud: LocalCloud) -> Path:
     """Write the backend's settings: the bucket and the runtime. verl's settings provide the rest."""
     settings: dict[str, Any] = {
         **cloud.settings(),
-        "output_dir": str(Path("runs").absolute()),  # where `rollout show` looks
+        "output_dir": str(RUNS.absolute()),  # where `rollout show` looks
         "timeouts": {"model_call_s": 300, "agent_s": 600, "collection_s": 900, "session_key_s": 1200},
     }
     path.write_text(yaml.safe_dump(settings, sort_keys=False))
@@ -185,6 +187,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     curve.write(options.work)
+    report = try_to_write_report(RUNS / f"{PROJECT}-{options.work.name}")
+    if report is not None:
+        print(f"report: {report}")
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from rich.rule import Rule
 from rich.table import Table
 
 from agent_wrapper.contract import Conversation, Outcome, Rollout, Segment, readable
-from rollout_backend.core.findings import call_rates, describe_bias, describe_rate
 from rollout_backend.core.ledger import MESSAGES_ONLY
 from rollout_backend.core.reasons import documented_at
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import GroupReport, StepReport, StepResult
+from rollout_backend.core.step_findings import call_rates, describe_bias, describe_rate
 from rollout_backend.core.verdict import Verdict
 
 _FAILURES_SHOWN = 10

@@ -121,10 +121,11 @@ def timeline(records: Sequence[RolloutRecord], place: dict[str, int]) -> Timelin
         start = record.invoked_at or began
         accepted = record.accepted_at
         end = record.settled_at if record.settled_at is not None else ended
-        paths["starting"].append(f"M{at(start):g} {y}H{max(at(accepted or end), at(start) + 0.8):g}")
+        css = "work" if record.outcome is Outcome.COMPLETED else f"work {record.outcome or 'open'}"
         if accepted is not None:
-            name = "work" if record.outcome is Outcome.COMPLETED else f"work {record.outcome or 'open'}"
-            paths[name].append(f"M{at(accepted):g} {y}H{max(at(end), at(accepted) + 0.8):g}")
+            paths["starting"].append(f"M{at(start):g} {y}H{max(at(accepted), at(start) + 0.8):g}")
+            start = accepted
+        paths[css].append(f"M{at(start):g} {y}H{max(at(end), at(start) + 0.8):g}")
     ends = sorted(each.settled_at for each in shown if each.settled_at is not None)
     return Timeline(
         paths=tuple((name, "".join(lines)) for name, lines in sorted(paths.items())),

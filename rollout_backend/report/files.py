@@ -7,18 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from rollout_backend.atomic_file import write_file
-from rollout_backend.report.run_data import read_run
+from rollout_backend.report.run_data import StepData, read_run
 from rollout_backend.report.step_page import step_context
 from rollout_backend.report.templating import environment
 from rollout_backend.report.token_text import TokenText
+from rollout_backend.report.training_page import training_context
 
 log = logging.getLogger(__name__)
 
-NAME = "report.html"
+NAME, STEPS = "report.html", "report"
+MAX_STEP_PAGES = 200
 
 
 def write_report(run_dir: Path, against: Path | None = None) -> Path:
     """Write RUN_DIR/report.html and return its path. `against`: the folder of a run to compare with.
+
+    A run of several steps also has a page for each of its newest steps in RUN_DIR/report/. A page that is newer than
+    its step's files is kept, unless it is to be compared.
 
     Raises:
         ConfigError: a folder holds no step, or a file of another version.
@@ -28,8 +33,21 @@ def write_report(run_dir: Path, against: Path | None = None) -> Path:
     other = read_run(against) if against is not None else None
     text = TokenText.load(run.config.model.path) if run.config is not None else None
     path = run_dir / NAME
-    _write(path, "step.html", step_context(run, run.steps[-1], against=other, text=text))
+    if len(run.steps) == 1:
+        _write(path, "step.html", step_context(run, run.steps[0], against=other, text=text))
+        return path
+    links = {}
+    for step in run.steps[-MAX_STEP_PAGES:]:
+        links[step.step] = f"{STEPS}/{step.step:08d}.html"
+        page = run_dir / links[step.step]
+        if other is not None or not _is_current(page, step):
+            _write(page, "step.html", step_context(run, step, against=other, text=text, steps_link=f"../{NAME}"))
+    _write(path, "training.html", training_context(run, links, other))
     return path
+
+
+def _is_current(page: Path, step: StepData) -> bool:
+    return page.is_file() and page.stat().st_mtime > step.changed_at
 
 
 def try_to_write_report(run_dir: Path) -> Path | None:

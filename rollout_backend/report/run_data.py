@@ -7,6 +7,7 @@ from pathlib import Path
 
 from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.core.batch_numbers import describe_batch
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import StepReport
 from rollout_backend.errors import ConfigError
@@ -20,6 +21,8 @@ class StepData:
     """One step of a run. `report` is None if the step was interrupted."""
 
     step: int
+    name: str  # its number, or that of the trainer's global step
+    validates: bool
     records: tuple[RolloutRecord, ...]
     report: StepReport | None
     changed_at: float  # of the newest of its files
@@ -54,17 +57,29 @@ def read_run(run_dir: Path) -> RunData:
     if not paths:
         raise ConfigError(f"{run_dir} holds no records of a step: steps/*{_RECORDS}")
     archive = RunArchive(run_dir)
-    steps = tuple(_read_step(archive, path) for path in paths)
+    by_verl = _is_by_verl(archive)
+    steps = tuple(_read_step(archive, path, by_verl) for path in paths)
     names = [step.report.run_id for step in steps if step.report is not None]
     return RunData(run_dir, names[0] if names else run_dir.absolute().name, steps, _read_config(run_dir))
 
 
-def _read_step(archive: RunArchive, path: Path) -> StepData:
+def _is_by_verl(archive: RunArchive) -> bool:
+    try:
+        info = archive.read_info()
+    except ValueError:
+        return False
+    return info is not None and info.starts[-1].by == "verl"
+
+
+def _read_step(archive: RunArchive, path: Path, by_verl: bool) -> StepData:
     number = path.name.removesuffix(_RECORDS)
     report = path.with_name(f"{number}.json")
+    name, validates = describe_batch(int(number)) if by_verl else (str(int(number)), False)
     try:
         return StepData(
             int(number),
+            name,
+            validates,
             tuple(archive.read_records(int(number))),
             StepReport.model_validate_json(report.read_bytes()) if report.is_file() else None,
             max(each.stat().st_mtime for each in (path, report) if each.is_file()),

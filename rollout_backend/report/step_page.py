@@ -10,9 +10,9 @@ from typing import Any
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.comparison import compare
-from rollout_backend.core.findings import findings_of
 from rollout_backend.core.reasons import what_to_do
 from rollout_backend.core.records import RolloutRecord
+from rollout_backend.core.step_findings import findings_of
 from rollout_backend.core.summary import Seconds, StepSummary, duration, seconds_of, span, summarize
 from rollout_backend.report import charts
 from rollout_backend.report.conversations import embedded

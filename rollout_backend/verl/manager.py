@@ -35,6 +35,7 @@ from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
+from rollout_backend.report.files import try_to_write_report
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.verl import preflight, row_formats
 from rollout_backend.verl.advantage import needs_row_uids, row_uid
@@ -129,6 +130,7 @@ class CloudAgentLoopManager:
             self._blocking.close(_CLOSE_S, self._failure)
         except TimeoutError:
             log.warning("the backend did not end within %g s; its servers end with this process", _CLOSE_S)
+        try_to_write_report(self.settings.run_dir)
 
     def generate_sequences(self, prompts: Any) -> Any:
         """Roll out a batch of either trainer; see the module's docstring.

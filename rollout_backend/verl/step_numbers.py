@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-_POSITIONS = 500  # batches of one kind in a global step: training refills lost groups, and async trainers take many
+from rollout_backend.core.batch_numbers import batch_number
 
 
 class StepNumbers:
@@ -31,7 +31,7 @@ class StepNumbers:
 
     def next(self, global_step: int, validate: bool) -> tuple[int, bool]:
         """Return the next batch's number, and whether an earlier process sampled it with the same weights."""
-        position = self._seen[global_step, validate] % _POSITIONS
+        position = self._seen[global_step, validate]
         self._seen[global_step, validate] += 1
         first = self._first.setdefault(validate, global_step)
-        return (global_step * 2 + validate) * _POSITIONS + position, self._resumes and global_step == first
+        return batch_number(global_step, validate, position), self._resumes and global_step == first
