@@ -25,9 +25,9 @@ from rollout_backend.errors import RolloutBackendError
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.verl_cpu.environment import environment, overrides
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
-from rollout_backend.report.files import try_to_write_report
 from rollout_backend.serving.install import find_model
 from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.verl.verl_settings import run_id_of
 
 AGENT = Path(__file__).parent.parent / "arithmetic" / "agent.py"
 PROMPTS, GROUP = 16, 4
@@ -187,8 +187,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     curve.write(options.work)
-    report = try_to_write_report(RUNS / f"{PROJECT}-{options.work.name}")
-    if report is not None:
+    trainer = {"project_name": PROJECT, "experiment_name": options.work.name}
+    report = RUNS / run_id_of(trainer) / "report.html"
+    if report.is_file():  # verl's process wrote it; other arguments may have renamed the run
         print(f"report: {report}")
 
 

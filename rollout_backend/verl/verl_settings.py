@@ -29,7 +29,7 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
     model = config.actor_rollout_ref.model
     length = rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length
     base = {
-        "run_id": _run_id(config.trainer),
+        "run_id": run_id_of(config.trainer),
         "model": {"path": str(model.path), "context_length": int(length)},
         "sampling": sampling_of(rollout, validate=False, greedy=False).model_dump(),
         "group": {"size": int(rollout.n)},
@@ -99,7 +99,7 @@ def _user_settings(rollout: Any) -> tuple[str | None, dict[str, Any]]:
     return None, {str(key): value for key, value in plain.items()}
 
 
-def _run_id(trainer: Any) -> str:
+def run_id_of(trainer: Any) -> str:
     name = f"{trainer.get('project_name', 'verl')}-{trainer.get('experiment_name', 'run')}"
     return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-")[:100] or "verl"
 
