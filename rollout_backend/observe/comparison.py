@@ -5,7 +5,6 @@ Invariant: rewards are compared on the tasks that both runs have, so that easier
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,10 +17,10 @@ from pydantic_core import from_json
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.records import ResultSummary, RolloutRecord
+from rollout_backend.core.summary import Mean
 from rollout_backend.errors import ConfigError
 from rollout_backend.observe.archive import CONFIG, RunArchive
 
-_MIN_TASKS = 5  # for an interval
 _OF_THE_PLACE = ("run_id", "output_dir")
 
 
@@ -180,34 +179,17 @@ def _differences(
 
 
 def _reward_difference(tasks: Sequence[TaskReward]) -> RewardDifference | None:
-    if not tasks:
+    mean = Mean.of([task.second - task.first for task in tasks])
+    if mean is None:
         return None
-    differences = [task.second - task.first for task in tasks]
-    mean, count = statistics.fmean(differences), len(tasks)
-    half = None
-    if count >= _MIN_TASKS:
-        half = _t_quantile(count - 1) * statistics.stdev(differences) / math.sqrt(count)
     return RewardDifference(
-        tasks=count,
+        tasks=len(tasks),
         first=statistics.fmean(task.first for task in tasks),
         second=statistics.fmean(task.second for task in tasks),
-        mean=mean,
-        low=None if half is None else mean - half,
-        high=None if half is None else mean + half,
+        mean=mean.value,
+        low=None if mean.margin is None else mean.value - mean.margin,
+        high=None if mean.margin is None else mean.value + mean.margin,
     )
-
-
-def _t_quantile(freedom: int) -> float:
-    """Return the 97.5% quantile of Student's t: Fisher's expansion, within 0.1% from 4 degrees of freedom on."""
-    z = statistics.NormalDist().inv_cdf(0.975)
-    terms = (
-        z,
-        (z**3 + z) / (4 * freedom),
-        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2),
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3),
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * freedom**4),
-    )
-    return sum(terms)
 
 
 def _lengths(results: Sequence[ResultSummary]) -> Lengths | None:
