@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -11,63 +11,70 @@ from agent_wrapper.contract import Outcome
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.summary import Mean, duration
 
+REWARD = "reward"
 Measure = Callable[[RolloutRecord], float | None]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One measure of two runs: its mean in each, and the mean difference over the tasks that both measured.
+    """One measure of two runs: its mean in each, over the tasks that have it in both.
 
-    `paired` is the other run's subtracted from this run's, with a 95 % confidence interval over tasks.
+    `change` is the mean of the tasks' changes from the first run to the second, with its 95% confidence interval over
+    tasks like these.
     """
 
     name: str
-    this: float | None
-    other: float | None
-    paired: Mean | None
+    first: float
+    second: float
+    change: Mean
     tasks: int
     better: int  # 1: higher is better; -1: lower is better; 0: neither
 
     @property
     def is_clear(self) -> bool:
         """Return whether the interval excludes 0."""
-        return (
-            self.paired is not None and self.paired.margin is not None and abs(self.paired.value) > self.paired.margin
-        )
+        return self.change.margin is not None and abs(self.change.value) > self.change.margin
 
 
-def compare(this: Sequence[RolloutRecord], other: Sequence[RolloutRecord]) -> tuple[Difference, ...]:
-    """Compare two runs by what their records say of each task. A rollout without a value is left out."""
-    return tuple(_difference(name, measure, better, this, other) for name, measure, better in _MEASURES)
+def compare(
+    first: Sequence[RolloutRecord], second: Sequence[RolloutRecord], without: Container[str] = ()
+) -> tuple[Difference, ...]:
+    """Compare two runs by what their records say of each task, but for the tasks `without`.
+
+    A rollout without a value is left out, and so is a measure that no task has in both runs.
+    """
+    kept = [[record for record in records if record.task_id not in without] for records in (first, second)]
+    found = [
+        _difference(name, better, *(_by_task(each, measure) for each in kept)) for name, measure, better in _MEASURES
+    ]
+    return tuple(difference for difference in found if difference is not None)
 
 
-def _difference(
-    name: str, measure: Measure, better: int, this: Sequence[RolloutRecord], other: Sequence[RolloutRecord]
-) -> Difference:
-    ours, theirs = _by_task(this, measure), _by_task(other, measure)
-    shared = ours.keys() & theirs.keys()
-    return Difference(
-        name,
-        _mean(ours),
-        _mean(theirs),
-        Mean.of([fmean(ours[task]) - fmean(theirs[task]) for task in sorted(shared)]),
-        len(shared),
-        better,
-    )
+def rewards_of_tasks(records: Iterable[RolloutRecord]) -> dict[str, float]:
+    """Return the mean reward of each task that has one."""
+    return _by_task(records, _reward)
 
 
-def _by_task(records: Sequence[RolloutRecord], measure: Measure) -> dict[str, list[float]]:
+def _difference(name: str, better: int, first: dict[str, float], second: dict[str, float]) -> Difference | None:
+    shared = sorted(first.keys() & second.keys())
+    change = Mean.of([second[task] - first[task] for task in shared])
+    if change is None:
+        return None
+    means = [fmean(each[task] for task in shared) for each in (first, second)]
+    return Difference(name, means[0], means[1], change, len(shared), better)
+
+
+def _by_task(records: Iterable[RolloutRecord], measure: Measure) -> dict[str, float]:
     found: dict[str, list[float]] = defaultdict(list)
     for record in records:
         value = measure(record)
         if value is not None:
             found[record.task_id].append(value)
-    return found
+    return {task: fmean(values) for task, values in found.items()}
 
 
-def _mean(values: dict[str, list[float]]) -> float | None:
-    flat = [value for found in values.values() for value in found]
-    return fmean(flat) if flat else None
+def _reward(record: RolloutRecord) -> float | None:
+    return record.reward
 
 
 def _cut(record: RolloutRecord) -> float | None:
@@ -80,7 +87,7 @@ def _hit(record: RolloutRecord) -> float | None:
 
 
 _MEASURES: tuple[tuple[str, Measure, int], ...] = (
-    ("reward", lambda each: each.reward, 1),
+    (REWARD, _reward, 1),
     ("completed", lambda each: float(each.outcome is Outcome.COMPLETED), 1),
     ("sampled tokens", lambda each: each.result.sampled_tokens if each.result else None, 0),
     ("model calls", lambda each: each.result.turns if each.result else None, 0),

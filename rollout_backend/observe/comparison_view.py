@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rollout_backend.observe.comparison import Comparison, Difference, RewardDifference
+from rollout_backend.core.comparison import Difference
+from rollout_backend.observe.comparison import Comparison, Entry
 
 _TASKS_SHOWN = 10
 
@@ -20,7 +21,8 @@ def print_comparison(console: Console, found: Comparison) -> None:
     _print_table(console, "settings", first, second, _rows(found.settings))
     _print_table(console, "versions and agent", first, second, _rows(found.versions))
     _print_table(console, "rollouts", first, second, _rows(found.outcomes))
-    _print_table(console, "mean of a rollout", first, second, _length_rows(found))
+    means = [(each.name, *_numbers(each)) for each in found.measures]
+    _print_table(console, "mean over common tasks", first, second, means, "difference, 95%")
     changed = [task for task in found.rewards if task.first != task.second]
     rows = [
         (task.task_id, f"{task.first:.3f}", f"{task.second:.3f}", f"{task.second - task.first:+.3f}")
@@ -39,38 +41,32 @@ def print_comparison(console: Console, found: Comparison) -> None:
     console.print(reward_sentence(found.reward), highlight=False, soft_wrap=True)
 
 
-def reward_sentence(reward: RewardDifference | None) -> str:
+def reward_sentence(reward: Difference | None) -> str:
     """Say by how much rewards differ, and whether that may be chance."""
     if reward is None:
         return "no task has a reward in both runs, so rewards are not compared"
+    change, margin = reward.change.value, reward.change.margin
     means = f"mean reward {reward.first:.3f} and {reward.second:.3f} over {_tasks(reward.tasks)} of both runs"
-    if reward.low is None or reward.high is None:
-        return f"{means}: {reward.mean:+.3f}; too few tasks to say whether that is chance"
-    if reward.low == reward.high == 0:
+    if margin is None:
+        return f"{means}: {change:+.3f}; too few tasks to say whether that is chance"
+    if change == margin == 0:
         return f"{means}: equal on each task"
-    chance = "may be chance" if reward.low <= 0 <= reward.high else "is more than chance"
-    return f"{means}: {reward.mean:+.3f} (95% interval {reward.low:+.3f} to {reward.high:+.3f}), which {chance}"
+    chance = "is more than chance" if reward.is_clear else "may be chance"
+    interval = f"95% interval {change - margin:+.3f} to {change + margin:+.3f}"
+    return f"{means}: {change:+.3f} ({interval}), which {chance}"
 
 
 def _tasks(count: int) -> str:
     return "1 task" if count == 1 else f"{count} tasks"
 
 
-def _rows(differences: Iterable[Difference]) -> Sequence[tuple[str, ...]]:
-    return [(each.name, _text(each.first), _text(each.second)) for each in differences]
+def _rows(entries: Iterable[Entry]) -> Sequence[tuple[str, ...]]:
+    return [(each.name, _text(each.first), _text(each.second)) for each in entries]
 
 
-def _length_rows(found: Comparison) -> Sequence[tuple[str, ...]]:
-    first, second = found.lengths
-    if first is None or second is None:
-        return []
-    rows = [
-        ("turns", f"{first.turns:.2f}", f"{second.turns:.2f}"),
-        ("sampled tokens", f"{first.sampled_tokens:.1f}", f"{second.sampled_tokens:.1f}"),
-    ]
-    if first.agent_s is not None and second.agent_s is not None:
-        rows.append(("seconds of the agent", f"{first.agent_s:.1f}", f"{second.agent_s:.1f}"))
-    return rows
+def _numbers(found: Difference) -> tuple[str, str, str]:
+    margin = "" if found.change.margin is None else f" ± {found.change.margin:.3f}"
+    return f"{found.first:.3f}", f"{found.second:.3f}", f"{found.change.value:+.3f}{margin}"
 
 
 def _print_table(

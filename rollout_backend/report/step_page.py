@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.comparison import compare
 from rollout_backend.core.reasons import what_to_do
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.step_findings import findings_of
 from rollout_backend.core.summary import Seconds, StepSummary, duration, seconds_of, span, summarize
 from rollout_backend.report import charts
+from rollout_backend.report.comparison import comparison
 from rollout_backend.report.conversations import embedded
 from rollout_backend.report.run_data import RunData, StepData
 from rollout_backend.report.settings import changed_settings
@@ -81,9 +81,8 @@ def step_context(
         "turns": _mean([each.result.turns for each in records if each.result]),
         "rows": _mean([each.result.segments for each in records if each.result]),
         "failures": tuple(_failures(records)),
-        "against": against,
         "other_step": other,
-        "differences": compare(records, other.records) if other is not None else (),
+        **comparison(run, records, against, other.records if other is not None else ()),
         "settings": changed_settings(run.config) if run.config is not None else None,
         "outcomes": OUTCOMES,
         "with_text": text is not None,

@@ -10,11 +10,11 @@ from itertools import pairwise
 from statistics import fmean, quantiles
 from typing import Any
 
-from rollout_backend.core.comparison import compare
 from rollout_backend.core.step_findings import findings_of
 from rollout_backend.core.summary import Learning, Seconds, StepSummary, add, span, summarize
 from rollout_backend.core.verdict import Level
 from rollout_backend.report.charts import SHADES, nice
+from rollout_backend.report.comparison import comparison
 from rollout_backend.report.run_data import RunData, StepData
 from rollout_backend.report.settings import changed_settings
 from rollout_backend.report.step_page import PHASES, phase_parts
@@ -102,6 +102,7 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
     trained = [step for step in run.steps if not step.validates] or list(run.steps)
     steps = [entry_of(step, links.get(step.step)) for step in trained]
     records = [record for step in trained for record in step.records]
+    others = [each for step in against.steps for each in step.records] if against is not None else []
     began, ended = span(records)
     left_out: Counter[str] = sum((Counter(step.left_out) for step in steps), Counter())
     gaps = [max(0.0, span(after.records)[0] - span(before.records)[1]) for before, after in pairwise(trained)]
@@ -138,8 +139,7 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
         "longest": _longest(steps, gaps),
         "spent": phase_parts(add(step.summary.spent for step in steps)),
         "tasks": _tasks(steps),
-        "against": against,
-        "differences": compare(records, [each for step in against.steps for each in step.records]) if against else (),
+        **comparison(run, records, against, others),
         "settings": changed_settings(run.config) if run.config is not None else None,
         "phase_names": PHASES,
     }

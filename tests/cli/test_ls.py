@@ -55,6 +55,6 @@ def test_two_runs_are_compared_by_name(rollout, here):
     code, output = rollout("compare", "a", here / "runs" / "b")
     assert code == 0, output
     assert "mean reward 0.000 and 1.000 over 8 tasks of both runs: +1.000" in output
-    assert json.loads(rollout("compare", "a", "b", "--json")[1])["reward"]["mean"] == 1.0
+    assert json.loads(rollout("compare", "a", "b", "--json")[1])["measures"][0]["change"]["value"] == 1.0
     code, output = rollout("compare", "a", "none")
     assert (code, "there is no run 'none'" in output) == (2, True)

@@ -19,8 +19,8 @@ def test_the_difference_of_rewards_is_paired_by_task(tmp_path):
     found = compare_runs(write_run(tmp_path / "a", easy), write_run(tmp_path / "b", hard))
     assert found.reward is not None
     assert (found.reward.tasks, found.reward.first, found.reward.second) == (5, 300.5, 303.5)
-    assert found.reward.mean == 3
-    assert (found.reward.low, found.reward.high) == pytest.approx((3 - 1.9632, 3 + 1.9632), abs=0.002)
+    assert found.reward.change.value == 3
+    assert found.reward.change.margin == pytest.approx(1.9632, abs=0.002)
     assert reward_sentence(found.reward).startswith(
         "mean reward 300.500 and 303.500 over 5 tasks of both runs: +3.000"
     )
@@ -36,7 +36,7 @@ def test_only_tasks_of_both_runs_are_compared(tmp_path):
     found = compare_runs(first, second)
     assert (found.only_first, found.only_second, found.changed_tasks) == (2, 1, 0)
     assert found.reward is not None
-    assert (found.reward.tasks, found.reward.low) == (1, None)
+    assert (found.reward.tasks, found.reward.change.margin) == (1, None)
     assert "too few tasks to say whether that is chance" in reward_sentence(found.reward)
     other = compare_runs(first, write_run(tmp_path / "c", {"x": [1.0]}, payload="another question"))
     assert (other.changed_tasks, other.reward) == (1, None)
@@ -56,7 +56,7 @@ def test_settings_and_lengths_are_printed_side_by_side(tmp_path, screen):
     print_comparison(screen.console, found)
     for words in ("sampling.temperature", "sampled tokens", "10.0", "over 12 tasks of both runs: equal on each task"):
         assert words in screen.text
-    assert json.loads(found.model_dump_json())["reward"]["tasks"] == 12
+    assert json.loads(found.model_dump_json())["measures"][0]["tasks"] == 12
 
 
 def test_a_run_without_records_cannot_be_compared(tmp_path):
