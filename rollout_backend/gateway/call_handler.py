@@ -176,14 +176,16 @@ class CallHandler:
         stream = dialect.stream(running.call, running.id, running.created, self._settings.model.served_name)
         sent, started = 0, False
         while True:
+            events: list[bytes] = []
             if not started and running.prompt_tokens is not None:
                 started = True
-                for event in stream.start(running.prompt_tokens):
-                    yield event
-            for delta in running.deltas[sent:]:
-                sent += 1
-                for event in stream.delta(delta):
-                    yield event
+                events += stream.start(running.prompt_tokens)
+            deltas = running.deltas[sent:]
+            sent += len(deltas)
+            for delta in deltas:
+                events += stream.delta(delta)
+            if events:
+                yield b"".join(events)  # each write is a system call
             if running.done and sent == len(running.deltas):
                 break
             if not await running.wait_for_more(sent, self._settings.keepalive_s):
@@ -192,11 +194,9 @@ class CallHandler:
             answer = running.outcome()
         except ApiError as error:
             self._counters.errors[error.code] += 1
-            for event in stream.failed(error):
-                yield event
+            yield b"".join(stream.failed(error))
         else:
-            for event in stream.end(answer):
-                yield event
+            yield b"".join(stream.end(answer))
         running.delivered = True
 
     def _leave(self, running: InFlightCall) -> None:
