@@ -191,17 +191,17 @@ def _classify_value(value: object) -> AgentResult:
         if isinstance(value, Mapping):
             if "reward" not in value:
                 raise ValueError(f"the agent returned a dict without 'reward' (it has {sorted(map(str, value))})")
-            reward = _number(value["reward"])
+            reward = finite_number(value["reward"])
             extras = {_key(k): _json(k, v) for k, v in value.items() if k != "reward"}
             check_packed(msgpack.packb(extras), share=2)  # the other half is for what was sampled
         else:
-            reward = _number(value)
+            reward = finite_number(value)
     except ValueError as error:
         return failed(Outcome.AGENT_ERROR, "bad_reward", f"{error}; {_WANTED}")
     return AgentResult(Outcome.COMPLETED, reward, extras)
 
 
-def _number(value: object) -> float:
+def finite_number(value: object) -> float:
     """Convert a number of Python or NumPy. True is 1 and False is 0, so `return answer == wanted` is a reward."""
     if not isinstance(value, numbers.Real):
         raise ValueError(f"the reward is {_short(value)}, a {type(value).__name__}, not a number")  # noqa: TRY004
@@ -239,7 +239,7 @@ def _classify_error(error: BaseException, base_url: str) -> AgentResult:
         if error.reward is None:
             return failed(Outcome.AGENT_ERROR, "agent_failure", str(error), trace)
         try:
-            reward = _number(error.reward)
+            reward = finite_number(error.reward)
         except ValueError as bad:
             return failed(Outcome.AGENT_ERROR, "bad_reward", f"{bad}, in AgentFailure({str(error)!r})", trace)
         return failed(Outcome.AGENT_ERROR, "agent_failure", str(error), trace, reward)

@@ -6,6 +6,7 @@ RUN_DIR/rollouts/STEP/ROLLOUT_ID     the result, as read from S3
 RUN_DIR/steps/STEP.tasks.jsonl       the step's tasks
 RUN_DIR/steps/STEP.json              the step's report
 RUN_DIR/steps/STEP.rollouts.jsonl    one line for each planned rollout: its record
+RUN_DIR/rescored/NAME/               rewards that a scorer computed later: see `rescoring`
 RUN_DIR/logs/                        logs of the servers that this run starts
 
 Invariants:
@@ -26,10 +27,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
-from agent_wrapper.contract import Rollout
+from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.atomic_file import write_file
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.records import RolloutRecord
+from rollout_backend.core.records import ResultSummary, RolloutRecord
 from rollout_backend.core.report import StepReport
 from rollout_backend.core.tasks import Task
 from rollout_backend.observe.run_info import RunInfo, RunStart, RunState, secret_settings, settings_yaml
@@ -102,7 +103,7 @@ class RunArchive:
 
     def write_rollout(self, rollout: Rollout, data: bytes) -> Future[bool]:
         """Write a result, which is `data` in its encoded form. The future's result is False if the write failed."""
-        path = self.run_dir / "rollouts" / f"{rollout.step:08d}" / rollout.rollout_id
+        path = self._result_file(rollout.step, rollout.rollout_id)
         if self._pending >= _MAX_PENDING:
             written: Future[bool] = Future()
             written.set_result(self.try_to_write(path, data))
@@ -158,6 +159,28 @@ class RunArchive:
     def steps(self) -> list[int]:
         """Return the numbers of the steps that have records."""
         return sorted(int(path.name.removesuffix(_RECORDS)) for path in self.run_dir.glob(f"steps/*{_RECORDS}"))
+
+    def read_result(self, record: RolloutRecord) -> Rollout:
+        """Return the stored result that settled a rollout.
+
+        Raises:
+            ContractError: it is missing, damaged or another one.
+        """
+        path = self._result_file(record.step, record.rollout_id)
+        try:
+            rollout = Rollout.decode(path.read_bytes())
+        except OSError as error:
+            raise ContractError("result", f"{path} cannot be read: {error.strerror or error}") from None
+        for field in ("step", "rollout_id", "task_id", "outcome"):
+            wanted, found = getattr(record, field), getattr(rollout, field)
+            if found != wanted:
+                raise ContractError(field, f"is {found!r} in the result, and {wanted!r} in the record")
+        if ResultSummary.of(rollout) != record.result:
+            raise ContractError("result", "is not the one that the record summarizes")
+        return rollout
+
+    def _result_file(self, step: int, rollout_id: str) -> Path:
+        return self.run_dir / "rollouts" / f"{step:08d}" / Path(rollout_id).name
 
     def find_rollout(self, rollout_id: str) -> list[Path]:
         """Return the paths of results with that id, one per step, oldest first."""

@@ -35,7 +35,7 @@ class Entry(_Frozen):
 
 
 class TaskReward(_Frozen):
-    """The mean reward of a task in both runs."""
+    """The mean reward of a task, of two runs or by two scorers."""
 
     task_id: str
     first: float
@@ -71,8 +71,6 @@ def compare_runs(first: Path, second: Path) -> Comparison:
     runs = _Run(first), _Run(second)
     changed = changed_tasks(*(run.tasks for run in runs))
     means = [rewards_of_tasks(record for record in run.records if record.task_id not in changed) for run in runs]
-    shared = [task_id for task_id in means[0] if task_id in means[1]]
-    both = [TaskReward(task_id=each, first=means[0][each], second=means[1][each]) for each in shared]
     return Comparison(
         first=str(first),
         second=str(second),
@@ -82,9 +80,15 @@ def compare_runs(first: Path, second: Path) -> Comparison:
         only_first=len(means[0].keys() - means[1].keys()),
         only_second=len(means[1].keys() - means[0].keys()),
         measures=compare(runs[0].records, runs[1].records, changed),
-        rewards=tuple(sorted(both, key=lambda each: (-abs(each.second - each.first), each.task_id))),
+        rewards=task_rewards(*means),
         outcomes=_entries(*(run.outcomes for run in runs), equal_too=True),
     )
+
+
+def task_rewards(first: Mapping[str, float], second: Mapping[str, float]) -> tuple[TaskReward, ...]:
+    """Return the mean rewards of tasks that have both, by the size of the difference, largest first."""
+    both = [TaskReward(task_id=each, first=first[each], second=second[each]) for each in first if each in second]
+    return tuple(sorted(both, key=lambda each: (-abs(each.second - each.first), each.task_id)))
 
 
 def read_tasks(archive: RunArchive) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollout_backend.core.comparison import Difference
-from rollout_backend.observe.comparison import Comparison, Entry
+from rollout_backend.observe.comparison import Comparison, Entry, TaskReward
 
 _TASKS_SHOWN = 10
 
@@ -23,14 +23,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
     _print_table(console, "rollouts", first, second, _rows(found.outcomes))
     means = [(each.name, *_numbers(each)) for each in found.measures]
     _print_table(console, "mean over common tasks", first, second, means, "difference, 95%")
-    changed = [task for task in found.rewards if task.first != task.second]
-    rows = [
-        (task.task_id, f"{task.first:.3f}", f"{task.second:.3f}", f"{task.second - task.first:+.3f}")
-        for task in changed[:_TASKS_SHOWN]
-    ]
-    _print_table(console, "reward by task", first, second, rows, "difference")
-    if len(changed) > _TASKS_SHOWN:
-        console.print(f"... and {len(changed) - _TASKS_SHOWN} more tasks whose rewards differ: --json has all")
+    print_task_rewards(console, first, second, found.rewards)
     for count, what in (
         (found.changed_tasks, "have the same id and another payload, and are not compared"),
         (found.only_first, f"have a reward in {first} only"),
@@ -41,12 +34,24 @@ def print_comparison(console: Console, found: Comparison) -> None:
     console.print(reward_sentence(found.reward), highlight=False, soft_wrap=True)
 
 
-def reward_sentence(reward: Difference | None) -> str:
+def print_task_rewards(console: Console, first: str, second: str, rewards: Iterable[TaskReward]) -> None:
+    """Print the tasks whose rewards differ most."""
+    changed = [task for task in rewards if task.first != task.second]
+    rows = [
+        (task.task_id, f"{task.first:.3f}", f"{task.second:.3f}", f"{task.second - task.first:+.3f}")
+        for task in changed[:_TASKS_SHOWN]
+    ]
+    _print_table(console, "reward by task", first, second, rows, "difference")
+    if len(changed) > _TASKS_SHOWN:
+        console.print(f"... and {len(changed) - _TASKS_SHOWN} more tasks whose rewards differ: --json has all")
+
+
+def reward_sentence(reward: Difference | None, both: str = "both runs") -> str:
     """Say by how much rewards differ, and whether that may be chance."""
     if reward is None:
-        return "no task has a reward in both runs, so rewards are not compared"
+        return f"no task has a reward in {both}, so rewards are not compared"
     change, margin = reward.change.value, reward.change.margin
-    means = f"mean reward {reward.first:.3f} and {reward.second:.3f} over {_tasks(reward.tasks)} of both runs"
+    means = f"mean reward {reward.first:.3f} and {reward.second:.3f} over {_tasks(reward.tasks)} of {both}"
     if margin is None:
         return f"{means}: {change:+.3f}; too few tasks to say whether that is chance"
     if change == margin == 0:

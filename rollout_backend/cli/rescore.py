@@ -1,0 +1,39 @@
+"""`rollout rescore`: rewards of a run's stored rollouts, computed again."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rollout_backend.cli.common import console, exit_codes, find_run
+
+
+def rescore(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run of ./runs, or the folder of one.")],
+    scorer: Annotated[
+        str, typer.Option(metavar="FILE.py:FUNCTION", help="A function of (payload, messages, rollout).")
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the new version. Default: the function's, and the time.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Every old and new reward as JSON.")] = False,
+) -> None:
+    """Compute the rewards of a run's completed rollouts again, and show old and new side by side.
+
+    The new rewards are written to RUN/rescored/NAME. Nothing else in the run's folder changes. A rollout that cannot
+    be scored has no new reward, and the exit code is then 1.
+    """
+    with exit_codes():
+        _rescore(run, scorer, name, as_json)
+
+
+def _rescore(run: str, scorer: str, name: str | None, as_json: bool) -> None:
+    from rollout_backend.observe.rescoring import rescore
+    from rollout_backend.observe.rescoring_view import print_rescoring
+    from rollout_backend.observe.scorer import load_scorer
+
+    found = rescore(find_run(run), load_scorer(scorer), name)
+    print(found.model_dump_json()) if as_json else print_rescoring(console, found)
+    if found.failures:
+        raise typer.Exit(1)
