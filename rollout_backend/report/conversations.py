@@ -10,7 +10,8 @@ from typing import Any
 from agent_wrapper.contract import Conversation, Rollout, Segment, Turn, readable
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.summary import TaskRewards, duration
-from rollout_backend.report.run_data import RunData
+from rollout_backend.report.messages import replies_by_turn, text_of
+from rollout_backend.report.run_data import RunData, read_rollout
 from rollout_backend.report.token_text import TokenText
 
 MAX_CONVERSATIONS, MAX_CHARACTERS = 300, 1_500_000
@@ -28,7 +29,7 @@ def embedded(
             break
         if record.rollout_id in found or record.result is None:
             continue
-        rollout = run.read_rollout(record)
+        rollout = read_rollout(run.run_dir, record)
         if rollout is not None:
             found[record.rollout_id] = value = conversation(rollout, text)
             left -= len(json.dumps(value))
@@ -69,16 +70,13 @@ def conversation(rollout: Rollout, text: TokenText | None) -> dict[str, Any]:
 
 def _segment(segment: Segment, text: TokenText | None) -> dict[str, Any]:
     messages = segment.messages
-    replies = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-    turns = segment.turns
-    # The last replies are the sampled ones; earlier ones were given.
-    turn_of = dict(zip(replies[-len(turns) :], turns, strict=False)) if 0 < len(turns) <= len(replies) else {}
+    turn_of = {message: segment.turns[turn] for turn, message in replies_by_turn(segment).items()}
     items = [
         _message(message, _turn(segment, turn_of[i], text) if i in turn_of else None)
         for i, message in enumerate(messages)
     ]
     if not turn_of:
-        items += [{"role": "assistant", "text": "", "turn": _turn(segment, turn, text)} for turn in turns]
+        items += [{"role": "assistant", "text": "", "turn": _turn(segment, turn, text)} for turn in segment.turns]
     return {"why": readable(segment.split_reason), "tokens": len(segment.token_ids), "items": _bounded(items)}
 
 
@@ -96,27 +94,16 @@ def _bounded(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _message(message: Mapping[str, Any], turn: dict[str, Any] | None = None) -> dict[str, Any]:
-    out: dict[str, Any] = {"role": readable(str(message.get("role"))), "text": _short(_text(message.get("content")))}
+    out: dict[str, Any] = {
+        "role": readable(str(message.get("role"))),
+        "text": _short(text_of(message.get("content"))),
+    }
     calls = message.get("tool_calls")
     if isinstance(calls, Sequence):
         out["calls"] = [_short(_call(call)) for call in calls]
     if turn is not None:
         out["turn"] = turn
     return out
-
-
-def _text(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        return "\n".join(_part(part) for part in content)
-    return json.dumps(content, ensure_ascii=False) if content else ""
-
-
-def _part(part: object) -> str:
-    if isinstance(part, Mapping):
-        return part["text"] if isinstance(part.get("text"), str) else f"[{part.get('type', 'part')}]"
-    return str(part)
 
 
 def _call(call: object) -> str:

@@ -1,7 +1,8 @@
-"""Reads what a report shows from a run's folder."""
+"""Reads a run's folder, for reports and tables."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,18 +38,18 @@ class RunData:
     steps: tuple[StepData, ...]
     config: RolloutConfig | None
 
-    def read_rollout(self, record: RolloutRecord) -> Rollout | None:
-        """Return the stored result that settled a rollout; None if there is none."""
-        path = self.run_dir / "rollouts" / f"{record.step:08d}" / Path(record.rollout_id).name
-        try:
-            rollout = Rollout.decode(path.read_bytes())
-        except (OSError, ContractError):
-            return None
-        return rollout if record.is_of(rollout) else None
-
 
 def read_run(run_dir: Path) -> RunData:
     """Read a run's folder.
+
+    Raises:
+        ConfigError: the folder holds no step, or a file of another version.
+    """
+    return RunData(run_dir, read_run_id(run_dir), tuple(read_steps(run_dir)), _read_config(run_dir))
+
+
+def read_steps(run_dir: Path) -> Iterator[StepData]:
+    """Read the steps of a run one by one, in order.
 
     Raises:
         ConfigError: the folder holds no step, or a file of another version.
@@ -58,9 +59,26 @@ def read_run(run_dir: Path) -> RunData:
         raise ConfigError(f"{run_dir} holds no records of a step: steps/*{_RECORDS}")
     archive = RunArchive(run_dir)
     by_verl = _is_by_verl(archive)
-    steps = tuple(_read_step(archive, path, by_verl) for path in paths)
-    names = [step.report.run_id for step in steps if step.report is not None]
-    return RunData(run_dir, names[0] if names else run_dir.absolute().name, steps, _read_config(run_dir))
+    for path in paths:
+        yield _read_step(archive, path, by_verl)
+
+
+def read_rollout(run_dir: Path, record: RolloutRecord) -> Rollout | None:
+    """Return the stored result that settled a rollout; None if there is none."""
+    try:
+        return RunArchive(run_dir).read_result(record) if record.result is not None else None
+    except ContractError:
+        return None
+
+
+def read_run_id(run_dir: Path) -> str:
+    """Return a run's id: that of its newest report, or the name of its folder."""
+    for path in sorted(run_dir.glob("steps/*[0-9].json"), reverse=True):
+        try:
+            return StepReport.model_validate_json(path.read_bytes()).run_id
+        except ValueError:
+            continue
+    return run_dir.absolute().name
 
 
 def _is_by_verl(archive: RunArchive) -> bool:

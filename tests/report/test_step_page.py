@@ -131,10 +131,10 @@ def test_texts_of_agents_stay_texts(tmp_path: Path):
         archive.write_rollout(rollout, rollout.encode())
     archive.close()
     records = [
-        make_record("a.0", task_id=HOSTILE, message=HOSTILE, result=ResultSummary.of(done)),
+        make_record("a.0", message=HOSTILE, result=ResultSummary.of(done)),
         make_record("a.1", outcome=Outcome.AGENT_ERROR, reason=HOSTILE, message=HOSTILE, log=HOSTILE,
                     session_ids=(HOSTILE,), result=ResultSummary.of(failed)),
-        make_record(HOSTILE, outcome=Outcome.INFRA_ERROR, reason="lost", message=HOSTILE),
+        make_record(HOSTILE, task_id=HOSTILE, outcome=Outcome.INFRA_ERROR, reason="lost", message=HOSTILE),
     ]  # fmt: skip
     archive.write_records(0, records)
     page = Page(write_report(tmp_path / "run"))
