@@ -20,6 +20,7 @@ from rollout_backend.cli.demo import demo
 from rollout_backend.cli.engine import engine_install
 from rollout_backend.cli.export import export
 from rollout_backend.cli.ls import ls
+from rollout_backend.cli.replay import replay
 from rollout_backend.cli.report import report
 from rollout_backend.cli.rescore import rescore
 from rollout_backend.cli.run import run
@@ -31,7 +32,7 @@ __all__ = ["app", "console", "main"]
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-for command in (demo, run, check, ls, show, report, compare, export, rescore, relay, chaos):
+for command in (demo, run, check, ls, show, report, compare, export, replay, rescore, relay, chaos):
     app.command(command.__name__ if command is not relay else "relay")(command)
 engine_app = typer.Typer(no_args_is_help=True, help="The engine for machines without a GPU.")
 engine_app.command("install")(engine_install)

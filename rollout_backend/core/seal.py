@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jwt
@@ -76,29 +76,42 @@ class Sealer:
         Raises:
             ContractError: for the field `seal`; says how the rollout differs from what the gateway returned.
         """
-        if not rollout.trainable:
-            return
-        if rollout.seal is None:
-            raise ContractError(
-                "seal",
-                "is missing: publish the trajectory's own with its segments. An image made before there were seals "
-                "needs the wrapper of this version, or the settings gateway.require_seal=false",
-            )
-        try:
-            seal = _Seal.model_validate(jwt.decode(rollout.seal, self._key, algorithms=[_ALGORITHM]))
-        except (jwt.PyJWTError, ValidationError):
-            raise ContractError("seal", "is not one that this run's gateway made") from None
-        for field in _OF_THE_ROLLOUT:
-            sealed, found = getattr(seal, field), getattr(rollout, field)
-            if sealed != found:
-                raise ContractError("seal", f"is of {field} {sealed!r}, and the rollout of {found!r}")
-        if seal.segments != digest_of(rollout.segments):
-            raise ContractError("seal", "is of other segments: these are not what was sampled in the session")
-        if seal.unanswered_calls:
-            raise ContractError(
-                "seal",
-                f"counts {seal.unanswered_calls} model calls lost on the training side, so no reward is allowed",
-            )
+        _check(rollout, lambda seal: jwt.decode(seal, self._key, algorithms=[_ALGORITHM]))
+
+
+def check_without_secret(rollout: Rollout) -> None:
+    """Check a trainable rollout against what its seal says, without the signature: finds damage, but no forgery.
+
+    Raises:
+        ContractError: as `Sealer.check`.
+    """
+    _check(rollout, lambda seal: jwt.decode(seal, options={"verify_signature": False}))
+
+
+def _check(rollout: Rollout, decode: Callable[[str], Mapping[str, Any]]) -> None:
+    if not rollout.trainable:
+        return
+    if rollout.seal is None:
+        raise ContractError(
+            "seal",
+            "is missing: publish the trajectory's own with its segments. An image made before there were seals "
+            "needs the wrapper of this version, or the settings gateway.require_seal=false",
+        )
+    try:
+        seal = _Seal.model_validate(decode(rollout.seal))
+    except (jwt.PyJWTError, ValidationError):
+        raise ContractError("seal", "is not one that this run's gateway made") from None
+    for field in _OF_THE_ROLLOUT:
+        sealed, found = getattr(seal, field), getattr(rollout, field)
+        if sealed != found:
+            raise ContractError("seal", f"is of {field} {sealed!r}, and the rollout of {found!r}")
+    if seal.segments != digest_of(rollout.segments):
+        raise ContractError("seal", "is of other segments: these are not what was sampled in the session")
+    if seal.unanswered_calls:
+        raise ContractError(
+            "seal",
+            f"counts {seal.unanswered_calls} model calls lost on the training side, so no reward is allowed",
+        )
 
 
 def digest_of(segments: Iterable[Segment]) -> str:

@@ -124,6 +124,17 @@ class RunArchive:
         path = self.run_dir / "steps" / f"{report.step:08d}.json"
         return path if self.try_to_write(path, report.model_dump_json(indent=1).encode()) else None
 
+    def read_report(self, step: int) -> StepReport | None:
+        """Return a step's report; None if it has none, because the step was interrupted.
+
+        Raises:
+            ValueError: another version of this package wrote it, or it is damaged.
+        """
+        try:
+            return StepReport.model_validate_json((self.run_dir / "steps" / f"{step:08d}.json").read_bytes())
+        except FileNotFoundError:
+            return None
+
     def write_records(self, step: int, records: Sequence[RolloutRecord]) -> None:
         """Write the records of a step, in place of earlier ones. Without records, do nothing."""
         if records:

@@ -1,0 +1,80 @@
+"""verl's rows of a live step, and those of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agent_servers import serve_agent
+from agent_wrapper.contract import Rollout
+from rollout_backend.config import load_config
+from rollout_backend.core.tasks import Task
+from rollout_backend.local.cloud import LocalStorage
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.manager import RolloutManager
+from rollout_backend.observe.replay import replay_step
+from rollout_backend.verl.row_formats import legacy_batch, v1_fields, v1_tag
+from rollout_backend.verl.rows import rows_of
+
+PROMPT = 16  # shorter than the prompts, so that they continue in the response
+
+
+@pytest.fixture
+def agent(storage: LocalStorage, repository: Path, tmp_path: Path) -> Iterator[str]:
+    """Start the arithmetic example as a server and return its URL.
+
+    It imports httpx first: openai 3 raises while another thread imports it, as the wrapper does.
+    """
+    script = tmp_path / "agent.py"
+    script.write_text(f"import httpx\n{(repository / 'examples' / 'arithmetic' / 'agent.py').read_text()}")
+    with serve_agent(script, storage, tmp_path) as url:
+        yield url
+
+
+def plain(value: Any) -> Any:
+    """Return a value with its arrays and tensors as bytes, and their types and shapes."""
+    if isinstance(value, torch.Tensor):
+        value = value.numpy()
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def v1_rows(rollouts: Sequence[Rollout], response: int) -> list[Any]:
+    rows = [row for rollout in rollouts for row in rows_of(rollout, PROMPT, response)]
+    return [(plain(v1_fields(row, {"uid": "u"})), v1_tag(row, 3)) for row in rows]
+
+
+def legacy_columns(rollouts: Sequence[Rollout], response: int) -> Any:
+    batch = legacy_batch([rows_of(rollout, PROMPT, response) for rollout in rollouts], PROMPT, response, 0)
+    return plain(dict(batch.tensors.items())), plain(batch.missing)
+
+
+async def test_the_rows_of_a_replayed_step_are_those_of_the_live_one(local_aws, agent, tmp_path, run_id):
+    base = {
+        "run_id": run_id,
+        "model": {"path": str(BYTE_MODEL), "renderer": "chatml"},
+        "storage": {"bucket": local_aws.bucket},
+        "aws": {"region": local_aws.region, "endpoint_url": local_aws.endpoint_url},
+        "runtime": {"kind": "http", "url": agent},
+        "output_dir": str(tmp_path / "runs"),
+        "queue": {"wait_s": 1},
+        "group": {"size": 2},
+    }
+    with ScriptedEngine(lambda prompt: "It is 7, I think.") as engine:
+        config = load_config(base={**base, "serving": {"kind": "external", "urls": [engine.url]}})
+        async with RolloutManager(config) as manager:
+            result = await manager.collect([Task("sum", {"question": "What is 3 + 4?", "answer": "7"})])
+    assert result.report.reasons == {}, result.failures
+    [group] = result.groups
+    replayed = replay_step(config.run_dir)
+    assert replayed.failures == {}
+    response = group.rollouts[0].segments[0].turns[0].start - PROMPT + 5  # so that each reply is cut after 5 tokens
+    assert [row.trained_tokens for each in replayed.rollouts for row in rows_of(each, PROMPT, response)] == [5, 5]
+    assert v1_rows(replayed.rollouts, response) == v1_rows(group.rollouts, response)
+    assert legacy_columns(replayed.rollouts, response) == legacy_columns(group.rollouts, response)
