@@ -43,6 +43,7 @@ from rollout_backend.observe.run_info import RunStart, RunState, StartedBy
 from rollout_backend.run_services import RunServices
 from rollout_backend.serving.engine import reported_version
 from rollout_backend.serving.engine_fleet import ServerState
+from rollout_backend.serving.run_phase import RunPhase
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.step.step import Step
 
@@ -64,6 +65,7 @@ class RolloutManager:
         config: RolloutConfig,
         *,
         on_status: Callable[[str], None] = lambda text: None,
+        on_phase: Callable[[RunPhase], None] = lambda phase: None,
         on_serving: Callable[[ServingEvent], None] = lambda event: None,
         wait_lost: Callable[[], Awaitable[None]] | None = None,
         rollouts: int | None = None,
@@ -72,14 +74,16 @@ class RolloutManager:
     ) -> None:
         """Create a manager. Nothing starts before you enter it.
 
-        `on_status` is called with a line for each service that starts or stops, and `on_serving` with each event of
-        an engine, the router or a gateway. `rollouts` is the number of rollouts in a step: a step that cannot finish
-        in time is then refused before anything starts. `wait_lost` raises CloudLost when the run's local cloud ends.
+        `on_phase` is called when the run enters a phase, `on_status` with a line for each other change while it
+        starts, and `on_serving` with each event of an engine, the router or a gateway. `rollouts` is the number of
+        rollouts in a step: a step that cannot finish in time is then refused before anything starts. `wait_lost`
+        raises CloudLost when the run's local cloud ends.
         `started_by` and `agent` are recorded in the run's folder; by default `agent` is what the runtime describes.
         """
         self.config = config
         self.archive = RunArchive(config.run_dir)
         self._on_status = on_status
+        self._on_phase = on_phase
         self._on_serving = on_serving
         self._rollouts = rollouts
         self._wait_lost = wait_lost
@@ -104,6 +108,7 @@ class RolloutManager:
             self.config,
             self.archive,
             on_status=self._on_status,
+            on_phase=self._on_phase,
             on_serving=self._on_serving,
             wait_lost=self._wait_lost,
         )
@@ -117,12 +122,13 @@ class RolloutManager:
             stack.callback(watching.cancel)
             stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
             self._run, self._stack = run, stack.pop_all()
+        self._on_phase(RunPhase.ROLLOUTS)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._on_status("stopping what was started")
+        self._on_phase(RunPhase.STOP)
         await self._stack.aclose()
         self.archive.write_end(_end_state(error), str(error or ""))
 
@@ -269,22 +275,13 @@ class RolloutManager:
 
     async def progress(self) -> Progress:
         """Return counts of the rollouts of all current steps."""
-        phases: dict[str, int] = dict.fromkeys(Phase, 0)
-        outcomes: dict[str, int] = {}
-        open_sessions, rewards = 0, []
-        for current in self._steps.values():
-            for phase, count in current.ledger.phases().items():
-                phases[phase] += count
-            for outcome, count in current.ledger.counts().items():
-                outcomes[outcome] = outcomes.get(outcome, 0) + count
-            open_sessions += len(current.ledger.open_sessions)
-            rewards += current.results.rewards()
         try:
             gateway = await self._run.serving.gateways.stats() if self._run is not None else None
         except ServingError:  # it is being started again, or the run ends
             gateway = None
         warning = self._first_call.warning if self._first_call is not None else ""
-        return Progress(phases, outcomes, open_sessions, tuple(rewards), gateway, warning)
+        steps = [(current.ledger, current.totals) for current in self._steps.values()]
+        return Progress.of(steps, gateway, warning)
 
     @staticmethod
     def blocking(config: RolloutConfig) -> BlockingRolloutManager:

@@ -34,6 +34,7 @@ from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.registry import open_runtime
 from rollout_backend.serving.model_serving import ModelServing
+from rollout_backend.serving.run_phase import RunPhase
 from rollout_backend.serving.run_secret import run_secret
 from rollout_backend.serving.supervisor import OnEvent
 from rollout_backend.step.in_flight import InFlightLog, StepFiles
@@ -61,6 +62,7 @@ class RunServices:
         archive: RunArchive,
         *,
         on_status: Callable[[str], object],
+        on_phase: Callable[[RunPhase], object],
         on_serving: OnEvent,
         wait_lost: Callable[[], Awaitable[None]] | None,
     ) -> None:
@@ -68,6 +70,7 @@ class RunServices:
         self._config = config
         self._archive = archive
         self._on_status = on_status
+        self._on_phase = on_phase
         self._on_serving = on_serving
         self._wait_lost = wait_lost
 
@@ -92,7 +95,7 @@ class RunServices:
         queue = await self._open_queue(stack, janitor) if config.uses_queue else None
         retokenizer = await self._open_retokenizer(stack) if config.collect.retokenize else None
         stack.push_async_callback(self.serving.stop)
-        await self.serving.start(secret, self._on_status)
+        await self.serving.start(secret, self._on_phase, self._on_status)
         await self.lease.claim()
         sealer = Sealer(secret) if config.gateway.require_seal else None
         buffer = RolloutBuffer(
@@ -110,7 +113,7 @@ class RunServices:
     # --- one service each ---------------------------------------------------------------------------------
 
     async def _check(self, stack: AsyncExitStack, rollouts: int | None) -> Preflight:
-        self._on_status("checking this machine, bucket, runtime and queue")
+        self._on_phase(RunPhase.CHECK)
         preflight = Preflight(self._config, rollouts)
         await preflight.run(stack, queue=False)
         raise_problems(preflight.findings)

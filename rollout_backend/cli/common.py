@@ -19,6 +19,7 @@ from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendEr
 
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
+    from rollout_backend.observe.run_output import RunOutput
 
 _PIPE_WIDTH = 1000  # a pipe has no width, and a tool that reads it should get whole lines
 
@@ -54,6 +55,9 @@ Overrides = Annotated[
 TaskFile = Annotated[
     Path | None, typer.Option("--tasks", help="JSONL or parquet with `payload` and optional `task_id`.")
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the summary at the end.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also print the ledger and the reward of each group.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Take only this many tasks from the beginning.")]
 
 
@@ -62,6 +66,19 @@ def read_limited(tasks: Path, limit: int | None) -> Sequence[Task]:
     from rollout_backend.core.tasks import read_tasks
 
     return read_tasks(tasks)[:limit]
+
+
+def run_output(quiet: bool, verbose: bool, as_json: bool) -> RunOutput:
+    """Return what prints a run.
+
+    Raises:
+        ConfigError: more than one of the options is set.
+    """
+    from rollout_backend.observe.run_output import RunOutput
+
+    if quiet + verbose + as_json > 1:
+        raise ConfigError("choose one of --quiet, --verbose and --json")
+    return RunOutput(console, "quiet" if quiet else "verbose" if verbose else "json" if as_json else "normal")
 
 
 def find_run(name: str) -> Path:

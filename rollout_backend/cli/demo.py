@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout_backend.cli.common import Overrides, console, exit_codes, run_async
+from rollout_backend.cli.common import Json, Overrides, Quiet, Verbose, console, exit_codes, run_async, run_output
 from rollout_backend.cli.run import collect_step
 from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollout_backend.observe.run_output import RunOutput
 
 EXAMPLE = Path(__file__).parents[1] / "local" / "demo"
 """`examples/arithmetic`, which the installed package contains."""
@@ -39,6 +42,9 @@ def demo(
     config: Annotated[Path | None, typer.Option(help="Settings; bucket and runtime are the local cloud's.")] = None,
     servers: Annotated[int, typer.Option(min=1, help="SGLang servers to start.")] = 1,
     override: Overrides = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    as_json: Json = False,
 ) -> None:
     """Run an agent on this machine: real SGLang on the CPU, real router, local S3, SQS and AgentCore.
 
@@ -46,12 +52,13 @@ def demo(
     --endpoint it does not. Exit codes as for `rollout run`.
     """
     with exit_codes():
+        output = run_output(quiet, verbose, as_json)
         if scripted and endpoint is not None:
             raise ConfigError("--scripted answers without a server: leave out --scripted or --endpoint")
         if agent is not None:
             _check_agent(agent)
         script, file = agent or EXAMPLE / "agent.py", tasks or EXAMPLE / "tasks.jsonl"
-        run_async(_demo(script, file, limit, scripted, endpoint, config, servers, override or []))
+        run_async(_demo(script, file, limit, scripted, endpoint, config, servers, override or [], output))
 
 
 def _check_agent(agent: Path) -> None:
@@ -71,6 +78,7 @@ async def _demo(
     config: Path | None,
     servers: int,
     overrides: Sequence[str],
+    output: RunOutput,
 ) -> int:
     from rollout_backend.core.tasks import read_tasks
     from rollout_backend.local.cloud import LocalCloud
@@ -78,7 +86,7 @@ async def _demo(
 
     found = read_tasks(tasks)
     wanted = found[:limit]
-    async with _model(scripted, endpoint, servers) as model:
+    async with _model(scripted, endpoint, servers, output.status) as model:
         base = {
             "group": {"size": 4},
             "sampling": {"temperature": 1.0, "max_tokens": 64},
@@ -98,26 +106,31 @@ async def _demo(
                 f"{early.model.path} is not a folder on this machine: name a folder that has the tokenizer and "
                 "config.json of the served model with -o model.path=FOLDER"
             )
-        _print(f"{_taken(len(wanted), len(found))} tasks of {tasks}, {early.group.size} rollouts of each")
+        output.status(f"{_taken(len(wanted), len(found))} tasks of {tasks}, {early.group.size} rollouts of each")
         if len(wanted) < len(found):
-            _print(f"--limit {len(found)} takes all")
+            output.status(f"--limit {len(found)} takes all")
         async with LocalCloud(agent, run_dir=early.run_dir / "logs", bucket=early.storage.bucket) as cloud:
             os.environ.update(cloud.environ)
             settings = load_config(config, overrides, base=base, top={"run_id": early.run_id, **cloud.settings()})
-            code = await collect_step(settings, wanted, cloud.wait_lost, started_by="demo", agent=agent_of(agent))
+            code = await collect_step(
+                settings, wanted, output, cloud.wait_lost, started_by="demo", agent=agent_of(agent)
+            )
             sessions = (await cloud.sessions())["sessions"]
-            console.print(f"the runtime itself counts {len(sessions)} open sessions")
+            if sessions or output.style == "verbose":
+                console.print(f"the runtime itself counts {len(sessions)} open sessions")
             return 1 if sessions else code
 
 
 @asynccontextmanager
-async def _model(scripted: bool, endpoint: str | None, servers: int) -> AsyncIterator[Settings]:
+async def _model(
+    scripted: bool, endpoint: str | None, servers: int, echo: Callable[[str], None]
+) -> AsyncIterator[Settings]:
     """Yield the settings of the model and of what serves it."""
     if scripted:
         from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
         from rollout_backend.local.scripted_sums import ScriptedSums
 
-        _print("a script answers instead of a model, and a third of its sums are wrong")
+        echo("a script answers instead of a model, and a third of its sums are wrong")
         with ScriptedEngine(ScriptedSums()) as engine:
             model = {"path": str(BYTE_MODEL), "renderer": "chatml", "context_length": 32_768}
             yield {"model": model, "serving": {"kind": "external", "urls": [engine.url]}}
@@ -126,10 +139,10 @@ async def _model(scripted: bool, endpoint: str | None, servers: int) -> AsyncIte
 
         url = endpoint.rstrip("/").removesuffix("/v1")
         model_path = await served_model(url)
-        _print(f"{url} serves {model_path}")
+        echo(f"{url} serves {model_path}")
         yield {"model": {"path": model_path}, "serving": {"kind": "external", "urls": [url]}}
     else:
-        model_path = _install()
+        model_path = _install(echo)
         threads = max(1, ((os.cpu_count() or 2) - 1) // servers)
         yield {
             "model": {"path": model_path, "renderer": "chatml", "context_length": 2048},
@@ -137,7 +150,7 @@ async def _model(scripted: bool, endpoint: str | None, servers: int) -> AsyncIte
         }
 
 
-def _install() -> str:
+def _install(echo: Callable[[str], None]) -> str:
     """Install the engine and the model if they are missing, and return the model's folder."""
     from rollout_backend.serving.install import cache_dir, find_engine, find_model, install_cpu_engine, prepare_model
 
@@ -146,15 +159,11 @@ def _install() -> str:
         find_engine(cache)
         find_model(cache)
     except ConfigError:
-        _print(f"the first demo installs SGLang for the CPU and a 135M model in {cache}: two minutes, 3.5 GB")
-        _print("`rollout demo --scripted` needs neither")
-    install_cpu_engine(cache, echo=console.print)
-    return str(prepare_model(cache, echo=console.print))
+        echo(f"the first demo installs SGLang for the CPU and a 135M model in {cache}: two minutes, 3.5 GB")
+        echo("`rollout demo --scripted` needs neither")
+    install_cpu_engine(cache, echo=echo)
+    return str(prepare_model(cache, echo=echo))
 
 
 def _taken(count: int, total: int) -> str:
     return f"all {total}" if count == total else f"the first {count} of {total}"
-
-
-def _print(text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,13 +30,4 @@ def report(
             path = write_report(folder, other)
         except OSError as error:
             raise ConfigError(f"the report of {folder} cannot be written: {error}") from None
-        console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
-
-
-def print_report_path(run_dir: Path) -> None:
-    """Write the report of a run that ended, and print its path. A failure is a warning."""
-    from rollout_backend.report.files import try_to_write_report
-
-    path = try_to_write_report(run_dir)
-    if path is not None:
         console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -12,23 +12,26 @@ import typer
 
 from rollout_backend.cli.common import (
     RUNS,
+    Json,
     Limit,
     Overrides,
+    Quiet,
     TaskFile,
+    Verbose,
     console,
     exit_codes,
     find_run,
     read_limited,
     run_async,
+    run_output,
 )
-from rollout_backend.cli.report import print_report_path
 from rollout_backend.config import ENV_PREFIX, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError, RolloutBackendError
 
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
     from rollout_backend.observe.run_info import StartedBy
-    from rollout_backend.serving.supervisor import ServingEvent
+    from rollout_backend.observe.run_output import RunOutput
 
 _RESTARTS = {
     "demo": "it was a demo, whose S3 ended with it; start another one with `rollout demo`",
@@ -49,10 +52,13 @@ def run(
         int, typer.Option(min=0, help="Exit with code 3 if fewer rollouts than this complete.")
     ] = 0,
     override: Overrides = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    as_json: Json = False,
 ) -> None:
     """Roll out every task once and report, without a trainer: an evaluation.
 
-    The last lines are the verdict, which says why the run exits with 0 or 3.
+    The last lines are a summary, which begins with the verdict: why the run exits with 0 or 3.
 
     With --resume, finished rollouts are kept, agents that still run are awaited, and the rest is run.
 
@@ -60,6 +66,7 @@ def run(
     started; 3, there is nothing to train on, or fewer rollouts completed than --min-completed; 130, interrupted.
     """
     with exit_codes():
+        output = run_output(quiet, verbose, as_json)
         if resume is not None:
             if config is not None or tasks is not None or limit is not None:
                 raise ConfigError("--resume uses the run's settings and tasks: leave out CONFIG, --tasks and --limit")
@@ -68,7 +75,7 @@ def run(
             raise ConfigError("name the settings and --tasks, or a run to --resume")
         else:
             settings, wanted = load_config(config, override or []), read_limited(tasks, limit)
-        run_async(collect_step(settings, wanted, min_completed=min_completed))
+        run_async(collect_step(settings, wanted, output, min_completed=min_completed))
 
 
 def _read_run(folder: Path, overrides: Sequence[str]) -> tuple[RolloutConfig, Sequence[Task]]:
@@ -111,12 +118,13 @@ def _set_again(secrets: Sequence[str]) -> str:
 async def collect_step(
     config: RolloutConfig,
     tasks: Sequence[Task],
+    output: RunOutput,
     wait_lost: Callable[[], Awaitable[None]] | None = None,
     min_completed: int = 0,
     started_by: StartedBy = "run",
     agent: Mapping[str, str] | None = None,
 ) -> int:
-    """Run one step, show its progress, and print its report and verdict. Return the exit code.
+    """Run one step, show its progress, and print its summary. Return the exit code.
 
     If the run is interrupted or fails after its start, print what is finished and how to resume.
 
@@ -124,52 +132,55 @@ async def collect_step(
         ConfigError: `min_completed` is more than the step plans.
     """
     from rollout_backend.core.tasks import planned_rollouts
-    from rollout_backend.core.verdict import judge
+    from rollout_backend.core.verdict import count_failures, judge
     from rollout_backend.manager import RolloutManager
-    from rollout_backend.observe.live_view import show_progress
-    from rollout_backend.observe.view import print_step, print_unfinished, print_verdict
+    from rollout_backend.observe.run_summary import RunSummary
+    from rollout_backend.observe.view import print_step
+    from rollout_backend.report.files import try_to_write_report
 
     rollouts = planned_rollouts(tasks, config.group)
     if min_completed > rollouts:
         raise ConfigError(f"--min-completed={min_completed} is more than the {rollouts} rollouts that the run plans")
-
-    def status(text: str) -> None:
-        console.print(f"[dim]{text}[/]")
-
     manager = RolloutManager(
         config,
-        on_status=status,
-        on_serving=_print_event,
+        on_status=output.status,
+        on_phase=output.phase,
+        on_serving=output.serving,
         rollouts=rollouts,
         wait_lost=wait_lost,
         started_by=started_by,
         agent=agent,
     )
+    output.begin(config, tasks=len(tasks), rollouts=rollouts, agent=agent)
     started = False
     try:
-        async with manager:
+        async with output.watch(manager.progress), manager:
             started = True
-            status(f"run {config.run_id}: {len(tasks)} tasks, {rollouts} rollouts")
-            progress = asyncio.create_task(show_progress(manager.progress, config.timeouts.collection_s, console))
-            try:
-                result = await manager.collect(tasks)
-            finally:
-                progress.cancel()
-                await asyncio.gather(progress, return_exceptions=True)
-            print_step(console, result, config.run_dir)
+            result = await manager.collect(tasks)
+            output.failures(count_failures(result.records))
     except (asyncio.CancelledError, RolloutBackendError):
         if started:
-            print_unfinished(console, manager.archive.read_records(0), config.run_dir)
-            print_report_path(config.run_dir)
-            if started_by == "run":
-                console.print(f"resume it with: {_resume_command(config, min_completed)}", soft_wrap=True)
+            report = try_to_write_report(config.run_dir)
+            resume = _resume_command(config, min_completed) if started_by == "run" else None
+            output.unfinished(manager.archive.read_records(0), config.run_dir, report, resume)
         raise
+    seconds = output.seconds()
+    if output.style == "verbose":
+        print_step(console, result, config.run_dir)
     verdict = judge(result.report, result.records, min_completed)
-    print_verdict(console, verdict)
-    print_report_path(config.run_dir)
-    if not result.report.balanced:
-        return 1
-    return 0 if verdict.passed else 3
+    code = 1 if not result.report.balanced else 0 if verdict.passed else 3
+    output.end(
+        RunSummary(
+            result,
+            verdict,
+            code,
+            seconds,
+            report=try_to_write_report(config.run_dir),
+            show="" if config.output_dir == RUNS else f" --run-dir {shlex.quote(str(config.run_dir))}",
+            again=_again_command(config) if started_by == "run" else "",
+        )
+    )
+    return code
 
 
 def _resume_command(config: RolloutConfig, min_completed: int) -> str:
@@ -177,5 +188,9 @@ def _resume_command(config: RolloutConfig, min_completed: int) -> str:
     return f"rollout run --resume {shlex.quote(run)}" + (f" --min-completed {min_completed}" if min_completed else "")
 
 
-def _print_event(event: ServingEvent) -> None:
-    console.print(f"[dim]{event.server}: {event.kind}[/] {event.detail}", soft_wrap=True)
+def _again_command(config: RolloutConfig) -> str:
+    from rollout_backend.observe.archive import CONFIG, RunArchive
+
+    tasks = RunArchive(config.run_dir).tasks_file(0)
+    files = shlex.join([str(config.run_dir / CONFIG), "--tasks", str(tasks)])
+    return f"rollout run {files} -o run_id={shlex.quote(f'{config.run_id}-again')}"

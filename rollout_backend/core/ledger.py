@@ -144,6 +144,7 @@ class Ledger:
     unclosed_sessions: dict[str, str] = field(default_factory=dict)  # session id -> why it would not close
     settled: list[LedgerEntry] = field(default_factory=list)  # in the order in which they ended
     groups: dict[str, GroupState] = field(default_factory=dict)  # by task, with counts that are current
+    running: dict[str, LedgerEntry] = field(default_factory=dict)  # in the order in which their agents accepted
     invokes: CallTally = field(default_factory=CallTally)
     stops: CallTally = field(default_factory=CallTally)
     _phases: Counter[Phase] = field(default_factory=Counter)
@@ -281,6 +282,10 @@ class Ledger:
         self._phases[entry.phase] -= 1
         self._phases[phase] += 1
         entry.phase = phase
+        if phase is Phase.RUNNING:
+            self.running[entry.planned.rollout_id] = entry
+        else:
+            self.running.pop(entry.planned.rollout_id, None)
 
     def _group(self, task_id: str) -> GroupState:
         """Return the group of a task, to be changed."""

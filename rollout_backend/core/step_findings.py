@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import CallRate, LengthBias, StepReport
@@ -34,8 +35,7 @@ def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> It
     if report.unarchived:
         text = f"{count(report.unarchived, 'result')} could not be written to the run's folder; they are in S3"
         yield Finding(Level.WARNING, text, "output_dir: free space on its disk")
-    for calls, setting, rate in call_rates(report):
-        yield Finding(Level.WARNING, describe_rate(calls, setting, rate), setting)
+    yield from rate_findings(report)
     if report.length_bias is not None:
         yield Finding(Level.NOTE, f"length: {describe_bias(report.length_bias)}", "group.straggler_after")
     if report.staleness is not None and report.staleness.max:
@@ -48,7 +48,7 @@ def _records(records: Sequence[RolloutRecord], summary: StepSummary) -> Iterator
     if again:
         extra = sum(record.attempts - 1 for record in again)
         text = f"{count(len(again), 'rollout')} needed more than one attempt, {count(extra, 'session')} in addition"
-        yield Finding(Level.NOTE, text, show_command(max(again, key=lambda record: record.attempts)))
+        yield Finding(Level.NOTE, text, show_command(max(again, key=lambda record: record.attempts).rollout_id))
     tail = tail_share(records)
     if tail is not None and tail > _SLOW_TAIL:
         slowest = max(records, key=lambda record: duration(record) or 0.0)
@@ -64,7 +64,21 @@ def _records(records: Sequence[RolloutRecord], summary: StepSummary) -> Iterator
         yield Finding(Level.NOTE, text, "router.policy")
 
 
-def call_rates(report: StepReport) -> Iterator[tuple[str, str, CallRate]]:
+class CallRates(Protocol):
+    """Has the rates that a runtime granted. A rate is None unless the runtime refused a call."""
+
+    @property
+    def invoke_rate(self) -> CallRate | None: ...
+    @property
+    def stop_rate(self) -> CallRate | None: ...
+
+
+def rate_findings(report: CallRates) -> Iterator[Finding]:
+    for calls, setting, rate in call_rates(report):
+        yield Finding(Level.WARNING, describe_rate(calls, setting, rate), setting)
+
+
+def call_rates(report: CallRates) -> Iterator[tuple[str, str, CallRate]]:
     """Yield the kinds of call that the runtime refused: a name, the setting of their rate, and what was granted."""
     if report.invoke_rate is not None:
         yield "invokes", "runtime.invoke_per_s", report.invoke_rate

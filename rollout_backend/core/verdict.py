@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,6 +30,17 @@ class Finding:
     level: Level
     text: str
     advice: str = ""
+
+
+@dataclass(frozen=True)
+class FailureCount:
+    """How many rollouts ended in one way."""
+
+    outcome: Outcome
+    reason: str
+    number: int
+    first: str  # a rollout, for the reader to look at
+    message: str = ""  # of that rollout
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,13 @@ def judge(report: StepReport, records: Sequence[RolloutRecord], min_completed: i
     findings = [first]
     if completed < min_completed:
         findings.append(Finding(Level.BAD, f"{done}, and at least {min_completed} must complete"))
-    findings += [*([] if why else _spread(usable)), *_calls(report, records), *_failures(report, records)]
+    findings += [] if why else _spread(usable)
+    results = [record.result for record in records if record.result is not None]
+    findings += cut_replies(sum(result.cut_replies for result in results), sum(result.turns for result in results))
+    findings += failure_findings(count_failures(records), report.planned)
+    if report.unclosed_sessions:
+        text = f"{count(len(report.unclosed_sessions), 'session')} could not be closed"
+        findings.append(Finding(Level.BAD, text))
     passed = why is None and completed >= min_completed and report.balanced
     return Verdict(passed, tuple(findings))
 
@@ -94,36 +111,41 @@ def _all_equal(usable: list[GroupReport]) -> str | None:
     return f"all rewards equal ({count(len(usable), 'task')}, all {rewards.pop():g})" if len(rewards) == 1 else None
 
 
-def _calls(report: StepReport, records: Sequence[RolloutRecord]) -> Iterator[Finding]:
-    results = [record.result for record in records if record.result is not None]
-    if cut := sum(result.cut_replies for result in results):
-        text = f"replies cut at max_tokens or the end of the context: {cut} of {sum(each.turns for each in results)}"
+def cut_replies(cut: int, turns: int) -> Iterator[Finding]:
+    if cut:
+        text = f"replies cut at max_tokens or the end of the context: {cut} of {turns}"
         yield Finding(Level.WARNING, text, "sampling.max_tokens: raise it")
-    silent = [record for record in records if record.failed and record.reason == _NO_MODEL_CALL]
+
+
+def failure_findings(failures: Sequence[FailureCount], planned: int) -> Iterator[Finding]:
+    """Describe the failures of a step that plans this many rollouts, by kind."""
+    silent = [failure for failure in failures if failure.reason == _NO_MODEL_CALL]
     if silent:
-        yield Finding(
-            Level.BAD, f"no model call made by {len(silent)} of {report.planned} rollouts", show_command(silent[0])
-        )
-
-
-def _failures(report: StepReport, records: Sequence[RolloutRecord]) -> Iterator[Finding]:
-    failed = [record for record in records if record.failed]
+        text = f"no model call made by {sum(failure.number for failure in silent)} of {planned} rollouts"
+        yield Finding(Level.BAD, text, show_command(silent[0].first))
     for what, (level, belongs) in _KINDS.items():
-        reasons = Counter(record.reason for record in failed if belongs(record))
-        if reasons:
-            [(reason, number)] = reasons.most_common(1)
-            first = next(record for record in failed if belongs(record) and record.reason == reason)
-            text = f"{reasons.total()} of {report.planned} rollouts {what}, most often {reason} ({number})"
-            yield Finding(level, text, show_command(first))
-    if report.unclosed_sessions:
-        yield Finding(Level.BAD, f"{count(len(report.unclosed_sessions), 'session')} could not be closed")
+        kind = [failure for failure in failures if belongs(failure)]
+        if kind:
+            most = max(kind, key=lambda failure: failure.number)
+            total = sum(failure.number for failure in kind)
+            text = f"{total} of {planned} rollouts {what}, most often {most.reason} ({most.number})"
+            yield Finding(level, text, show_command(most.first))
 
 
-def _is_lost(record: RolloutRecord) -> bool:
-    return record.outcome is Outcome.INFRA_ERROR or record.reason == NO_RESULT
+def count_failures(records: Sequence[RolloutRecord]) -> list[FailureCount]:
+    """Return how often each reason ended a rollout of these, in the order of the first ones."""
+    found: dict[tuple[Outcome, str], list[RolloutRecord]] = defaultdict(list)
+    for record in records:
+        if record.outcome is not None and record.failed:
+            found[record.outcome, record.reason].append(record)
+    return [FailureCount(*key, len(each), each[0].rollout_id, each[0].message) for key, each in found.items()]
 
 
-_KINDS: dict[str, tuple[Level, Callable[[RolloutRecord], bool]]] = {
+def _is_lost(failure: FailureCount) -> bool:
+    return failure.outcome is Outcome.INFRA_ERROR or failure.reason == NO_RESULT
+
+
+_KINDS: dict[str, tuple[Level, Callable[[FailureCount], bool]]] = {
     "lost to the infrastructure": (Level.BAD, _is_lost),
     "failed in the agent": (
         Level.BAD,
@@ -140,12 +162,12 @@ _KINDS: dict[str, tuple[Level, Callable[[RolloutRecord], bool]]] = {
 def _show(records: Sequence[RolloutRecord]) -> str:
     """Return the command that shows a rollout that failed, or else the first one."""
     shown = next((record for record in records if record.failed), records[0] if records else None)
-    return show_command(shown) if shown is not None else ""
+    return show_command(shown.rollout_id) if shown is not None else ""
 
 
-def show_command(record: RolloutRecord) -> str:
+def show_command(rollout_id: str) -> str:
     """Return the command that shows a rollout of the newest run."""
-    return f"rollout show {record.rollout_id}"
+    return f"rollout show {rollout_id}"
 
 
 def count(number: int, noun: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +22,6 @@ from rollout_backend.core.reasons import documented_at
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import GroupReport, StepReport, StepResult
 from rollout_backend.core.step_findings import call_rates, describe_bias, describe_rate
-from rollout_backend.core.verdict import Verdict
 
 _FAILURES_SHOWN = 10
 _RULE_WIDTH = 80  # in a pipe, where the console has no width
@@ -69,24 +67,6 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
     console.print(f"{verdict}; {report.sessions_open} sessions open")
     for session_id, why in report.unclosed_sessions.items():
         console.print(f"[red]session {session_id} could not be closed: {_plain(why)}[/]")
-
-
-def print_verdict(console: Console, verdict: Verdict) -> None:
-    """Print the verdict on a step, one sentence a line."""
-    color = "green" if verdict.passed else "red"
-    first, *others = verdict.sentences
-    console.print(f"[{color}]verdict[/]: {first}", highlight=False, soft_wrap=True)
-    for sentence in others:
-        console.print(f"- {sentence}", highlight=False, soft_wrap=True)
-
-
-def print_unfinished(console: Console, records: Sequence[RolloutRecord], run_dir: Path) -> None:
-    """Print what a step finished before it was interrupted or failed. `records`: of all its planned rollouts."""
-    counts = Counter(str(record.outcome or "not settled") for record in records)
-    kept = sum(record.result_at is not None for record in records)
-    ended = ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) or "none was planned"
-    console.print(f"{kept} of {len(records)} rollouts have a result ({ended})", highlight=False, soft_wrap=True)
-    console.print(f"rollouts, records and logs: {run_dir}", soft_wrap=True)
 
 
 def _ledger(report: StepReport) -> Table:

@@ -17,6 +17,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.serving.engine_fleet import EngineFleet, ServerState
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.relay_process import DialerProcess, public_gateway_config
+from rollout_backend.serving.run_phase import RunPhase
 from rollout_backend.serving.run_secret import key_secret
 from rollout_backend.serving.supervisor import OnEvent
 
@@ -35,18 +36,22 @@ class ModelServing:
         self._on_event = on_event
         self._stack = AsyncExitStack()
 
-    async def start(self, secret: str, on_status: Callable[[str], object] = lambda text: None) -> None:
+    async def start(
+        self,
+        secret: str,
+        on_phase: Callable[[RunPhase], object] = lambda phase: None,
+        on_status: Callable[[str], object] = lambda text: None,
+    ) -> None:
         """Start everything; `stop` ends it. `secret` is the run's, from which keys and seals are made.
 
         Raises:
             StartupError: a part did not start, with the end of its log.
         """
         config = self._config
-        servers = config.serving.servers
-        on_status("starting the router" if config.serving.urls else f"starting {servers} SGLang and the router")
+        on_phase(RunPhase.ENGINES)
         self._stack.push_async_callback(self.engines.stop)
         await self.engines.start()
-        on_status("starting the gateway")
+        on_phase(RunPhase.GATEWAY)
         self.gateways = GatewayFleet(
             public_gateway_config(config),
             self.engines.router_url,

@@ -30,9 +30,9 @@ class StepResults:
         self.rollouts = rollouts
         self.resumed = 0  # rollouts that an earlier trainer had finished
         self.adopted = 0  # rollouts whose agents an earlier trainer had started
+        self.received: list[Rollout] = []
         self._context = context
         self._groups = groups
-        self._received: list[Rollout] = []
         self._archived: list[Future[bool]] = []
         self._latencies: list[float] = []
         self._lags: list[float] = []
@@ -66,7 +66,7 @@ class StepResults:
             return
         services = self._context.services
         self._archived.append(services.archive(rollout, data))
-        self._received.append(rollout)
+        self.received.append(rollout)
         self._groups[task.entry.planned.task_id].arrived.append(rollout)
         now = services.wall()
         if announced_at is not None:
@@ -80,13 +80,9 @@ class StepResults:
 
     # --- the report ---------------------------------------------------------------------------------------
 
-    def rewards(self) -> list[float]:
-        """Return the rewards that have arrived."""
-        return [rollout.reward for rollout in self._received if rollout.reward is not None]
-
     def records(self) -> list[RolloutRecord]:
         """Return one record for each planned rollout."""
-        return records_of(self._context.ledger, self._context.services.log_of, self._received)
+        return records_of(self._context.ledger, self._context.services.log_of, self.received)
 
     async def _unarchived(self) -> int:
         """Wait until the results are in the run's folder, and return how many could not be written."""
@@ -103,7 +99,7 @@ class StepResults:
             self._context.services.config.run_id,
             ledger,
             groups,
-            self._received,
+            self.received,
             self._latencies,
             self._lags,
             refused=refused,
@@ -115,4 +111,4 @@ class StepResults:
             took={each.rollout_id: each.took for each in self.rollouts.values() if each.took is not None},
         )
         records = tuple(self.records())
-        return StepResult(self.step, tuple(self._received), tuple(groups), failures_of(ledger), report, records)
+        return StepResult(self.step, tuple(self.received), tuple(groups), failures_of(ledger), report, records)

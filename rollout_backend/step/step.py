@@ -26,6 +26,7 @@ from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.policy import GroupPolicy, StragglerRule, Stragglers
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import GroupResult, StepResult
+from rollout_backend.core.step_totals import StepTotals
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
 from rollout_backend.step.absence_check import AbsenceCheck
@@ -84,6 +85,7 @@ class Step:
         )
         self._changed = self._context.changed
         self.results = StepResults(self._context, self.rollouts, self.groups)
+        self.totals = StepTotals(self.ledger, self.results.received)
         self._absence_check = AbsenceCheck(self._context, self.results)
         self._complete: set[str] = set()  # groups
         self._reported_to_breaker = 0  # of the ledger's settled rollouts

@@ -137,8 +137,7 @@ def test_a_run_over_http_is_shown_and_read_again(rollout, settings, tasks, agent
         )
         code, output = rollout("run", config, "--tasks", tasks)
     assert code == 0, output
-    assert "the ledger reconciles; 0 sessions open" in output
-    assert "verdict: 1 of 1 rollouts completed, 1 of 1 groups usable report: " in output
+    assert "✓ 1 of 1 rollouts completed, 1 of 1 groups usable ledger 1 = 1 completed; it reconciles" in output
     folder = tmp_path / "runs" / "shown"
     code, output = rollout("show", "task-00000.0", "--run-dir", folder)
     assert code == 0

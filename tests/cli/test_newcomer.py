@@ -19,7 +19,7 @@ import yaml
 
 from rollout_backend import manager
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.observe import first_call, live_view
+from rollout_backend.observe import first_call, run_output
 from rollout_backend.serving.server_process import free_port
 from stub_server import Request, StubServer
 
@@ -309,7 +309,7 @@ def test_an_engine_without_memory(rollout, config, tasks, tmp_path):
 def test_a_wrong_public_url(rollout, settings, tasks, agent_server, run_id, monkeypatch, caplog):
     monkeypatch.setattr(first_call, "WARN_AFTER_S", 0.5)
     monkeypatch.setattr(manager, "_FIRST_CALL_POLL_S", 0.1)
-    monkeypatch.setattr(live_view, "_LINES_S", 0.2)
+    monkeypatch.setattr(run_output, "_LINES_S", 0.2)
     url = f"http://127.0.0.1:{free_port()}"
     with ScriptedEngine(["7"]) as engine, caplog.at_level(logging.WARNING, "rollout_backend.manager"):
         config = settings(
@@ -324,8 +324,8 @@ def test_a_wrong_public_url(rollout, settings, tasks, agent_server, run_id, monk
     assert code == 3, output
     said = f"and agents run: can they reach {url} (gateway.public_url)?"
     assert sum(said in record.message for record in caplog.records) == 1
-    progress = output.partition("0/1 settled (none yet), 1 running")[2]
-    assert "s left; no model call has arrived for" in progress
+    progress = output.partition("1 agents at work, none has called the model yet (")[2]
+    assert "s); no model call has arrived for" in progress
     assert said in progress
     assert f"infra_error, model_unreachable: this container could not reach the model endpoint at {url}/v1" in output
     assert "s ([Errno 111] Connection refused). Set gateway.public_url to an address" in output

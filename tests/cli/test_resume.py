@@ -104,7 +104,7 @@ def test_an_interrupted_run_is_resumed_from_its_folder_which_can_be_shared(
         asked = len(engine.requests)
         code, output = rollout("run", "--resume", run_id)
         assert code == 0, output
-        assert "the ledger reconciles; 0 sessions open" in output
+        assert "it reconciles; 0 sessions open" in output
         assert "3 of 3 rollouts completed" in output
         assert len(engine.requests) == asked + 1
     report = json.loads((folder / "steps" / "00000000.json").read_text())

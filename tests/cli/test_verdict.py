@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,11 @@ def run_groups(rollout, settings, agent, run_id, tmp_path):
                 **{"group": {"size": len(groups[0])}, "sampling": {"max_tokens": 20}, **sections},
             )
             code, output = rollout("run", config, "--tasks", tasks, *options)
-        verdict, _, report = output.partition(" report: ")
-        assert not report or Path(report).is_file()
-        return code, verdict.partition("verdict: ")[2] or output
+        found = re.search(r" [✓✗] (?P<verdict>.*) ledger .* report (?P<report>.*) again ", output)
+        if found is None:
+            return code, output
+        assert Path(found["report"]).is_file()
+        return code, found["verdict"]
 
     return run
 
@@ -56,11 +59,11 @@ def test_a_run_with_losses_of_every_kind_passes_and_names_them(run_groups, tmp_p
     code, verdict = run_groups([0, 1], [1, 1], ["long", "long"], *losses, group={"size": 2, "min_viable": 1})
     assert verdict == (
         "6 of 12 rollouts completed, 3 of 6 groups usable "
-        "- groups without spread in their rewards: 2 of 3 "
-        "- replies cut at max_tokens or the end of the context: 2 of 6 "
-        "- no model call made by 2 of 12 rollouts "
-        "- 2 of 12 rollouts lost to the infrastructure, most often model_unavailable (2) "
-        "- 2 of 12 rollouts failed in the agent, most often agent_exception (2)"
+        "! no model call made by 2 of 12 rollouts (rollout show task-00003.0) "
+        "! 2 of 12 rollouts lost to the infrastructure, most often model_unavailable (2) (rollout show task-00005.0) "
+        "! 2 of 12 rollouts failed in the agent, most often agent_exception (2) (rollout show task-00004.0) "
+        "! groups without spread in their rewards: 2 of 3 "
+        "(group.size: raise it, or choose tasks of medium difficulty); 1 more in the report"
     )
     assert code == 0
     report = (tmp_path / "runs" / run_id / "report.html").read_text()
@@ -75,19 +78,19 @@ def test_a_run_with_losses_of_every_kind_passes_and_names_them(run_groups, tmp_p
         slow(
             [["raise", "sleep"]],  # the second is cancelled: the group is no longer usable
             "0 of 2 rollouts completed "
-            "- 1 of 2 rollouts failed in the agent, most often agent_exception (1) "
-            "- 1 of 2 rollouts cancelled, most often group_doomed (1)",
+            "! 1 of 2 rollouts failed in the agent, most often agent_exception (1) (rollout show task-00000.0) "
+            "! 1 of 2 rollouts cancelled, most often group_doomed (1) (rollout show task-00000.1)",
         ),
         slow([[1, 1]], "all rewards equal (1 task, all 1)"),
         slow([[0, 0], [1, 1]], "rewards equal within each group (2 tasks)"),
         slow([["messages"]], "completed rollouts carry only messages, without tokens (1 of 1)"),
         slow([[1, "messages"]], "0 of 1 groups usable (1 of 2 rollouts trainable)"),
-        slow([["silent"]], "0 of 1 rollouts completed - no model call made by 1 of 1 rollouts"),
+        slow([["silent"]], "0 of 1 rollouts completed ! no model call made by 1 of 1 rollouts"),
     ],
 )
 def test_a_run_with_nothing_to_train_on_exits_with_3(run_groups, groups, words):
     code, verdict = run_groups(*groups)
-    assert verdict == f"nothing to train on: {words}"
+    assert verdict.startswith(f"nothing to train on: {words}")
     assert code == 3
 
 
@@ -95,21 +98,21 @@ def test_a_run_with_nothing_to_train_on_exits_with_3(run_groups, groups, words):
 def test_a_run_in_which_every_agent_times_out_exits_with_3(run_groups):
     times = {"model_call_s": 0.5, "agent_s": 1, "heartbeat_s": None}
     code, verdict = run_groups(["sleep"], timeouts=times)
-    assert verdict.endswith("- 1 of 1 rollouts timed out, most often agent_deadline (1)")
+    assert "! 1 of 1 rollouts timed out, most often agent_deadline (1)" in verdict
     assert code == 3
 
 
 @pytest.mark.slow
 def test_an_evaluation_in_groups_of_one_passes_with_equal_rewards(run_groups):
     code, verdict = run_groups([1], [1])
-    assert verdict.startswith("2 of 2 rollouts completed, 2 of 2 groups usable - all rewards equal (2 tasks, all 1)")
+    assert verdict.startswith("2 of 2 rollouts completed, 2 of 2 groups usable ! all rewards equal (2 tasks, all 1)")
     assert code == 0
 
 
 def test_too_few_completed_rollouts_exit_with_3(run_groups):
     code, verdict = run_groups([1], ["raise"], options=("--min-completed", 2))
     assert verdict.startswith(
-        "1 of 2 rollouts completed, 1 of 2 groups usable - 1 of 2 rollouts completed, and at least 2 must complete"
+        "1 of 2 rollouts completed, 1 of 2 groups usable ! 1 of 2 rollouts completed, and at least 2 must complete"
     )
     assert code == 3
 

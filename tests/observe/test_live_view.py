@@ -1,180 +1,196 @@
-"""The display of a running step."""
+"""The lines that show a running step: pure functions of a snapshot."""
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 from typing import Any
 
 import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Phase
+from rollout_backend.core.report import CallRate
+from rollout_backend.core.step_totals import LastResult
+from rollout_backend.core.verdict import FailureCount
 from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.observe import live_view as module
-from rollout_backend.observe.live_view import show_progress
+from rollout_backend.observe.live_view import History, Snapshot, frame, one_line, plain_line, sparkline
 from rollout_backend.observe.progress import Progress
+from rollout_backend.serving.run_phase import RunPhase
 
 FIELDS = {
     name: {} if field.annotation not in (int, "int") else 0 for name, field in GatewayStats.model_fields.items()
 }
+RUNNING = {RunPhase.CHECK: 1.2, RunPhase.ENGINES: 27.0, RunPhase.GATEWAY: 3.0, RunPhase.ROLLOUTS: 40.0}
+HOSTILE = "[red]\x1b[2J\nline\u202e two\x07 \N{CJK UNIFIED IDEOGRAPH-4E2D}" * 9
+
+
+def gateway(**counts: int) -> GatewayStats:
+    return GatewayStats.model_validate({**FIELDS, **counts})
 
 
 def progress(
-    outcomes: dict[str, int] | None = None,
-    tokens: int | None = None,
-    rewards: tuple[float, ...] = (),
-    sessions: int = 0,
-    **phases: int,
+    outcomes: dict[Outcome, int] | None = None, *, running=0, planned=0, dispatching=0, **more: Any
 ) -> Progress:
     outcomes = outcomes or {}
-    settled = {Phase.SETTLED: sum(outcomes.values())}
-    gateway = None if tokens is None else GatewayStats.model_validate({**FIELDS, "sampled_tokens": tokens})
-    return Progress({**dict.fromkeys(Phase, 0), **settled, **phases}, outcomes, sessions, rewards, gateway)
+    phases = {
+        Phase.PLANNED: planned,
+        Phase.DISPATCHING: dispatching,
+        Phase.RUNNING: running,
+        Phase.SETTLED: sum(outcomes.values()),
+    }
+    return Progress(phases, outcomes, running, **{"gateway": None, **more})
 
 
-class Clock:
-    """A clock that tests advance."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+def snapshot(progress: Progress | None = None, history: History | None = None, **more: Any) -> Snapshot:
+    fields = {
+        "run_id": "run-1",
+        "what": "agent.py on Qwen3-4B",
+        "elapsed_s": 71.2,
+        "phases": RUNNING,
+        "limit_s": 600.0,
+    }
+    return Snapshot(progress=progress, history=history or History(), **{**fields, **more})
 
 
-@pytest.fixture
-def display(clock: Clock) -> Any:
-    return module._Display(limit_s=100.0)
+def text(shown: Snapshot, width: int = 80) -> list[str]:
+    return [line.plain.rstrip() for line in frame(shown, width)]
 
 
-# --- one line ---------------------------------------------------------------------------------------------
-
-
-def test_a_line_before_anything_is_settled(display, clock):
-    clock.now += 30
-    line = display.line(progress(running=3, planned=1))
-    assert line == "0/4 settled (none yet), 3 running, 0 tok/s, at most 70 s left"
-
-
-def test_a_warning_ends_the_line(display):
-    warned = dataclasses.replace(progress(running=1), warning="no model call has arrived")
-    assert display.line(warned).endswith("; no model call has arrived")
-
-
-def test_settled_rollouts_are_counted_by_class(display, clock):
-    clock.now += 10
-    outcomes = {Outcome.COMPLETED: 3, Outcome.AGENT_ERROR: 1, Outcome.TIMED_OUT: 0}
-    line = display.line(progress(outcomes, running=4))
-    assert line == "4/8 settled (3 completed, 1 agent_error), 4 running, 0 tok/s, about 10 s left"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "left"),
-    [(40, "about 60 s left"), (99, "about 1 s left"), (100, "about 0 s left"), (500, "about 0 s left")],
+BUSY = progress(
+    {Outcome.COMPLETED: 229, Outcome.AGENT_ERROR: 4, Outcome.INFRA_ERROR: 8},
+    running=96,
+    planned=47,
+    gateway=gateway(sampled_tokens=9000, prompt_tokens=100, cached_tokens=88, calls=7, calls_in_flight=3),
+    rewards=229,
+    mean_reward=0.557,
+    groups=39,
+    groups_with_spread=34,
+    turns=100,
+    cut_replies=17,
+    slowest="buy-9-fig.3",
+    slowest_s=64.0,
+    p95_s=41.0,
+    failures=(FailureCount(Outcome.INFRA_ERROR, "throttled", 8, "buy-1.0", "429"),),
+    last=(LastResult("buy-4-melon.2", 0.2, 37.0, 693, "Let me think. " * 20 + "The answer is 13."),),
+    invoke_rate=CallRate(refused=37, seconds=12.0, granted_per_s=6.0),
 )
-def test_the_time_left_is_at_most_the_steps_limit(display, clock, seconds, left):
-    clock.now += seconds
-    assert display.line(progress({Outcome.COMPLETED: 1}, running=9)).endswith(left)
 
 
-def test_no_time_is_left_when_all_is_settled(display, clock):
-    clock.now += 50
-    assert display.line(progress({Outcome.COMPLETED: 2})).endswith("about 0 s left")
-
-
-# --- tokens per second ------------------------------------------------------------------------------------
-
-
-def rates(display, clock, *counts: int | None, every: float = 1.0) -> list[float]:
-    found = []
-    for count in counts:
-        found.append(display._tokens_per_s(progress(tokens=count)))
-        clock.now += every
-    return found
-
-
-def test_the_token_rate_is_smoothed(display, clock):
-    found = rates(display, clock, *range(0, 4000, 100))
-    assert found[0] == 0
-    assert found[1] == pytest.approx(30)
-    assert found == sorted(found)
-    assert found[-1] == pytest.approx(100, rel=0.01)
-
-
-def test_the_token_rate_is_per_second(display, clock):
-    assert rates(display, clock, 0, 100, every=0.5)[1] == pytest.approx(60)
-
-
-def test_a_restarted_gateway_gives_no_negative_rate(display, clock):
-    found = rates(display, clock, 0, 1000, 0, 1000)
-    assert found == pytest.approx([0, 300, 210, 447])
-
-
-def test_without_a_gateway_the_rate_is_0(display, clock):
-    assert rates(display, clock, None, None) == [0, 0]
-
-
-def test_two_samples_at_the_same_time_do_not_divide_by_zero(display, clock):
-    assert rates(display, clock, 0, 100, every=0.0) == [0, 0]
-
-
-# --- on a terminal and without one ------------------------------------------------------------------------
-
-
-def test_a_panel_shows_classes_phases_sessions_and_rewards(display, clock, screen):
-    clock.now += 10
-    outcomes = {Outcome.COMPLETED: 2, Outcome.INFRA_ERROR: 1}
-    screen.console.print(
-        display.panel(progress(outcomes, rewards=(1.0, 0.5), sessions=4, running=1, dispatching=2, planned=3))
-    )
-    for words in (
-        "2 completed",
-        "0 agent_error",
-        "1 infra_error",
-        "0 timed_out",
-        "0 cancelled",
-        "1 running",
-        "2 dispatching",
-        "3 planned",
-        "3/9 settled   4 sessions open   0 tok/s   mean reward 0.750   about 20 s left",
+def test_a_frame_of_a_busy_step():
+    lines = text(snapshot(BUSY))
+    for line in (
+        " rollout  run-1   agent.py on Qwen3-4B                                  00:01:11",
+        " ✓ check 1.2 s  ✓ engines 27 s  ✓ gateway 3.0 s  ● rollouts  ○ stop",
+        " done 229   agent error 4   lost 8   timed out 0   at work 96   waiting 47",
+        " reward   0.557    34 of 39 whole groups have a spread",
+        " tokens   0/s    cache 88%   3 calls in flight",
+        " slowest  buy-9-fig.3, 64 s   (95 % of the finished took under 41 s)",
+        " ! 8 of 384 rollouts lost to the infrastructure, most often throttled (8)",
+        "   runtime.invoke_per_s has no effect",
     ):
-        assert words in screen.text
+        assert line in lines
+    [bar] = [line for line in lines if "█" in line]
+    assert "▒░" in bar
+    assert bar.endswith("241/384     ~24 s")
+    assert lines[-1].startswith(' last   buy-4-melon.2    0.2    37 s     693 tok   "...')
+    assert lines[-1].endswith('The answer is 13."')
 
 
-def test_a_panel_of_an_empty_step(display, screen):
-    screen.console.print(display.panel(progress()))
-    assert "0/0 settled" in screen.text
-    assert "no reward yet" in screen.text
+def test_before_the_first_result_a_frame_says_what_is_waited_for():
+    for shown, words in (
+        (progress(planned=8), "8 rollouts wait for their agents to start (40 s)"),
+        (progress(running=8), "8 agents at work, none has called the model yet (40 s)"),
+        (progress(running=8, gateway=gateway(calls=5)), "8 agents at work, 5 model calls, no result yet (40 s)"),
+    ):
+        assert f" {words}" in text(snapshot(shown))
+        assert plain_line(snapshot(shown)) == words
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-async def test_progress_is_shown_until_cancelled(make_screen, monkeypatch, terminal):
-    monkeypatch.setattr(module, "_TERMINAL_S", 0.001)
-    monkeypatch.setattr(module, "_LINES_S", 0.001)
-    screen = make_screen(terminal)
-    looks = 0
-    enough = asyncio.Event()
+def test_a_frame_before_the_step():
+    phases = {RunPhase.CHECK: 0.4}
+    assert text(snapshot(phases=phases))[1:] == [" ● check  ○ engines  ○ gateway  ○ rollouts  ○ stop"]
+    assert len(text(snapshot(progress()))) == 2
 
-    async def look() -> Progress:
-        nonlocal looks
-        looks += 1
-        if looks == 4:
-            enough.set()
-        return progress({Outcome.COMPLETED: looks}, running=1)
 
-    showing = asyncio.create_task(show_progress(look, 60.0, screen.console))
-    async with asyncio.timeout(20):
-        await enough.wait()
-    showing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await showing
-    assert "1/2 settled" in screen.text
-    assert "3/4 settled" in screen.text
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_no_line_is_wider_than_the_terminal_or_breaks(width):
+    many = dict.fromkeys(Outcome, 123_456)
+    hostile = progress(
+        many,
+        running=16_384,
+        planned=16_384,
+        warning=HOSTILE,
+        gateway=gateway(sampled_tokens=10**9, calls=1),
+        rewards=1,
+        mean_reward=-1234.5,
+        groups=10**6,
+        slowest=HOSTILE,
+        failures=(FailureCount(Outcome.AGENT_ERROR, HOSTILE, 3, HOSTILE, HOSTILE),),
+        last=tuple(LastResult(HOSTILE, 1e-9, None, 10**6, HOSTILE) for _ in range(2)),
+    )
+    lines = frame(snapshot(hostile, what=HOSTILE), width)
+    assert all(line.cell_len <= width for line in lines)
+    assert all(line.plain.isprintable() for line in lines)
+    assert len(lines) <= 24
+    assert plain_line(snapshot(hostile)).isprintable()
+
+
+def test_a_plain_line_of_a_busy_step():
+    assert plain_line(snapshot(BUSY)).startswith(
+        "241 of 384 ended (229 done, 4 agent error, 8 lost), 96 at work, 47 waiting, reward 0.557, 34 of 39 whole "
+        "groups have a spread, 0 tokens/s, about 24 s left; 8 of 384 rollouts lost to the infrastructure"
+    )
+
+
+@pytest.mark.parametrize(("elapsed", "left"), [(40.0, 360.0), (500.0, 100.0), (700.0, 0.0)])
+def test_the_time_left_is_at_most_the_steps_limit(elapsed, left):
+    shown = progress({Outcome.COMPLETED: 1}, running=9)
+    assert snapshot(shown, phases={RunPhase.ROLLOUTS: elapsed}).left_s == pytest.approx(left)
+    assert snapshot(progress(running=1)).left_s is None
+
+
+# --- over time --------------------------------------------------------------------------------------------
+
+
+def history_of(*tokens: int | None, every: float = 1.0) -> History:
+    history = History()
+    for i, count in enumerate(tokens):
+        shown = progress(gateway=None if count is None else gateway(sampled_tokens=count))
+        history.add(100.0 + i * every, shown)
+    return history
+
+
+def test_the_token_rate_is_that_of_the_last_seconds():
+    assert history_of().tokens_per_s == 0
+    assert history_of(500).tokens_per_s == 0
+    assert history_of(500, 600).tokens_per_s == pytest.approx(100)
+    assert history_of(*range(0, 4000, 100), every=0.5).tokens_per_s == pytest.approx(200)
+
+
+def test_a_restarted_or_silent_gateway_gives_no_negative_rate():
+    history = history_of(0, 1000, None, 0, 500)
+    assert [point.tokens for point in history.points] == [0, 1000, 1000, 1000, 1500]
+
+
+def test_a_long_history_keeps_its_beginning_and_its_end_in_few_points():
+    history = history_of(*range(5000))
+    assert len(history.points) < 600
+    assert (history.points[0].at, history.points[-1].at) == (100.0, 5099.0)
+    assert history.tokens() == pytest.approx([5000 / 8] * 8, rel=0.05)
+
+
+def test_a_curve_of_rewards_has_a_gap_where_none_came():
+    history = History()
+    for i, (count, mean) in enumerate([(0, None), (2, 0.0), (2, 0.0), *[(4, 0.5)] * 6]):
+        history.add(float(i), progress(rewards=count, mean_reward=mean))
+    assert history.rewards()[:4] == [0.0, None, 1.0, None]
+
+
+def test_sparklines():
+    assert sparkline([]) == sparkline([None]) == ""
+    assert sparkline([0.0, 1.0, None, 7.0]) == "▁▂ █"
+    assert sparkline([5.0, 5.0]) == "▄▄"
+    assert sparkline([5.0, 5.0], low=0.0) == "██"
+
+
+def test_text_of_agents_is_put_on_one_line():
+    assert one_line("a\r\n b\tc\x1b[0m\u202e") == "a b c\N{REPLACEMENT CHARACTER}[0m\N{REPLACEMENT CHARACTER}"

@@ -444,7 +444,7 @@ async def test_messages_alone_count_in_evaluation_and_are_not_trained(open_bench
     assert (told.rollouts, len(told.messages_only), told.usable) == ((), 4, False)
     assert (len(sampled.rollouts), sampled.messages_only, sampled.usable) == (4, (), True)
     assert result.report.groups[0].mean_reward == reward
-    assert sorted(step.results.rewards()) == [reward] * 4 + [1.0] * 4
+    assert sorted(rollout.reward for rollout in step.results.received) == [reward] * 4 + [1.0] * 4
     assert all(rollout.messages_only for rollout in bench.kept if rollout.task_id == "task-a")
 
 

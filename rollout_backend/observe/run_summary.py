@@ -1,0 +1,98 @@
+"""The end of a run in at most twelve lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from rollout_backend.core.report import StepResult
+from rollout_backend.core.step_findings import findings_of
+from rollout_backend.core.summary import duration, summarize
+from rollout_backend.core.verdict import Finding, Verdict, count, show_command
+from rollout_backend.observe.live_view import seconds, sentence
+from rollout_backend.serving.run_phase import RunPhase
+
+_MAX_FINDINGS = 4
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run came to. `show` is appended to each `rollout show`, and `again` is the command that repeats the
+    run; both may be empty."""
+
+    result: StepResult
+    verdict: Verdict
+    exit_code: int
+    seconds: Mapping[RunPhase, float]
+    report: Path | None = None
+    show: str = ""
+    again: str = ""
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Return the verdict's findings and those on the step, without repetition; the verdict's first one first."""
+        first, *others = self.verdict.findings
+        records = self.result.records
+        found = {each.text: each for each in (*others, *findings_of(self.result.report, records, summarize(records)))}
+        found.pop(first.text, None)
+        return first, *sorted(found.values(), key=lambda finding: finding.level)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the summary as an object for JSON."""
+        report, summary = self.result.report, summarize(self.result.records)
+        return {
+            "run_id": report.run_id,
+            "exit_code": self.exit_code,
+            "passed": self.verdict.passed,
+            "findings": [asdict(each) | {"level": each.level.name.lower()} for each in self.findings],
+            "planned": report.planned,
+            "outcomes": report.outcomes,
+            "trainable": report.trainable,
+            "mean_reward": summary.reward.value if summary.reward is not None else None,
+            "sampled_tokens": summary.sampled_tokens,
+            "prompt_tokens": summary.prompt_tokens,
+            "cache_hit": summary.cache_hit,
+            "seconds": {phase: round(took, 3) for phase, took in self.seconds.items()},
+            "report": str(self.report) if self.report is not None else None,
+        }
+
+
+def print_summary(console: Console, summary: RunSummary) -> None:
+    passed = summary.verdict.passed and summary.exit_code == 0
+    mark = ("ok" if passed else "failed") if console.options.ascii_only else "✓" if passed else "✗"
+    first, *others = summary.findings
+    lines = [Text.assemble((f"{mark} ", "bold green" if passed else "bold red"), (first.text, "bold"))]
+    lines += [Text(f"  ! {sentence(each)}") for each in others[:_MAX_FINDINGS]]
+    if more := len(others[_MAX_FINDINGS:]):
+        lines[-1].append(f"; {more} more in the report")
+    lines += [Text.assemble("  ", (f"{name:9}", "dim"), text) for name, text in _facts(summary)]
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    report, step = summary.result.report, summarize(summary.result.records)
+    outcomes = " + ".join(f"{number:,} {outcome}" for outcome, number in report.outcomes.items() if number)
+    reconciles = "it reconciles" if report.reconciles else "it does NOT reconcile"
+    open_sessions = count(report.sessions_open + len(report.unclosed_sessions), "session")
+    yield "ledger", f"{report.planned:,} = {outcomes or 0}; {reconciles}; {open_sessions} open"
+    if step.reward is not None:
+        larger = [group for group in report.groups if len(group.rewards) > 1]
+        spread = f", {sum(group.has_spread for group in larger):,} of {len(larger):,} groups have a spread"
+        yield "reward", f"{step.reward.value:.3f}" + (spread if larger else "")
+    yield "time", ", ".join(f"{phase} {seconds(took)}" for phase, took in summary.seconds.items())
+    hit = f", cache {step.cache_hit:.0%}" if step.cache_hit is not None else ""
+    sampled = f"{step.sampled_tokens:,} sampled ({step.sampled_tokens / max(report.seconds, 1e-9):,.0f}/s)"
+    yield "tokens", f"{sampled}, {step.prompt_tokens:,} prompt{hit}"
+    longest = max(summary.result.records, key=lambda record: duration(record) or 0.0, default=None)
+    if longest is not None:
+        yield "read", f"{show_command(longest.rollout_id)}{summary.show}   (the longest)"
+    if summary.report is not None:
+        yield "report", str(summary.report)
+    if summary.again:
+        yield "again", summary.again

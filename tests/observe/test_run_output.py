@@ -1,0 +1,129 @@
+"""What a run prints on a terminal, in a pipe and as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from agent_wrapper.contract import Outcome
+from rollout_backend.core.ledger import Phase
+from rollout_backend.core.verdict import FailureCount
+from rollout_backend.observe import run_output as module
+from rollout_backend.observe.progress import Progress
+from rollout_backend.observe.run_output import RunOutput, Style
+from rollout_backend.serving.run_phase import RunPhase
+from rollout_backend.serving.supervisor import ServingEvent
+
+LOST = FailureCount(Outcome.INFRA_ERROR, "throttled", 2, "task-a.0", "429\n[red]\x1b[2Jslow down")
+
+
+def progress(settled: int) -> Progress:
+    phases = {**dict.fromkeys(Phase, 0), Phase.RUNNING: 1, Phase.SETTLED: settled}
+    return Progress(phases, {Outcome.COMPLETED: settled}, 1, None, failures=(LOST,))
+
+
+async def show(output: RunOutput) -> None:
+    """Watch a run until its progress was read a few times."""
+    reads = 0
+    enough = asyncio.Event()
+
+    async def read() -> Progress:
+        nonlocal reads
+        reads += 1
+        if reads == 5:
+            enough.set()
+        return progress(reads)
+
+    output.status("a status")
+    async with asyncio.timeout(20), output.watch(read):
+        output.phase(RunPhase.CHECK)
+        output.serving(ServingEvent(1.0, "engine-0", "died", "out of memory"))
+        output.phase(RunPhase.ROLLOUTS)
+        await enough.wait()
+        output.phase(RunPhase.STOP)
+
+
+@pytest.fixture
+def shown(make_screen, monkeypatch):
+    monkeypatch.setattr(module, "_READ_S", 0.001)
+    monkeypatch.setattr(module, "_LINES_S", 0.0)
+
+    async def shown(style: Style, terminal: bool = False) -> str:
+        screen = make_screen(terminal)
+        await show(RunOutput(screen.console, style))
+        return screen.text
+
+    return shown
+
+
+async def test_lines_in_a_pipe(shown):
+    lines = (await shown("normal")).splitlines()
+    failure = "task-a.0: infra_error, throttled: 429 [red]\N{REPLACEMENT CHARACTER}[2Jslow down"
+    assert lines[:5] == [
+        "a status",
+        "checking this machine, bucket, runtime and queue",
+        "engine-0: died out of memory",
+        "running the rollouts",
+        failure,
+    ]
+    assert lines.count(failure) == 1
+    assert lines[5].startswith("1 of 2 ended (1 done), 1 at work, 0 waiting")
+    assert lines[-1] == "stopping what was started"
+
+
+async def test_a_terminal_shows_a_frame_and_keeps_what_matters_above_it(shown):
+    text = await shown("normal", terminal=True)
+    assert "● rollouts" in text
+    assert "✓ rollouts" in text
+    assert "1 at work" not in text
+    assert text.count("task-a.0: infra_error, throttled") == 1
+    assert "\x1b[2Jslow" not in text
+    assert "checking this machine" not in text
+    assert "checking this machine" in await shown("verbose", terminal=True)
+
+
+async def test_quiet_prints_nothing_before_the_end(shown):
+    assert await shown("quiet") == ""
+    assert await shown("quiet", terminal=True) == ""
+
+
+async def test_json_prints_one_object_per_event(shown):
+    events = [json.loads(line) for line in (await shown("json", terminal=True)).splitlines()]
+    assert all(event["time"] > 0 for event in events)
+    kinds = [event["event"] for event in events]
+    assert kinds[:5] == ["status", "phase", "serving", "phase", "failure"]
+    assert kinds.count("failure") == 1
+    assert kinds[-1] == "phase"
+    assert events[2] | {"server": "engine-0", "kind": "died", "detail": "out of memory"} == events[2]
+    assert events[4]["message"] == LOST.message
+    assert list(events[-1]["seconds"]) == ["check", "rollouts"]
+    first = events[5]
+    assert (first["planned"], first["settled"], first["at_work"]) == (2, 1, 1)
+    assert first["findings"][0]["level"] == "bad"
+
+
+async def test_a_display_that_fails_does_not_end_a_run(make_screen, caplog):
+    async def fail() -> Progress:
+        raise ValueError("a bug")
+
+    output = RunOutput(make_screen().console)
+    output.phase(RunPhase.ROLLOUTS)
+    async with output.watch(fail):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert "the progress of the run could not be shown" in caplog.text
+
+
+@pytest.mark.parametrize("style", ["normal", "json"])
+def test_an_unfinished_run_says_how_to_resume(make_screen, style):
+    screen = make_screen()
+    RunOutput(screen.console, style).unfinished([], Path("/runs/x"), Path("/runs/x/report.html"), "rollout run ...")
+    if style == "json":
+        event = json.loads(screen.text)
+        assert (event["event"], event["resume"], event["results"]) == ("unfinished", "rollout run ...", 0)
+    else:
+        assert "0 of 0 rollouts have a result (none was planned)" in screen.text
+        assert "resume it with: rollout run ..." in screen.text
