@@ -31,7 +31,7 @@ from agent_wrapper.heartbeat import send_heartbeats
 from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, failed
 from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.runner import Agent, Returned
-from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory, preload
+from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory, load_http_client, preload
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -316,10 +316,12 @@ class RolloutApp:
 
     async def _run_rollout(self, job: _Job, payload: dict[str, Any]) -> Rollout:
         request, started_at = job.request, time.time()
+        loading = asyncio.create_task(in_thread(load_http_client, "load"))
         preparing = asyncio.create_task(self._prepare(request))
         context = RolloutContext.from_request(request, payload)
         if (failure := await self._probe_endpoint(job, context)) is not None:
             return build_rollout(request, failure, None, started_at, time.time())
+        await loading
         result = await self._run_agent(job, context)
         preparing.cancel()
         finished_at = time.time()

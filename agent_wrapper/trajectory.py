@@ -12,6 +12,11 @@ class TrajectoryUnavailable(Exception):
     """What was sampled could not be had. The message says why."""
 
 
+def load_http_client() -> None:
+    """Import httpx, before the agent starts: openai 3 fails while another thread is importing it."""
+    import httpx  # noqa: F401
+
+
 def preload() -> None:
     """Import what fetching needs, and writing through a presigned URL too. This takes 0.2 s of CPU."""
     import httpcore  # noqa: F401  (httpx imports it with the first client)

@@ -66,6 +66,14 @@ return {'reward': 1, 'deep': deep, 'messages': [{'role': 'assistant', 'content':
     assert Rollout.decode(rollout.to_json()).extras == rollout.extras
 
 
+def test_no_agent_meets_a_half_imported_http_client(start_container):
+    """openai 3 looks httpx up among the loaded modules, and fails if another thread is importing it."""
+    rollout = start_container("sync").play(
+        "return {'reward': 1, 'whole': hasattr(sys.modules.get('httpx'), 'Client')}"
+    )
+    assert rollout.extras == {"whole": True}
+
+
 def test_messages_of_a_model_called_elsewhere_are_published(container):
     block = container.request([(200, make_trajectory(0).encode())])
     body = "return {'reward': 1, 'messages': [{'role': 'assistant', 'content': 'hi'}], 'tools': [], 'n': 1}"

@@ -26,13 +26,8 @@ PROMPT = 16  # shorter than the prompts, so that they continue in the response
 
 @pytest.fixture
 def agent(storage: LocalStorage, repository: Path, tmp_path: Path) -> Iterator[str]:
-    """Start the arithmetic example as a server and return its URL.
-
-    It imports httpx first: openai 3 raises while another thread imports it, as the wrapper does.
-    """
-    script = tmp_path / "agent.py"
-    script.write_text(f"import httpx\n{(repository / 'examples' / 'arithmetic' / 'agent.py').read_text()}")
-    with serve_agent(script, storage, tmp_path) as url:
+    """Start the arithmetic example as a server and return its URL."""
+    with serve_agent(repository / "examples" / "arithmetic" / "agent.py", storage, tmp_path) as url:
         yield url
 
 
