@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _DURING_A_STEP = (2000, 10, 500)  # a full run after 10 million objects that were kept
-# Older objects are visited after 2 million that were kept: a server's are rarely garbage, and 375 open sessions of a
+# Older objects are visited after 5 million that were kept: a server's are rarely garbage, and 375 open sessions of a
 # gateway take 0.1 s to visit.
-_OF_A_SERVER = (2000, 1000, 10)
+_OF_A_SERVER = (5000, 1000, 10)
 _before: list[tuple[int, int, int]] = []  # the thresholds, for each block that is being executed
 
 
