@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.ledger import Ledger, LedgerEntry
 from rollout_backend.core.records import ResultSummary
+from rollout_backend.core.summary import duration
 from rollout_backend.core.verdict import FailureCount
 
 _LAST = 2
@@ -64,7 +65,7 @@ class StepTotals:
                 self._rewards.setdefault(rollout.task_id, []).append(rollout.reward)
 
     def _add_settled(self, entry: LedgerEntry) -> None:
-        seconds = _seconds(entry)
+        seconds = duration(entry)
         if entry.delivered and seconds is not None:
             insort(self.seconds, seconds)
         if entry.outcome is not None and entry.outcome is not Outcome.COMPLETED:
@@ -90,14 +91,8 @@ class StepTotals:
     def _describe(self, rollout: Rollout) -> LastResult:
         entry = self._ledger.entries[rollout.rollout_id]
         return LastResult(
-            rollout.rollout_id, rollout.reward, _seconds(entry), rollout.sampled_tokens, _last_reply(rollout)
+            rollout.rollout_id, rollout.reward, duration(entry), rollout.sampled_tokens, _last_reply(rollout)
         )
-
-
-def _seconds(entry: LedgerEntry) -> float | None:
-    if entry.invoked_at is None or entry.settled_at is None:
-        return None
-    return max(0.0, entry.settled_at - entry.invoked_at)
 
 
 def _last_reply(rollout: Rollout) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import NormalDist, fmean, stdev
+from typing import Protocol
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.records import RolloutRecord
@@ -204,11 +205,21 @@ def add(times: Iterable[Seconds]) -> Seconds:
     return Seconds(**totals)
 
 
-def duration(record: RolloutRecord) -> float | None:
+class Timed(Protocol):
+    """A rollout in a ledger, or the record of one."""
+
+    @property
+    def invoked_at(self) -> float | None: ...
+
+    @property
+    def settled_at(self) -> float | None: ...
+
+
+def duration(rollout: Timed) -> float | None:
     """Return the seconds from a rollout's last invoke until it was settled; None if either never happened."""
-    if record.invoked_at is None or record.settled_at is None:
+    if rollout.invoked_at is None or rollout.settled_at is None:
         return None
-    return max(0.0, record.settled_at - record.invoked_at)
+    return max(0.0, rollout.settled_at - rollout.invoked_at)
 
 
 def span(records: Iterable[RolloutRecord]) -> tuple[float, float]:
