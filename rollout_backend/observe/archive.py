@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
 _INFO = "run.json"
-_RECORDS = ".rollouts.jsonl"
+_TASKS, _REPORT, _RECORDS = ".tasks.jsonl", ".json", ".rollouts.jsonl"
 _MAX_PENDING = 256  # results that are held in memory until they are written
 
 
@@ -99,7 +99,7 @@ class RunArchive:
 
     def tasks_file(self, step: int) -> Path:
         """Return the path of the file that `write_tasks` writes."""
-        return self.run_dir / "steps" / f"{step:08d}.tasks.jsonl"
+        return self._step_file(step, _TASKS)
 
     def write_rollout(self, rollout: Rollout, data: bytes) -> Future[bool]:
         """Write a result, which is `data` in its encoded form. The future's result is False if the write failed."""
@@ -121,7 +121,7 @@ class RunArchive:
 
     def write_report(self, report: StepReport) -> Path | None:
         """Write a step's report and return its path; None if the write failed."""
-        path = self.run_dir / "steps" / f"{report.step:08d}.json"
+        path = self._step_file(report.step, _REPORT)
         return path if self.try_to_write(path, report.model_dump_json(indent=1).encode()) else None
 
     def read_report(self, step: int) -> StepReport | None:
@@ -131,7 +131,7 @@ class RunArchive:
             ValueError: another version of this package wrote it, or it is damaged.
         """
         try:
-            return StepReport.model_validate_json((self.run_dir / "steps" / f"{step:08d}.json").read_bytes())
+            return StepReport.model_validate_json(self._step_file(step, _REPORT).read_bytes())
         except FileNotFoundError:
             return None
 
@@ -139,7 +139,7 @@ class RunArchive:
         """Write the records of a step, in place of earlier ones. Without records, do nothing."""
         if records:
             lines = "".join(f"{record.model_dump_json()}\n" for record in records)
-            self.try_to_write(self.run_dir / "steps" / f"{step:08d}{_RECORDS}", lines.encode())
+            self.try_to_write(self._step_file(step, _RECORDS), lines.encode())
 
     def find_records(self, rollout_id: str) -> list[RolloutRecord]:
         """Return the records of rollouts with that id, one per step, oldest first.
@@ -164,12 +164,20 @@ class RunArchive:
 
     def record_lines(self, step: int) -> list[bytes]:
         """Return the records of a step as JSON; empty if it has none."""
-        path = self.run_dir / "steps" / f"{step:08d}{_RECORDS}"
+        path = self._step_file(step, _RECORDS)
         return [line for line in path.read_bytes().split(b"\n") if line] if path.is_file() else []
 
     def steps(self) -> list[int]:
         """Return the numbers of the steps that have records."""
         return sorted(int(path.name.removesuffix(_RECORDS)) for path in self.run_dir.glob(f"steps/*{_RECORDS}"))
+
+    def changed_at(self, step: int) -> float:
+        """Return when a step's records or its report changed last, in Unix seconds. The step has records."""
+        files = (self._step_file(step, kind) for kind in (_RECORDS, _REPORT))
+        return max(file.stat().st_mtime for file in files if file.is_file())
+
+    def _step_file(self, step: int, kind: str) -> Path:
+        return self.run_dir / "steps" / f"{step:08d}{kind}"
 
     def read_result(self, record: RolloutRecord) -> Rollout:
         """Return the stored result that settled a rollout.

@@ -14,8 +14,6 @@ from rollout_backend.core.report import StepReport
 from rollout_backend.errors import ConfigError
 from rollout_backend.observe.archive import CONFIG, RunArchive
 
-_RECORDS = ".rollouts.jsonl"
-
 
 @dataclass(frozen=True)
 class StepData:
@@ -54,13 +52,13 @@ def read_steps(run_dir: Path) -> Iterator[StepData]:
     Raises:
         ConfigError: the folder holds no step, or a file of another version.
     """
-    paths = sorted(run_dir.glob(f"steps/*{_RECORDS}"))
-    if not paths:
-        raise ConfigError(f"{run_dir} holds no records of a step: steps/*{_RECORDS}")
     archive = RunArchive(run_dir)
+    steps = archive.steps()
+    if not steps:
+        raise ConfigError(f"{run_dir} holds no records of a step: steps/*.rollouts.jsonl")
     by_verl = _is_by_verl(archive)
-    for path in paths:
-        yield _read_step(archive, path, by_verl)
+    for step in steps:
+        yield _read_step(archive, step, by_verl)
 
 
 def read_rollout(run_dir: Path, record: RolloutRecord) -> Rollout | None:
@@ -89,21 +87,13 @@ def _is_by_verl(archive: RunArchive) -> bool:
     return info is not None and info.starts[-1].by == "verl"
 
 
-def _read_step(archive: RunArchive, path: Path, by_verl: bool) -> StepData:
-    number = path.name.removesuffix(_RECORDS)
-    report = path.with_name(f"{number}.json")
-    name, validates = describe_batch(int(number)) if by_verl else (str(int(number)), False)
+def _read_step(archive: RunArchive, step: int, by_verl: bool) -> StepData:
+    name, validates = describe_batch(step) if by_verl else (str(step), False)
     try:
-        return StepData(
-            int(number),
-            name,
-            validates,
-            tuple(archive.read_records(int(number))),
-            StepReport.model_validate_json(report.read_bytes()) if report.is_file() else None,
-            max(each.stat().st_mtime for each in (path, report) if each.is_file()),
-        )
+        records, report = tuple(archive.read_records(step)), archive.read_report(step)
     except ValueError as error:
-        raise ConfigError(f"step {number} in {path.parent} cannot be read: {error}") from None
+        raise ConfigError(f"step {step:08d} in {archive.run_dir / 'steps'} cannot be read: {error}") from None
+    return StepData(step, name, validates, records, report, archive.changed_at(step))
 
 
 def _read_config(run_dir: Path) -> RolloutConfig | None:
