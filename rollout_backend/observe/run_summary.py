@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.step_findings import findings_of
-from rollout_backend.core.summary import duration, summarize
+from rollout_backend.core.summary import StepSummary, duration, summarize
 from rollout_backend.core.verdict import Finding, Verdict, count, show_command
 from rollout_backend.observe.live_view import seconds, sentence
 from rollout_backend.serving.run_phase import RunPhase
@@ -33,18 +34,23 @@ class RunSummary:
     show: str = ""
     again: str = ""
 
-    @property
+    @cached_property
+    def step(self) -> StepSummary:
+        """Return the numbers of the step."""
+        return summarize(self.result.records)
+
+    @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """Return the verdict's findings and those on the step, without repetition; the verdict's first one first."""
         first, *others = self.verdict.findings
-        records = self.result.records
-        found = {each.text: each for each in (*others, *findings_of(self.result.report, records, summarize(records)))}
+        of_step = findings_of(self.result.report, self.result.records, self.step)
+        found = {each.text: each for each in (*others, *of_step)}
         found.pop(first.text, None)
         return first, *sorted(found.values(), key=lambda finding: finding.level)
 
     def fields(self) -> dict[str, Any]:
         """Return the summary as an object for JSON."""
-        report, summary = self.result.report, summarize(self.result.records)
+        report, summary = self.result.report, self.step
         return {
             "run_id": report.run_id,
             "exit_code": self.exit_code,
@@ -76,7 +82,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
 
 
 def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:
-    report, step = summary.result.report, summarize(summary.result.records)
+    report, step = summary.result.report, summary.step
     outcomes = " + ".join(f"{number:,} {outcome}" for outcome, number in report.outcomes.items() if number)
     reconciles = "it reconciles" if report.reconciles else "it does NOT reconcile"
     open_sessions = count(report.sessions_open + len(report.unclosed_sessions), "session")
