@@ -57,7 +57,7 @@ class TaskRewards:
 
     @property
     def mean(self) -> float | None:
-        return fmean(self.rewards) if self.rewards else None
+        return mean(self.rewards)
 
 
 @dataclass(frozen=True)
@@ -213,6 +213,11 @@ class Timed(Protocol):
 
     @property
     def settled_at(self) -> float | None: ...
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean; None without values."""
+    return fmean(values) if values else None
 
 
 def duration(rollout: Timed) -> float | None:

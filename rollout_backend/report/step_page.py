@@ -12,7 +12,7 @@ from agent_wrapper.contract import Outcome
 from rollout_backend.core.reasons import what_to_do
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.step_findings import findings_of
-from rollout_backend.core.summary import Seconds, StepSummary, duration, seconds_of, span, summarize
+from rollout_backend.core.summary import Seconds, StepSummary, duration, mean, seconds_of, span, summarize
 from rollout_backend.report import charts
 from rollout_backend.report.comparison import comparison
 from rollout_backend.report.conversations import embedded
@@ -78,8 +78,8 @@ def step_context(
         "durations": charts.histogram(charts.durations(records)),
         "lengths": charts.histogram([each.result.sampled_tokens for each in records if each.result]),
         "scatter": charts.scatter(records),
-        "turns": _mean([each.result.turns for each in records if each.result]),
-        "rows": _mean([each.result.segments for each in records if each.result]),
+        "turns": mean([each.result.turns for each in records if each.result]),
+        "rows": mean([each.result.segments for each in records if each.result]),
         "failures": tuple(_failures(records)),
         "other_step": other,
         **comparison(run, records, against, other.records if other is not None else ()),
@@ -118,10 +118,6 @@ def _failures(records: Sequence[RolloutRecord]) -> Iterator[FailureRow]:
             groups[record.outcome, record.reason].append(record)
     for (outcome, reason), found in sorted(groups.items(), key=lambda each: -len(each[1])):
         yield FailureRow(outcome, reason, len(found), found[0], what_to_do(reason))
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 class _Numbers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,6 +20,7 @@ import pyarrow as pa
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.core.records import ResultSummary, RolloutRecord
 from rollout_backend.core.report import StepReport
+from rollout_backend.core.summary import mean
 from rollout_backend.report.messages import replies_by_turn, text_of
 from rollout_backend.report.run_data import StepData
 
@@ -170,7 +171,7 @@ def turn_rows(run_id: str, record: RolloutRecord, rollout: Rollout) -> Iterator[
                 "weight_version": versions[0].version if versions else None,
                 "last_weight_version": versions[-1].version if versions else None,
                 "seconds": turn.seconds,
-                "mean_logprob": _mean(logprobs),
+                "mean_logprob": mean(logprobs),
                 "retokenized": segment.retokenized,
                 **(_texts(segment.messages[replies[i]]) if i in replies else {}),
             }
@@ -204,7 +205,7 @@ def step_row(run_id: str, step: StepData) -> Row:
         "planned": len(step.records),
         **{outcome: ended.count(outcome) for outcome in Outcome},
         "trainable": sum(record.trainable for record in step.records),
-        "mean_reward": _mean(rewards),
+        "mean_reward": mean(rewards),
         **(_of_report(step.report) if step.report is not None else {}),
     }
 
@@ -256,7 +257,3 @@ def _times(record: RolloutRecord) -> dict[str, float | None]:
 
 def _time(seconds: float | None) -> datetime | None:
     return datetime.fromtimestamp(seconds, UTC) if seconds is not None else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
