@@ -10,6 +10,7 @@ from typing import Any
 from agent_wrapper.contract import Conversation, Rollout, Segment, Turn, readable
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.summary import TaskRewards, duration
+from rollout_backend.observe.archive import RunArchive
 from rollout_backend.report.messages import replies_by_turn, text_of
 from rollout_backend.report.run_data import RunData, read_rollout
 from rollout_backend.report.token_text import TokenText
@@ -23,13 +24,13 @@ def embedded(
 ) -> dict[str, Any]:
     """Return conversations by rollout id: failures, extremes, then a sample over all tasks, within the bounds."""
     found: dict[str, Any] = {}
-    left = MAX_CHARACTERS
+    left, archive = MAX_CHARACTERS, RunArchive(run.run_dir)
     for record in _ranked(records, tasks):
         if left <= 0 or len(found) == MAX_CONVERSATIONS:
             break
         if record.rollout_id in found or record.result is None:
             continue
-        rollout = read_rollout(run.run_dir, record)
+        rollout = read_rollout(archive, record)
         if rollout is not None:
             found[record.rollout_id] = value = conversation(rollout, text)
             left -= len(json.dumps(value))

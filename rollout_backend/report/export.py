@@ -20,6 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from rollout_backend.atomic_file import write_file
+from rollout_backend.observe.archive import RunArchive
 from rollout_backend.report.run_data import read_rollout, read_run_id, read_steps
 from rollout_backend.report.tables import (
     SCHEMAS,
@@ -44,13 +45,13 @@ def export_run(run_dir: Path, to: TableFormat, out: Path) -> dict[Path, int]:
         ConfigError: the run's folder holds no step, or a file of another version.
         OSError: the disk refuses a file.
     """
-    run_id = read_run_id(run_dir)
+    run_id, archive = read_run_id(run_dir), RunArchive(run_dir)
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as parts:
         tables = {name: _Table(out / f"{name}.{to}", schema, to, run_id, parts) for name, schema in SCHEMAS.items()}
         for step in read_steps(run_dir):
             for record in step.records:
-                rollout = read_rollout(run_dir, record)
+                rollout = read_rollout(archive, record)
                 tables["rollouts"].add([rollout_row(run_id, record, rollout)])
                 tables["events"].add(event_rows(run_id, record))
                 if rollout is not None:

@@ -61,10 +61,10 @@ def read_steps(run_dir: Path) -> Iterator[StepData]:
         yield _read_step(archive, step, by_verl)
 
 
-def read_rollout(run_dir: Path, record: RolloutRecord) -> Rollout | None:
+def read_rollout(archive: RunArchive, record: RolloutRecord) -> Rollout | None:
     """Return the stored result that settled a rollout; None if there is none."""
     try:
-        return RunArchive(run_dir).read_result(record) if record.result is not None else None
+        return archive.read_result(record) if record.result is not None else None
     except ContractError:
         return None
 
