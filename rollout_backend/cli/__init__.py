@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 from rich.logging import RichHandler
@@ -31,12 +33,48 @@ __all__ = ["app", "console", "main"]
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-for command in (demo, run, check, ls, show, report, compare, export, replay, rescore, relay, chaos):
-    app.command(command.__name__ if command is not relay else "relay")(command)
-engine_app = typer.Typer(no_args_is_help=True, help="The engine for machines without a GPU.")
+_HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", context_settings=_HELP_NAMES
+)
+for command in (demo, check, run, ls, show, report, compare, export, replay, rescore):
+    app.command()(command)
+app.command("relay", rich_help_panel="Advanced")(relay)
+app.command(rich_help_panel="Advanced")(chaos)
+engine_app = typer.Typer(no_args_is_help=True, help="Install an engine for machines without a GPU.")
 engine_app.command("install")(engine_install)
 app.add_typer(engine_app, name="engine")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rollout-backend {version('rollout-backend')}")
+        raise typer.Exit
+
+
+def _turn_off_color(wanted: bool) -> None:
+    if wanted:
+        os.environ["NO_COLOR"] = "1"  # for the help, and for what this process starts
+        console.no_color = errors.no_color = True
+
+
+@app.callback()
+def _global_options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    _no_color: Annotated[
+        bool,
+        typer.Option("--no-color", callback=_turn_off_color, is_eager=True, help="Print no colors, like NO_COLOR=1."),
+    ] = False,
+) -> None:
+    """Run rollouts of an agent against your model, and examine them.
+
+    Exit codes: 0, success; 1, the run failed; 2, the input is invalid and nothing was started; 3, the run ended with
+    nothing to train on, or with too few completed rollouts; 130, interrupted, and everything that was started is
+    stopped.
+    """
 
 
 def main() -> None:

@@ -1,0 +1,47 @@
+"""Options before the command's name: version, color, help and completion."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from rollout_backend import cli
+from rollout_backend.cli.common import errors
+
+COMMANDS = ("demo", "check", "run", "ls", "show", "report", "compare", "export", "replay", "rescore", "engine")
+ADVANCED = ("relay", "chaos")
+
+
+def test_the_version_is_that_of_the_distribution(rollout):
+    assert rollout("--version") == (0, f"rollout-backend {importlib.metadata.version('rollout-backend')}")
+
+
+def test_the_help_lists_the_commands_in_the_order_of_use_and_the_advanced_ones_apart(rollout):
+    code, output = rollout("-h")
+    assert code == 0
+    common, _, advanced = output.partition(" Advanced ")
+    places = [common.index(f"│ {name} ") for name in COMMANDS]
+    assert places == sorted(places)
+    assert all(f"│ {name} " in advanced for name in ADVANCED)
+    assert rollout("run", "-h") == rollout("run", "--help")
+
+
+def test_no_color_is_printed_on_a_terminal_on_request(rollout, monkeypatch, tmp_path):
+    monkeypatch.setenv("NO_COLOR", "")  # restores the variable afterwards
+    for console in (cli.console, errors):
+        monkeypatch.setattr(console, "no_color", False)
+    assert rollout("--no-color", "ls", tmp_path)[0] == 2
+    assert (cli.console.no_color, errors.no_color, os.environ["NO_COLOR"]) == (True, True, "1")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_the_names_of_commands(shell):
+    typed = {"COMP_WORDS": "rollout resc", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "rollout resc"}
+    action = {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    env = {"_ROLLOUT_COMPLETE": f"complete_{shell}", **typed, **action}
+    result = CliRunner().invoke(cli.app, prog_name="rollout", env=env)
+    assert "rescore" in result.output
+    assert "report" not in result.output
