@@ -36,6 +36,7 @@ from rollout_backend.core.tasks import Task, check_unique, planned_rollouts
 from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import CircuitOpen, RunHeld, ServingError
 from rollout_backend.garbage_collection import rare_full_collections
+from rollout_backend.logs import log_fields
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.observe.first_call import FirstCall
 from rollout_backend.observe.progress import Progress
@@ -113,7 +114,8 @@ class RolloutManager:
             wait_lost=self._wait_lost,
         )
         async with AsyncExitStack() as stack:
-            await run.start(stack, self._rollouts)
+            with log_fields(run=self.config.run_id):
+                await run.start(stack, self._rollouts)
             stack.callback(self.archive.close)
             self.archive.write_start(self.config, await self._describe_start(run))
             setting = "relay.url" if self.config.relay is not None else "gateway.public_url"
@@ -199,7 +201,7 @@ class RolloutManager:
             CloudLost: the local cloud has ended.
             LedgerError: the ledger does not reconcile.
         """
-        with rare_full_collections():
+        with rare_full_collections(), log_fields(run=self.config.run_id):
             return await self._collect(tasks, step, sampling, on_group, weights, same_weights)
 
     async def _collect(

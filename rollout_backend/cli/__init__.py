@@ -27,6 +27,7 @@ from rollout_backend.cli.report import report
 from rollout_backend.cli.rescore import rescore
 from rollout_backend.cli.run import run
 from rollout_backend.cli.show import show
+from rollout_backend.logs import configure_logs, select_json
 from rollout_backend.relay.cli import serve as relay
 
 __all__ = ["app", "console", "main"]
@@ -59,6 +60,12 @@ def _turn_off_color(wanted: bool) -> None:
         console.no_color = errors.no_color = True
 
 
+def _log_json(wanted: bool) -> None:
+    if wanted:
+        select_json()
+        configure_logs(logging.getLogger().level)
+
+
 @app.callback()
 def _global_options(
     _version: Annotated[
@@ -67,6 +74,12 @@ def _global_options(
     _no_color: Annotated[
         bool,
         typer.Option("--no-color", callback=_turn_off_color, is_eager=True, help="Print no colors, like NO_COLOR=1."),
+    ] = False,
+    _json: Annotated[
+        bool,
+        typer.Option(
+            "--log-json", callback=_log_json, is_eager=True, help="Log one JSON object per line, on stderr."
+        ),
     ] = False,
 ) -> None:
     """Run rollouts of an agent against your model, and examine them.
@@ -82,11 +95,6 @@ def main() -> None:
     if level not in _LOG_LEVELS:
         errors.print(f"[red]error:[/] ROLLOUT_LOG_LEVEL={level} is none of {', '.join(_LOG_LEVELS)}")
         raise SystemExit(2)
-    if errors.is_terminal:
-        logging.basicConfig(
-            level=level, format="%(message)s", handlers=[RichHandler(console=errors, show_path=False)]
-        )
-    else:
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logs(level, RichHandler(console=errors, show_path=False) if errors.is_terminal else None)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it has no use for torch here
     app()

@@ -24,6 +24,7 @@ from rollout_backend.collect.quarantine import Quarantine
 from rollout_backend.collect.sink import ResultSink
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.errors import ResultMissing, StoreError
+from rollout_backend.logs import log_fields
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +73,9 @@ class ResultFetcher:
         """Fetch a result or failure marker and deliver it. `announced_at` is None if it was not announced."""
         if key in self._refused_markers.get(sink.step, ()):
             return FetchStatus.HANDLED
-        async with self._locks.of(key):
-            return await self._fetch(sink, name, key, announced_at)
+        with log_fields(step=name.step, rollout=name.rollout_id):
+            async with self._locks.of(key):
+                return await self._fetch(sink, name, key, announced_at)
 
     async def _fetch(self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None) -> FetchStatus:
         async with self._slots:

@@ -7,19 +7,21 @@ import resource
 import sys
 
 import uvicorn
+from uvicorn.config import LOGGING_CONFIG
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.garbage_collection import exempt_loaded_objects
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.journal import OPEN_FILES
 from rollout_backend.gateway.server import create_app
+from rollout_backend.logs import configure_logs, logs_json
 
 _FILES_OF_A_CALL = 3  # a connection of the agent, one to the engine, and one that an agent keeps open when idle
 _OTHER_FILES = 256 + OPEN_FILES
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logs(logging.INFO)
     settings = GatewaySettings.model_validate_json(sys.stdin.buffer.read())
     try:
         allow_files(settings.gateway.max_concurrent_calls)
@@ -32,6 +34,7 @@ def main() -> None:
         host=settings.host,
         port=settings.port,
         log_level="info",
+        log_config=None if logs_json() else LOGGING_CONFIG,
         access_log=False,
         timeout_graceful_shutdown=2,
         backlog=4096,

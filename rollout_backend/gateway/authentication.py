@@ -19,6 +19,7 @@ from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_requests import bearer
 from rollout_backend.gateway.journal import check_journal
 from rollout_backend.gateway.sharding import check_shard
+from rollout_backend.logs import bind_log_fields
 
 _MAX_VERIFIED = 1024  # keys that are not checked again
 
@@ -34,11 +35,17 @@ class Authenticator:
     def session(self, request: Request) -> SessionClaims:
         """Return the claims of the request's session key.
 
+        The log lines of the request name the session from then on.
+
         Raises:
             ApiError: status 401 if the key is not valid, 421 if its session belongs to another gateway, 410 if the
                 journal of its session is lost.
         """
-        key = bearer(request) or request.headers.get("x-api-key", "")
+        claims = self._verify(bearer(request) or request.headers.get("x-api-key", ""))
+        bind_log_fields(run=claims.run_id, step=claims.step, rollout=claims.rollout_id, session=claims.session_id)
+        return claims
+
+    def _verify(self, key: str) -> SessionClaims:
         now = time.time()
         known = self._verified.get(key)
         if known is not None and known.expires_at > now:

@@ -22,6 +22,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+from rollout_backend.logs import configure_logs
+
 _CLEANUP_S = 600  # for all calls, in addition to the grace time and the time that the rate of stops needs
 _RESTART_S = 3600  # for a manager that is starting the run again, and may fail
 _POLL_S = 2.0  # interval of reading the lease meanwhile
@@ -64,7 +66,7 @@ def main() -> None:
         os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    configure_logs(logging.INFO, text_format="%(asctime)s %(message)s")
     logging.getLogger("botocore").setLevel(logging.WARNING)
     manager, state = int(sys.argv[1]), RunState()
     watch(manager, state)

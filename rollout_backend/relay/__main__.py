@@ -6,10 +6,11 @@ import logging
 
 import typer
 
+from rollout_backend.logs import configure_logs
 from rollout_backend.relay.cli import serve
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logs(logging.WARNING)
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(serve)
     app()

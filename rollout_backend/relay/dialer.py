@@ -23,6 +23,7 @@ import tenacity
 from multidict import CIMultiDict
 from yarl import URL
 
+from rollout_backend.logs import configure_logs
 from rollout_backend.relay import handshake
 from rollout_backend.relay.channel import Channel, chunks
 from rollout_backend.relay.error_responses import error_body, error_headers
@@ -260,7 +261,7 @@ def _log_retry(state: tenacity.RetryCallState) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logs(logging.INFO)
     settings = DialerSettings.model_validate_json(sys.stdin.buffer.read())
     try:
         asyncio.run(Dialer(settings).run())

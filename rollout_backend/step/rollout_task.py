@@ -30,6 +30,7 @@ from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.dispatcher import Submission
 from rollout_backend.errors import RolloutBackendError, StoreError
+from rollout_backend.logs import bind_log_fields
 from rollout_backend.step.in_flight import InFlightAttempt
 from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.services import StepServices
@@ -103,6 +104,7 @@ class RolloutTask:
 
     async def run(self) -> None:
         """Make attempts until one settles the rollout, and close its session."""
+        bind_log_fields(rollout=self.rollout_id)
         async with self._services.dispatcher.slots:
             session_id = self.adopted.session_id if self.adopted is not None else await self._submit()
             while session_id is not None:
@@ -150,6 +152,7 @@ class RolloutTask:
         attempt = manifest.attempts_before + nth
         session_id = manifest.session_id(self.rollout_id, attempt)
         context.sessions.register(session_id)
+        bind_log_fields(session=session_id)
         self.began = now
         claims = SessionClaims(
             run_id=manifest.run_id,

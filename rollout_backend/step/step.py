@@ -29,6 +29,7 @@ from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.step_totals import StepTotals
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
+from rollout_backend.logs import bind_log_fields
 from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.group import Group
 from rollout_backend.step.plan import StepPlan
@@ -110,6 +111,7 @@ class Step:
             CircuitOpen: the run's breaker has opened, in this step or before it.
             The error passed to `abort`.
         """
+        bind_log_fields(step=self.step)
         began = self._silence_checked_at = asyncio.get_running_loop().time()
         config, buffer = self._services.config, self._services.buffer
         refused_before = buffer.refused

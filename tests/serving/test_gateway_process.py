@@ -1,3 +1,4 @@
+import json
 import resource
 import signal
 import socket
@@ -16,7 +17,9 @@ from rollout_backend.serving.gateway_process import GatewayProcess
 from rollout_backend.serving.server_process import ServerProcess
 
 
-async def test_a_gateway_process_serves_revokes_and_logs_nothing_private(tmp_path, claims):
+async def test_a_gateway_process_serves_revokes_and_logs_nothing_private(tmp_path, claims, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_LOG_FORMAT", "json")  # as `rollout --log-json` does
+    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # as the command line does
     log = tmp_path / "logs" / "gateway.log"
     with ScriptedEngine(["a very private answer"]) as engine:
         gateway = GatewayProcess(run_config(), engine.url, log)
@@ -40,6 +43,7 @@ async def test_a_gateway_process_serves_revokes_and_logs_nothing_private(tmp_pat
     assert endpoint.api_key not in logged
     assert "private" not in logged
     assert "Traceback" not in logged
+    assert all(json.loads(line)["level"] == "INFO" for line in logged.splitlines())
 
 
 def test_endpoints_use_the_public_url(tmp_path, claims):

@@ -1,0 +1,83 @@
+"""Log lines as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+
+import pytest
+from typer.testing import CliRunner
+
+from rollout_backend import logs
+from rollout_backend.cli import app
+
+log = logging.getLogger("test_logs")
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """Log JSON for one test, and return a function that returns the lines."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.INFO)
+    monkeypatch.setenv("ROLLOUT_LOG_FORMAT", "json")
+    logs.configure_logs(logging.INFO)
+    stream = io.StringIO()
+    logging.root.handlers[0].setStream(stream)
+    return lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_is_an_object_with_the_bound_fields(lines):
+    fields = {"run": "r1", "step": 3, "rollout": "a"}
+    with logs.log_fields(run="r1"):
+        with logs.log_fields(step=3, rollout="a"):
+            log.warning("lost %d of\n%s", 2, {"x"})
+        log.info("later")
+    inner, later = lines()
+    assert inner.pop("time").endswith("+00:00")
+    assert inner == {"level": "WARNING", "logger": "test_logs", "message": "lost 2 of\n{'x'}"} | fields
+    assert later.keys() == {"time", "level", "logger", "message", "run"}
+
+
+def test_an_exception_is_a_field(lines):
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        log.exception("failed", stack_info=True)
+    (line,) = lines()
+    assert line["message"] == "failed"
+    assert line["exception"].endswith("ValueError: two\nlines")
+    assert "test_an_exception_is_a_field" in line["stack"]
+
+
+async def test_each_task_has_its_own_fields(lines):
+    async def rollout(name: str) -> None:
+        logs.bind_log_fields(rollout=name)
+        await asyncio.sleep(0)
+        log.info("runs")
+
+    with logs.log_fields(run="r1"):
+        await asyncio.gather(rollout("a"), rollout("b"))
+    log.info("over")
+    first, second, over = lines()
+    assert (first["run"], first["rollout"]) == ("r1", "a")
+    assert (second["run"], second["rollout"]) == ("r1", "b")
+    assert over.keys() == {"time", "level", "logger", "message"}
+
+
+def test_the_option_selects_json_for_this_process_and_its_children(monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [logging.NullHandler()])
+    monkeypatch.setenv("ROLLOUT_LOG_FORMAT", "")
+    done = CliRunner().invoke(app, ["--log-json", "ls", "--help"])
+    assert done.exit_code == 0, done.output
+    assert logs.logs_json()
+    assert isinstance(logging.root.handlers[0].formatter, logs.JsonFormatter)
+
+
+def test_text_is_the_default(monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.delenv("ROLLOUT_LOG_FORMAT", raising=False)
+    logs.configure_logs(logging.WARNING)
+    record = logging.makeLogRecord({"name": "a", "levelname": "WARNING", "msg": "text"})
+    assert logging.root.handlers[0].format(record).endswith(" WARNING a: text")
