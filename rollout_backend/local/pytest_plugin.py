@@ -34,15 +34,23 @@ class _Blocking:
         *,
         sampling: Sampling | None = None,
         timeout_s: float = 60.0,
+        outcome: str | None = "completed",
     ) -> Rollout:
-        """See `AgentHarness.run`."""
+        """See `AgentHarness.run`. Fail the test if the rollout has another outcome, unless `outcome` is None."""
+        __tracebackhide__ = True
+        from rollout_backend.errors import RolloutBackendError
 
         async def run() -> Rollout:
             rollout: Rollout = await self._harness.run(agent, task, replies, sampling=sampling, timeout_s=timeout_s)
             return rollout
 
-        result: Rollout = self._portal.call(run)
-        return result
+        try:
+            rollout: Rollout = self._portal.call(run)
+        except RolloutBackendError as error:  # its traceback has frames of this package and of its event loop only
+            raise error.with_traceback(None) from None
+        if outcome not in (None, rollout.outcome):
+            pytest.fail(_describe(rollout, outcome))
+        return rollout
 
     def scripted_model(self, replies: Script, *, sampling: Sampling | None = None) -> ModelEndpoint:
         """See `AgentHarness.endpoint`."""
@@ -53,6 +61,15 @@ class _Blocking:
 
         result: ModelEndpoint = self._portal.call(endpoint)
         return result
+
+
+def _describe(rollout: Rollout, expected: str | None) -> str:
+    """Describe a rollout that did not end as expected, with the traceback of its agent."""
+    failure = rollout.failure
+    if failure is None:
+        return f"the rollout ended as {rollout.outcome} with the reward {rollout.reward}, not as {expected}"
+    found = f"the rollout ended as {rollout.outcome} ({failure.reason}), not as {expected}: {failure.message}"
+    return found if failure.traceback is None else f"{found}\n{failure.traceback.rstrip()}"
 
 
 @pytest.fixture(scope="session")
@@ -68,9 +85,10 @@ def _rollout_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Bloc
 
 @pytest.fixture
 def run_agent(_rollout_harness: _Blocking) -> Callable[..., Rollout]:
-    """`run_agent(app_or_path, task, replies) -> Rollout`: run one rollout against scripted answers.
+    """`run_agent(app_or_path, task, replies, outcome="completed") -> Rollout`: run one rollout on scripted answers.
 
-    App and gateway are real; the result is read from a local S3.
+    App and gateway are real; the result is read from a local S3. The test fails if the rollout has another outcome;
+    `outcome=None` allows all.
     """
     return _rollout_harness.run_agent
 

@@ -124,8 +124,9 @@ def test_endless_tool_calls_are_stopped(run_agent, tool_agent, task):
 
 
 def test_a_truncated_reply_is_scored(run_agent, tool_agent, task):
-    rollout = run_agent(tool_agent.app, task, replies=["word " * 100], sampling=Sampling(max_tokens=20))
-    assert (rollout.outcome, rollout.reward) == ("agent_error", 0.0)
+    sampling = Sampling(max_tokens=20)
+    rollout = run_agent(tool_agent.app, task, replies=["word " * 100], sampling=sampling, outcome="agent_error")
+    assert rollout.reward == 0.0
     assert rollout.trainable
 
 

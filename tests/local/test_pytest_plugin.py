@@ -74,10 +74,10 @@ def test_script_as_a_function_of_the_prompt(run_agent, app):
 
 
 def test_agent_failures_are_results(run_agent, app, script):
-    broken = run_agent(app, {"question": "?"}, replies=["4"])
-    assert (broken.outcome, broken.reward) == ("agent_error", None)
+    broken = run_agent(app, {"question": "?"}, replies=["4"], outcome="agent_error")
+    assert broken.reward is None
     assert "KeyError" in broken.failure.traceback
-    unscripted = run_agent(script, TASK, replies=[])
+    unscripted = run_agent(script, TASK, replies=[], outcome=None)
     assert unscripted.outcome != "completed"
 
     scored = RolloutApp()
@@ -88,8 +88,7 @@ def test_agent_failures_are_results(run_agent, app, script):
             client.chat.completions.create(model=context.model, messages=[{"role": "user", "content": "hello"}])
         raise AgentFailure("I gave up", reward=-1.0)
 
-    rollout = run_agent(scored, {}, replies=["hi"])
-    assert (rollout.outcome, rollout.reward) == ("agent_error", -1.0)
+    assert run_agent(scored, {}, replies=["hi"], outcome="agent_error").reward == -1.0
 
 
 def test_slow_agent_times_out(run_agent):
@@ -101,8 +100,23 @@ def test_slow_agent_times_out(run_agent):
     async def agent(context):
         await asyncio.Event().wait()
 
-    rollout = run_agent(slow, {}, replies=[], timeout_s=0.5)
-    assert (rollout.outcome, rollout.failure.reason) == ("timed_out", "agent_deadline")
+    rollout = run_agent(slow, {}, replies=[], timeout_s=0.5, outcome="timed_out")
+    assert rollout.failure.reason == "agent_deadline"
+
+
+def test_another_outcome_fails_the_test_with_the_agents_traceback_and_hides_the_fixture(run_agent, app):
+    with pytest.raises(pytest.fail.Exception) as failed:
+        run_agent(app, {"question": "?"}, replies=["4"])
+    first, *traceback = str(failed.value).splitlines()
+    assert first == "the rollout ended as agent_error (agent_exception), not as completed: KeyError: 'answer'"
+    assert traceback[0].startswith("Traceback")
+    assert "agent_wrapper" not in str(failed.value)
+    with pytest.raises(pytest.fail.Exception, match=r"ended as completed with the reward 1\.0, not as timed_out"):
+        run_agent(app, TASK, replies=["4"], outcome="timed_out")
+    assert [entry.path.name for entry in failed.traceback.filter(failed)] == ["test_pytest_plugin.py"]
+    with pytest.raises(ConfigError) as refused:
+        run_agent("nowhere.py", TASK, replies=["4"])
+    assert [entry.path.name for entry in refused.traceback.filter(refused)] == ["test_pytest_plugin.py"]
 
 
 def test_agent_that_cannot_run_raises(run_agent, tmp_path):
