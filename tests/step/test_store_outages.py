@@ -53,7 +53,7 @@ async def test_unknown_results_are_reported_as_unknown_at_the_steps_deadline(pro
 
 async def test_while_listings_fail_results_are_requested_by_their_keys(proxy, open_bench):
     sizes = ("group.size=60", "group.min_viable=1", "queue.enabled=false")
-    bench = await open_bench(f"aws.endpoint_url={proxy.url}", *SOON, *sizes)
+    bench = await open_bench(f"aws.endpoint_url={proxy.url}", *SOON, "timeouts.agent_s=5", *sizes)  # 60 are written
 
     async def no_listings(request):  # from the first dispatch on
         proxy.rules = [refuse("s3:ListObjects")]

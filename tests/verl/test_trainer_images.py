@@ -58,11 +58,16 @@ def make_seeing_model(folder: Path) -> Path:
     seeing = runpy.run_path(str(SEEING))
     with torch.random.fork_rng(devices=[]):
         made = seeing["model_of"](text, of_images)
-    with torch.no_grad():  # the model must never sample an image token; the engine forbids it, too
+    # The gateway forbids the tokens that stand for images, so logprobs leave them out: the model gives them nothing.
+    # After each text token the first dimension is positive, since no layer writes there.
+    with torch.no_grad():
         made.get_input_embeddings().weight[:, 0] = 10.0
+        for layer in made.model.language_model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
         head = made.lm_head.weight
         head[:, 0] = 0.0
-        head[[of_kind["image_pad"], of_kind["video_pad"]], 0] = -10.0
+        head[[of_kind["image_pad"], of_kind["video_pad"]], 0] = -1000.0
     seeing["save"](made, folder)
     return folder
 
