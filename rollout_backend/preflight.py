@@ -45,7 +45,8 @@ class Preflight:
         checks: list[Awaitable[list[CheckResult]]] = [self._check_bucket(), self._check_runtime(stack)]
         if machine:
             checks.append(asyncio.to_thread(check_machine, config))
-        self.findings = [finding for found in await asyncio.gather(*checks) for finding in found]
+        answers = await asyncio.gather(*checks, return_exceptions=True)  # none outlives what `stack` closes
+        self.findings = [finding for found in answers for finding in _or_raise(found)]
         if config.uses_queue and (queue or any(finding.level == "problem" for finding in self.findings)):
             self.findings.append(await self._check_queue())
 
@@ -99,6 +100,12 @@ class Preflight:
         except ConfigError as error:
             return CheckResult("problem", setting, str(error))
         return CheckResult("ok" if all_finish else "warning", setting, text)
+
+
+def _or_raise(answer: list[CheckResult] | BaseException) -> list[CheckResult]:
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 async def _finding(setting: str, check: Callable[[], Awaitable[str]]) -> CheckResult:

@@ -12,7 +12,7 @@ import aiohttp
 from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
-from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError
+from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, HTTPClientError
 from botocore.loaders import Loader, create_loader
 from botocore.utils import deep_merge
 
@@ -36,6 +36,23 @@ class Client:
         return RepeatedCall(self._client, self._http, method, fixed, retries=self._retries > 0)
 
 
+class _HTTPSession(AIOHTTPSession):
+    """Opens no connection once it is closed. aiobotocore's would, and a call that outlived its client would leave it
+    open."""
+
+    _closed = False
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        self._closed = True
+        await super().__aexit__(*exc_info)
+
+    async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
+        if self._closed:
+            raise HTTPClientError(error="the client is closed")
+        session: aiohttp.ClientSession = await super()._get_session(proxy_url)  # type: ignore[misc]  # not in its stubs
+        return session
+
+
 @asynccontextmanager
 async def client(
     service: str,
@@ -57,7 +74,7 @@ async def client(
     sessions: list[AIOHTTPSession] = []
 
     def http_session(**options: Any) -> AIOHTTPSession:
-        sessions.append(AIOHTTPSession(**options))
+        sessions.append(_HTTPSession(**options))
         return sessions[-1]
 
     config = AioConfig(

@@ -11,7 +11,7 @@ import pytest
 from botocore.auth import S3SigV4Auth, SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import ReadOnlyCredentials
-from botocore.exceptions import ClientError, NoCredentialsError, ParamValidationError
+from botocore.exceptions import ClientError, HTTPClientError, NoCredentialsError, ParamValidationError
 from botocore.parsers import ResponseParserError
 from multidict import CIMultiDict
 
@@ -198,6 +198,15 @@ async def test_a_refusal_is_that_of_aiobotocore(played_aws, call, status, header
     assert type(caught.value).__name__ == type(expected.value).__name__
     assert caught.value.response["Error"] == expected.value.response["Error"]
     assert aws.status_of(caught.value) == aws.status_of(expected.value) == status
+
+
+async def test_a_call_after_its_client_is_closed_opens_no_connection(played_aws):
+    async with opened("s3") as client:
+        repeated = client.repeated("get_object", Bucket="my-bucket")
+    for call in (repeated(Key=KEY), client.get_object(Bucket="my-bucket", Key=KEY)):
+        with pytest.raises(HTTPClientError, match="the client is closed"):
+            await call
+    assert played_aws.sent == []
 
 
 async def test_what_a_retry_cannot_change_is_asked_once(played_aws):
