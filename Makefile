@@ -7,6 +7,9 @@ RUN := $(VENV)/bin
 VERL := .venv-verl
 VERL_READY := $(VERL)/.ready
 
+DOCS := .venv-docs
+DOCS_READY := $(DOCS)/.ready
+
 .PHONY: demo test test-slow test-all train train-smoke bench lint format audit setup engine verl docs constraints clean
 
 demo: engine  ## 64 real rollouts of a real agent on this machine
@@ -96,15 +99,23 @@ $(VERL_READY): pyproject.toml constraints/verl.txt
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints/verl.txt -e '.[verl-local]'
 	@touch $(VERL_READY)
 
-docs: setup  ## pages that are made from the code
-	$(RUN)/python docs/make_settings.py
-	$(RUN)/python docs/make_api.py
+docs: setup $(DOCS_READY)  ## the pages that are made from the code, and the site in build/site; a broken link fails
+	for page in settings api cli; do $(RUN)/python docs/make_$$page.py || exit; done
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "open build/site/index.html; to search the pages, serve them: python -m http.server -d build/site"
+
+$(DOCS_READY): constraints/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -r constraints/docs.txt
+	@touch $(DOCS_READY)
 
 constraints: setup  ## pin anew what the extras install
 	for extra in agent trainer dev; do \
 	  $(RUN)/uv pip compile pyproject.toml --extra $$extra --python-version 3.11 --universal --upgrade \
 	    --no-annotate --no-header --quiet -o constraints/$$extra.txt; \
 	done
+	$(RUN)/uv pip compile --group docs --constraint constraints/dev.txt --python-version 3.11 --universal --upgrade \
+	  --no-annotate --no-header --quiet -o constraints/docs.txt
 	# verl and SGLang on GPUs: see infra/trainer.Dockerfile.
 	$(RUN)/uv pip compile pyproject.toml infra/trainer-requirements.in --extra verl \
 	  --override infra/trainer-overrides.txt --python-version 3.12 --python-platform x86_64-manylinux_2_39 --upgrade \
@@ -114,4 +125,4 @@ constraints: setup  ## pin anew what the extras install
 	  --no-annotate --no-header --quiet | grep -Ev '^(nvidia|cuda)-|^(torch|triton)==' > constraints/verl.txt
 
 clean:
-	rm -rf $(VENV) $(VERL) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info runs
+	rm -rf $(VENV) $(VERL) $(DOCS) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info runs

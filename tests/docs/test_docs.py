@@ -6,11 +6,14 @@ import importlib.util
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
+import yaml
 
 import agent_wrapper
 import rollout_backend
@@ -42,23 +45,61 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def command_lines(program: str) -> list[str]:
+    """Return the command lines of a program in code blocks and in inline code, without those that name no command."""
+    found = []
+    for page in MARKDOWN:
+        if page.name == "CHANGELOG.md":
+            continue  # it may name commands of earlier versions
+        block = re.compile(r"^ *```(\w*)\n(.*?)^ *```", flags=re.M | re.S)
+        text = page.read_text()
+        code = [lines for language, lines in block.findall(text) if language in ("", "sh", "bash")]
+        lines = "\n".join(code).replace("\\\n", " ").splitlines() + re.findall(r"`([^`\n]+)`", block.sub("", text))
+        found += [line.strip() for line in lines if re.match(rf"\s*{program} [a-z]", line)]
+    assert found
+    return found
+
+
 def test_commands_and_their_options_exist() -> None:
-    found = 0
-    for page in PAGES:
-        for line in "\n".join(blocks(page, "sh")).splitlines():
-            if not line.startswith("rollout "):
-                continue
-            words = shlex.split(line, comments=True)
-            found += 1
-            command = typer.main.get_command(app)
-            context = typer.Context(command)
-            rest = words[1:]
-            while hasattr(command, "get_command"):
-                command = command.get_command(context, rest.pop(0))
-                assert command is not None, line
-            known = {option for parameter in command.params for option in parameter.opts}
-            assert {word for word in rest if word.startswith("-")} <= known, line
-    assert found >= 4
+    commands = typer.main.get_command(app)
+    context = typer.Context(commands)
+    for line in command_lines("rollout"):
+        words = shlex.split(line.replace("...", ""), comments=True)
+        command = commands
+        rest = words[1:]
+        while hasattr(command, "get_command"):
+            command = command.get_command(context, rest.pop(0))
+            assert command is not None, line
+        known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        assert {word.partition("=")[0] for word in rest if word.startswith("-")} <= known, line
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.M))
+    for line in command_lines("make"):
+        words = [word for word in shlex.split(line, comments=True)[1:] if not word.startswith("-")]
+        assert {word for word in words if "=" not in word} <= targets, line
+        for variable in (word.partition("=")[0] for word in words if "=" in word):
+            assert f"$({variable})" in makefile, line
+
+
+def test_the_site_has_every_page_once_in_its_navigation() -> None:
+    """Run `make docs` for everything else: it fails on a link that leads nowhere in the site."""
+
+    def pages(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for each in entry.values() if isinstance(entry, dict) else entry:
+                yield from pages(each)
+
+    found = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert len(found) == len(set(found))
+    made = {"index.md", "glossary.md", "LICENSE.md"}  # by docs/mkdocs_hooks.py
+    elsewhere = {str(page.relative_to(ROOT)) for page in MARKDOWN if page.parent != ROOT / "docs"} - {"README.md"}
+    own = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert set(found) == made | elsewhere | own, "add each page to the navigation in mkdocs.yml"
 
 
 def test_configs_can_be_loaded(tmp_path: Path) -> None:
@@ -129,6 +170,11 @@ def generator(name: str) -> ModuleType:
 def test_the_settings_page_is_up_to_date() -> None:
     module = generator("make_settings")
     assert module.PAGE.read_text() == module.page(), "run `python docs/make_settings.py`"
+
+
+def test_the_command_line_page_is_up_to_date() -> None:
+    module = generator("make_cli")
+    assert module.PAGE.read_text() == module.page(), "run `python docs/make_cli.py`"
 
 
 def test_the_api_page_is_up_to_date_and_describes_every_public_name() -> None:
