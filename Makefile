@@ -10,7 +10,10 @@ VERL_READY := $(VERL)/.ready
 DOCS := .venv-docs
 DOCS_READY := $(DOCS)/.ready
 
-.PHONY: demo test test-slow test-all train train-smoke bench lint format audit setup engine verl docs constraints clean
+INSPECT := .venv-inspect
+INSPECT_READY := $(INSPECT)/.ready
+
+.PHONY: demo test test-slow test-all train train-smoke bench lint format audit setup engine verl inspect docs constraints clean
 
 demo: engine  ## 64 real rollouts of a real agent on this machine
 	$(RUN)/rollout demo
@@ -50,10 +53,10 @@ test: setup $(if $(IN_VERL),verl)
 	$(if $(IN_VERL),$(VERL)/bin,$(RUN))/pytest tests/$(ROOM) --numprocesses 4 $(SPREAD) $(FIXED) -m "not slow and not engine" --durations 10
 endif
 
-test-slow: engine verl  ## the tests that `make test` leaves out
+test-slow: engine verl inspect  ## the tests that `make test` leaves out
 	$(call both,slow,2)
 
-test-all: lint engine verl  ## every test, with property tests on new examples
+test-all: lint engine verl inspect  ## every test, with property tests on new examples
 	$(RUN)/pytest --numprocesses 3 $(SPREAD) $(EXPLORE) --durations 20
 	$(VERL)/bin/pytest tests/verl --numprocesses 3 $(SPREAD) $(EXPLORE) --durations 10
 
@@ -99,6 +102,13 @@ $(VERL_READY): pyproject.toml constraints/verl.txt
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints/verl.txt -e '.[verl-local]'
 	@touch $(VERL_READY)
 
+inspect: $(INSPECT_READY)
+
+$(INSPECT_READY): pyproject.toml constraints/inspect.txt
+	$(PYTHON) -m venv $(INSPECT)
+	$(INSPECT)/bin/pip install --quiet --disable-pip-version-check -c constraints/inspect.txt -e '.[inspect]'
+	@touch $(INSPECT_READY)
+
 docs: setup $(DOCS_READY)  ## the pages that are made from the code, and the site in build/site; a broken link fails
 	for page in settings api cli; do $(RUN)/python docs/make_$$page.py || exit; done
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
@@ -110,7 +120,7 @@ $(DOCS_READY): constraints/docs.txt
 	@touch $(DOCS_READY)
 
 constraints: setup  ## pin anew what the extras install
-	for extra in agent trainer dev; do \
+	for extra in agent trainer inspect dev; do \
 	  $(RUN)/uv pip compile pyproject.toml --extra $$extra --python-version 3.11 --universal --upgrade \
 	    --no-annotate --no-header --quiet -o constraints/$$extra.txt; \
 	done
@@ -125,4 +135,4 @@ constraints: setup  ## pin anew what the extras install
 	  --no-annotate --no-header --quiet | grep -Ev '^(nvidia|cuda)-|^(torch|triton)==' > constraints/verl.txt
 
 clean:
-	rm -rf $(VENV) $(VERL) $(DOCS) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info runs
+	rm -rf $(VENV) $(VERL) $(INSPECT) $(DOCS) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info runs

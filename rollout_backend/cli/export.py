@@ -1,4 +1,4 @@
-"""`rollout export`: a run as tables for pandas, polars and DuckDB."""
+"""`rollout export`: a run as tables for pandas, polars and DuckDB, or as logs of Inspect."""
 
 from __future__ import annotations
 
@@ -15,27 +15,39 @@ def export(
     run: Annotated[
         str | None, typer.Argument(help="The run: its id in ./runs, or its folder. Default: the newest in ./runs.")
     ] = None,
-    to: Annotated[Literal["parquet", "csv", "jsonl"], typer.Option(help="The format of the files.")] = "parquet",
+    to: Annotated[
+        Literal["parquet", "csv", "jsonl", "inspect"], typer.Option(help="The format of the files.")
+    ] = "parquet",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The folder of the files. Default: `tables` in the run's folder."),
+        typer.Option(
+            metavar="DIR", help="The folder of the files. Default: `tables`, or `inspect`, in the run's folder."
+        ),
     ] = None,
 ) -> None:
     """Write a run as tables: rollouts, turns, events and steps, for pandas, polars or DuckDB.
 
-    docs/file-formats.md describes the columns. Files of an earlier export are replaced.
+    With --to inspect, write a log for each step, for `inspect view`. docs/file-formats.md describes the columns and
+    the logs. Files of an earlier export are replaced.
     """
     with exit_codes():
         folder = find_run(run) if run is not None else newest_run()
         try:
-            from rollout_backend.report.export import export_run
+            if to == "inspect":
+                from rollout_backend.report.inspect_logs import export_inspect_logs
+
+                written, unit = export_inspect_logs(folder, out or folder / "inspect"), "samples"
+            else:
+                from rollout_backend.report.export import export_run
+
+                written, unit = export_run(folder, to, out or folder / "tables"), "rows"
         except ModuleNotFoundError as error:
+            package = str(error.name).partition(".")[0]
+            extra = "inspect" if package == "inspect_ai" else "trainer"
             raise ConfigError(
-                f"rollout export needs {error.name}, which is not installed: install the extra trainer"
+                f"rollout export needs {package}, which is not installed: install the extra {extra}"
             ) from None
-        try:
-            written = export_run(folder, to, out or folder / "tables")
         except OSError as error:
-            raise ConfigError(f"the tables of {folder} cannot be written: {error}") from None
-        for path, rows in written.items():
-            console.print(f"{path}: {rows:,} rows", markup=False, highlight=False, soft_wrap=True)
+            raise ConfigError(f"the export of {folder} cannot be written: {error}") from None
+        for path, count in written.items():
+            console.print(f"{path}: {count:,} {unit}", markup=False, highlight=False, soft_wrap=True)

@@ -23,10 +23,20 @@ def test_the_newest_run_or_a_named_one(rollout, tmp_path: Path, monkeypatch: pyt
     assert rollout("export", "--to", "xml")[0] == 2
     code, output = rollout("export", "--out", tmp_path / "out" / "steps.jsonl")
     assert code == 2
-    assert "the tables of runs/new cannot be written" in output
+    assert "the export of runs/new cannot be written" in output
     code, output = rollout("export", "no-such-run")
     assert code == 2
     assert "there is no run 'no-such-run'" in output
+
+
+def test_a_missing_inspect_names_the_extra(rollout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = make_run(tmp_path / "run", MadeRun(tasks=1, group=1))
+    monkeypatch.setitem(sys.modules, "inspect_ai", None)
+    monkeypatch.delitem(sys.modules, "rollout_backend.report.inspect_logs", raising=False)
+    code, output = rollout("export", run, "--to", "inspect")
+    assert code == 2
+    assert "needs inspect_ai, which is not installed: install the extra inspect" in output
+    assert not (run / "inspect").exists()
 
 
 def test_a_missing_pyarrow_names_the_extra(rollout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
