@@ -14,7 +14,8 @@ This package runs in the agent's image: it needs no torch, no Ray and no transfo
 """
 
 from agent_wrapper.app import RolloutApp
+from agent_wrapper.command import run_command
 from agent_wrapper.context import RolloutContext
-from agent_wrapper.errors import AgentFailure, EntrypointError
+from agent_wrapper.errors import AgentFailure, CommandError, EntrypointError
 
-__all__ = ["AgentFailure", "EntrypointError", "RolloutApp", "RolloutContext"]
+__all__ = ["AgentFailure", "CommandError", "EntrypointError", "RolloutApp", "RolloutContext", "run_command"]

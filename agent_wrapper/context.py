@@ -54,6 +54,21 @@ class RolloutContext:
         endpoint = {"base_url": self.base_url, "api_key": self.api_key}
         return {k: v for k, v in endpoint.items() if v} | {"timeout": timeout, "max_retries": _MAX_RETRIES}
 
+    def environ(self) -> dict[str, str]:
+        """Return the model's endpoint as environment variables, for a program that reads them.
+
+        The names are OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ROLLOUT_MODEL.
+        Unknown values are left out.
+        """
+        names = {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "ROLLOUT_MODEL": self.model,
+        }
+        return {name: value for name, value in names.items() if value}
+
     @classmethod
     def from_request(cls, request: RolloutRequest, payload: dict[str, Any]) -> RolloutContext:
         """Make the context of a request that has just arrived."""

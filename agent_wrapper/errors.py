@@ -14,5 +14,9 @@ class AgentFailure(Exception):
         self.reward = reward
 
 
+class CommandError(Exception):
+    """The command of an agent exited with a code other than 0: the rollout ends as agent_error, without a reward."""
+
+
 class EntrypointError(Exception):
     """The author's code cannot be served: no entrypoint, two of them, or one of the wrong shape."""

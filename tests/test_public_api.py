@@ -34,7 +34,8 @@ def modules_after(code: str) -> set[str]:
 def test_the_public_names_are_a_closed_list() -> None:
     assert set(rollout_backend.__all__) == PUBLIC
     assert len(rollout_backend.__all__) == len(PUBLIC)
-    assert set(agent_wrapper.__all__) == {"AgentFailure", "EntrypointError", "RolloutApp", "RolloutContext"}
+    names = {"AgentFailure", "CommandError", "EntrypointError", "RolloutApp", "RolloutContext", "run_command"}
+    assert set(agent_wrapper.__all__) == names
 
 
 def test_every_public_name_resolves_and_is_documented() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_wrapper import AgentFailure
+from agent_wrapper import AgentFailure, CommandError
 from agent_wrapper.contract import ModelEndpoint, Outcome, ResultTarget, Rollout, RolloutRequest, Sampling, Trajectory
 from agent_wrapper.outcome import build_rollout, classify, failed
 from agent_wrapper.runner import Raised, Returned
@@ -255,6 +255,16 @@ def test_a_reward_from_an_agent_that_lost_a_model_call_is_none(result):
 def test_an_agents_own_failure_stays_its_own_though_a_call_was_lost():
     rollout = rollout_of(Raised(KeyError("x")), SAMPLED.model_copy(update={"unanswered_calls": 1}))
     assert rollout.outcome is Outcome.AGENT_ERROR
+
+
+def test_a_failed_command_is_the_models_fault_if_a_call_was_lost():
+    failed = Raised(CommandError("solve exited with code 1: no answer"))
+    rollout = rollout_of(failed, SAMPLED)
+    assert ended(rollout) == (Outcome.AGENT_ERROR, None, "command_failed")
+    assert rollout.failure.message == "solve exited with code 1: no answer"
+    rollout = rollout_of(failed, SAMPLED.model_copy(update={"unanswered_calls": 1}))
+    assert ended(rollout) == (Outcome.INFRA_ERROR, None, "model_unavailable")
+    assert rollout.failure.message.endswith("left 1 calls unanswered: solve exited with code 1: no answer")
 
 
 # --- agents that called their model elsewhere -------------------------------------------------------------

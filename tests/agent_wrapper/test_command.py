@@ -1,0 +1,83 @@
+"""Commands as agents: their environment, output, failures and end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent_wrapper import CommandError, RolloutContext, run_command
+
+CONTEXT = RolloutContext(payload={}, base_url="http://model/v1", api_key="secret", model="m")
+
+
+def python(source: str) -> list[str]:
+    return [sys.executable, "-c", source]
+
+
+async def test_a_command_gets_the_endpoint_its_input_and_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLOUR", "green")
+    source = "import json, os, sys; print(json.dumps([sys.stdin.read(), os.getcwd(), dict(os.environ)]))"
+    out = await run_command(CONTEXT, python(source), input="2 + 2?", cwd=tmp_path, env={"SIZE": "4"})
+    said, folder, environ = json.loads(out)
+    assert (said, Path(folder)) == ("2 + 2?", tmp_path)
+    wanted = {
+        "OPENAI_BASE_URL": "http://model/v1",
+        "OPENAI_API_KEY": "secret",
+        "ANTHROPIC_BASE_URL": "http://model/v1",
+        "ANTHROPIC_API_KEY": "secret",
+        "ROLLOUT_MODEL": "m",
+        "COLOUR": "green",
+        "SIZE": "4",
+    }
+    assert wanted.items() <= environ.items()
+
+
+def test_what_the_context_does_not_know_is_left_to_the_environment():
+    assert RolloutContext.from_environment({}, {"ROLLOUT_MODEL": "m"}).environ() == {"ROLLOUT_MODEL": "m"}
+
+
+async def test_a_command_that_fails_raises_with_the_end_of_its_stderr(capfd):
+    with pytest.raises(CommandError) as failed:
+        await run_command(CONTEXT, python("import sys; print('x' * 2000, file=sys.stderr); sys.exit('no licence')"))
+    assert "exited with code 1: xxx" in str(failed.value)
+    assert str(failed.value).endswith("no licence")
+    assert len(str(failed.value)) < 1200
+    assert len(capfd.readouterr().err) > 2000
+    with pytest.raises(CommandError, match="exited with code 3: it wrote nothing to stderr"):
+        await run_command(CONTEXT, python("import os; os._exit(3)"))
+    with pytest.raises(FileNotFoundError):
+        await run_command(CONTEXT, ["no-such-program"])
+
+
+async def test_a_cancelled_command_ends_with_its_children(tmp_path):
+    child = "import sys; sys.stdin.read()"
+    source = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdin=subprocess.PIPE)
+open("new", "w").write(str(child.pid))
+os.rename("new", "pid")
+child.wait()
+"""
+    running = asyncio.create_task(run_command(CONTEXT, python(source), cwd=tmp_path))
+    async with asyncio.timeout(60):
+        while not (tmp_path / "pid").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        pid = int((tmp_path / "pid").read_text())
+        while is_running(pid):  # noqa: ASYNC110  a signal is delivered in the background
+            await asyncio.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
