@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from rollout_backend import cli
 from rollout_backend.cli.common import errors
 
-COMMANDS = ("demo", "check", "run", "ls", "show", "report", "compare", "export", "replay", "rescore", "engine")
-ADVANCED = ("relay", "chaos")
+COMMON = ["init", "demo", "check", "run", "ls", "show", "report", "compare", "export", "replay", "rescore", "engine"]
+ADVANCED = ["relay", "chaos"]
 
 
 def test_the_version_is_that_of_the_distribution(rollout):
@@ -23,7 +23,7 @@ def test_the_help_lists_the_commands_in_the_order_of_use_and_the_advanced_ones_a
     code, output = rollout("-h")
     assert code == 0
     common, _, advanced = output.partition(" Advanced ")
-    places = [common.index(f"│ {name} ") for name in COMMANDS]
+    places = [common.index(f"│ {name} ") for name in COMMON]
     assert places == sorted(places)
     assert all(f"│ {name} " in advanced for name in ADVANCED)
     assert rollout("run", "-h") == rollout("run", "--help")

@@ -1,0 +1,92 @@
+"""`rollout init`: what each template makes, and that it works as it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import get_args
+
+import pytest
+
+from rollout_backend.cli.init import TEMPLATES, Template
+from rollout_backend.config import load_config
+from rollout_backend.core.tasks import read_tasks
+
+NAMES = get_args(Template)
+FILES = {"Dockerfile", "agent.py", "config.yaml", "requirements.txt", "tasks.jsonl", "test_agent.py"}
+
+
+@pytest.fixture
+def made(rollout, tmp_path):
+    """Make an agent and return its folder."""
+
+    def make(template: str) -> Path:
+        code, output = rollout("init", tmp_path / "my agent", "--template", template)
+        assert code == 0, output
+        assert "Next: cd '" in output
+        return tmp_path / "my agent"
+
+    return make
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("template", NAMES)
+def test_the_agents_own_test_passes(made, run_agent, template, monkeypatch):
+    folder = made(template)
+    assert {path.name for path in folder.iterdir()} >= FILES
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "agent", raising=False)
+    tests = [value for name, value in vars(load(folder / "test_agent.py")).items() if name.startswith("test_")]
+    monkeypatch.delitem(sys.modules, "agent")
+    assert len(tests) == 2
+    for test in tests:
+        test(run_agent)
+
+
+def test_settings_and_tasks_are_valid(made):
+    folder = made("openai")
+    assert load_config(folder / "config.yaml", env={}).runtime.kind == "agentcore"
+    assert len(read_tasks(folder / "tasks.jsonl")) == 16
+
+
+def test_the_image_is_built_as_that_of_the_examples(repository):
+    example = (repository / "examples" / "arithmetic" / "Dockerfile").read_text().partition("\nFROM")[2]
+    template = (TEMPLATES / "common" / "Dockerfile").read_text().partition("\nFROM")[2]
+    assert template == example.replace("COPY agent.py .", "COPY *.py ./")
+
+
+def test_a_folder_with_files_is_refused_and_an_empty_one_is_used(rollout, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    code, output = rollout("init", tmp_path)
+    assert (code, f"{tmp_path} is not empty: name a new or an empty folder" in output) == (2, True), output
+    code, output = rollout("init", tmp_path / "notes.txt")
+    assert (code, "notes.txt is not a folder" in output) == (2, True), output
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    (tmp_path / "empty").mkdir()
+    assert rollout("init", tmp_path / "empty")[0] == 0
+    assert rollout("init", tmp_path / "other", "--template", "cobol")[0] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", NAMES)
+def test_the_printed_commands_succeed(made, template):
+    folder = made(template)
+    env = {**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    cli = [sys.executable, "-m", "rollout_backend.cli"]
+    demo = ["demo", "--agent", "agent.py", "--tasks", "tasks.jsonl", "--scripted", "--limit", "3"]
+    for command in ([sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], [*cli, *demo]):
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "12 of 12 rollouts completed" in done.stdout
