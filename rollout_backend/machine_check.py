@@ -230,6 +230,9 @@ def _check_ports(config: RolloutConfig) -> Iterator[CheckResult]:
     if gateway.kind == "process":
         ports = [gateway.port and gateway.port + shard for shard in range(gateway.processes)]
         wanted.append(("gateway.port", gateway_name(gateway, 0), gateway.host, ports))
+    observe = config.observe
+    if observe.metrics_port is not None:
+        wanted.append(("observe.metrics_port", "the metrics endpoint", observe.metrics_host, [observe.metrics_port]))
     if (config.run_dir / "gateway").exists():
         return
     for setting, name, host, ports in wanted:

@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import RolloutConfig
@@ -48,9 +48,14 @@ from rollout_backend.serving.run_phase import RunPhase
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.step.step import Step
 
+if TYPE_CHECKING:  # only a run with metrics loads prometheus_client
+    from rollout_backend.gateway.stats import GatewayStats
+    from rollout_backend.observe.metrics import RunMetrics
+
 log = logging.getLogger(__name__)
 
 _FIRST_CALL_POLL_S = 5.0
+_METRICS_S = 5.0  # in which gateways must answer; Prometheus waits for 10 s
 
 _T = TypeVar("_T")
 
@@ -86,6 +91,7 @@ class RolloutManager:
         self._on_status = on_status
         self._on_phase = on_phase
         self._on_serving = on_serving
+        self._metrics = self._make_metrics()
         self._rollouts = rollouts
         self._wait_lost = wait_lost
         self._started_by = started_by
@@ -110,7 +116,7 @@ class RolloutManager:
             self.archive,
             on_status=self._on_status,
             on_phase=self._on_phase,
-            on_serving=self._on_serving,
+            on_serving=self._report_serving,
             wait_lost=self._wait_lost,
         )
         async with AsyncExitStack() as stack:
@@ -123,7 +129,9 @@ class RolloutManager:
             watching = asyncio.create_task(self._await_first_call(self._first_call))
             stack.callback(watching.cancel)
             stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
-            self._run, self._stack = run, stack.pop_all()
+            self._run = run
+            await self._serve_metrics(stack)
+            self._stack = stack.pop_all()
         self._on_phase(RunPhase.ROLLOUTS)
         return self
 
@@ -142,6 +150,36 @@ class RolloutManager:
         agent = run.agent if self._agent is None else self._agent
         return await asyncio.to_thread(RunStart.of, self.config, self._started_by, agent, engine)
 
+    def _make_metrics(self) -> RunMetrics | None:
+        if self.config.observe.metrics_port is None:
+            return None
+        from rollout_backend.observe.metrics import RunMetrics
+
+        return RunMetrics(self.config)
+
+    async def _serve_metrics(self, stack: AsyncExitStack) -> None:
+        if self._metrics is None:
+            return
+        from rollout_backend.observe.metrics import serve_metrics
+
+        serving = serve_metrics(self.config.observe, self._metrics, self._update_metrics)
+        self._on_status(f"metrics: {await stack.enter_async_context(serving)}")
+
+    async def _update_metrics(self) -> None:
+        assert self._metrics is not None
+        try:
+            async with asyncio.timeout(_METRICS_S):
+                gateway = await self._gateway_stats()
+        except TimeoutError:
+            gateway = None
+        steps, services = [*self._steps.values()], self._started.for_steps
+        self._metrics.update(steps, services, self.servers(), gateway)
+
+    def _report_serving(self, event: ServingEvent) -> None:
+        if self._metrics is not None:
+            self._metrics.record_event(event)
+        self._on_serving(event)
+
     async def _end_steps(self) -> None:
         for step in self._collecting:
             step.cancel()
@@ -152,9 +190,8 @@ class RolloutManager:
         while not first_call.arrived:
             await asyncio.sleep(_FIRST_CALL_POLL_S)
             running = sum(step.ledger.phases()[Phase.RUNNING] for step in self._steps.values())
-            try:
-                stats = await self._started.serving.gateways.stats()
-            except ServingError:  # it is being started again
+            stats = await self._gateway_stats()
+            if stats is None:
                 continue
             was_silent = bool(first_call.warning)
             first_call.observe(asyncio.get_running_loop().time(), running, stats)
@@ -243,8 +280,11 @@ class RolloutManager:
             raise
         finally:
             del self._steps[number]
+            records = current.records()
             if run.lease.lost is None:  # otherwise the step belongs to another manager
-                self.archive.write_records(number, current.records())
+                self.archive.write_records(number, records)
+            if self._metrics is not None:
+                self._metrics.end_step(current, records)
         self.archive.write_report(result.report)
         return result
 
@@ -277,13 +317,17 @@ class RolloutManager:
 
     async def progress(self) -> Progress:
         """Return counts of the rollouts of all current steps."""
-        try:
-            gateway = await self._run.serving.gateways.stats() if self._run is not None else None
-        except ServingError:  # it is being started again, or the run ends
-            gateway = None
+        gateway = await self._gateway_stats() if self._run is not None else None
         warning = self._first_call.warning if self._first_call is not None else ""
         steps = [(current.ledger, current.totals) for current in self._steps.values()]
         return Progress.of(steps, gateway, warning)
+
+    async def _gateway_stats(self) -> GatewayStats | None:
+        """Return the gateways' counts; None if one does not answer, because it is restarted or the run ends."""
+        try:
+            return await self._started.serving.gateways.stats()
+        except ServingError:
+            return None
 
     @staticmethod
     def blocking(config: RolloutConfig) -> BlockingRolloutManager:

@@ -13,6 +13,7 @@ from rollout_backend.config.group import GroupConfig
 from rollout_backend.config.janitor import JanitorConfig
 from rollout_backend.config.load import ENV_PREFIX, load_config
 from rollout_backend.config.model import ModelConfig
+from rollout_backend.config.observe import ObserveConfig
 from rollout_backend.config.queue import QueueConfig
 from rollout_backend.config.relay import RelayConfig
 from rollout_backend.config.rollout import RolloutConfig
@@ -36,6 +37,7 @@ __all__ = [
     "HttpConfig",
     "JanitorConfig",
     "ModelConfig",
+    "ObserveConfig",
     "QueueConfig",
     "RelayConfig",
     "RolloutConfig",

@@ -19,6 +19,7 @@ from rollout_backend.config.gateway import GatewayConfig
 from rollout_backend.config.group import GroupConfig
 from rollout_backend.config.janitor import JanitorConfig
 from rollout_backend.config.model import ModelConfig
+from rollout_backend.config.observe import ObserveConfig
 from rollout_backend.config.queue import QueueConfig
 from rollout_backend.config.relay import RelayConfig
 from rollout_backend.config.router import RouterConfig
@@ -54,6 +55,7 @@ class RolloutConfig(Section):
     timeouts: TimeoutConfig = TimeoutConfig()
     collect: CollectConfig = CollectConfig()
     janitor: JanitorConfig = JanitorConfig()
+    observe: ObserveConfig = ObserveConfig()
     output_dir: Path = Path("runs")
     """Logs and step reports are written to OUTPUT_DIR/RUN_ID."""
 

@@ -104,6 +104,7 @@ class CallTally:
     """The runtime's responses to a step's calls of one kind. Times are in seconds of any monotonic clock."""
 
     refusals: int = 0  # calls refused for lack of capacity: 429, 402, 5xx
+    grants: int = 0  # calls answered otherwise
     _first_at: float = 0.0
     _last_at: float = 0.0
     _granted: int = 0  # since the first refusal
@@ -116,6 +117,7 @@ class CallTally:
         self._last_at, self._granted_between = now, self._granted
 
     def granted(self, now: float) -> None:
+        self.grants += 1
         if self.refusals:
             self._granted += 1
 

@@ -51,6 +51,11 @@ class CallQueue:
     def from_config(cls, rates: RuntimeConfig) -> Self:
         return cls(rates.invoke_per_s, rates.stop_per_s, rates.calls_per_s)
 
+    @property
+    def invoke_per_s(self) -> float:
+        """Return how many invokes are admitted per second at most, at this moment."""
+        return min(rate.rate for rate in self._rates(CallKind.INVOKE))
+
     async def admit(self, call: CallKind) -> None:
         """Wait until a call of this kind may be sent."""
         turn = asyncio.get_running_loop().create_future()

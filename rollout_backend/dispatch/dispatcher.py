@@ -85,6 +85,11 @@ class Dispatcher:
         self._wait_refused = wait_refused
         self.slots = asyncio.Semaphore(max_sessions)
 
+    @property
+    def invoke_per_s(self) -> float:
+        """Return how many invokes are sent per second at most, at this moment."""
+        return self._calls.invoke_per_s
+
     async def submit(
         self,
         rollout_id: str,

@@ -34,7 +34,7 @@ class StepResults:
         self._context = context
         self._groups = groups
         self._archived: list[Future[bool]] = []
-        self._latencies: list[float] = []
+        self.latencies: list[float] = []  # seconds since the announcements of those that were announced
         self._lags: list[float] = []
 
     # --- the buffer's sink --------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class StepResults:
         self._groups[task.entry.planned.task_id].arrived.append(rollout)
         now = services.wall()
         if announced_at is not None:
-            self._latencies.append(max(0.0, now - announced_at))
+            self.latencies.append(max(0.0, now - announced_at))
         if rollout.finished_at:
             self._lags.append(max(0.0, now - rollout.finished_at))
         task.settle_with(rollout)
@@ -100,7 +100,7 @@ class StepResults:
             ledger,
             groups,
             self.received,
-            self._latencies,
+            self.latencies,
             self._lags,
             refused=refused,
             unarchived=unarchived,

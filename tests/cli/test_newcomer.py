@@ -148,6 +148,7 @@ def test_every_problem_is_listed_by_the_check_and_by_a_run(rollout, config, task
         changes = {
             "model.renderer": "qwen3",
             "gateway.port": port,
+            "observe.metrics_port": port,
             "storage.bucket": "no-such",
             "output_dir": "/dev/null",
         }
@@ -158,6 +159,7 @@ def test_every_problem_is_listed_by_the_check_and_by_a_run(rollout, config, task
         assert {name for name, each in found.items() if each["level"] == "problem"} == {
             "model.renderer",
             "gateway.port",
+            "observe.metrics_port",
             "storage.bucket",
             "output_dir",
         }
@@ -165,8 +167,8 @@ def test_every_problem_is_listed_by_the_check_and_by_a_run(rollout, config, task
         assert found["queue.url"]["level"] == found["runtime"]["level"] == "ok"
         code, output = rollout("run", path, "--tasks", tasks)
     assert code == 2
-    assert "error: 4 problems were found:" in output
-    for setting in ("model.renderer", "gateway.port", "storage.bucket", "output_dir"):
+    assert "error: 5 problems were found:" in output
+    for setting in ("model.renderer", "gateway.port", "observe.metrics_port", "storage.bucket", "output_dir"):
         assert f"- {setting}: " in output
     assert "starting" not in output
 

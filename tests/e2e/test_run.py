@@ -2,6 +2,7 @@ import asyncio
 import json
 import math
 
+import httpx
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
@@ -9,6 +10,7 @@ from builders import eventually
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, ServingError
 from rollout_backend.local.scripted import Fail
+from rollout_backend.serving.server_process import free_port
 
 
 async def no_session_is_open(run) -> bool:
@@ -17,7 +19,8 @@ async def no_session_is_open(run) -> bool:
 
 async def test_tasks_become_validated_rollouts_through_two_gateways(open_run):
     sampling = ("sampling.temperature=0.5", "sampling.max_tokens=99")
-    run = await open_run(*sampling, "group.size=4", "gateway.processes=2")
+    port = free_port()
+    run = await open_run(*sampling, "group.size=4", "gateway.processes=2", f"observe.metrics_port={port}")
     result = await run.manager.collect([Task("a", {}), Task("b", {})])
     report = result.report
     assert report.balanced
@@ -26,6 +29,11 @@ async def test_tasks_become_validated_rollouts_through_two_gateways(open_run):
     assert await no_session_is_open(run)
     stats = await run.manager._run.serving.gateways.stats()
     assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (8, 0, 8)  # each revoked at its own gateway
+    async with httpx.AsyncClient() as client:
+        metrics = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+    assert 'rollout_rollouts_total{outcome="completed",reason=""} 8.0\n' in metrics
+    assert "rollout_gateway_calls_total 8.0\n" in metrics
+    assert 'rollout_servers_up{server="engine"} 1.0\n' in metrics
     for rollout in result.rollouts:
         assert rollout.reward == 1.0
         assert rollout.extras == {"answer": "The answer is 7."}

@@ -1,0 +1,81 @@
+"""The metrics of a run's steps, as Prometheus reads them."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from agent_wrapper.contract import Failure
+from rollout_backend.errors import StartupError, Throttled
+from rollout_backend.gateway.stats import Counters
+from rollout_backend.observe.metric_names import METRICS
+from rollout_backend.observe.metrics import RunMetrics, serve_metrics
+from rollout_backend.serving.engine_fleet import ServerState
+from rollout_backend.serving.supervisor import ServingEvent
+from step_bench import Agents, only
+
+SERVERS = (
+    ServerState("router", "http://r", serving=True, restarts=0),
+    ServerState("engine-0", "http://0", serving=True, restarts=0),
+    ServerState("engine-1", "http://1", serving=False, restarts=1),
+)
+
+
+async def test_a_steps_rollouts_calls_and_times_are_counted_once(open_bench):
+    bench = await open_bench("group.size=1")
+    refused = set()
+
+    async def refuse_once(request):
+        if request.rollout_id not in refused:
+            refused.add(request.rollout_id)
+            raise Throttled("slow down")
+
+    own = Failure(reason="a_reason_of_the_agent", message="no")
+    step = bench.step("done", "own", behave=only("own", lambda *args: Agents.fail(*args, failure=own)))
+    bench.agents.before = refuse_once
+    metrics = RunMetrics(bench.config)
+    value = metrics.registry.get_sample_value
+    metrics.update([step], bench.services, SERVERS, None)
+    assert value("rollout_gateway_up") == 0
+    bench.check_ended(await step.run())
+    for _ in range(2):
+        metrics.update([step], bench.services, SERVERS, Counters(calls=5, errors={"x": 1}).snapshot(1, 0, 2))
+    metrics.end_step(step, step.records())
+    assert value("rollout_rollouts_total", {"outcome": "completed", "reason": ""}) == 1
+    assert value("rollout_rollouts_total", {"outcome": "agent_error", "reason": "other"}) == 1
+    assert value("rollout_runtime_calls_total", {"call": "invoke", "answer": "granted"}) == 2
+    assert value("rollout_runtime_calls_total", {"call": "invoke", "answer": "throttled"}) == 2
+    assert value("rollout_runtime_calls_total", {"call": "stop", "answer": "granted"}) == 2
+    assert value("rollout_delivery_seconds_count") == value("rollout_duration_seconds_count") == 2
+    assert value("rollout_step_duration_seconds_count") == 1
+    assert value("rollout_phase_seconds_total", {"phase": "own"}) > 0
+    assert value("rollout_queue_up") == value("rollout_servers_up", {"server": "engine"}) == 1
+    assert value("rollout_gateway_calls_total") == 5  # two scrapes
+    assert value("rollout_gateway_errors_total", {"code": "x"}) == 1
+    assert value("rollout_open_sessions") == value("rollout_open_rollouts", {"phase": "running"}) == 0
+
+
+async def test_the_endpoint_serves_each_metric_with_its_type_and_labels(open_bench):
+    bench = await open_bench("observe.metrics_port=0")
+    metrics, step = RunMetrics(bench.config), bench.step()
+    metrics.record_event(ServingEvent(0.0, "engine-1", "died"))
+    bench.check_ended(await step.run())
+
+    async def refresh():
+        metrics.update([step], bench.services, SERVERS, Counters(errors={"x": 1}).snapshot(0, 0, 0))
+
+    async with serve_metrics(bench.config.observe, metrics, refresh) as url, httpx.AsyncClient() as client:
+        await refresh()
+        metrics.end_step(step, step.records())
+        families = {each.name: each for each in text_string_to_metric_families((await client.get(url)).text)}
+        config = bench.config.observe.model_copy(update={"metrics_port": httpx.URL(url).port})
+        with pytest.raises(StartupError, match=r"observe\.metrics_port"):
+            async with serve_metrics(config, metrics, refresh):
+                pass
+    for metric in METRICS:
+        family = families[metric.name.removesuffix("_total")]
+        samples = [sample for sample in family.samples if sample.name in metric.samples]
+        assert family.type == metric.kind
+        assert {*samples[0].labels} - {"le"} == {*metric.labels}, metric.name
+        assert {sample.name for sample in samples} == {*metric.samples}
