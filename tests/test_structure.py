@@ -76,11 +76,10 @@ def test_agent_wrapper_imports_nothing_of_the_training_side():
 
 
 def test_gateway_process_loads_nothing_that_starts_gateways():
-    loaded = subprocess.run(
-        [sys.executable, "-c", "import sys, rollout_backend.gateway.__main__; print(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    assert "rollout_backend.gateway.server" in loaded
-    assert {"rollout_backend.serving", "ray", "boto3", "torch"}.isdisjoint(loaded)
+    code = (
+        "import sys; from rollout_backend.gateway.__main__ import import_server as load; load(); print(*sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert {"rollout_backend.gateway.server", "renderers"} <= {*loaded}
+    assert {"rollout_backend.serving", "ray", "boto3", "torch", "openai"}.isdisjoint(loaded)
