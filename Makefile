@@ -86,6 +86,7 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints/dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	@echo "installing in $(VENV): some minutes the first time"
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints/dev.txt -e '.[dev]'
 	@touch $(READY)
@@ -97,6 +98,7 @@ verl: $(VERL_READY)
 
 # torch first: what asks for a range of it would take its newest build, with gigabytes of GPU libraries.
 $(VERL_READY): pyproject.toml constraints/verl.txt
+	@echo "installing verl in $(VERL), 2.5 GB: some minutes the first time"
 	$(PYTHON) -m venv $(VERL)
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints/verl.txt -e '.[verl-local]'

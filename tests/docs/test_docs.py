@@ -111,6 +111,12 @@ def test_configs_can_be_loaded(tmp_path: Path) -> None:
         load_config(path, env={}, base={"model": {"path": "/the/trainer/knows"}})  # under verl it is not said twice
 
 
+def test_the_tutorial_shows_what_rollout_init_makes() -> None:
+    templates = ROOT / "rollout_backend" / "local" / "templates"
+    shown = blocks(ROOT / "docs" / "your-agent.md", "python")
+    assert shown == [(templates / name).read_text() for name in ("openai/agent.py", "common/test_agent.py")]
+
+
 def test_settings_that_pages_name_exist() -> None:
     settings = set(re.findall(r"^\| `([a-z_.]+)` \|", (ROOT / "docs" / "settings.md").read_text(), flags=re.M))
     sections = {name.partition(".")[0] for name in settings if "." in name}
