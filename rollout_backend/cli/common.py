@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError, TaskFileError
+from rollout_backend.observe.keys import restore_terminals
 
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
@@ -129,6 +130,7 @@ def run_async(work: Coroutine[Any, Any, int]) -> None:
                 return
             errors.print("interrupted again: exiting at once; the run's janitor stops its sessions")
             console.show_cursor()  # a live display hides it
+            restore_terminals()
             sys.stdout.flush()
             os._exit(130)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollout_backend.core.api_error import ApiError
 
@@ -27,6 +27,7 @@ class EngineLoad:
     running: int
     waiting: int
     free: int
+    url: str = field(default="", compare=False)
 
 
 class Admission:
@@ -55,6 +56,11 @@ class Admission:
         self._observed_at = self._clock()
         self._in_flight_then = self._in_flight
 
+    @property
+    def loads(self) -> Sequence[EngineLoad]:
+        """Return the current load of each engine; empty if it is unknown or outdated."""
+        return self._loads if self._clock() - self._observed_at <= _STALE_S else ()
+
     def began(self) -> None:
         self._in_flight += 1
 
@@ -69,15 +75,15 @@ class Admission:
         if self._in_flight >= self._max_calls:
             retry_s = self._turn(self._in_flight + 1 - self._max_calls, self._in_flight)
             return _refusal("too many model calls are in flight", retry_s)
-        if not self._loads or self._clock() - self._observed_at > _STALE_S:
+        if not (loads := self.loads):
             return None
         # Calls started since the last poll are in the engines too; those beyond the free slots wait.
-        waiting = sum(load.waiting for load in self._loads)
-        waiting += max(0, self._in_flight - self._in_flight_then - sum(load.free for load in self._loads))
-        excess = waiting + 1 - self._max_queued * len(self._loads)
+        waiting = sum(load.waiting for load in loads)
+        waiting += max(0, self._in_flight - self._in_flight_then - sum(load.free for load in loads))
+        excess = waiting + 1 - self._max_queued * len(loads)
         if excess <= 0:
             return None
-        retry_s = self._turn(excess, waiting + sum(load.running for load in self._loads))
+        retry_s = self._turn(excess, waiting + sum(load.running for load in loads))
         return _refusal("too many model calls wait for an engine", retry_s)
 
     def _turn(self, ahead: int, inside: int) -> int:

@@ -75,7 +75,9 @@ class CallHandler:
 
     def stats(self) -> GatewayStats:
         registry = self._registry
-        return self._counters.snapshot(registry.open_count, registry.closed_count, self._admission.in_flight)
+        return self._counters.snapshot(
+            registry.open_count, registry.closed_count, self._admission.in_flight, self._admission.loads
+        )
 
     def check_model(self, name: str) -> None:
         """Raise ApiError (404) unless `name` is the model that this gateway serves."""

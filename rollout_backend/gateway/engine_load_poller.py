@@ -97,6 +97,7 @@ class EngineLoadPoller:
             running=sum(rank.num_running_reqs for rank in ranks),
             waiting=sum(rank.num_waiting_reqs for rank in ranks),
             free=sum(max(0, rank.max_running_requests - rank.num_running_reqs) for rank in ranks),
+            url=engine,
         )
 
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
 
+from rollout_backend.gateway.admission import EngineLoad
+
+_OF_ENGINES = ("engine_running", "engine_waiting")
+
 
 class GatewayStats(BaseModel):
     """Counts since the gateway started, except where marked as current."""
@@ -30,16 +34,20 @@ class GatewayStats(BaseModel):
     segments: dict[str, int]  # opened segments, by reason
     overridden: dict[str, int]  # ignored sampling settings of agents, by field
     errors: dict[str, int]  # error responses, by code
+    engine_running: dict[str, int]  # current: requests in an engine's batch, of all its clients, by the engine's URL
+    engine_waiting: dict[str, int]  # current: those in its queue
 
     @classmethod
     def total(cls, parts: Iterable[GatewayStats]) -> GatewayStats:
-        """Return the sum over several gateways."""
+        """Return the sum over several gateways, which share their engines."""
         numbers: Counter[str] = Counter()
         tables: dict[str, Counter[str]] = {}
         for part in parts:
             for name, value in part:
                 if isinstance(value, int):
                     numbers[name] += value
+                elif name in _OF_ENGINES:
+                    tables[name] = Counter({**tables.get(name, {}), **value})
                 else:
                     tables.setdefault(name, Counter()).update(value)
         return cls.model_validate({**numbers, **tables})
@@ -63,10 +71,15 @@ class Counters:
     overridden: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
 
-    def snapshot(self, sessions_open: int, sessions_closed: int, calls_in_flight: int) -> GatewayStats:
+    def snapshot(
+        self, sessions_open: int, sessions_closed: int, calls_in_flight: int, loads: Iterable[EngineLoad] = ()
+    ) -> GatewayStats:
+        loads = tuple(loads)
         return GatewayStats(
             sessions_open=sessions_open,
             sessions_closed=sessions_closed,
             calls_in_flight=calls_in_flight,
+            engine_running={load.url: load.running for load in loads},
+            engine_waiting={load.url: load.waiting for load in loads},
             **vars(self),
         )

@@ -17,8 +17,9 @@ from rich.text import Text
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.step_totals import LastResult
-from rollout_backend.core.verdict import Finding, Level
+from rollout_backend.core.verdict import Finding, Level, count
 from rollout_backend.observe.progress import Progress
+from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.run_phase import RunPhase
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -26,6 +27,7 @@ _CURVE_POINTS = 8
 _MAX_POINTS = 512
 _RATE_S = 10.0  # over which the present rate is measured
 _MAX_FINDINGS = 3
+_MAX_LISTED = 12  # lines of failures, or of engines
 _NAMES = {
     Outcome.COMPLETED: ("done", "green"),
     Outcome.AGENT_ERROR: ("agent error", "yellow"),
@@ -113,6 +115,9 @@ class Snapshot:
     progress: Progress | None = None
     history: History = field(default_factory=History)
     limit_s: float = 0.0  # of a step
+    keys: bool = False  # the terminal's keys are read
+    details: bool = False  # a key asked for the details of engines and gateways
+    failures: bool = False  # a key asked for the failures
 
     @property
     def left_s(self) -> float | None:
@@ -153,10 +158,13 @@ def frame(snapshot: Snapshot, width: int) -> list[Text]:
     progress = snapshot.progress
     if progress is not None and progress.planned:
         lines += [Text(), _bar(snapshot, progress, width), _counts(progress, width), Text()]
-        lines += _measures(snapshot, progress)
+        lines += [*_measures(snapshot, progress), *_servers(progress, width)]
         findings = [*_findings(progress, width - 3)]
         lines += [Text(), *findings] if findings else []
         lines += [Text(), *_last(progress.last, width)] if progress.last else []
+        lines += [Text(), *_details(progress)] if snapshot.details else []
+        lines += [Text(), *_failures(progress)] if snapshot.failures else []
+        lines += [Text(), Text(" d details   f failures   q stop and clean up", "dim")] if snapshot.keys else []
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return lines
@@ -219,13 +227,95 @@ def _measures(snapshot: Snapshot, progress: Progress) -> Iterator[Text]:
         hit = cache_hit(progress)
         text += f"   cache {hit:.0%}" if hit is not None else ""
         text += f"   {progress.gateway.calls_in_flight:,} calls in flight"
-        yield Text(text)
+        refused = refused_calls(progress)
+        yield Text(text).append(f", {refused:,} refused (429)" if refused else "", "yellow")
     if progress.slowest:
         text = f" slowest  {one_line(progress.slowest)}, {seconds(progress.slowest_s)}"
         late = progress.p95_s is not None and progress.slowest_s > progress.p95_s
         if progress.p95_s is not None:
             text += f"   (95 % of the finished took under {seconds(progress.p95_s)})"
         yield Text(text, "yellow" if late else "")
+
+
+def _servers(progress: Progress, width: int) -> Iterator[Text]:
+    """Yield the load of each engine, or the sums if they do not fit on a line."""
+    if not progress.servers:
+        return
+    router, *engines = progress.servers
+    each = [f"{engine.name.removeprefix('engine-')}: {_state(engine, progress)}" for engine in engines]
+    line = " engines  " + "    ".join(each)
+    if len(line) > width:
+        loads = [load for engine in engines if (load := load_of(engine, progress)) is not None]
+        running, queued = sum(load[0] for load in loads), sum(load[1] for load in loads)
+        line = f" engines  {sum(map(_takes_calls, engines)):,} of {len(engines):,} serve"
+        line += f", {running:,} running, {queued:,} queued" if loads else ""
+        line += _restarts(sum(engine.restarts for engine in engines))
+    if not router.serving or router.restarts:
+        line += f"    router: {_state(router, progress)}"
+    well = all(map(_takes_calls, engines)) and router.serving
+    yield Text(line, "" if well else "yellow")
+
+
+def _takes_calls(server: ServerState) -> bool:
+    return server.serving and not server.asleep
+
+
+def _state(server: ServerState, progress: Progress) -> str:
+    load = load_of(server, progress)
+    if not server.serving:
+        state = "not serving"
+    elif server.asleep:
+        state = "asleep"
+    else:
+        state = f"{load[0]:,} running, {load[1]:,} queued" if load is not None else "serves"
+    return state + _restarts(server.restarts)
+
+
+def _restarts(number: int) -> str:
+    return f", {count(number, 'restart')}" if number else ""
+
+
+def load_of(server: ServerState, progress: Progress) -> tuple[int, int] | None:
+    """Return how many requests an engine runs, and how many wait in its queue. None: unknown."""
+    gateway = progress.gateway
+    if gateway is None or server.url not in gateway.engine_running:
+        return None
+    return gateway.engine_running[server.url], gateway.engine_waiting.get(server.url, 0)
+
+
+def refused_calls(progress: Progress) -> int:
+    """Return how many model calls the gateways answered with 429."""
+    return progress.gateway.errors.get("rate_limit_exceeded", 0) if progress.gateway is not None else 0
+
+
+def _details(progress: Progress) -> Iterator[Text]:
+    gateway = progress.gateway
+    if gateway is None:
+        yield Text(" gateway  does not answer", "yellow")
+    else:
+        errors = ", ".join(f"{code} {number:,}" for code, number in sorted(gateway.errors.items())) or "none"
+        yield Text(
+            f" gateway  {count(gateway.sessions_open, 'session')} open, {count(gateway.calls, 'call')} answered, "
+            f"{gateway.cache_breaks:,} cache breaks"
+        )
+        yield Text(f"          {gateway.malformed_tool_calls:,} malformed tool calls; errors: {one_line(errors)}")
+    yield Text(f" agents   {count(progress.open_sessions, 'session')} open")
+    for server in progress.servers[:_MAX_LISTED]:
+        yield Text(f" {server.name:9}{_state(server, progress)}   {server.url}")
+    if more := len(progress.servers[_MAX_LISTED:]):
+        yield Text(f" ... and {more:,} engines more", "dim")
+
+
+def _failures(progress: Progress) -> Iterator[Text]:
+    failures = sorted(progress.failures, key=lambda failure: -failure.number)
+    if not failures:
+        yield Text(" no rollout has failed", "dim")
+    for failure in failures[:_MAX_LISTED]:
+        style = _NAMES[failure.outcome][1]
+        yield Text.assemble(
+            (f" {failure.number:>5,} {failure.outcome}, {one_line(failure.reason)}", style),
+            f"   first {one_line(f'{failure.first}: {failure.message}')}",
+        )
 
 
 def _findings(progress: Progress, width: int) -> Iterator[Text]:

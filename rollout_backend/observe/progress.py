@@ -13,6 +13,7 @@ from rollout_backend.core.step_findings import rate_findings
 from rollout_backend.core.step_totals import LastResult, StepTotals
 from rollout_backend.core.verdict import FailureCount, Finding, Level, cut_replies, failure_findings
 from rollout_backend.gateway.stats import GatewayStats
+from rollout_backend.serving.engine_fleet import ServerState
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Progress:
     last: tuple[LastResult, ...] = ()  # the newest results, newest first
     invoke_rate: CallRate | None = None  # None unless an invoke was refused
     stop_rate: CallRate | None = None  # None unless a stop was refused
+    servers: tuple[ServerState, ...] = ()  # the router and the engines
 
     @classmethod
     def of(
@@ -48,6 +50,7 @@ class Progress:
         gateway: GatewayStats | None = None,
         warning: str = "",
         now: Callable[[], float] = time.time,
+        servers: tuple[ServerState, ...] = (),
     ) -> Self:
         """Add up the current steps. `now` is the clock of the ledgers."""
         phases: dict[str, int] = dict.fromkeys(Phase, 0)
@@ -86,6 +89,7 @@ class Progress:
             last=tuple(result for totals in each for result in totals.last()),
             invoke_rate=next((invokes for invokes, _ in rates if invokes is not None), None),
             stop_rate=next((stops for _, stops in rates if stops is not None), None),
+            servers=servers,
         )
 
     @property

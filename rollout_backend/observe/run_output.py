@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -20,7 +22,17 @@ from agent_wrapper.contract import Outcome
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.verdict import FailureCount
-from rollout_backend.observe.live_view import History, Snapshot, cache_hit, frame, one_line, plain_line
+from rollout_backend.observe.keys import Keys
+from rollout_backend.observe.live_view import (
+    History,
+    Snapshot,
+    cache_hit,
+    frame,
+    load_of,
+    one_line,
+    plain_line,
+    refused_calls,
+)
 from rollout_backend.observe.progress import Progress
 from rollout_backend.observe.run_summary import RunSummary, print_summary
 from rollout_backend.serving.run_phase import RunPhase
@@ -48,6 +60,8 @@ class RunOutput:
         self.console = console
         self.style = style
         self._live: Live | None = None
+        self._keys = Keys(self._on_key)
+        self._details = self._show_failures = self._stopping = False
         self._run_id = self._what = ""
         self._limit_s = 0.0
         self._began: dict[RunPhase, float] = {}
@@ -118,6 +132,7 @@ class RunOutput:
         if self.style in ("normal", "verbose") and self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
             self._live.start()
+            self._keys.start()
         showing = asyncio.create_task(self._show(read))
         try:
             yield
@@ -129,6 +144,7 @@ class RunOutput:
                 pass
             except Exception:  # a display never ends a run
                 log.warning("the progress of the run could not be shown", exc_info=True)
+            self._keys.stop()
             if self._live is not None:
                 self._live.stop()
                 self._live = None
@@ -149,6 +165,16 @@ class RunOutput:
             self._refresh()
             await asyncio.sleep(_READ_S)
 
+    def _on_key(self, key: str) -> None:
+        if key == "d":
+            self._details = not self._details
+        elif key == "f":
+            self._show_failures = not self._show_failures
+        elif key == "q" and not self._stopping:  # a second interrupt would skip the clean-up
+            self._stopping = True
+            os.kill(os.getpid(), signal.SIGINT)
+        self._refresh()
+
     def _refresh(self) -> None:
         if self._live is not None:
             lines = frame(self._snapshot(), self.console.width)
@@ -158,7 +184,18 @@ class RunOutput:
         began = self._began.values()
         elapsed = time.monotonic() - min(began, default=time.monotonic())
         phases = dict(self.seconds())
-        return Snapshot(self._run_id, self._what, elapsed, phases, self._progress, self._history, self._limit_s)
+        return Snapshot(
+            self._run_id,
+            self._what,
+            elapsed,
+            phases,
+            self._progress,
+            self._history,
+            self._limit_s,
+            keys=self._keys.reading,
+            details=self._details,
+            failures=self._show_failures,
+        )
 
     def _print_progress(self, progress: Progress) -> None:
         snapshot = self._snapshot()
@@ -210,5 +247,11 @@ def _fields(snapshot: Snapshot, progress: Progress) -> dict[str, Any]:
         "slowest": progress.slowest or None,
         "slowest_s": progress.slowest_s,
         "left_s": snapshot.left_s,
+        "calls_in_flight": progress.gateway.calls_in_flight if progress.gateway is not None else None,
+        "refused_calls": refused_calls(progress),
+        "servers": [
+            asdict(server) | dict(zip(("running", "queued"), load_of(server, progress) or (None, None), strict=True))
+            for server in progress.servers
+        ],
         "findings": [asdict(finding) | {"level": finding.level.name.lower()} for finding in progress.findings()],
     }

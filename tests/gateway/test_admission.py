@@ -263,5 +263,8 @@ def test_a_gateway_refuses_calls_that_would_only_wait(serve):
         engine.waiting = 0
         engine.wait_for_looks()
         assert gateway.post(body).status_code == 200
-        assert gateway.stats().errors == {"rate_limit_exceeded": 1}
+        stats = gateway.stats()
+        assert stats.errors == {"rate_limit_exceeded": 1}
+        assert stats.engine_waiting == {engine.url: 0}
+        assert stats.engine_running.keys() == {engine.url}
         assert gateway.trajectory().unanswered_calls == 0

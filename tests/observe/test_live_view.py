@@ -14,6 +14,7 @@ from rollout_backend.core.verdict import FailureCount
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.observe.live_view import History, Snapshot, frame, one_line, plain_line, sparkline
 from rollout_backend.observe.progress import Progress
+from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.run_phase import RunPhase
 
 FIELDS = {
@@ -23,7 +24,7 @@ RUNNING = {RunPhase.CHECK: 1.2, RunPhase.ENGINES: 27.0, RunPhase.GATEWAY: 3.0, R
 HOSTILE = "[red]\x1b[2J\nline\u202e two\x07 \N{CJK UNIFIED IDEOGRAPH-4E2D}" * 9
 
 
-def gateway(**counts: int) -> GatewayStats:
+def gateway(**counts: Any) -> GatewayStats:
     return GatewayStats.model_validate({**FIELDS, **counts})
 
 
@@ -111,6 +112,60 @@ def test_a_frame_before_the_step():
     assert len(text(snapshot(progress()))) == 2
 
 
+def servers(*states: tuple[bool, int]) -> tuple[ServerState, ...]:
+    """Return a router and engines, each with whether it serves and how often it was restarted."""
+    engines = [ServerState(f"engine-{i}", f"http://e{i}", *state) for i, state in enumerate(states)]
+    return ServerState("router", "http://r", True, 0), *engines
+
+
+def serving(engines: tuple[ServerState, ...], **loads: tuple[int, int]) -> Progress:
+    stats = gateway(
+        calls=7,
+        calls_in_flight=3,
+        errors={"rate_limit_exceeded": 1204},
+        engine_running={f"http://{name}": running for name, (running, _) in loads.items()},
+        engine_waiting={f"http://{name}": waiting for name, (_, waiting) in loads.items()},
+    )
+    return progress(running=8, gateway=stats, servers=engines)
+
+
+def test_engines_and_their_queues():
+    two = servers((True, 0), (True, 1))
+    lines = text(snapshot(serving(two, e0=(48, 0), e1=(47, 3))), 100)
+    assert " engines  0: 48 running, 0 queued    1: 47 running, 3 queued, 1 restart" in lines
+    assert any(line.endswith("3 calls in flight, 1,204 refused (429)") for line in lines)
+    lines = text(snapshot(serving(servers((True, 0), (False, 2)), e0=(48, 0))))
+    assert " engines  0: 48 running, 0 queued    1: not serving, 2 restarts" in lines
+    router = ServerState("router", "http://r", False, 1)
+    assert " engines  0: serves    router: not serving, 1 restart" in text(
+        snapshot(serving((router, *servers((True, 0))[1:])))
+    )
+
+
+def test_many_engines_are_summed_unless_their_details_are_asked_for():
+    many = serving(servers(*[(True, 0)] * 15, (False, 1)), e0=(40, 1000), e1=(60, 2))
+    line = " engines  15 of 16 serve, 100 running, 1,002 queued, 1 restart"
+    assert line in text(snapshot(many))
+    lines = text(snapshot(many, details=True))
+    assert line in lines
+    for found in (
+        " gateway  0 sessions open, 7 calls answered, 0 cache breaks",
+        "          0 malformed tool calls; errors: rate_limit_exceeded 1,204",
+        " engine-0 40 running, 1,000 queued   http://e0",
+        " ... and 5 engines more",
+    ):
+        assert found in lines
+    assert " gateway  does not answer" in text(snapshot(progress(running=1), details=True))
+
+
+def test_failures_by_reason_and_the_keys():
+    assert text(snapshot(BUSY))[-1].startswith(" last")
+    lines = text(snapshot(BUSY, keys=True, failures=True))
+    assert lines[-1] == " d details   f failures   q stop and clean up"
+    assert "     8 infra_error, throttled   first buy-1.0: 429" in lines
+    assert " no rollout has failed" in text(snapshot(progress(running=1), failures=True))
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_no_line_is_wider_than_the_terminal_or_breaks(width):
     many = dict.fromkeys(Outcome, 123_456)
@@ -119,7 +174,8 @@ def test_no_line_is_wider_than_the_terminal_or_breaks(width):
         running=16_384,
         planned=16_384,
         warning=HOSTILE,
-        gateway=gateway(sampled_tokens=10**9, calls=1),
+        gateway=gateway(sampled_tokens=10**9, calls=1, errors={HOSTILE: 10**9}),
+        servers=servers(*[(True, 10**6)] * 100),
         rewards=1,
         mean_reward=-1234.5,
         groups=10**6,
@@ -127,10 +183,11 @@ def test_no_line_is_wider_than_the_terminal_or_breaks(width):
         failures=(FailureCount(Outcome.AGENT_ERROR, HOSTILE, 3, HOSTILE, HOSTILE),),
         last=tuple(LastResult(HOSTILE, 1e-9, None, 10**6, HOSTILE) for _ in range(2)),
     )
-    lines = frame(snapshot(hostile, what=HOSTILE), width)
+    lines = frame(snapshot(hostile, what=HOSTILE, keys=True), width)
+    assert len(lines) <= 24
+    lines += frame(snapshot(hostile, what=HOSTILE, details=True, failures=True), width)
     assert all(line.cell_len <= width for line in lines)
     assert all(line.plain.isprintable() for line in lines)
-    assert len(lines) <= 24
     assert plain_line(snapshot(hostile)).isprintable()
 
 
