@@ -131,6 +131,7 @@ async def collect_step(
     Raises:
         ConfigError: `min_completed` is more than the step plans.
     """
+    from rollout_backend.core.cost import Prices
     from rollout_backend.core.tasks import planned_rollouts
     from rollout_backend.core.verdict import count_failures, judge
     from rollout_backend.manager import RolloutManager
@@ -178,6 +179,7 @@ async def collect_step(
             report=try_to_write_report(config.run_dir),
             show="" if config.output_dir == RUNS else f" --run-dir {shlex.quote(str(config.run_dir))}",
             again=_again_command(config) if started_by == "run" else "",
+            prices=Prices.of(config),
         )
     )
     return code

@@ -20,6 +20,7 @@ from rollout_backend.config.group import GroupConfig
 from rollout_backend.config.janitor import JanitorConfig
 from rollout_backend.config.model import ModelConfig
 from rollout_backend.config.observe import ObserveConfig
+from rollout_backend.config.prices import PriceConfig
 from rollout_backend.config.queue import QueueConfig
 from rollout_backend.config.relay import RelayConfig
 from rollout_backend.config.router import RouterConfig
@@ -56,6 +57,7 @@ class RolloutConfig(Section):
     collect: CollectConfig = CollectConfig()
     janitor: JanitorConfig = JanitorConfig()
     observe: ObserveConfig = ObserveConfig()
+    prices: PriceConfig = PriceConfig()
     output_dir: Path = Path("runs")
     """Logs and step reports are written to OUTPUT_DIR/RUN_ID."""
 
@@ -87,6 +89,12 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _gpus_are_counted(self) -> Self:
+        if self.prices.gpu_hour is not None and self.gpus is None:
+            raise ValueError(f"prices.gpu_hour with serving.kind={self.serving.kind} also needs prices.gpus")
+        return self
+
+    @model_validator(mode="after")
     def _sessions_live_long_enough(self) -> Self:
         self.runtime.check_session_lifetime(self.timeouts.session_s)
         return self
@@ -108,6 +116,13 @@ class RolloutConfig(Section):
         """Return True if the run receives from a queue. Agents without credentials cannot send to a queue that the
         run creates, so such a run has none."""
         return self.queue.enabled and not (self.storage.presigned and self.queue.url is None)
+
+    @property
+    def gpus(self) -> int | None:
+        """Return how many GPUs the run pays for; None if the settings do not say."""
+        serving = self.serving
+        known = serving.servers * serving.tensor_parallel if serving.kind in ("process", "ray") else None
+        return self.prices.gpus or known
 
     @property
     def run_dir(self) -> Path:

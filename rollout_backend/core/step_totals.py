@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent_wrapper.contract import Outcome, Rollout
+from rollout_backend.core.cost import NO_USAGE, Usage
 from rollout_backend.core.ledger import Ledger, LedgerEntry
 from rollout_backend.core.records import ResultSummary
 from rollout_backend.core.summary import duration
@@ -35,6 +36,7 @@ class StepTotals:
         self.failures: dict[tuple[Outcome, str], FailureCount] = {}
         self.rewards = 0
         self.reward_sum = 0.0
+        self.trainable = self.wasted = NO_USAGE  # of the ended rollouts
         self.turns = 0
         self.cut_replies = 0
         self.spread: dict[str, bool] = {}  # by task: whether the rewards of its group differ. Settled, usable groups
@@ -58,13 +60,25 @@ class StepTotals:
         summary = ResultSummary.of(rollout)
         self.turns += summary.turns
         self.cut_replies += summary.cut_replies
+        self._add_usage(self._ledger.entries[rollout.rollout_id], summary)
         if rollout.reward is not None:
             self.rewards += 1
             self.reward_sum += rollout.reward
             if rollout.trainable or rollout.messages_only:
                 self._rewards.setdefault(rollout.task_id, []).append(rollout.reward)
 
+    def _add_usage(self, entry: LedgerEntry, result: ResultSummary | None = None) -> None:
+        session_s = duration(entry) or 0.0
+        model_s = min(session_s, result.model_s) if result is not None else 0.0
+        usage = Usage(session_s, model_s, int(result is not None))
+        if entry.trainable:
+            self.trainable += usage
+        else:
+            self.wasted += usage
+
     def _add_settled(self, entry: LedgerEntry) -> None:
+        if not entry.by_result:
+            self._add_usage(entry)
         seconds = duration(entry)
         if entry.delivered and seconds is not None:
             insort(self.seconds, seconds)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.core.cost import Cost, Prices
 from rollout_backend.core.step_totals import LastResult
 from rollout_backend.core.verdict import Finding, Level, count
 from rollout_backend.observe.progress import Progress
@@ -115,6 +116,7 @@ class Snapshot:
     progress: Progress | None = None
     history: History = field(default_factory=History)
     limit_s: float = 0.0  # of a step
+    prices: Prices | None = None  # None: the settings name none
     keys: bool = False  # the terminal's keys are read
     details: bool = False  # a key asked for the details of engines and gateways
     failures: bool = False  # a key asked for the failures
@@ -127,6 +129,14 @@ class Snapshot:
             return None
         left = elapsed / progress.settled * (progress.planned - progress.settled)
         return min(left, max(0.0, self.limit_s - elapsed))
+
+    @property
+    def cost(self) -> Cost | None:
+        """Estimate the cost of the rollouts that have ended, and of the GPUs so far."""
+        if self.prices is None or self.progress is None:
+            return None
+        seconds = self.phases.get(RunPhase.ROLLOUTS, 0.0)
+        return self.prices.cost(self.progress.trainable, self.progress.wasted, seconds)
 
     @property
     def waits_for(self) -> str:
@@ -159,6 +169,7 @@ def frame(snapshot: Snapshot, width: int) -> list[Text]:
     if progress is not None and progress.planned:
         lines += [Text(), _bar(snapshot, progress, width), _counts(progress, width), Text()]
         lines += [*_measures(snapshot, progress), *_servers(progress, width)]
+        lines += [Text(f" cost     {snapshot.cost}")] if snapshot.cost is not None else []
         findings = [*_findings(progress, width - 3)]
         lines += [Text(), *findings] if findings else []
         lines += [Text(), *_last(progress.last, width)] if progress.last else []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Self
 
+from rollout_backend.core.cost import NO_USAGE, Usage
 from rollout_backend.core.ledger import Ledger, Phase
 from rollout_backend.core.report import CallRate
 from rollout_backend.core.step_findings import rate_findings
@@ -42,6 +43,8 @@ class Progress:
     invoke_rate: CallRate | None = None  # None unless an invoke was refused
     stop_rate: CallRate | None = None  # None unless a stop was refused
     servers: tuple[ServerState, ...] = ()  # the router and the engines
+    trainable: Usage = NO_USAGE  # of the ended rollouts that can be trained
+    wasted: Usage = NO_USAGE  # of the other ended rollouts
 
     @classmethod
     def of(
@@ -90,6 +93,8 @@ class Progress:
             invoke_rate=next((invokes for invokes, _ in rates if invokes is not None), None),
             stop_rate=next((stops for _, stops in rates if stops is not None), None),
             servers=servers,
+            trainable=sum((totals.trainable for totals in each), start=NO_USAGE),
+            wasted=sum((totals.wasted for totals in each), start=NO_USAGE),
         )
 
     @property

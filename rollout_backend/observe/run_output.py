@@ -20,6 +20,7 @@ from rich.live import Live
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.cost import Prices
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.verdict import FailureCount
 from rollout_backend.observe.keys import Keys
@@ -64,6 +65,7 @@ class RunOutput:
         self._details = self._show_failures = self._stopping = False
         self._run_id = self._what = ""
         self._limit_s = 0.0
+        self._prices: Prices | None = None
         self._began: dict[RunPhase, float] = {}
         self._progress: Progress | None = None
         self._history = History()
@@ -72,6 +74,7 @@ class RunOutput:
     def begin(self, config: RolloutConfig, *, tasks: int, rollouts: int, agent: Mapping[str, str] | None) -> None:
         """Print what is to be run."""
         self._run_id, self._limit_s = config.run_id, config.timeouts.collection_s
+        self._prices = Prices.of(config)
         path = Path((agent or {}).get("path", ""))
         self._what = f"{path.name} on {config.model.path.name}" if path.name else config.model.path.name
         line = f"run {config.run_id}: {tasks:,} tasks, {rollouts:,} rollouts"
@@ -192,6 +195,7 @@ class RunOutput:
             self._progress,
             self._history,
             self._limit_s,
+            self._prices,
             keys=self._keys.reading,
             details=self._details,
             failures=self._show_failures,
@@ -247,6 +251,7 @@ def _fields(snapshot: Snapshot, progress: Progress) -> dict[str, Any]:
         "slowest": progress.slowest or None,
         "slowest_s": progress.slowest_s,
         "left_s": snapshot.left_s,
+        "cost": snapshot.cost and snapshot.cost.fields(),
         "calls_in_flight": progress.gateway.calls_in_flight if progress.gateway is not None else None,
         "refused_calls": refused_calls(progress),
         "servers": [

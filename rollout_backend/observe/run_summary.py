@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from rollout_backend.core.cost import Cost, Prices
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.step_findings import findings_of
 from rollout_backend.core.summary import StepSummary, duration, summarize
@@ -18,7 +19,7 @@ from rollout_backend.core.verdict import Finding, Verdict, count, show_command
 from rollout_backend.observe.live_view import seconds, sentence
 from rollout_backend.serving.run_phase import RunPhase
 
-_MAX_FINDINGS = 4
+_MAX_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class RunSummary:
     report: Path | None = None
     show: str = ""
     again: str = ""
+    prices: Prices | None = None  # None: the settings name none
+
+    @property
+    def cost(self) -> Cost | None:
+        """Estimate the cost of the step."""
+        return self.prices.cost_of(self.result.records) if self.prices is not None else None
 
     @cached_property
     def step(self) -> StepSummary:
@@ -63,6 +70,7 @@ class RunSummary:
             "sampled_tokens": summary.sampled_tokens,
             "prompt_tokens": summary.prompt_tokens,
             "cache_hit": summary.cache_hit,
+            "cost": self.cost and self.cost.fields(),
             "seconds": {phase: round(took, 3) for phase, took in self.seconds.items()},
             "report": str(self.report) if self.report is not None else None,
         }
@@ -72,11 +80,13 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     passed = summary.verdict.passed and summary.exit_code == 0
     mark = ("ok" if passed else "failed") if console.options.ascii_only else "✓" if passed else "✗"
     first, *others = summary.findings
+    facts = [*_facts(summary)]
+    most = _MAX_LINES - 1 - len(facts)
     lines = [Text.assemble((f"{mark} ", "bold green" if passed else "bold red"), (first.text, "bold"))]
-    lines += [Text(f"  ! {sentence(each)}") for each in others[:_MAX_FINDINGS]]
-    if more := len(others[_MAX_FINDINGS:]):
+    lines += [Text(f"  ! {sentence(each)}") for each in others[:most]]
+    if more := len(others[most:]):
         lines[-1].append(f"; {more} more in the report")
-    lines += [Text.assemble("  ", (f"{name:9}", "dim"), text) for name, text in _facts(summary)]
+    lines += [Text.assemble("  ", (f"{name:9}", "dim"), text) for name, text in facts]
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
 
@@ -95,6 +105,8 @@ def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:
     hit = f", cache {step.cache_hit:.0%}" if step.cache_hit is not None else ""
     sampled = f"{step.sampled_tokens:,} sampled ({step.sampled_tokens / max(report.seconds, 1e-9):,.0f}/s)"
     yield "tokens", f"{sampled}, {step.prompt_tokens:,} prompt{hit}"
+    if summary.cost is not None:
+        yield "cost", str(summary.cost)
     longest = max(summary.result.records, key=lambda record: duration(record) or 0.0, default=None)
     if longest is not None:
         yield "read", f"{show_command(longest.rollout_id)}{summary.show}   (the longest)"

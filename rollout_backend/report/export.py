@@ -20,8 +20,9 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from rollout_backend.atomic_file import write_file
+from rollout_backend.core.cost import Prices
 from rollout_backend.observe.archive import RunArchive
-from rollout_backend.report.run_data import read_rollout, read_run_id, read_steps
+from rollout_backend.report.run_data import read_config, read_rollout, read_run_id, read_steps
 from rollout_backend.report.tables import (
     SCHEMAS,
     TABLES_VERSION,
@@ -46,6 +47,8 @@ def export_run(run_dir: Path, to: TableFormat, out: Path) -> dict[Path, int]:
         OSError: the disk refuses a file.
     """
     run_id, archive = read_run_id(run_dir), RunArchive(run_dir)
+    config = read_config(run_dir)
+    prices = Prices.of(config) if config is not None else None
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as parts:
         tables = {name: _Table(out / f"{name}.{to}", schema, to, run_id, parts) for name, schema in SCHEMAS.items()}
@@ -56,7 +59,7 @@ def export_run(run_dir: Path, to: TableFormat, out: Path) -> dict[Path, int]:
                 tables["events"].add(event_rows(run_id, record))
                 if rollout is not None:
                     tables["turns"].add(turn_rows(run_id, record, rollout))
-            tables["steps"].add([step_row(run_id, step)])
+            tables["steps"].add([step_row(run_id, step, prices)])
         for table in tables.values():
             table.close()
         for table in tables.values():

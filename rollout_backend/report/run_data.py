@@ -9,6 +9,7 @@ from pathlib import Path
 from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.batch_numbers import describe_batch
+from rollout_backend.core.cost import Prices
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import StepReport
 from rollout_backend.errors import ConfigError
@@ -36,6 +37,11 @@ class RunData:
     steps: tuple[StepData, ...]
     config: RolloutConfig | None
 
+    @property
+    def prices(self) -> Prices | None:
+        """Return the prices that the run's settings name; None if they name none."""
+        return Prices.of(self.config) if self.config is not None else None
+
 
 def read_run(run_dir: Path) -> RunData:
     """Read a run's folder.
@@ -43,7 +49,7 @@ def read_run(run_dir: Path) -> RunData:
     Raises:
         ConfigError: the folder holds no step, or a file of another version.
     """
-    return RunData(run_dir, read_run_id(run_dir), tuple(read_steps(run_dir)), _read_config(run_dir))
+    return RunData(run_dir, read_run_id(run_dir), tuple(read_steps(run_dir)), read_config(run_dir))
 
 
 def read_steps(run_dir: Path) -> Iterator[StepData]:
@@ -96,7 +102,8 @@ def _read_step(archive: RunArchive, step: int, by_verl: bool) -> StepData:
     return StepData(step, name, validates, records, report, archive.changed_at(step))
 
 
-def _read_config(run_dir: Path) -> RolloutConfig | None:
+def read_config(run_dir: Path) -> RolloutConfig | None:
+    """Return the settings of a run; None if its folder holds none that can be read."""
     path = run_dir / CONFIG
     try:
         return load_config(path, env={}) if path.is_file() else None

@@ -67,6 +67,7 @@ def step_context(
         "began": datetime.fromtimestamp(began, UTC),
         "steps_link": steps_link,
         "summary": summary,
+        "cost": run.prices.cost_of(records) if run.prices is not None else None,
         "findings": findings_of(step.report, records, summary),
         "heatmap": charts.heatmap(summary.tasks, place),
         "timeline": charts.timeline(records, place),

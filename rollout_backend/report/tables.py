@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from agent_wrapper.contract import Outcome, Rollout
+from rollout_backend.core.cost import Prices
 from rollout_backend.core.records import ResultSummary, RolloutRecord
 from rollout_backend.core.report import StepReport
 from rollout_backend.core.summary import mean
@@ -129,6 +130,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         max_staleness="int?",
         seconds="float?",
         deadline_reached="bool?",
+        cost_dollars="float?",
+        wasted_dollars="float?",
     ),
 }
 
@@ -191,8 +194,9 @@ def event_rows(run_id: str, record: RolloutRecord) -> Iterator[Row]:
         yield {**_key(run_id, record), "number": number, **times, **event}
 
 
-def step_row(run_id: str, step: StepData) -> Row:
+def step_row(run_id: str, step: StepData, prices: Prices | None = None) -> Row:
     """Return the row of a step. What only its report holds is null if it was interrupted."""
+    cost = prices.cost_of(step.records) if prices is not None else None
     ended = [record.outcome for record in step.records]
     rewards = [
         record.reward for record in step.records if record.outcome is Outcome.COMPLETED and record.reward is not None
@@ -207,6 +211,8 @@ def step_row(run_id: str, step: StepData) -> Row:
         "trainable": sum(record.trainable for record in step.records),
         "mean_reward": mean(rewards),
         **(_of_report(step.report) if step.report is not None else {}),
+        "cost_dollars": cost.total if cost is not None else None,
+        "wasted_dollars": cost.wasted if cost is not None else None,
     }
 
 

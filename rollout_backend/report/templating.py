@@ -10,6 +10,8 @@ import orjson
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from rollout_backend.core.cost import dollars
+
 
 @functools.cache
 def environment() -> Environment:
@@ -23,7 +25,13 @@ def environment() -> Environment:
     )
     engine.policies["json.dumps_function"] = _dumps
     engine.filters.update(
-        number=number, seconds=seconds, percent=percent, code=code, signed=signed, data_size=data_size
+        number=number,
+        seconds=seconds,
+        percent=percent,
+        code=code,
+        signed=signed,
+        data_size=data_size,
+        dollars=dollars,
     )
     return engine
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import reduce
 from itertools import pairwise
 from statistics import fmean, quantiles
 from typing import Any
 
+from rollout_backend.core.cost import Cost, Prices
 from rollout_backend.core.step_findings import findings_of
 from rollout_backend.core.summary import Learning, Seconds, StepSummary, add, span, summarize
 from rollout_backend.core.verdict import Level
@@ -40,6 +43,7 @@ class StepEntry:
     spread: tuple[float, float] | None  # the 10th and the 90th percentile of its tasks' mean rewards
     lengths: tuple[float, float] | None  # mean and 95th percentile of the sampled tokens
     left_out: Mapping[str, int]  # untrained rollouts by reason
+    cost: Cost | None
 
     @property
     def trained(self) -> int:
@@ -71,7 +75,7 @@ class Curve:
     dots: tuple[tuple[float, float, str, str | None], ...]  # x, y, words, link
 
 
-def entry_of(step: StepData, link: str | None) -> StepEntry:
+def entry_of(step: StepData, link: str | None, prices: Prices | None) -> StepEntry:
     """Return the numbers of one step."""
     summary = summarize(step.records)
     means = [task.mean for task in summary.tasks if task.mean is not None]
@@ -87,6 +91,7 @@ def entry_of(step: StepData, link: str | None) -> StepEntry:
             for record in step.records
             if not (record.trainable and record.group_usable)
         ),
+        prices.cost_of(step.records) if prices is not None else None,
     )
 
 
@@ -100,7 +105,7 @@ def _percentiles(values: Sequence[float], low: int, high: int) -> tuple[float, f
 def training_context(run: RunData, links: Mapping[int, str], against: RunData | None = None) -> dict[str, Any]:
     """Return the values that `training.html` shows. `links`: the pages of steps."""
     trained = [step for step in run.steps if not step.validates] or list(run.steps)
-    steps = [entry_of(step, links.get(step.step)) for step in trained]
+    steps = [entry_of(step, links.get(step.step), run.prices) for step in trained]
     records = [record for step in trained for record in step.records]
     others = [each for step in against.steps for each in step.records] if against is not None else []
     began, ended = span(records)
@@ -111,11 +116,16 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
         "run": run,
         "steps": steps,
         "validations": [
-            entry_of(step, links.get(step.step)) for step in run.steps if step.validates and step not in trained
+            entry_of(step, links.get(step.step), run.prices)
+            for step in run.steps
+            if step.validates and step not in trained
         ],
         "began": datetime.fromtimestamp(began, UTC),
         "seconds": ended - began,
         "between": sum(gaps),
+        "cost": reduce(operator.add, costs)
+        if (costs := [step.cost for step in steps if step.cost is not None])
+        else None,
         "planned": len(records),
         "sampled": sum(step.summary.sampled_tokens for step in steps),
         "findings": _findings(steps),

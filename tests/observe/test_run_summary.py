@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agent_wrapper.contract import Outcome, Rollout
+from rollout_backend.core.cost import Prices
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.records import records_of
 from rollout_backend.core.report import GroupResult, StepResult, make_report
@@ -58,12 +59,16 @@ def test_a_good_run(screen):
 
 
 def test_a_run_with_everything_in_it_has_twelve_lines(screen):
-    worst = summary(0.0, 0.0, *REASONS, report=Path("report.html"), again="again")
-    print_summary(screen.console, worst)
-    lines = screen.text.splitlines()
-    assert len(lines) == 12
-    assert lines[0].startswith("✗ nothing to train on: ")
-    assert lines[4].endswith(" more in the report")
+    prices = Prices(session_s=0.0, own_s=0.0, result=0.01, step_s=0.0)
+    for more, last in ({}, 4), ({"prices": prices}, 3):
+        worst = summary(0.0, 0.0, *REASONS, report=Path("report.html"), again="again", **more)
+        print_summary(screen.console, worst)
+        lines = screen.text.splitlines()[-12:]
+        assert lines[0].startswith("✗ nothing to train on: ")
+        assert lines[last].endswith(" more in the report")
+    assert len(screen.text.splitlines()) == 24
+    assert "  cost     about $0.02 (S3 and SQS $0.02), $0.00 of it wasted (estimate)" in lines
+    assert worst.fields()["cost"]["total"] == 0.02
 
 
 def test_a_run_without_a_result(screen):
