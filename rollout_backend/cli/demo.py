@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollout_backend.cli.common import Json, Overrides, Quiet, Verbose, console, exit_codes, run_async, run_output
+from rollout_backend.cli.local_model import check_model_folder, local_model
 from rollout_backend.cli.run import collect_step
 from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 EXAMPLE = Path(__file__).parents[1] / "local" / "demo"
 """`examples/arithmetic`, which the installed package contains."""
 _TAKEN = 16
-
-Settings = Mapping[str, Any]
 
 
 def demo(
@@ -86,7 +84,7 @@ async def _demo(
 
     found = read_tasks(tasks)
     wanted = found[:limit]
-    async with _model(scripted, endpoint, servers, output.status) as model:
+    async with local_model(scripted, endpoint, servers, output.status) as model:
         base = {
             "group": {"size": 4},
             "sampling": {"temperature": 1.0, "max_tokens": 64},
@@ -101,11 +99,7 @@ async def _demo(
         }
         placeholder = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}}
         early = load_config(config, overrides, base=base, top=placeholder)  # errors show before the cloud starts
-        if not early.model.path.is_dir():
-            raise ConfigError(
-                f"{early.model.path} is not a folder on this machine: name a folder that has the tokenizer and "
-                "config.json of the served model with -o model.path=FOLDER"
-            )
+        check_model_folder(early.model.path)
         output.status(f"{_taken(len(wanted), len(found))} tasks of {tasks}, {early.group.size} rollouts of each")
         if len(wanted) < len(found):
             output.status(f"--limit {len(found)} takes all")
@@ -119,50 +113,6 @@ async def _demo(
             if sessions or output.style == "verbose":
                 console.print(f"the runtime itself counts {len(sessions)} open sessions")
             return 1 if sessions else code
-
-
-@asynccontextmanager
-async def _model(
-    scripted: bool, endpoint: str | None, servers: int, echo: Callable[[str], None]
-) -> AsyncIterator[Settings]:
-    """Yield the settings of the model and of what serves it."""
-    if scripted:
-        from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-        from rollout_backend.local.scripted_sums import ScriptedSums
-
-        echo("a script answers instead of a model, and a third of its sums are wrong")
-        with ScriptedEngine(ScriptedSums()) as engine:
-            model = {"path": str(BYTE_MODEL), "renderer": "chatml", "context_length": 32_768}
-            yield {"model": model, "serving": {"kind": "external", "urls": [engine.url]}}
-    elif endpoint is not None:
-        from rollout_backend.serving.model_server import served_model
-
-        url = endpoint.rstrip("/").removesuffix("/v1")
-        model_path = await served_model(url)
-        echo(f"{url} serves {model_path}")
-        yield {"model": {"path": model_path}, "serving": {"kind": "external", "urls": [url]}}
-    else:
-        model_path = _install(echo)
-        threads = max(1, ((os.cpu_count() or 2) - 1) // servers)
-        yield {
-            "model": {"path": model_path, "renderer": "chatml", "context_length": 2048},
-            "serving": {"device": "cpu", "servers": servers, "threads": threads},
-        }
-
-
-def _install(echo: Callable[[str], None]) -> str:
-    """Install the engine and the model if they are missing, and return the model's folder."""
-    from rollout_backend.serving.install import cache_dir, find_engine, find_model, install_cpu_engine, prepare_model
-
-    cache = cache_dir()
-    try:
-        find_engine(cache)
-        find_model(cache)
-    except ConfigError:
-        echo(f"the first demo installs SGLang for the CPU and a 135M model in {cache}: two minutes, 3.5 GB")
-        echo("`rollout demo --scripted` needs neither")
-    install_cpu_engine(cache, echo=echo)
-    return str(prepare_model(cache, echo=echo))
 
 
 def _taken(count: int, total: int) -> str:

@@ -33,7 +33,7 @@ def init(
             "Next:",
             f"  cd {place} && pip install -r requirements.txt pytest",
             "  pytest",
-            "  rollout demo --agent agent.py --tasks tasks.jsonl --scripted",
+            "  rollout dev agent.py",
             "config.yaml is for a run on AWS. This lists what you must set first:",
             "  rollout check config.yaml --agent agent.py",
         ):

@@ -92,6 +92,15 @@ def write_port(folder: Path, port: int) -> None:
     write_file(folder / "port", str(port).encode(), private=True)
 
 
+def read_session(folder: Path, session_id: str) -> list[Record]:
+    """Return the complete records of a session in a folder that a gateway may be writing to."""
+    try:
+        data = (folder / "sessions" / _name(session_id)).read_bytes()
+    except FileNotFoundError:
+        return []
+    return [record for record, _ in _complete(memoryview(data))]
+
+
 class SessionJournal:
     """A journal in a folder made by `prepare`, held until `release` or the end of the process. Not thread-safe."""
 
@@ -163,10 +172,14 @@ class SessionJournal:
         self._written = len(closed)
 
     def _file(self, session_id: str) -> Path:
-        return self._sessions / hashlib.blake2b(session_id.encode(), digest_size=16).hexdigest()
+        return self._sessions / _name(session_id)
 
 
 # --- files ------------------------------------------------------------------------------------------------
+
+
+def _name(session_id: str) -> str:
+    return hashlib.blake2b(session_id.encode(), digest_size=16).hexdigest()
 
 
 def _frame(record: object) -> bytes:
@@ -196,16 +209,23 @@ def _records(path: Path) -> Iterator[Any]:
     except FileNotFoundError:
         return
     at = 0
+    for record, at in _complete(data):  # noqa: B007  the end of the last one
+        yield record
+    if at < len(data):
+        log.warning("the last %d bytes of %s are no complete record and are dropped", len(data) - at, path.name)
+        os.truncate(path, at)
+
+
+def _complete(data: memoryview) -> Iterator[tuple[Any, int]]:
+    """Yield all complete records, each with its end."""
+    at = 0
     while at + _HEAD.size <= len(data):
         length, crc = _HEAD.unpack_from(data, at)
         body = data[at + _HEAD.size : at + _HEAD.size + length]
         if len(body) < length or zlib.crc32(body) != crc:
             break
         at += _HEAD.size + length
-        yield msgpack.unpackb(body)
-    if at < len(data):
-        log.warning("the last %d bytes of %s are no complete record and are dropped", len(data) - at, path.name)
-        os.truncate(path, at)
+        yield msgpack.unpackb(body), at
 
 
 def _lock(folder: Path, wait_s: float) -> Any:

@@ -49,13 +49,18 @@ class RestoredSession:
             case "dropped":
                 self.unanswered.discard(record["call"])
             case "answered":
-                for turn in record["turns"]:
-                    self.conversations.add(_turn_of(turn))
+                for turn in turns(record):
+                    self.conversations.add(turn)
                 self.unanswered.discard(record["call"])
                 self.started, self.sampled_tokens = record["started"], record["sampled_tokens"]
                 self.answers.append((record["request"], _answer_of(json.loads(record["answer"]))))
             case "sealed":
                 self.sealed_at, self.unanswered = record["at"], set(record["unanswered"])
+
+
+def turns(record: Record) -> list[RecordedTurn]:
+    """Return the turns that a record adds; none unless it is an answered call."""
+    return [_turn_of(turn) for turn in record.get("turns", ())]
 
 
 def asked(call: bytes) -> Record:

@@ -1,7 +1,7 @@
-"""Run one rollout of an agent against scripted answers, end to end: invoke, gateway, S3, and back.
+"""Run one rollout of an agent, end to end: invoke, gateway, S3, and back.
 
-Everything except the model is real: the agent's app, the contract, the gateway with its session keys, the result in
-S3. One harness serves many rollouts; each has a separate session and script.
+Everything is real, except the model if it is scripted: the agent's app, the contract, the gateway with its session
+keys, the result in S3. One harness serves many rollouts; each has a separate session, and perhaps a script.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from rollout_backend import aws
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import RolloutBackendError
+from rollout_backend.gateway import journal_records
+from rollout_backend.gateway.conversations import RecordedTurn
+from rollout_backend.gateway.journal import read_session
 from rollout_backend.local.cloud import ARN, LocalRuntime, LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL, Script, ScriptedEngine
 from rollout_backend.serving.gateway_process import GatewayProcess
@@ -50,22 +53,39 @@ _AFTER_DEADLINE_S = 60.0  # for the wrapper to end the agent and write the resul
 _CONTEXT_BYTES = 65_536
 
 
+OnTurn = Callable[[RecordedTurn], object]
+
+
 class AgentRunError(RolloutBackendError):
     """The agent's app could not be started, refused the task, or published no result. The message says which."""
+
+    def __init__(self, message: str, log: Path | None = None) -> None:
+        """`log` is what the agent's process wrote, if it ran in a separate one."""
+        super().__init__(message)
+        self.log = log
 
 
 class AgentHarness:
     """An async context manager. Logs go to RUN_DIR.
 
-    async with AgentHarness(run_dir=Path("runs/test")) as harness:
-        rollout = await harness.run(app, {"question": "What is 2 + 2?", "answer": "4"}, replies=["4"])
+        async with AgentHarness(run_dir=Path("runs/test")) as harness:
+            rollout = await harness.run(app, {"question": "What is 2 + 2?", "answer": "4"}, replies=["4"])
+
+    By default the model is scripted. Another one has a `config`, of which the sections `model`, `gateway` and
+    `timeouts` apply, and an engine at `engine_url`; its rollouts take no `replies`.
     """
 
-    def __init__(self, *, run_dir: Path) -> None:
+    def __init__(self, *, run_dir: Path, config: RolloutConfig | None = None, engine_url: str | None = None) -> None:
         self._run_dir = run_dir
         self._storage = LocalStorage(run_dir=run_dir)
-        self._engine = ScriptedEngine([])
-        self._gateway = GatewayProcess(self._config(), self._engine.url, run_dir / "gateway.log")
+        self._engine = ScriptedEngine([]) if engine_url is None else None
+        self._journal = run_dir / "journal"
+        self._gateway = GatewayProcess(
+            config or self._config(),
+            self._engine.url if self._engine is not None else engine_url or "",
+            run_dir / "gateway.log",
+            journal=self._journal,
+        )
         self._environ = {**self._storage.environ, "AWS_ENDPOINT_URL": self._storage.endpoint_url}
         self._runtimes: dict[tuple[Path, frozenset[tuple[str, str]]], LocalRuntime] = {}
         self._numbers = itertools.count(1)
@@ -74,7 +94,8 @@ class AgentHarness:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            stack.enter_context(self._engine)
+            if self._engine is not None:
+                stack.enter_context(self._engine)
             for part in (self._storage, self._gateway):
                 stack.push_async_callback(part.stop)
             await asyncio.gather(self._storage.start(), self._gateway.start())
@@ -95,16 +116,17 @@ class AgentHarness:
         self,
         agent: RolloutApp | Path | str,
         task: Mapping[str, Any],
-        replies: Script,
+        replies: Script | None,
         *,
         sampling: Sampling | None = None,
         timeout_s: float = 60.0,
+        on_turn: OnTurn | None = None,
     ) -> Rollout:
         """Run one rollout of `agent` on `task`; return its result from S3.
 
         A `RolloutApp` runs in this process. A path to a Python file runs in a separate process, as in its container.
         `replies` are the model's answers, in order. `timeout_s` limits the agent's time. If the agent fails or takes
-        longer, the rollout's `outcome` and `failure` report it.
+        longer, the rollout's `outcome` and `failure` report it. `on_turn` gets each turn once the model has answered.
 
         Raises:
             AgentRunError: the app could not be started, refused the task, or published no result.
@@ -129,7 +151,7 @@ class AgentHarness:
                 invoked = self._in_session(Path(agent), request.session_id, payload)
             else:
                 invoked = self._in_this_process(agent, payload)
-            async with invoked as check:
+            async with self._follow(claims.session_id, on_turn), invoked as check:
                 return await self._result(request, check)
 
     def _config(self) -> RolloutConfig:
@@ -159,11 +181,42 @@ class AgentHarness:
             session_id=f"test-{number}-{uuid.uuid4()}",
             sampling=sampling or Sampling(),
             expires_at=time.time() + lifetime_s,
+            journal_id=self._gateway.journal_id,
         )
 
-    def _endpoint(self, claims: SessionClaims, replies: Script) -> ModelEndpoint:
-        self._engine.script(claims.session_id, replies)
+    def _endpoint(self, claims: SessionClaims, replies: Script | None) -> ModelEndpoint:
+        if replies is not None:
+            assert self._engine is not None, "replies are for the scripted model"
+            self._engine.script(claims.session_id, replies)
         return self._gateway.endpoint(claims)
+
+    @asynccontextmanager
+    async def _follow(self, session_id: str, on_turn: OnTurn | None) -> AsyncIterator[None]:
+        """Pass on the turns of a session as the gateway writes them to its journal."""
+        if on_turn is None:
+            yield
+            return
+        known = 0
+
+        def read() -> None:
+            nonlocal known
+            records = read_session(self._journal, session_id)[known:]
+            known += len(records)
+            for record in records:
+                for turn in journal_records.turns(record):
+                    on_turn(turn)
+
+        async def follow() -> None:
+            while True:
+                read()
+                await asyncio.sleep(_POLL_S)
+
+        following = asyncio.create_task(follow())
+        try:
+            yield
+        finally:
+            following.cancel()
+            read()
 
     async def _result(self, request: RolloutRequest, check: Callable[[], Awaitable[None]]) -> Rollout:
         next_check = time.time() + _CHECK_EVERY_S
@@ -210,7 +263,7 @@ class AgentHarness:
 
         async def check() -> None:
             if session_id not in {session["id"] for session in (await runtime.sessions())["sessions"]}:
-                raise AgentRunError(f"the agent's process ended and published no result. Its log: {log}")
+                raise AgentRunError(f"the agent's process ended and published no result. Its log: {log}", log)
 
         log = runtime.session_logs / f"{session_id}.log"
         async with aws.client(
@@ -221,7 +274,7 @@ class AgentHarness:
                 await answer["response"].read()
                 yield check
             except ClientError as error:
-                raise AgentRunError(f"the app did not accept the task: {aws.message_of(error)}") from None
+                raise AgentRunError(f"the app did not accept the task: {aws.message_of(error)}", log) from None
             finally:
                 with contextlib.suppress(agentcore.exceptions.ResourceNotFoundException):  # it has ended
                     await agentcore.stop_runtime_session(**session)

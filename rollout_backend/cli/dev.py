@@ -1,0 +1,137 @@
+"""`rollout dev`: an agent on this machine, run again after each change."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollout_backend.cli.common import Overrides, console, exit_codes, run_async
+from rollout_backend.cli.local_model import check_model_folder, local_model
+from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollout_backend.core.tasks import Task
+
+_TASKS = "tasks.jsonl"
+
+
+def dev(
+    app: Annotated[Path, typer.Argument(help="The Python file that starts the agent's app.")],
+    tasks: Annotated[
+        Path | None, typer.Option(help=f"JSONL or parquet with tasks. Default: {_TASKS} in the agent's folder.")
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="ID|JSON", help="A task's id, or a payload in JSON. Default: the first task."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Run this many tasks of the file, one after the other.")] = 1,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Use a small real model on the CPU instead of a script.")
+    ] = False,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Use this SGLang server, which already runs.")
+    ] = None,
+    override: Overrides = None,
+) -> None:
+    """Run an agent on one task, show each of its model calls, and run it again after each change of its source.
+
+    A script answers instead of a model, unless you name one with --engine or --endpoint. The agent runs on a local
+    S3 and AgentCore, as in `rollout demo`. An error shows the traceback of the agent's own files. Ctrl-C ends it all.
+    """
+    with exit_codes():
+        if engine and endpoint is not None:
+            raise ConfigError("--engine starts a server: leave out --engine or --endpoint")
+        if not app.is_file() or app.suffix != ".py":
+            raise ConfigError(f"there is no agent at {app}: name the Python file that starts its app")
+        app = app.absolute()
+        file = (tasks or app.parent / _TASKS).absolute()
+        find_tasks(file, task, limit)  # an invalid file is refused now; it is read again after each change
+        run_async(_dev(app, file, task, limit, engine, endpoint, override or []))
+
+
+async def _dev(
+    app: Path,
+    file: Path,
+    task: str | None,
+    limit: int,
+    engine: bool,
+    endpoint: str | None,
+    overrides: Sequence[str],
+) -> int:
+    from rollout_backend.local.dev import DevRunner, run_after_changes, source_changes
+    from rollout_backend.local.harness import AgentHarness
+
+    def echo(text: str) -> None:
+        console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    with tempfile.TemporaryDirectory(prefix="rollout-dev-") as folder:
+        async with local_model(not engine and endpoint is None, endpoint, 1, echo) as model:
+            settings = load_config(
+                None,
+                overrides,
+                base={"sampling": {"temperature": 1.0, "max_tokens": 512}, **model},
+                top={"storage": {"bucket": "rollouts"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}},
+            )
+            check_model_folder(settings.model.path)
+            async with (
+                _serve(settings, Path(folder)) as url,
+                AgentHarness(run_dir=Path(folder), config=settings, engine_url=url) as harness,
+            ):
+                runner = DevRunner(harness, app, console, sampling=settings.sampling)
+
+                async def run() -> None:
+                    try:
+                        wanted = find_tasks(file, task, limit)
+                    except ConfigError as error:
+                        echo(str(error))
+                        return
+                    for each in wanted:
+                        await runner.run(each)
+
+                echo(f"logs: {folder}")
+                await run_after_changes(run, source_changes(app.parent, file), echo)
+    return 0
+
+
+@asynccontextmanager
+async def _serve(config: RolloutConfig, log_dir: Path) -> AsyncIterator[str]:
+    """Start the engine unless it already runs, and yield its URL."""
+    if config.serving.kind == "external":
+        yield config.serving.urls[0]
+        return
+    from rollout_backend.serving.engine_fleet import EngineFleet
+
+    async with EngineFleet(config, log_dir, lambda event: None) as engines:
+        yield engines.router_url
+
+
+def find_tasks(file: Path, wanted: str | None, limit: int) -> Sequence[Task]:
+    """Return the first `limit` tasks of the file, the one that is `wanted` by its id, or a task of that payload.
+
+    Raises:
+        ConfigError: there is no such task, or the payload is not a JSON object.
+        TaskFileError: the file is invalid.
+    """
+    from rollout_backend.core.tasks import Task, read_tasks
+
+    if wanted is not None and wanted.lstrip().startswith("{"):
+        try:
+            return [Task("task", json.loads(wanted))]
+        except ValueError as error:
+            raise ConfigError(f"--task is not JSON: {error}") from None
+    if not file.is_file():
+        raise ConfigError(f"there is no task file {file}: name one with --tasks, or give a payload with --task")
+    found = read_tasks(file)
+    if wanted is None:
+        return found[:limit]
+    chosen = [each for each in found if each.task_id == wanted]
+    if not chosen:
+        raise ConfigError(f"{file} has no task {wanted!r}; its first one is {found[0].task_id!r}")
+    return chosen

@@ -1,0 +1,70 @@
+"""The model of commands that run an agent on this machine: a script, a server that already runs, or SGLang here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rollout_backend.errors import ConfigError
+
+Settings = Mapping[str, Any]
+
+
+@asynccontextmanager
+async def local_model(
+    scripted: bool, endpoint: str | None, servers: int, echo: Callable[[str], None]
+) -> AsyncIterator[Settings]:
+    """Yield the settings of a model on this machine, and of what serves it: a script, `endpoint`, or SGLang here.
+
+    Raises:
+        PreflightError: the endpoint cannot serve rollouts.
+    """
+    if scripted:
+        from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+        from rollout_backend.local.scripted_sums import ScriptedSums
+
+        echo("a script answers instead of a model, and a third of its sums are wrong")
+        with ScriptedEngine(ScriptedSums()) as engine:
+            model = {"path": str(BYTE_MODEL), "renderer": "chatml", "context_length": 32_768}
+            yield {"model": model, "serving": {"kind": "external", "urls": [engine.url]}}
+    elif endpoint is not None:
+        from rollout_backend.serving.model_server import served_model
+
+        url = endpoint.rstrip("/").removesuffix("/v1")
+        model_path = await served_model(url)
+        echo(f"{url} serves {model_path}")
+        yield {"model": {"path": model_path}, "serving": {"kind": "external", "urls": [url]}}
+    else:
+        model_path = _install(echo)
+        threads = max(1, ((os.cpu_count() or 2) - 1) // servers)
+        yield {
+            "model": {"path": model_path, "renderer": "chatml", "context_length": 2048},
+            "serving": {"device": "cpu", "servers": servers, "threads": threads},
+        }
+
+
+def _install(echo: Callable[[str], None]) -> str:
+    """Install the engine and the model if they are missing, and return the model's folder."""
+    from rollout_backend.serving.install import cache_dir, find_engine, find_model, install_cpu_engine, prepare_model
+
+    cache = cache_dir()
+    try:
+        find_engine(cache)
+        find_model(cache)
+    except ConfigError:
+        echo(f"the first demo installs SGLang for the CPU and a 135M model in {cache}: two minutes, 3.5 GB")
+        echo("`rollout demo --scripted` needs neither")
+    install_cpu_engine(cache, echo=echo)
+    return str(prepare_model(cache, echo=echo))
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise ConfigError if the model's folder is not on this machine."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is not a folder on this machine: name a folder that has the tokenizer and config.json of the "
+            "served model with -o model.path=FOLDER"
+        )

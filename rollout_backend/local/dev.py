@@ -1,0 +1,187 @@
+"""Run an agent again after each change of its source files, and show what it does.
+
+Invariants:
+
+- At most one run is in progress. A change cancels it.
+- A run that fails, also because the agent cannot be imported, does not end the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import watchfiles
+from rich.console import Console
+from rich.text import Text
+
+from agent_wrapper.contract import Outcome, Rollout, Sampling, readable
+from rollout_backend.core.tasks import Task
+from rollout_backend.gateway.conversations import RecordedTurn
+from rollout_backend.local.harness import AgentHarness, AgentRunError
+
+SOURCES = (".py", ".js", ".mjs", ".ts", ".sh", ".go", ".rs", ".yaml", ".yml", ".toml")
+"""Suffixes of source files. An agent may write other files into its folder."""
+_ROLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+_ROLE_WIDTH = 10
+_FRAME = re.compile(r'  File "(?P<file>.+?)", line \d+')
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = re.compile(
+    r"\n\n(?:The above exception was the direct cause of|During handling of the above exception, another).*\n\n"
+)
+
+
+async def source_changes(folder: Path, tasks: Path) -> AsyncIterator[str]:
+    """Yield the name of a changed file, after each change of the sources or the `tasks` in an absolute folder."""
+    is_watched = watchfiles.DefaultFilter()
+
+    def is_source(change: watchfiles.Change, path: str) -> bool:
+        return path == str(tasks) or (path.endswith(SOURCES) and is_watched(change, path))
+
+    async for changes in watchfiles.awatch(folder, watch_filter=is_source, debounce=400):
+        yield Path(min(path for _, path in changes)).name
+
+
+async def run_after_changes(
+    run: Callable[[], Coroutine[Any, Any, None]], changes: AsyncIterator[str], echo: Callable[[str], object]
+) -> None:
+    """Call `run` at once and after each change, until cancelled. What `run` raises is raised here."""
+    changed: asyncio.Future[str] = asyncio.ensure_future(anext(changes))
+    running: asyncio.Task[None] | None = None
+    try:
+        while True:
+            running = asyncio.create_task(run())
+            both: set[asyncio.Future[Any]] = {running, changed}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                await running
+                echo("waiting for a change of the source; Ctrl-C ends")
+                await asyncio.wait({changed})
+            else:
+                await _cancel(running)
+            echo(f"{await changed} has changed")
+            changed = asyncio.ensure_future(anext(changes))
+    finally:
+        if running is not None:
+            await _cancel(running)
+        await _cancel(changed)
+
+
+async def _cancel(pending: asyncio.Future[Any]) -> None:
+    pending.cancel()
+    await asyncio.wait({pending})
+
+
+class DevRunner:
+    """Runs an agent's file on a task, and prints each model call, and then the reward or the error."""
+
+    def __init__(
+        self,
+        harness: AgentHarness,
+        agent: Path,
+        console: Console,
+        *,
+        sampling: Sampling | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._harness = harness
+        self._agent = agent
+        self._console = console
+        self._sampling = sampling
+        self._timeout_s = timeout_s
+        self._folder = agent.absolute().parent
+
+    async def run(self, task: Task) -> None:
+        """Run one rollout of the task."""
+        began = time.monotonic()
+        self._print(Text(f"task {task.task_id}", "bold"))
+        try:
+            rollout = await self._harness.run(
+                self._agent,
+                task.payload,
+                None,
+                sampling=self._sampling,
+                timeout_s=self._timeout_s,
+                on_turn=self._print_turn,
+            )
+        except AgentRunError as error:
+            self._print_run_error(error)
+        else:
+            self._print_result(rollout, time.monotonic() - began)
+
+    def _print_turn(self, turn: RecordedTurn) -> None:
+        if turn.opened not in (None, "first_call"):
+            self._print(Text(f"this call starts a new training row: {turn.opened}", "dim"))
+        *given, reply = turn.messages
+        for message in given:
+            self._print_message(message)
+        completion = turn.completion
+        cut = ", cut at the limit of tokens" if completion.finish_reason == "length" else ""
+        self._print_message(reply, f"  ({len(completion.token_ids)} tokens, {completion.seconds:.2f} s{cut})")
+
+    def _print_message(self, message: Mapping[str, Any], note: str = "") -> None:
+        role, content = str(message.get("role")), message.get("content") or ""
+        parts = [content if isinstance(content, str) else json.dumps(content)]
+        parts += [_call(call["function"]) for call in message.get("tool_calls") or ()]
+        text = readable("\n".join(filter(None, parts))).replace("\n", "\n" + " " * _ROLE_WIDTH)
+        self._print(Text.assemble((f"{readable(role):{_ROLE_WIDTH}}", _ROLES.get(role, "none")), text, (note, "dim")))
+
+    def _print_result(self, rollout: Rollout, seconds: float) -> None:
+        turns = sum(len(segment.turns) for segment in rollout.segments)
+        calls = "1 model call" if turns == 1 else f"{turns} model calls"
+        note = f"  ({seconds:.1f} s, {calls}, {rollout.sampled_tokens} sampled tokens)"
+        if rollout.reward is not None:
+            style = "bold green" if rollout.outcome is Outcome.COMPLETED else "bold red"
+            self._print(Text.assemble((f"reward {rollout.reward:g}", style), (note, "dim")))
+        if rollout.extras:
+            self._print(Text(f"extras {readable(json.dumps(rollout.extras))}", "dim"))
+        if (failure := rollout.failure) is not None:
+            self._print(Text(f"{rollout.outcome}, {failure.reason}: {failure.message}", "red"))
+            if failure.traceback:
+                self._print(Text(agent_traceback(failure.traceback, self._folder)))
+
+    def _print_run_error(self, error: AgentRunError) -> None:
+        log = "" if error.log is None else readable(error.log.read_text(errors="replace"))
+        _, found, after = log.partition(_TRACEBACK)
+        if not found:
+            self._print(Text(str(error), "red"))
+            return
+        self._print(Text(str(error).partition(" Its log")[0], "red"))
+        self._print(Text(agent_traceback(found + after, self._folder)))
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False)
+
+
+def agent_traceback(traceback: str, folder: Path) -> str:
+    """Return a traceback with the frames in the agent's folder alone.
+
+    Of a chain of exceptions, those without such a frame are left out, except for the last one.
+    """
+    *causes, last = _CHAINED.split(traceback.strip())
+    shown = [own for cause in causes if (own := _own_frames(cause, folder)) is not None]
+    return "\n\n".join([*shown, _own_frames(last, folder) or last])
+
+
+def _own_frames(traceback: str, folder: Path) -> str | None:
+    """Return a traceback without the frames outside the folder; None if all of them are outside."""
+    lines, found, shown = [], False, True
+    for line in traceback.splitlines():
+        if match := _FRAME.match(line):
+            path = Path(match["file"])
+            shown = path.is_relative_to(folder) and "site-packages" not in path.parts
+            found |= shown
+        elif not line.startswith("    "):  # neither the code of a frame nor the marks below it
+            shown = True
+        if shown:
+            lines.append(line)
+    return "\n".join(lines) if found else None
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    return f"{function['name']}({function['arguments']})"

@@ -1,0 +1,214 @@
+"""`rollout dev`: runs after changes, and what they print."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollout_backend.cli.dev import find_tasks
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.tasks import Task
+from rollout_backend.errors import ConfigError
+from rollout_backend.local.dev import DevRunner, agent_traceback, run_after_changes, source_changes
+from rollout_backend.local.harness import AgentHarness
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
+
+AGENT = """
+import json, urllib.request
+from agent_wrapper import RolloutApp
+
+app = RolloutApp()
+
+@app.entrypoint
+def agent(context):
+    messages = [{"role": "user", "content": context.payload["question"]}]
+    for _ in range(2):
+        body = json.dumps({"model": context.model, "messages": messages, "tools": TOOLS}).encode()
+        headers = {"Authorization": f"Bearer {context.api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{context.base_url}/chat/completions", body, headers)
+        reply = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+        messages.append(reply)
+        for call in reply.get("tool_calls") or ():
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "sunny"})
+    return score(reply["content"])
+
+def score(text):
+    return float("sunny" in text)
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+if __name__ == "__main__":
+    app.run()
+"""
+TASK = Task("paris", {"question": "Weather in [Paris]?"})
+
+
+def answer(prompt: str) -> str | ToolCall:
+    return "It is sunny." if "<tool_response>" in prompt else ToolCall("weather", {"city": "Paris"})
+
+
+def config(folder: Path) -> RolloutConfig:
+    return RolloutConfig.parse(
+        {
+            "model": {"path": BYTE_MODEL, "renderer": "chatml", "context_length": 32_768},
+            "storage": {"bucket": "rollouts"},
+            "runtime": {"kind": "http", "url": "http://127.0.0.1"},
+            "output_dir": folder,
+        }
+    )
+
+
+async def test_each_change_runs_the_agent_again_and_an_error_does_not_end_it(tmp_path):
+    folder = tmp_path / "agent"
+    folder.mkdir()
+    agent, console = folder / "agent.py", Console(file=io.StringIO(), width=200)
+    agent.write_text(AGENT)
+
+    def change(source: str) -> None:
+        (folder / "agent.new").write_text(source)
+        (folder / "agent.new").rename(agent)  # one event
+
+    async def printed(*parts: str) -> str:
+        """Return what one run prints, once it contains the parts."""
+        while not all(part in console.file.getvalue() for part in (*parts, "waiting for a change")):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        text = console.file.getvalue()
+        console.file.seek(0)
+        console.file.truncate()
+        return text
+
+    with ScriptedEngine(answer) as engine:
+        async with AgentHarness(run_dir=tmp_path, config=config(tmp_path), engine_url=engine.url) as harness:
+            runner = DevRunner(harness, agent, console)
+            changes = source_changes(folder, folder / "tasks.jsonl")
+            loop = run_after_changes(lambda: runner.run(TASK), changes, console.print)
+            running = asyncio.create_task(loop)
+            async with asyncio.timeout(120):
+                first = await printed("reward 1")
+                assert "task paris\nuser      Weather in [Paris]?\n" in first
+                assert 'assistant weather({"city": "Paris"})  (' in first
+                assert "tool      sunny\nassistant It is sunny.  (13 tokens, " in first
+                assert "2 model calls" in first
+                assert "new training row" not in first
+
+                change("import no_such_module\n" + AGENT)
+                broken = await printed("No module named 'no_such_module'")
+                assert "agent.py has changed" in broken
+                assert "the app did not accept the task" in broken
+                assert broken.count("  File ") == 1
+
+                change(AGENT.replace('"sunny" in text', "text['x']"))
+                raised = await printed("agent_exception: TypeError")
+                lines = [line for line in raised.splitlines() if line.startswith("  File ")]
+                assert [line.rpartition(" ")[2] for line in lines] == ["agent", "score"]
+
+                change(AGENT.replace('float("sunny" in text)', "0.5"))
+                assert "user      Weather" in await printed("reward 0.5")
+            running.cancel()
+            await asyncio.wait({running})
+            assert running.cancelled()
+
+
+async def test_a_change_cancels_the_run_in_progress():
+    started: asyncio.Queue[int] = asyncio.Queue()
+    ended: list[int] = []
+    changed: asyncio.Queue[str] = asyncio.Queue()
+
+    async def changes() -> AsyncIterator[str]:
+        while True:
+            yield await changed.get()
+
+    async def run() -> None:
+        number = len(ended)
+        started.put_nowait(number)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(number)
+
+    said: list[str] = []
+    loop = asyncio.create_task(run_after_changes(run, changes(), said.append))
+    async with asyncio.timeout(60):
+        assert await started.get() == 0
+        changed.put_nowait("agent.py")
+        assert await started.get() == 1
+    assert (ended, said) == ([0], ["agent.py has changed"])
+    loop.cancel()
+    await asyncio.wait({loop})
+    assert (ended, loop.cancelled()) == ([0, 1], True)
+
+
+def test_a_traceback_keeps_the_agents_frames_only(tmp_path):
+    (tmp_path / "agent.py").touch()
+    own = f"""\
+Traceback (most recent call last):
+  File "{tmp_path}/agent.py", line 3, in agent
+    ask()
+    ~~~^^
+"""
+    library = """\
+  File "/usr/lib/python3/site-packages/openai/_client.py", line 9, in post
+    raise Timeout
+"""
+    installed = f"""\
+  File "{tmp_path}/.venv/lib/site-packages/x.py", line 9, in x
+    y()
+"""
+    cause = "Traceback (most recent call last):\n" + library + "openai.Timeout: too late\n"
+    link = "\nThe above exception was the direct cause of the following exception:\n\n"
+    assert agent_traceback(cause + link + own + library + installed + "ValueError: no\n  more", tmp_path) == (
+        own + "ValueError: no\n  more"
+    )
+    assert agent_traceback(own + "KeyError: 1\n" + link + cause, tmp_path) == (
+        own + "KeyError: 1\n\n" + cause.rstrip()
+    )
+
+
+def test_a_task_is_the_first_one_or_named_or_given(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    with pytest.raises(ConfigError, match="there is no task file"):
+        find_tasks(file, None, 1)
+    file.write_text('{"task_id": "a", "payload": {}}\n{"task_id": "b", "payload": {}}\n')
+    assert [task.task_id for task in find_tasks(file, None, 1)] == ["a"]
+    assert [task.task_id for task in find_tasks(file, None, 9)] == ["a", "b"]
+    assert [task.task_id for task in find_tasks(file, "b", 1)] == ["b"]
+    assert find_tasks(file, ' {"x": 1}', 1)[0].payload == {"x": 1}
+    with pytest.raises(ConfigError, match="has no task 'c'; its first one is 'a'"):
+        find_tasks(file, "c", 1)
+    with pytest.raises(ConfigError, match="--task is not JSON"):
+        find_tasks(file, "{x}", 1)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_everything(repository, tmp_path):
+    argv = [sys.executable, "-m", "rollout_backend.cli", "dev", str(repository / "examples/arithmetic/agent.py")]
+    with subprocess.Popen(
+        argv, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            for line in process.stdout:
+                if line.startswith("waiting for a change"):
+                    break
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in read(path)]
+    assert (left, list(tmp_path.iterdir())) == ([], [])
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
