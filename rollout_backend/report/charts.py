@@ -168,6 +168,18 @@ class Series:
     lines: tuple[Line, ...]
     seconds: float
 
+    def points(self, width: float) -> list[tuple[float, str]]:
+        """Return the x of each point, and its values in words."""
+        every = max(len(self.lines[0].values) - 1, 1)
+        return [
+            (round(width * number / every, 1), f"after {self.seconds * number / every:.4g} s: {self._words(number)}")
+            for number in range(len(self.lines[0].values))
+        ]
+
+    def _words(self, number: int) -> str:
+        known = ((line, value) for line in self.lines if (value := line.values[number]) is not None)
+        return ", ".join(f"{line.name} {value:,.4g}{line.unit}" for line, value in known)
+
 
 def activity(records: Sequence[RolloutRecord]) -> Series:
     """Return how many rollouts were at work and finished over time."""

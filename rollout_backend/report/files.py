@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_backend.atomic_file import write_file
+from rollout_backend.observe.archive import CONFIG
 from rollout_backend.report.run_data import StepData, read_run
 from rollout_backend.report.step_page import step_context
 from rollout_backend.report.templating import environment
@@ -23,7 +24,7 @@ def write_report(run_dir: Path, against: Path | None = None) -> Path:
     """Write RUN_DIR/report.html and return its path. `against`: the folder of a run to compare with.
 
     A run of several steps also has a page for each of its newest steps in RUN_DIR/report/. A page that is newer than
-    its step's files is kept, unless it is to be compared.
+    its step's files and the settings is kept, unless it is to be compared.
 
     Raises:
         ConfigError: a folder holds no step, or a file of another version.
@@ -40,14 +41,16 @@ def write_report(run_dir: Path, against: Path | None = None) -> Path:
     for step in run.steps[-MAX_STEP_PAGES:]:
         links[step.step] = f"{STEPS}/{step.step:08d}.html"
         page = run_dir / links[step.step]
-        if other is not None or not _is_current(page, step):
+        if other is not None or not _is_current(page, step, run_dir):
             _write(page, "step.html", step_context(run, step, against=other, text=text, steps_link=f"../{NAME}"))
     _write(path, "training.html", training_context(run, links, other))
     return path
 
 
-def _is_current(page: Path, step: StepData) -> bool:
-    return page.is_file() and page.stat().st_mtime > step.changed_at
+def _is_current(page: Path, step: StepData, run_dir: Path) -> bool:
+    settings = run_dir / CONFIG  # a page shows them, and may follow from the prices
+    changed_at = max(step.changed_at, settings.stat().st_mtime if settings.is_file() else 0.0)
+    return page.is_file() and page.stat().st_mtime > changed_at
 
 
 def try_to_write_report(run_dir: Path) -> Path | None:

@@ -74,6 +74,22 @@ class Curve:
     band: str
     dots: tuple[tuple[float, float, str, str | None], ...]  # x, y, words, link
 
+    @property
+    def points(self) -> list[tuple[float, str]]:
+        """Return the x of each value, and words."""
+        return [(x, words) for x, _, words, _ in self.dots]
+
+
+def points_of(columns: Sequence[Column]) -> list[tuple[float, str]]:
+    """Return the x of each column's middle, and its parts in words."""
+    return [
+        (
+            round(WIDTH * (number + 0.5) / len(columns), 1),
+            f"{column.name}: {'; '.join(words for *_, words in column.parts) or 'none'}",
+        )
+        for number, column in enumerate(columns)
+    ]
+
 
 def entry_of(step: StepData, link: str | None, prices: Prices | None) -> StepEntry:
     """Return the numbers of one step."""
@@ -140,6 +156,7 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
             [None if step.lengths is None else (0.0, step.lengths[1]) for step in steps],
         ),
         "staleness": _curve(steps, [step.staleness for step in steps], [None] * len(steps)),
+        "points_of": points_of,
         "learning": [_learning(step) for step in steps],
         "left_out": left_out,
         "reasons": reasons,
@@ -245,7 +262,7 @@ def _phases(steps: Sequence[StepEntry], gaps: Sequence[float]) -> list[Column]:
     for step, gap in zip(steps, [*gaps, 0.0], strict=True):
         spent: Seconds = step.summary.spent
         parts = [
-            (key, share * step.summary.seconds / longest, f"{name}: {share:.0%} of the rollouts' time")
+            (key, share * step.summary.seconds / longest, f"{name}: {share:.0%}")
             for key, name, _, share in phase_parts(spent)
         ]
         out.append(_stack(step, [*parts, ("between", gap / longest, f"until the next step: {gap:.0f} s")]))

@@ -119,7 +119,48 @@ def test_the_theme_switches_and_nothing_is_wider_than_the_page(report: Path, tmp
     assert not result["wide"]
 
 
-def test_a_training_runs_page_has_no_error(tmp_path: Path):
-    report = write_report(make_run(tmp_path / "run", MadeRun(tasks=4, group=3, steps=3)))
-    result = play(report, "result.dots = document.querySelectorAll('#rewards a .dot').length;", tmp_path)
-    assert result == {"dots": 3}
+READ_CHARTS = """
+const charts = [...document.querySelectorAll(".chart")];
+const words = (chart) => chart.querySelector(".readout").textContent;
+result.shown = charts.map((chart) => {
+  const box = chart.querySelector("svg").getBoundingClientRect(), points = JSON.parse(chart.dataset.points);
+  const move = (part) => {
+    const clientX = box.left + part * box.width, clientY = box.top + 20;
+    chart.dispatchEvent(new MouseEvent("mousemove", { clientX, clientY }));
+    return [words(chart), +chart.querySelector(".cursor").getAttribute("x1")];
+  };
+  const key = (key) => { chart.dispatchEvent(new KeyboardEvent("keydown", { key })); return words(chart); };
+  const [left, right] = [move(0), move(1)];
+  return { points, left, right, keys: ["ArrowLeft", "Home", "ArrowLeft", "ArrowRight", "End"].map(key) };
+});
+"""
+
+
+def check_readouts(result: dict[str, Any], charts: int) -> None:
+    assert len(result["shown"]) == charts
+    for chart in result["shown"]:
+        points = chart["points"]
+        words = [each for _, each in points]
+        assert chart["left"] == [words[0], points[0][0]]
+        assert chart["right"] == [words[-1], points[-1][0]]
+        assert chart["keys"] == [words[-2], words[0], words[0], words[1], words[-1]]
+
+
+def test_charts_read_out_the_values_at_the_pointer_and_by_keys(report: Path, tmp_path: Path):
+    result = play(report, READ_CHARTS, tmp_path)
+    check_readouts(result, 2)
+    first, second = (chart["points"] for chart in result["shown"])
+    assert first[0] == [0, "after 0 s: at work 0, finished 0"]
+    assert len(first) == len(second) == 161
+    assert first[-1][1].endswith(" s: at work 0, finished 72")
+
+
+def test_a_training_runs_page_reads_out_its_charts_by_step(tmp_path: Path):
+    report = write_report(make_run(tmp_path / "run", MadeRun(tasks=4, group=3, steps=3, lost=0.3)))
+    result = play(
+        report, f"result.dots = document.querySelectorAll('#rewards a .dot').length;{READ_CHARTS}", tmp_path
+    )
+    assert result["dots"] == 3
+    check_readouts(result, 6)
+    assert [words.partition(":")[0] for _, words in result["shown"][0]["points"]] == ["step 0", "step 1", "step 2"]
+    assert " of 4 tasks" in result["shown"][1]["points"][0][1]
