@@ -122,9 +122,9 @@ $(DOCS_READY): constraints/docs.txt
 	@touch $(DOCS_READY)
 
 constraints: setup  ## pin anew what the extras install
-	for extra in agent trainer inspect dev; do \
-	  $(RUN)/uv pip compile pyproject.toml --extra $$extra --python-version 3.11 --universal --upgrade \
-	    --no-annotate --no-header --quiet -o constraints/$$extra.txt; \
+	for extras in agent "trainer --extra otel" inspect dev; do \
+	  $(RUN)/uv pip compile pyproject.toml --extra $$extras --python-version 3.11 --universal --upgrade \
+	    --no-annotate --no-header --quiet -o constraints/$${extras%% *}.txt; \
 	done
 	$(RUN)/uv pip compile --group docs --constraint constraints/dev.txt --python-version 3.11 --universal --upgrade \
 	  --no-annotate --no-header --quiet -o constraints/docs.txt
@@ -133,7 +133,7 @@ constraints: setup  ## pin anew what the extras install
 	  --override infra/trainer-overrides.txt --python-version 3.12 --python-platform x86_64-manylinux_2_39 --upgrade \
 	  --no-annotate --no-header --quiet > infra/trainer-requirements.txt
 	# Without torch's own needs, which differ by its build.
-	$(RUN)/uv pip compile pyproject.toml --extra verl-local --python-version 3.11 --upgrade \
+	$(RUN)/uv pip compile pyproject.toml --extra verl-local --extra otel --python-version 3.11 --upgrade \
 	  --no-annotate --no-header --quiet | grep -Ev '^(nvidia|cuda)-|^(torch|triton)==' > constraints/verl.txt
 
 clean:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_wrapper.contract import RolloutRequest, Sampling
+from agent_wrapper.contract.trace import traceparent
 
 _DEPLOYED_CALL_TIMEOUT_S = 600.0
 _MAX_RETRIES = 40  # of 8 s at most: five minutes without a gateway
@@ -30,6 +31,7 @@ class RolloutContext:
     sampling: Sampling = field(default_factory=Sampling)  # the trainer's; the gateway applies it by itself
     deadline: float = math.inf  # unix seconds, by this container's clock, by which the agent must have returned
     rollout_id: str | None = None
+    traceparent: str | None = None  # W3C Trace Context of this rollout, for an agent that makes OpenTelemetry spans
     _ends_at: float | None = field(default=None, repr=False)  # the deadline by the monotonic clock
 
     @property
@@ -57,8 +59,8 @@ class RolloutContext:
     def environ(self) -> dict[str, str]:
         """Return the model's endpoint as environment variables, for a program that reads them.
 
-        The names are OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ROLLOUT_MODEL.
-        Unknown values are left out.
+        The names are OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ROLLOUT_MODEL, and
+        TRACEPARENT for a program that makes OpenTelemetry spans. Unknown values are left out.
         """
         names = {
             "OPENAI_BASE_URL": self.base_url,
@@ -66,6 +68,7 @@ class RolloutContext:
             "ANTHROPIC_BASE_URL": self.base_url,
             "ANTHROPIC_API_KEY": self.api_key,
             "ROLLOUT_MODEL": self.model,
+            "TRACEPARENT": self.traceparent,
         }
         return {name: value for name, value in names.items() if value}
 
@@ -82,6 +85,7 @@ class RolloutContext:
             sampling=request.sampling,
             deadline=now + remaining_s,
             rollout_id=request.rollout_id,
+            traceparent=traceparent(request.run_id, request.step, request.rollout_id),
             _ends_at=time.monotonic() + remaining_s,
         )
 

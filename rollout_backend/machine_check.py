@@ -31,6 +31,7 @@ from rollout_backend.serving.gateway_process import check_certificate, gateway_n
 from rollout_backend.serving.relay_process import public_gateway_config
 from rollout_backend.serving.server_process import require_port
 from rollout_backend.serving.sglang import interpreter
+from rollout_backend.tracing import check_installed
 
 _LOW_BYTES, _FULL_BYTES = 1 << 30, 100 << 20
 _CONNECT_S = 3.0
@@ -44,6 +45,7 @@ def check_machine(config: RolloutConfig) -> list[CheckResult]:
         _check_engines,
         _check_ports,
         _check_addresses,
+        _check_collector,
         _check_output_dir,
     )
     return [finding for check in checks for finding in check(config)]
@@ -156,7 +158,7 @@ def _check_engines(config: RolloutConfig) -> Iterator[CheckResult]:
     serving = config.serving
     if serving.kind == "external":
         with ThreadPoolExecutor(16) as pool:
-            yield from pool.map(_check_external, serving.urls)
+            yield from pool.map(lambda url: _check_listens("serving.urls", url), serving.urls)
     elif serving.kind == "process":
         try:
             python = interpreter(serving)
@@ -181,7 +183,7 @@ def _check_engines(config: RolloutConfig) -> Iterator[CheckResult]:
             yield CheckResult("problem", setting, "Ray is not installed in this environment: install the extra ray")
 
 
-def _check_external(url: str) -> CheckResult:
+def _check_listens(setting: str, url: str) -> CheckResult:
     """Connect only: a request could reach an engine whose memory a trainer has taken."""
     parts = urlsplit(url)
     address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -189,8 +191,8 @@ def _check_external(url: str) -> CheckResult:
         socket.create_connection(address, _CONNECT_S).close()
     except OSError as error:
         why = error.strerror or error
-        return CheckResult("warning", "serving.urls", f"nothing listens at {url} yet ({why}): start that server")
-    return CheckResult("ok", "serving.urls", f"something listens at {url}")
+        return CheckResult("warning", setting, f"nothing listens at {url} yet ({why}): start that server")
+    return CheckResult("ok", setting, f"something listens at {url}")
 
 
 def _check_gpus(wanted: int) -> CheckResult:
@@ -279,6 +281,17 @@ def _check_addresses(config: RolloutConfig) -> Iterator[CheckResult]:
             f"agents run at {agents} and would call {url}, which is their own loopback address. Set gateway.host to "
             "0.0.0.0, gateway.port, and gateway.public_url to an address that leads here; or use a relay",
         )
+
+
+def _check_collector(config: RolloutConfig) -> Iterator[CheckResult]:
+    if config.observe.otlp_endpoint is None:
+        return
+    try:
+        check_installed()
+    except ConfigError as error:
+        yield CheckResult("problem", "observe.otlp_endpoint", str(error))
+    else:
+        yield _check_listens("observe.otlp_endpoint", config.observe.otlp_endpoint)
 
 
 def _is_here(host: str) -> bool:

@@ -22,7 +22,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -31,8 +31,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.ledger import Phase
+from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.tasks import Task, check_unique, planned_rollouts
+from rollout_backend.core.trace import Span, rollout_spans
 from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import CircuitOpen, RunHeld, ServingError
 from rollout_backend.garbage_collection import rare_full_collections
@@ -47,6 +49,7 @@ from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.run_phase import RunPhase
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.step.step import Step
+from rollout_backend.tracing import SpanSender
 
 if TYPE_CHECKING:  # only a run with metrics loads prometheus_client
     from rollout_backend.gateway.stats import GatewayStats
@@ -92,6 +95,7 @@ class RolloutManager:
         self._on_phase = on_phase
         self._on_serving = on_serving
         self._metrics = self._make_metrics()
+        self._traces: SpanSender | None = None
         self._rollouts = rollouts
         self._wait_lost = wait_lost
         self._started_by = started_by
@@ -131,6 +135,7 @@ class RolloutManager:
             stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
             self._run = run
             await self._serve_metrics(stack)
+            self._open_traces(stack)
             self._stack = stack.pop_all()
         self._on_phase(RunPhase.ROLLOUTS)
         return self
@@ -164,6 +169,12 @@ class RolloutManager:
 
         serving = serve_metrics(self.config.observe, self._metrics, self._update_metrics)
         self._on_status(f"metrics: {await stack.enter_async_context(serving)}")
+
+    def _open_traces(self, stack: AsyncExitStack) -> None:
+        if self.config.observe.otlp_endpoint is None:
+            return
+        self._traces = SpanSender(self.config.observe.otlp_endpoint, "rollout-manager")
+        stack.push_async_callback(asyncio.to_thread, self._traces.close)
 
     async def _update_metrics(self) -> None:
         assert self._metrics is not None
@@ -285,6 +296,8 @@ class RolloutManager:
                 self.archive.write_records(number, records)
             if self._metrics is not None:
                 self._metrics.end_step(current, records)
+            if self._traces is not None:
+                self._traces.send(_spans(self.config.run_id, current, records))
         self.archive.write_report(result.report)
         return result
 
@@ -339,6 +352,14 @@ def _end_state(error: BaseException | None) -> RunState:
     if error is None:
         return "ended"
     return "interrupted" if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else "failed"
+
+
+def _spans(run_id: str, step: Step, records: Iterable[RolloutRecord]) -> Iterator[Span]:
+    """Yield the spans of a step's rollouts."""
+    results = {rollout.rollout_id: rollout for rollout in step.results.received}
+    for record in records:
+        rollout_id = record.rollout_id
+        yield from rollout_spans(run_id, record, results.get(rollout_id), step.results.deliveries.get(rollout_id))
 
 
 class BlockingRolloutManager:

@@ -11,7 +11,7 @@ LAYERS = (
     {"atomic_file", "errors", "garbage_collection", "lazy_retry", "logs"},
     {"aws", "config"},
     {"core"},
-    {"rendering", "runtimes"},
+    {"rendering", "runtimes", "tracing"},
     {"dialects", "dispatch"},
     {"gateway", "relay", "collect"},
     {"serving", "run_lease"},

@@ -78,11 +78,13 @@ class ResultFetcher:
                 return await self._fetch(sink, name, key, announced_at)
 
     async def _fetch(self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None) -> FetchStatus:
+        loop = asyncio.get_running_loop()
         async with self._slots:
             if not sink.is_wanted(name.rollout_id, name.attempt):  # it was delivered while this call waited
                 if announced_at is not None:
                     sink.record_duplicate(name.rollout_id)
                 return FetchStatus.HANDLED
+            began = loop.time()
             try:
                 data = await self._store.get(key)
             except ResultMissing:
@@ -101,7 +103,7 @@ class ResultFetcher:
             rollout = await self._retokenize(rollout)
         if self._retokenize is not None or self._decoder.text_format:
             data = rollout.encode()
-        sink.on_result(rollout, data, announced_at, name.attempt is not None)
+        sink.on_result(rollout, data, announced_at, name.attempt is not None, loop.time() - began)
         return FetchStatus.HANDLED
 
     async def reject(

@@ -21,10 +21,15 @@ class ResultSink(Protocol):
         ...
 
     def on_result(
-        self, rollout: Rollout, data: bytes, announced_at: float | None, failure_marker: bool = False
+        self,
+        rollout: Rollout,
+        data: bytes,
+        announced_at: float | None,
+        failure_marker: bool = False,
+        fetch_s: float = 0.0,
     ) -> None:
         """Accept a valid result or failure marker, which is `data` in its encoded form. `announced_at` is None if it
-        was found by listing."""
+        was found by listing. `fetch_s`: how long its fetch and validation took."""
         ...
 
     def on_invalid_result(self, rollout_id: str, error: ContractError) -> None:

@@ -23,6 +23,7 @@ from rollout_backend.dialects.base import Dialect
 from rollout_backend.gateway import journal_records
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
+from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_requests import read_body, wait_or_disconnect
 from rollout_backend.gateway.in_flight_call import InFlightCall
@@ -60,6 +61,7 @@ class CallHandler:
         executor: ModelCallExecutor,
         admission: Admission,
         counters: Counters,
+        traces: CallTraces | None = None,
     ) -> None:
         self._settings = settings
         self._authenticator = authenticator
@@ -67,6 +69,7 @@ class CallHandler:
         self._executor = executor
         self._admission = admission
         self._counters = counters
+        self._traces = traces
         self._adopted = set(settings.adopted)
 
     def adopt(self, session_ids: Iterable[str]) -> None:
@@ -109,7 +112,7 @@ class CallHandler:
             call = session.state.requests.parse(dialect, body)
             self.check_model(call.model)
             self._admit(session, key, call)
-            running = self._start(session, InFlightCall(call, key.digest))
+            running = self._start(session, InFlightCall(call, key.digest), request.headers.get("traceparent", ""))
             session.state.retries.add(key, running)
         else:
             self._counters.replayed += 1
@@ -134,16 +137,18 @@ class CallHandler:
             session.state.retries.failed(key)
             raise refusal
 
-    def _start(self, session: OpenSession, running: InFlightCall) -> InFlightCall:
+    def _start(self, session: OpenSession, running: InFlightCall, traceparent: str) -> InFlightCall:
         choices = running.call.n
         for _ in range(choices):
             self._admission.began()
-        began = time.monotonic()
+        began, began_at = time.monotonic(), time.time()
 
         def ended(task: asyncio.Task[Answer]) -> None:
             session.state.calls.discard(task)
             for _ in range(choices):
                 self._admission.ended(time.monotonic() - began if running.answered else None)
+            if self._traces is not None:
+                self._traces.send(session.claims, running, began_at, traceparent)
 
         task = running.start(self._executor.answer(session, running))
         session.state.calls.add(task)

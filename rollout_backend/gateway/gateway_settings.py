@@ -39,6 +39,8 @@ class GatewaySettings(BaseModel):
     adopted: tuple[str, ...] = ()
     paused: bool = False
     """Whether model calls are held until /control/resume."""
+    otlp_endpoint: str | None = None
+    """The OpenTelemetry collector that gets a span for each model call."""
     secret: str = Field(min_length=MIN_SECRET_CHARS, repr=False)
     """Signs session keys."""
     control_key: str = Field(min_length=MIN_SECRET_CHARS, repr=False)

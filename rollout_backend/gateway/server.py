@@ -48,6 +48,7 @@ from rollout_backend.dialects.registry import DIALECTS, dialect_of_client
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_handler import CallHandler
+from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.control_api import ControlApi
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_load_poller import EngineLoadPoller
@@ -69,7 +70,7 @@ def create_app(
     """Return the application that serves these dialects. Loads the tokenizer unless `bundle` is given.
 
     Raises:
-        ConfigError: the model's folder, its renderer or the journal cannot be used.
+        ConfigError: the model's folder, its renderer or the journal cannot be used, or the extra `otel` is missing.
     """
     return Gateway(settings, bundle or load_renderer(settings.model), dialects).app
 
@@ -95,8 +96,15 @@ class Gateway:
         self._executor = ModelCallExecutor(settings, bundle, self._counters, self._engines)
         self._admission = Admission(settings.gateway.max_concurrent_calls, settings.gateway.max_queued_per_engine)
         self._authenticator = Authenticator(settings, self._journal.journal_id if self._journal is not None else "")
+        self._traces = CallTraces(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
         self._calls = CallHandler(
-            settings, self._authenticator, self._registry, self._executor, self._admission, self._counters
+            settings,
+            self._authenticator,
+            self._registry,
+            self._executor,
+            self._admission,
+            self._counters,
+            self._traces,
         )
         control = ControlApi(
             self._authenticator,
@@ -149,6 +157,8 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             await self._executor.close()
+            if self._traces is not None:
+                await asyncio.to_thread(self._traces.close)
             if self._journal is not None:
                 self._journal.release()
 

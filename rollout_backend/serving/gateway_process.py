@@ -115,6 +115,7 @@ class GatewayProcess:
             engine_url=self._engine_url,
             model_call_s=config.timeouts.model_call_s,
             session_key_s=config.timeouts.session_key_s,
+            otlp_endpoint=config.observe.otlp_endpoint,
             secret=self._secret,
             control_key=self._control_key,
             seal_secret=self._seal_secret,

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.core.records import RolloutRecord, records_of
 from rollout_backend.core.report import StepResult, failures_of, make_report
+from rollout_backend.core.trace import Delivery
 from rollout_backend.step.group import Group
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
 
@@ -31,6 +32,7 @@ class StepResults:
         self.resumed = 0  # rollouts that an earlier trainer had finished
         self.adopted = 0  # rollouts whose agents an earlier trainer had started
         self.received: list[Rollout] = []
+        self.deliveries: dict[str, Delivery] = {}  # of those received
         self._context = context
         self._groups = groups
         self._archived: list[Future[bool]] = []
@@ -54,7 +56,12 @@ class StepResults:
         self._context.ledger.record_duplicate(rollout_id)
 
     def on_result(
-        self, rollout: Rollout, data: bytes, announced_at: float | None, failure_marker: bool = False
+        self,
+        rollout: Rollout,
+        data: bytes,
+        announced_at: float | None,
+        failure_marker: bool = False,
+        fetch_s: float = 0.0,
     ) -> None:
         if not self.is_wanted(rollout.rollout_id):
             self.record_duplicate(rollout.rollout_id)
@@ -67,6 +74,7 @@ class StepResults:
         services = self._context.services
         self._archived.append(services.archive(rollout, data))
         self.received.append(rollout)
+        self.deliveries[rollout.rollout_id] = Delivery(announced_at, fetch_s)
         self._groups[task.entry.planned.task_id].arrived.append(rollout)
         now = services.wall()
         if announced_at is not None:

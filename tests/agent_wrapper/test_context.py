@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from agent_wrapper import RolloutContext
+from agent_wrapper.contract import ModelEndpoint, ResultTarget, RolloutRequest, Sampling
+from agent_wrapper.contract.trace import traceparent
 
 
 def test_in_deployment_the_environment_decides():
@@ -16,6 +18,24 @@ def test_in_deployment_the_environment_decides():
     assert (context.base_url, context.api_key, context.model) == ("http://model/v1", "secret", "m")
     assert (context.training, context.rollout_id, context.remaining_s) == (False, None, math.inf)
     assert "secret" not in repr(context)
+
+
+def test_in_training_the_context_names_the_rollouts_trace():
+    request = RolloutRequest(
+        run_id="run",
+        step=3,
+        task_id="task",
+        rollout_id="task.0",
+        attempt=1,
+        session_id="s",
+        endpoint=ModelEndpoint(base_url="http://m/v1", api_key="k", name="m", trajectory_url="http://m/v1/t"),
+        sampling=Sampling(),
+        deadline=10.0,
+        result=ResultTarget(bucket="rollouts"),
+    )
+    context = RolloutContext.from_request(request, {})
+    assert context.traceparent == context.environ()["TRACEPARENT"] == traceparent("run", 3, "task.0")
+    assert RolloutContext.from_environment({}, {}).traceparent is None
 
 
 def test_settings_missing_in_the_environment_are_left_to_the_client():

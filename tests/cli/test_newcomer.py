@@ -149,6 +149,7 @@ def test_every_problem_is_listed_by_the_check_and_by_a_run(rollout, config, task
             "model.renderer": "qwen3",
             "gateway.port": port,
             "observe.metrics_port": port,
+            "observe.otlp_endpoint": f"http://127.0.0.1:{free_port()}",
             "storage.bucket": "no-such",
             "output_dir": "/dev/null",
         }
@@ -165,6 +166,7 @@ def test_every_problem_is_listed_by_the_check_and_by_a_run(rollout, config, task
         }
         assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in found["gateway.port"]["text"]
         assert found["queue.url"]["level"] == found["runtime"]["level"] == "ok"
+        assert "nothing listens" in found["observe.otlp_endpoint"]["text"]
         code, output = rollout("run", path, "--tasks", tasks)
     assert code == 2
     assert "error: 5 problems were found:" in output

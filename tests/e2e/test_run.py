@@ -6,21 +6,33 @@ import httpx
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
+from agent_wrapper.contract.trace import traceparent
 from builders import eventually
+from otlp_receiver import OtlpReceiver
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, ServingError
 from rollout_backend.local.scripted import Fail
 from rollout_backend.serving.server_process import free_port
+
+SPANS = {"rollout", "wait for a session", "invoke", "invoke_agent", "chat scripted", "publish", "fetch"}
+
+
+@pytest.fixture
+def collector(monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")  # milliseconds
+    with OtlpReceiver() as receiver:
+        yield receiver
 
 
 async def no_session_is_open(run) -> bool:
     return (await run.cloud.sessions())["sessions"] == []
 
 
-async def test_tasks_become_validated_rollouts_through_two_gateways(open_run):
+async def test_tasks_become_validated_rollouts_through_two_gateways(collector, open_run):
     sampling = ("sampling.temperature=0.5", "sampling.max_tokens=99")
     port = free_port()
-    run = await open_run(*sampling, "group.size=4", "gateway.processes=2", f"observe.metrics_port={port}")
+    observe = (f"observe.metrics_port={port}", f"observe.otlp_endpoint={collector.url}")
+    run = await open_run(*sampling, *observe, "group.size=4", "gateway.processes=2")
     result = await run.manager.collect([Task("a", {}), Task("b", {})])
     report = result.report
     assert report.balanced
@@ -46,6 +58,16 @@ async def test_tasks_become_validated_rollouts_through_two_gateways(open_run):
             assert math.isnan(logprob) != bool(mask)
     assert all(body["sampling_params"]["temperature"] == 0.5 for body in run.engine.requests)
     assert report.sampled_tokens == 8 * len("The answer is 7.x")
+    wanted = 8 * len(SPANS)
+    await eventually(lambda: len({each.span_id for each in collector.spans if each.name != "queue"}) == wanted)
+    for rollout in result.rollouts:
+        trace_id = traceparent(rollout.run_id, 0, rollout.rollout_id).split("-")[1]
+        spans = {span.name: span for span in collector.spans if span.trace_id == trace_id}
+        assert spans.keys() - {"queue"} == SPANS  # a result that was found by listing was in no queue
+        assert spans["rollout"].attributes["rl.rollout_id"] == rollout.rollout_id
+        assert {span.parent_id for span in spans.values()} == {"", spans["rollout"].span_id}
+        call, agent = spans["chat scripted"], spans["invoke_agent"]
+        assert agent.start <= call.start <= call.end <= agent.end <= spans["fetch"].end <= spans["rollout"].end
     kept = run.manager.archive.find_rollout("a.1")
     assert [Rollout.decode(path.read_bytes()).rollout_id for path in kept] == ["a.1"]
     stored = json.loads((run.config.run_dir / "steps" / "00000000.json").read_text())

@@ -31,7 +31,7 @@ class Sink:
     def record_duplicate(self, rollout_id):
         self.repeated += 1
 
-    def on_result(self, rollout, data, announced_at, failure_marker=False):
+    def on_result(self, rollout, data, announced_at, failure_marker=False, fetch_s=0.0):
         self.arrived.append(rollout.rollout_id)
 
     def session_id(self, rollout_id, attempt):

@@ -45,7 +45,12 @@ class Sink:
         self._changed.set()
 
     def on_result(
-        self, rollout: Rollout, data: bytes, announced_at: float | None, failure_marker: bool = False
+        self,
+        rollout: Rollout,
+        data: bytes,
+        announced_at: float | None,
+        failure_marker: bool = False,
+        fetch_s: float = 0.0,
     ) -> None:
         self.wanted.discard(rollout.rollout_id)
         self.arrived.append((rollout, announced_at))

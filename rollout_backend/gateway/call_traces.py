@@ -1,0 +1,99 @@
+"""The spans of model calls, with the attributes of OpenTelemetry's conventions for generative AI."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+
+from agent_wrapper.contract.trace import trace_ids
+from rollout_backend.core import trace
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.gateway.in_flight_call import InFlightCall
+from rollout_backend.tracing import SpanSender
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
+
+
+class CallTraces:
+    """Sends a span for each model call of one gateway."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Raise ConfigError unless the extra `otel` is installed."""
+        self._sender = SpanSender(endpoint, "rollout-gateway")
+
+    def send(self, claims: SessionClaims, running: InFlightCall, began: float, traceparent: str) -> None:
+        """Send the span of a call that is done and began at `began` (unix seconds).
+
+        `traceparent` is the header of the agent's request, if it has one. A span of the rollout's trace becomes the
+        call's parent; a span of another trace is linked.
+        """
+        trace_id, parent_id = trace_ids(claims.run_id, claims.step, claims.rollout_id)
+        links: tuple[tuple[int, int], ...] = ()
+        if sent := _TRACEPARENT.fullmatch(traceparent):
+            caller = int(sent[1], 16), int(sent[2], 16)
+            if caller[0] == trace_id:
+                parent_id = caller[1]
+            elif all(caller):
+                links = (caller,)
+        error = _error(running)
+        attributes = _attributes(claims, running) | ({trace.ERROR_TYPE: error} if error else {})
+        span = trace.Span(
+            f"chat {running.call.model}",
+            trace_id,
+            secrets.randbits(64) or 1,
+            parent_id,
+            began,
+            time.time(),
+            attributes,
+            "client",
+            error,
+            links,
+        )
+        self._sender.send([span])
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def _error(running: InFlightCall) -> str:
+    """Return the code of a call's error; empty for an answered call. A message could quote a prompt."""
+    if running.task.cancelled():
+        return "cancelled"  # the client disconnected, or the session was closed
+    error = running.task.exception()
+    if error is None:
+        return ""
+    return error.code if isinstance(error, ApiError) else type(error).__name__
+
+
+def _attributes(claims: SessionClaims, running: InFlightCall) -> dict[str, trace.Value]:
+    call, sampling = running.call, claims.sampling
+    found: dict[str, trace.Value] = {
+        trace.OPERATION: "chat",
+        trace.PROVIDER: "sglang",
+        trace.CONVERSATION: claims.session_id,
+        trace.REQUEST_MODEL: call.model,
+        trace.REQUEST_TEMPERATURE: sampling.temperature,
+        trace.REQUEST_TOP_P: sampling.top_p,
+        trace.REQUEST_CHOICES: call.n,
+        trace.REQUEST_STREAM: call.stream,
+        trace.RUN_ID: claims.run_id,
+        trace.STEP: claims.step,
+        trace.ROLLOUT_ID: claims.rollout_id,
+        trace.ATTEMPT: claims.attempt,
+        trace.SESSION_ID: claims.session_id,
+    }
+    if call.max_new_tokens is not None:
+        found[trace.REQUEST_MAX_TOKENS] = call.max_new_tokens
+    if running.answered:
+        answer = running.outcome()
+        found |= {
+            trace.RESPONSE_ID: answer.id,
+            trace.RESPONSE_MODEL: answer.model,
+            trace.FINISH_REASONS: [choice.finish_reason for choice in answer.choices],
+            trace.INPUT_TOKENS: answer.prompt_tokens,
+            trace.OUTPUT_TOKENS: answer.sampled_tokens,
+            trace.CACHED_TOKENS: answer.cached_tokens,
+        }
+    return found

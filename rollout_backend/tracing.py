@@ -1,0 +1,88 @@
+"""Send spans to an OpenTelemetry collector, by OTLP over HTTP.
+
+Invariants:
+
+- Sending blocks no caller and fails no run: a thread sends batches, retries, and logs what it drops.
+- OpenTelemetry is imported only if a run sends traces. It comes with the extra `otel`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterable
+
+from rollout_backend.core.trace import Span
+from rollout_backend.errors import ConfigError
+
+_QUEUE = 1 << 16  # spans that wait to be sent, at 1 KB each; further ones are dropped
+_CLOSE_S = 2.0  # a process that ends waits for its collector no longer
+
+
+def check_installed() -> None:
+    """Raise ConfigError unless the extra `otel` is installed."""
+    try:
+        installed = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # one of its parents
+        installed = False
+    if not installed:
+        raise ConfigError(
+            "observe.otlp_endpoint is set, and OpenTelemetry's exporter is not installed: install the extra otel "
+            "(pip install '.[otel]'), or leave the setting out"
+        )
+
+
+class SpanSender:
+    """Sends spans of one process to a collector."""
+
+    def __init__(self, endpoint: str, service: str) -> None:
+        """Raise ConfigError unless the extra `otel` is installed.
+
+        `endpoint` is the collector's URL without a path, and `service` the `service.name` of the spans, unless
+        OTEL_SERVICE_NAME is set. OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS and the other variables of
+        OpenTelemetry apply.
+        """
+        check_installed()
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        named = Resource.create({SERVICE_NAME: service})
+        self._resource = named.merge(OTELResourceDetector().detect())
+        self._exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+        self._processor = BatchSpanProcessor(self._exporter, max_queue_size=_QUEUE)
+
+    def send(self, spans: Iterable[Span]) -> None:
+        """Send spans that have ended, in the background."""
+        for span in spans:
+            self._send(span)
+
+    def _send(self, span: Span) -> None:
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+        from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+        def context(trace_id: int, span_id: int) -> SpanContext:
+            return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+        ended = ReadableSpan(
+            span.name,
+            context(span.trace_id, span.span_id),
+            parent=None if span.parent_id is None else context(span.trace_id, span.parent_id),
+            resource=self._resource,
+            attributes=dict(span.attributes),
+            links=[Link(context(*link)) for link in span.links],
+            kind=SpanKind[span.kind.upper()],
+            status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+            start_time=int(span.start * 1e9),
+            end_time=int(span.end * 1e9),
+            instrumentation_scope=InstrumentationScope("rollout_backend"),
+        )
+        self._processor.on_end(ended)
+
+    def close(self) -> None:
+        """Send what waits, for a few seconds at most."""
+        closing = threading.Thread(target=self._processor.shutdown, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]  # ends the retries if the collector does not answer
