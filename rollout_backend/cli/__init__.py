@@ -90,6 +90,7 @@ def _global_options(
     nothing to train on, or with too few completed rollouts; 130, interrupted, and everything that was started is
     stopped.
     """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it has no use for torch here
 
 
 def main() -> None:
@@ -98,5 +99,4 @@ def main() -> None:
         errors.print(f"[red]error:[/] ROLLOUT_LOG_LEVEL={level} is none of {', '.join(_LOG_LEVELS)}")
         raise SystemExit(2)
     configure_logs(level, RichHandler(console=errors, show_path=False) if errors.is_terminal else None)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it has no use for torch here
     app()
