@@ -13,7 +13,7 @@ def what_to_do(reason: str) -> str:
 
 def documented_at(reason: str) -> str:
     """Return where the documentation explains a reason."""
-    return f"docs/troubleshooting.md#{reason}"
+    return f"docs/troubleshooting.md#{reason if reason in WHAT_TO_DO else 'why-rollouts-fail'}"
 
 
 WHAT_TO_DO = {

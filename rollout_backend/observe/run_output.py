@@ -21,6 +21,7 @@ from rich.live import Live
 from agent_wrapper.contract import Outcome
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.cost import Prices
+from rollout_backend.core.reasons import documented_at
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.verdict import FailureCount
 from rollout_backend.observe.keys import Keys
@@ -109,6 +110,7 @@ class RunOutput:
             self._failures.add(key)
             found = {"rollout": failure.first, "outcome": failure.outcome, "reason": failure.reason}
             line = one_line(f"{failure.first}: {failure.outcome}, {failure.reason}: {failure.message}")
+            line = f"{line} (see {documented_at(failure.reason)})"
             self._print("failure", line, "red", **found, message=failure.message)
 
     def event(self, kind: str, /, **fields: Any) -> None:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.reasons import what_to_do
+from rollout_backend.core.reasons import documented_at, what_to_do
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.step_findings import findings_of
 from rollout_backend.core.summary import Seconds, StepSummary, duration, mean, seconds_of, span, summarize
@@ -118,7 +118,7 @@ def _failures(records: Sequence[RolloutRecord]) -> Iterator[FailureRow]:
         if record.failed and record.outcome is not None:
             groups[record.outcome, record.reason].append(record)
     for (outcome, reason), found in sorted(groups.items(), key=lambda each: -len(each[1])):
-        yield FailureRow(outcome, reason, len(found), found[0], what_to_do(reason))
+        yield FailureRow(outcome, reason, len(found), found[0], f"{what_to_do(reason)}; see {documented_at(reason)}")
 
 
 class _Numbers:

@@ -62,6 +62,7 @@ def shown(make_screen, monkeypatch):
 async def test_lines_in_a_pipe(shown):
     lines = (await shown("normal")).splitlines()
     failure = "task-a.0: infra_error, throttled: 429 [red]\N{REPLACEMENT CHARACTER}[2Jslow down"
+    failure += " (see docs/troubleshooting.md#throttled)"
     assert lines[:5] == [
         "a status",
         "checking this machine, bucket, runtime and queue",

@@ -75,6 +75,7 @@ def test_each_failure_has_its_reason_an_example_and_what_to_do(made: Path, page:
         first = next(record for record in failed if record.reason == reason)
         assert f"{reason} {number} {first.rollout_id} : {first.message}" in text
     assert "read the stack in rollout show ; raise the limit" in text
+    assert "see docs/troubleshooting.md#agent_deadline" in text
     assert 'item = json.loads(call.function.arguments)["item"]' in text
 
 
