@@ -22,7 +22,112 @@ from `-o storage.bucket=...` on the command line. A later source overrides an ea
 Names of times end in `_s` (seconds), names of rates in `_per_s` (per second), names of sizes in `_bytes`.
 
 You must set `model.path`, `storage.bucket` and `runtime`. All others have a default.
+
+```sh
+rollout check config.yaml -o group.size=8    # tries a value without changing the file
+```
 """
+_EXAMPLES = {
+    "model": """\
+# A fine-tune of Qwen3 in a folder with another name
+model:
+  path: /models/my-agent-17
+  renderer: qwen3
+  renderer_options: {enable_thinking: false}
+""",
+    "storage": """\
+# Several teams share a bucket
+storage:
+  bucket: my-bucket
+  prefix: team-a/
+""",
+    "runtime, kind: agentcore": """\
+# A runtime that exists, in an account with a higher quota of new sessions
+runtime:
+  kind: agentcore
+  arn: arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456789
+  invoke_per_s: 20
+""",
+    "runtime, kind: http": """\
+# An agent server of your own, which runs up to 200 sessions at once
+runtime:
+  kind: http
+  url: http://agents.internal:8080
+  max_sessions: 200
+""",
+    "aws": """\
+aws:
+  region: eu-west-1
+""",
+    "queue": """\
+# The stack's queue, for a trainer that may not create queues
+queue:
+  url: https://sqs.us-east-1.amazonaws.com/123456789012/my-agent-queue
+""",
+    "serving": """\
+# Eight GPUs: four servers with two GPUs each
+serving:
+  servers: 4
+  tensor_parallel: 2
+""",
+    "router": """\
+# Gateways on other machines (gateway.kind: ray) reach the router
+router:
+  host: 0.0.0.0
+""",
+    "gateway": """\
+# Agents on other machines reach the gateway by TLS
+gateway:
+  host: 0.0.0.0
+  port: 8443
+  public_url: https://rollouts.example.com:8443
+  tls_certificate: /etc/rollout/fullchain.pem
+  tls_key: /etc/rollout/key.pem
+""",
+    "relay": """\
+# Agents call a relay; its key is in ROLLOUT__RELAY__KEY
+relay:
+  url: wss://relay.example.com
+""",
+    "sampling": """\
+sampling:
+  temperature: 0.7
+  max_tokens: 2048
+""",
+    "group": """\
+# Eight trainable rollouts per task, without waiting for the slowest of ten
+group:
+  size: 8
+  oversample: 2
+  straggler_after: 0.9
+""",
+    "circuit_breaker": """\
+# Tolerate outages of up to five minutes
+circuit_breaker:
+  min_span_s: 300
+""",
+    "timeouts": """\
+# Agents that take up to an hour
+timeouts:
+  agent_s: 3600
+  collection_s: 7200
+  session_key_s: 9000
+""",
+    "collect": """\
+# Train on the messages of agents that call another model
+collect:
+  retokenize: true
+""",
+    "janitor": """\
+# You need more time to restart a killed trainer
+janitor:
+  grace_s: 1800
+""",
+    "observe": """\
+observe:
+  metrics_port: 9300
+""",
+}
 
 Schema = dict[str, Any]
 
@@ -37,9 +142,11 @@ def page() -> str:
     for name, found in sections.items():
         for section in found:
             kind = section["properties"].get("kind", {}).get("const")
-            lines += ["", f"## {name}" + (f", kind: {kind}" if kind else ""), ""]
+            title = name + (f", kind: {kind}" if kind else "")
+            lines += ["", f"## {title}", ""]
             if "description" in section:
                 lines += [_flat(section["description"]), ""]
+            lines += [f"```yaml\n{_EXAMPLES[title]}```", ""]
             lines += _table(section, section["properties"], f"{name}.")
     return "\n".join(lines) + "\n"
 
