@@ -127,6 +127,12 @@ janitor:
 observe:
   metrics_port: 9300
 """,
+    "prices": """\
+prices:
+  session_vcpus: 0.3
+  session_gb: 0.5
+  gpu_hour: 2.50
+""",
 }
 
 Schema = dict[str, Any]
@@ -146,7 +152,8 @@ def page() -> str:
             lines += ["", f"## {title}", ""]
             if "description" in section:
                 lines += [_flat(section["description"]), ""]
-            lines += [f"```yaml\n{_EXAMPLES[title]}```", ""]
+            if title in _EXAMPLES:
+                lines += [f"```yaml\n{_EXAMPLES[title]}```", ""]
             lines += _table(section, section["properties"], f"{name}.")
     return "\n".join(lines) + "\n"
 
