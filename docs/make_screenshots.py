@@ -45,14 +45,16 @@ def main() -> None:
         earlier = make_run(runs / "run-20261122-120101-8b2f", MadeRun(model=model, skill=0.44, seed=9))
         page = write_report(make_run(runs / "run-20261122-141205-9c1e", MadeRun(model=model)), earlier)
         shoot(page, "report-light", 1560)
+        shoot(page, "report-light-top", 1010)
         shoot(page, "report-dark", 1560, dark=True)
         shoot(page, "report-conversation", 640, only="viewer", link="#r=buy-4-plum.3")
         failed = make_run(runs / "run-20261122-150000-0f0f", MadeRun(model=model, tasks=6, group=4, outage=True))
         shoot(write_report(failed), "report-failed", 1300)
         large = make_run(runs / "run-20261122-160000-1b1b", MadeRun(model=model, tasks=1250, stored=400))
         shoot(write_report(large), "report-10000", 2000)
-        training = make_run(runs / "train-shop", MadeRun(model=model, tasks=24, steps=15, skill=0.08))
-        shoot(write_report(training), "report-training", 1900)
+        training = write_report(make_run(runs / "train-shop", MadeRun(model=model, tasks=24, steps=15, skill=0.08)))
+        shoot(training, "report-training", 1900)
+        shoot(training, "report-training-top", 1010)
 
 
 if __name__ == "__main__":
