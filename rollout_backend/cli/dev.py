@@ -14,7 +14,7 @@ import typer
 from rollout_backend.cli.common import Overrides, console, exit_codes, run_async
 from rollout_backend.cli.local_model import check_model_folder, local_model
 from rollout_backend.config import RolloutConfig, load_config
-from rollout_backend.errors import ConfigError
+from rollout_backend.errors import ConfigError, TaskFileError
 
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
@@ -65,8 +65,13 @@ async def _dev(
     endpoint: str | None,
     overrides: Sequence[str],
 ) -> int:
-    from rollout_backend.local.dev import DevRunner, run_after_changes, source_changes
-    from rollout_backend.local.harness import AgentHarness
+    try:
+        from rollout_backend.local.dev import DevRunner, run_after_changes, source_changes
+        from rollout_backend.local.harness import AgentHarness
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"rollout dev needs {error.name}, which is not installed: install the extra local"
+        ) from None
 
     def echo(text: str) -> None:
         console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -80,6 +85,7 @@ async def _dev(
                 top={"storage": {"bucket": "rollouts"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}},
             )
             check_model_folder(settings.model.path)
+            echo(f"starting the gateway, S3 and AgentCore on this machine; logs: {folder}")
             async with (
                 _serve(settings, Path(folder)) as url,
                 AgentHarness(run_dir=Path(folder), config=settings, engine_url=url) as harness,
@@ -89,13 +95,12 @@ async def _dev(
                 async def run() -> None:
                     try:
                         wanted = find_tasks(file, task, limit)
-                    except ConfigError as error:
+                    except (ConfigError, TaskFileError) as error:  # the next change may correct it
                         echo(str(error))
                         return
                     for each in wanted:
                         await runner.run(each)
 
-                echo(f"logs: {folder}")
                 await run_after_changes(run, source_changes(app.parent, file), echo)
     return 0
 

@@ -1,0 +1,37 @@
+"""`rollout dev`: what is refused before anything starts. `tests/local/test_dev.py` runs agents."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def agent(repository):
+    return repository / "examples" / "arithmetic" / "agent.py"
+
+
+def test_input_that_cannot_be_used_is_refused(rollout, agent, tmp_path):
+    cases = (
+        ((tmp_path / "none.py",), "there is no agent at"),
+        ((agent, "--tasks", tmp_path / "none.jsonl"), "there is no task file"),
+        ((agent, "--task", "none"), "tasks.jsonl has no task 'none'; its first one is 'sum-6-5'"),
+        ((agent, "--engine", "--endpoint", "http://127.0.0.1:9"), "leave out --engine or --endpoint"),
+        ((agent, "--endpoint", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9/model_info"),
+        ((agent, "-o", "model.path=/none"), "/none is not a folder on this machine"),
+    )
+    for arguments, words in cases:
+        code, output = rollout("dev", *arguments)
+        assert (code, words in output) == (2, True), output
+        assert "starting" not in output
+
+
+def test_without_the_local_extra_its_name_is_printed(rollout, agent, monkeypatch):
+    monkeypatch.delitem(sys.modules, "rollout_backend.local.dev", raising=False)
+    monkeypatch.setitem(sys.modules, "watchfiles", None)
+    code, output = rollout("dev", agent)
+    assert (code, "rollout dev needs watchfiles, which is not installed: install the extra local" in output) == (
+        2,
+        True,
+    ), output
