@@ -67,6 +67,7 @@ def config(folder: Path) -> RolloutConfig:
     )
 
 
+@pytest.mark.slow
 async def test_each_change_runs_the_agent_again_and_an_error_does_not_end_it(tmp_path):
     folder = tmp_path / "agent"
     folder.mkdir()
@@ -116,6 +117,30 @@ async def test_each_change_runs_the_agent_again_and_an_error_does_not_end_it(tmp
             running.cancel()
             await asyncio.wait({running})
             assert running.cancelled()
+
+
+async def test_a_changed_source_runs_again_and_other_files_do_not(tmp_path):
+    agent, tasks = tmp_path / "agent.py", tmp_path / "tasks.jsonl"
+    agent.touch()
+    runs: asyncio.Queue[str] = asyncio.Queue()
+    said: list[str] = []
+
+    async def run() -> None:
+        runs.put_nowait(agent.read_text())
+
+    loop = asyncio.create_task(run_after_changes(run, source_changes(tmp_path, tasks), said.append))
+    async with asyncio.timeout(60):
+        assert await runs.get() == ""
+        (tmp_path / "output.txt").write_text("written by the agent")
+        (tmp_path / "new").write_text("1 / 0")
+        (tmp_path / "new").rename(agent)
+        assert await runs.get() == "1 / 0"
+        (tmp_path / "new").touch()
+        (tmp_path / "new").rename(tasks)
+        await runs.get()
+    loop.cancel()
+    await asyncio.wait({loop})
+    assert [text for text in said if "has changed" in text] == ["agent.py has changed", "tasks.jsonl has changed"]
 
 
 async def test_a_change_cancels_the_run_in_progress():
