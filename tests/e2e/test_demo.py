@@ -124,7 +124,7 @@ def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("moto.server", "moto (local S3 and SQS)"),
+        ("rollout_backend.local.moto_server", "moto (local S3 and SQS)"),
         ("rollout_backend.local.agentcore_emulator", "the AgentCore emulator"),
     ],
 )

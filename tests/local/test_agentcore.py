@@ -149,10 +149,10 @@ async def test_session_quota_returns_402(start_runtime):
 
 
 async def test_calls_above_the_rate_are_throttled(start_runtime):
-    runtime = await start_runtime(invoke_per_s=2, stop_per_s=1, new_sessions_per_s=1)
+    runtime = await start_runtime(invoke_per_s=2, stop_per_s=1, new_sessions_per_s=0.01)
     await runtime.invoke("a")
     await refused(runtime.invoke("b"), 429, "ThrottlingException", "new sessions")
-    runtime = await start_runtime(invoke_per_s=0.5, stop_per_s=0.5)
+    runtime = await start_runtime(invoke_per_s=0.01, stop_per_s=0.01)
     await runtime.invoke("a")
     await refused(runtime.invoke("a"), 429, "ThrottlingException")
     await runtime.stop("a")
