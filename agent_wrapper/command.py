@@ -14,6 +14,8 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.errors import CommandError
@@ -31,30 +33,41 @@ async def run_command(
 ) -> str:
     """Run a command to its end, and return what it wrote to stdout.
 
-    Its environment is this process's, with `context.environ()` and `env` added. `input` is its stdin. Its stderr goes
-    to the session's log. Its children are killed when it ends.
+    Its environment is this process's, with `context.environ()` and `env` added. `input` is its stdin. When it ends,
+    its stderr is written to the session's log and its children are killed.
 
     Raises:
         CommandError: its exit code is not 0.
         OSError: it cannot be started.
     """
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=cwd,
-        env={**os.environ, **context.environ(), **(env or {})},
-        start_new_session=True,
-    )
-    try:
-        out, log = (data.decode(errors="replace") for data in await process.communicate(input.encode()))
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    sys.stderr.write(log)
+    # Files instead of pipes: a child that keeps a pipe open would delay the end, and a cancelled read loses the log.
+    with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
+        stdin.write(input.encode())
+        stdin.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd,
+            env={**os.environ, **context.environ(), **(env or {})},
+            start_new_session=True,
+        )
+        try:
+            await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            log = _read(stderr)
+            sys.stderr.write(log)
+        out = _read(stdout)
     if process.returncode:
         shown = log.strip()[-_SHOWN_CHARS:] or "it wrote nothing to stderr"
         raise CommandError(f"{command[0]} exited with code {process.returncode}: {shown}")
     return out
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

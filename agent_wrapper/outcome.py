@@ -255,7 +255,7 @@ def _classify_error(error: BaseException, base_url: str) -> AgentResult:
     if cause is not None:
         return failed(Outcome.INFRA_ERROR, "model_unavailable", describe(cause), trace)
     if isinstance(error, CommandError):
-        return failed(Outcome.AGENT_ERROR, "command_failed", str(error), trace)
+        return failed(Outcome.AGENT_ERROR, _COMMAND_FAILED, str(error), trace)
     return failed(Outcome.AGENT_ERROR, "agent_exception", describe(error), trace)
 
 

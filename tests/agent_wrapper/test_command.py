@@ -55,10 +55,20 @@ async def test_a_command_that_fails_raises_with_the_end_of_its_stderr(capfd):
         await run_command(CONTEXT, ["no-such-program"])
 
 
-async def test_a_cancelled_command_ends_with_its_children(tmp_path):
+async def test_a_command_that_leaves_a_child_behind_ends_and_the_child_too():
+    child = "import signal; signal.pause()"
+    source = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid)"
+    async with asyncio.timeout(60):
+        pid = int(await run_command(CONTEXT, python(source)))
+        while is_running(pid):  # noqa: ASYNC110  a signal is delivered in the background
+            await asyncio.sleep(0.01)
+
+
+async def test_a_cancelled_command_ends_with_its_children_and_its_stderr_is_logged(tmp_path, capfd):
     child = "import sys; sys.stdin.read()"
     source = f"""
 import os, subprocess, sys
+print("working", file=sys.stderr, flush=True)
 child = subprocess.Popen([sys.executable, "-c", {child!r}], stdin=subprocess.PIPE)
 open("new", "w").write(str(child.pid))
 os.rename("new", "pid")
@@ -71,6 +81,7 @@ child.wait()
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
+        assert capfd.readouterr().err == "working\n"
         pid = int((tmp_path / "pid").read_text())
         while is_running(pid):  # noqa: ASYNC110  a signal is delivered in the background
             await asyncio.sleep(0.01)
