@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -119,6 +120,8 @@ class AgentCoreConfig(RuntimeConfig):
     """Maximum open sessions. Default: the quota of us-east-1 and us-west-2; 2,500 in other regions."""
     endpoint_url: str | None = None
     """Endpoint of data plane and control plane if not AWS, such as the local emulator."""
+    session_logs: Path | None = None
+    """Folder of the sessions' logs, SESSION.log, at the local emulator. Default: the logs are in CloudWatch."""
 
     @field_validator("arn")
     @classmethod

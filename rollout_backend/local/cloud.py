@@ -271,6 +271,7 @@ class LocalCloud(_Startable):
                 "kind": "agentcore",
                 **which,
                 "endpoint_url": self.runtime.endpoint_url,
+                "session_logs": str(self.runtime.session_logs),
                 "max_sessions": limits.max_sessions,
                 # Below the emulator's rates, which allow a burst.
                 "invoke_per_s": limits.invoke_per_s * 0.9,

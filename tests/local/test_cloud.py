@@ -17,6 +17,7 @@ from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.local.cloud import LocalCloud, LocalRuntime
 from rollout_backend.local.session_pool import EmulatorLimits
+from rollout_backend.runtimes.registry import open_runtime
 
 SESSION = "a" * 40
 
@@ -73,6 +74,9 @@ async def test_cloud_leaves_no_process(app, tmp_path, mark):
         config = load_config(overrides=["model.path=/models/tiny"], env={}, base=cloud.settings())
         assert config.storage.bucket == "mine"
         assert config.runtime.kind == "agentcore"
+        runtime = await open_runtime(config.runtime)
+        log = runtime.log_location(SESSION)
+        await runtime.aclose()
         async with client("s3", cloud, config.aws.endpoint_url) as s3:
             await s3.put_object(Bucket="mine", Key="k", Body=b"v", IfNoneMatch="*")
         async with client("sqs", cloud, config.aws.endpoint_url) as sqs:
@@ -93,6 +97,7 @@ async def test_cloud_leaves_no_process(app, tmp_path, mark):
         assert seen["pid"] in processes_under(mark)
         await cloud.stop()  # idempotent
     assert processes_under(mark) == []
+    assert log == str(run_dir / "sessions" / f"{SESSION}.log")
     assert "got SIGTERM" in (run_dir / "sessions" / f"{SESSION}.log").read_text()
     with pytest.raises(StartupError, match="not running"):
         await cloud.sessions()

@@ -127,6 +127,8 @@ class AgentCoreRuntime(AgentRuntime):
         return {name: str(value) for name, value in found.items() if value}
 
     def log_location(self, session_id: str | None) -> str:
+        if (folder := self._config.session_logs) is not None:
+            return str(folder if session_id is None else folder / f"{session_id}.log")
         runtime_id = self.arn.rpartition("/")[2]
         return f"CloudWatch, /aws/bedrock-agentcore/runtimes/{runtime_id}-{self._config.qualifier}"
 
