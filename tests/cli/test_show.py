@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from made_runs import MadeRun, make_run
 from rollout_backend.local.scripted import ScriptedEngine
 from stub_server import StubServer
 
@@ -70,6 +71,20 @@ def test_a_newer_run_without_that_rollout_hides_no_older_one(rollout, here):
     code, output = rollout("show", "task-00000.0")
     assert code == 2
     assert "runs/new holds no rollout 'task-00000.0'" in output
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nearest"),
+    [("buy-3-plun.1", "buy-3-plum.1"), ("buy-3-plum", "buy-3-plum.0"), ("by-3-plum", "buy-3-plum.0")],
+)
+def test_the_rollout_that_a_wrong_id_means_is_suggested(rollout, here, wanted, nearest):
+    run = make_run(here / "runs" / "r", MadeRun(tasks=4, group=2))
+    for options in ((), ("--step", 0)):
+        code, output = rollout("show", wanted, *options)
+        assert (code, f"did you mean {nearest}? Or name another run" in output) == (2, True), output
+    for options in (("zzz",), (wanted, "--step", 5)):
+        code, output = rollout("show", *options, "--run-dir", run)
+        assert (code, "did you mean" in output) == (2, False), output
 
 
 def test_a_damaged_record_is_named(rollout, here):
