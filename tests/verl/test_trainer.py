@@ -53,25 +53,16 @@ def is_settled(report: StepReport) -> None:
 
 
 async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training: Any) -> None:
-    """In the third step a server reports a version that it does not serve, which the metrics must show."""
     everyone = dict.fromkeys("0123", "die")
-    first = [
+    tasks = [
         normal("normal"),
         {"name": "one-lost", "rewards": [9.0, 0.0, 1.0, 0.25], "do": {"0": "die"}},
         {"name": "all-lost", "rewards": [1.0] * GROUP, "do": everyone},
         normal("segments", segments=3),
         {"name": "straggler", "rewards": [0.0, 0.5, 1.0, 9.0], "do": {"3": "never return"}},
     ]
-    second = [normal(f"second-{i}") for i in range(len(first))]
-    second[0]["columns"] = {"__rollout_n__": 2}  # fewer than the others, which have no such column
-    # Their first model call comes after the engine serves the weights of version 0 as version 2.
-    stale = normal("stale", segments=0, do=dict.fromkeys("0123", "wait for go"))
-    third = [stale, *(normal(f"third-{i}", columns={"__rollout_n__": 2}) for i in range(4))]
-    async with training(tmp_path, first + second + third, len(first)) as run:
+    async with training(tmp_path, tasks, len(tasks)) as run:
         await run.start()
-        await run.until(lambda: [*run.begun().values()].count("stale") == GROUP, "at work in step 3", within_s=900)
-        await push(run, run.work / "model", version=2)
-        run.say("go")
         assert await run.ends() == 0, run.verl.log_tail()
 
         rows = run.gradient(step=1)
@@ -86,30 +77,20 @@ async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training:
         assert advantages(rows["one-lost"]) == pytest.approx(grpo([0.0, 1.0, 0.25]), abs=1e-5)
         assert advantages(rows["straggler"]) == pytest.approx(grpo([0.0, 0.5, 1.0]), abs=1e-5)
         trained = [value for of_group in rows.values() for row in of_group for value in row["advantages"]]
-        lost, whole, old = run.metrics()
-        assert lost["critic/advantages/max"] == pytest.approx(max(trained))
-        assert lost["critic/advantages/min"] == pytest.approx(min(trained))
+        [metrics] = run.metrics()
+        assert metrics["critic/advantages/max"] == pytest.approx(max(trained))
+        assert metrics["critic/advantages/min"] == pytest.approx(min(trained))
+        is_trained_well(metrics)
+        assert run.versions(step=1) == {"0"}
 
-        rows = run.gradient(step=2)
-        assert {name: len(of_group) for name, of_group in rows.items()} == {
-            task["name"]: 2 if task is second[0] else GROUP for task in second
-        }
-        for metrics in (lost, whole):
-            is_trained_well(metrics)
-        assert old["training/rollout_probs_diff_max"] > SAME, "old weights with a new version are not visible"
-        assert [run.versions(step) for step in (1, 2, 3)] == [{"0"}, {"1"}, {"2"}]
-
-        lossy, clean, _ = run.reports()
-        for report in run.reports():
-            is_settled(report)
-            assert report.staleness is not None
-            assert report.staleness.max == 0
+        [report] = run.reports()
+        is_settled(report)
         # Once three of a group have died, the fourth may be cancelled before its own deadline.
-        doomed = lossy.reasons.get("cancelled: group_doomed", 0)
+        doomed = report.reasons.get("cancelled: group_doomed", 0)
         assert doomed <= 1
-        assert lossy.reasons.get("timed_out: no_result") == 5 - doomed
-        assert lossy.reasons.get("timed_out: agent_deadline") == 1
-        counted = rollouts(lost)
+        assert report.reasons.get("timed_out: no_result") == 5 - doomed
+        assert report.reasons.get("timed_out: agent_deadline") == 1
+        counted = rollouts(metrics)
         assert counted["left_out_by_reason/timed_out/no_result/sum"] == 5 - doomed
         assert (
             counted.items()
@@ -122,9 +103,43 @@ async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training:
                 "groups_dropped/sum": 1,
             }.items()
         )
-        assert rollouts(whole) == {"planned/sum": 18, "trained/sum": 18}
         names = run.groups()
-        assert [names[group.task_id] for group in lossy.groups if not group.usable] == ["all-lost"]
+        assert [names[group.task_id] for group in report.groups if not group.usable] == ["all-lost"]
+        await run.leaves_nothing()
+
+
+@pytest.mark.slow
+async def test_each_step_trains_what_its_own_weights_have_sampled(tmp_path: Path, training: Any) -> None:
+    """In the third step a server reports a version that it does not serve, which the metrics must show."""
+    first = [normal(f"first-{i}") for i in range(5)]
+    second = [normal(f"second-{i}") for i in range(5)]
+    second[0]["columns"] = {"__rollout_n__": 2}  # fewer than the others, which have no such column
+    # Their first model call comes after the engine serves the weights of version 0 as version 2.
+    stale = normal("stale", segments=0, do=dict.fromkeys("0123", "wait for go"))
+    third = [stale, *(normal(f"third-{i}", columns={"__rollout_n__": 2}) for i in range(4))]
+    async with training(tmp_path, first + second + third, len(first)) as run:
+        await run.start()
+        await run.until(lambda: [*run.begun().values()].count("stale") == GROUP, "at work in step 3", within_s=900)
+        await push(run, run.work / "model", version=2)
+        run.say("go")
+        assert await run.ends() == 0, run.verl.log_tail()
+
+        rows = run.gradient(step=2)
+        assert {name: len(of_group) for name, of_group in rows.items()} == {
+            task["name"]: 2 if task is second[0] else GROUP for task in second
+        }
+        before, after, old = run.metrics()
+        for metrics in (before, after):
+            is_trained_well(metrics)
+        assert old["training/rollout_probs_diff_max"] > SAME, "old weights with a new version are not visible"
+        assert [run.versions(step) for step in (1, 2, 3)] == [{"0"}, {"1"}, {"2"}]
+
+        for report in run.reports():
+            is_settled(report)
+            assert report.staleness is not None
+            assert report.staleness.max == 0
+        assert rollouts(after) == {"planned/sum": 18, "trained/sum": 18}
+        _, clean, _ = run.reports()
         assert clean.trainable == clean.planned == len(second) * GROUP - 2
         # Named after the rows of the dataset, where `rollout show` finds them.
         assert [group.task_id for group in clean.groups] == [f"task-{i:05d}" for i in range(5, 10)]
