@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, cast
@@ -87,11 +88,8 @@ async def client(
         tcp_keepalive=True,
     )
     core = AioSession()
-    if newer_fields is None:
-        core.register_component("data_loader", _loader(core.get_config_variable("data_path")))
-    else:
-        loader = core.get_component("data_loader")  # keeps what it has loaded, and the client is made from that
-        deep_merge(loader.load_service_model(service, "service-2"), newer_fields)
+    newer = (service, json.dumps(newer_fields)) if newer_fields is not None else None
+    core.register_component("data_loader", _loader(core.get_config_variable("data_path"), newer))
     core.register_component("credential_provider", _CredentialProvider(core.get_component("credential_provider")))
     # Its types list every service by name, and lag behind the services.
     session: Any = aioboto3.Session(botocore_session=core)
@@ -108,9 +106,13 @@ async def client(
 
 
 @functools.cache
-def _loader(data_path: str | None) -> Loader:
-    """Cache botocore's service models; loading one takes 0.3 s."""
-    return create_loader(data_path)
+def _loader(data_path: str | None, newer: tuple[str, str] | None) -> Loader:
+    """Cache botocore's service models; loading one takes 0.3 s. `newer`: a service and its newer fields, as JSON."""
+    loader = create_loader(data_path)  # keeps what it has loaded, and clients are made from that
+    if newer is not None:
+        service, fields = newer
+        deep_merge(loader.load_service_model(service, "service-2"), json.loads(fields))
+    return loader
 
 
 class _CredentialProvider:
