@@ -99,7 +99,8 @@ def test_interpreter_of_the_engine(monkeypatch, tmp_path):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])  # the tests start this one
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_sglang_accepts_the_command_line(device):
     """SGLang's own parser accepts it; that needs no GPU."""
     serving = ServingConfig(device=device, python=find_engine(), tensor_parallel=2, max_total_tokens=4096)
