@@ -19,7 +19,7 @@ from rollout_backend.core.records import RolloutRecord
 from rollout_backend.errors import ConfigError
 from rollout_backend.observe.archive import CONFIG, RunArchive
 
-_OF_THE_PLACE = ("run_id", "output_dir")
+_OF_THE_PLACE = ("run_id", "output_dir", "runtime.session_logs")
 
 
 class _Frozen(BaseModel):
