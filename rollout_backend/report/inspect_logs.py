@@ -63,7 +63,7 @@ from rollout_backend.errors import TaskFileError
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.observe.run_info import RunStart
 from rollout_backend.report.messages import replies_by_turn, text_of
-from rollout_backend.report.run_data import RunData, StepData, read_rollout, read_run
+from rollout_backend.report.run_data import RunData, StepData, last_start, read_rollout, read_run
 from rollout_backend.report.settings import changed_settings
 
 _REWARD = "reward"
@@ -78,7 +78,7 @@ def export_inspect_logs(run_dir: Path, out: Path) -> dict[Path, int]:
         OSError: the disk refuses a file.
     """
     run, archive = read_run(run_dir), RunArchive(run_dir)
-    start = _last_start(archive)
+    start = last_start(archive)
     out.mkdir(parents=True, exist_ok=True)
     written = {}
     with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as folder:
@@ -87,15 +87,11 @@ def export_inspect_logs(run_dir: Path, out: Path) -> dict[Path, int]:
             part = Path(folder) / _file_name(log.eval)
             write_eval_log(log, part)
             written[part] = len(step.records)
+        for part in written:
+            key = part.stem.rpartition("_")[2]
+            for earlier in out.glob(f"*_{key}.eval"):  # if the step ran again, its name has another time
+                earlier.unlink()
         return {part.replace(out / part.name): samples for part, samples in written.items()}
-
-
-def _last_start(archive: RunArchive) -> RunStart | None:
-    try:
-        info = archive.read_info()
-    except ValueError:
-        return None
-    return info.starts[-1] if info is not None else None
 
 
 def _file_name(spec: EvalSpec) -> str:

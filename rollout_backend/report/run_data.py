@@ -14,6 +14,7 @@ from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import StepReport
 from rollout_backend.errors import ConfigError
 from rollout_backend.observe.archive import CONFIG, RunArchive
+from rollout_backend.observe.run_info import RunStart
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,18 @@ def read_run_id(run_dir: Path) -> str:
     return run_dir.absolute().name
 
 
-def _is_by_verl(archive: RunArchive) -> bool:
+def last_start(archive: RunArchive) -> RunStart | None:
+    """Return the last start of a run; None if its folder does not say, or another version wrote it."""
     try:
         info = archive.read_info()
     except ValueError:
-        return False
-    return info is not None and info.starts[-1].by == "verl"
+        return None
+    return info.starts[-1] if info is not None else None
+
+
+def _is_by_verl(archive: RunArchive) -> bool:
+    start = last_start(archive)
+    return start is not None and start.by == "verl"
 
 
 def _read_step(archive: RunArchive, step: int, by_verl: bool) -> StepData:

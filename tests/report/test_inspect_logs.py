@@ -42,7 +42,7 @@ print(json.dumps([{"listed_as": task, **log.model_dump(mode="json")} for task, l
 """
 
 
-def odd_run(run: Path) -> Path:
+def odd_run(run: Path, at: float = 1000.0) -> Path:
     """Write an interrupted step: a rollout with odd messages, one without tokens, one without a result."""
     name = hashlib.sha256(PIXEL).hexdigest()
     picture = {"type": "image_url", "image_url": {"url": f"sha256:{name}"}}
@@ -64,7 +64,7 @@ def odd_run(run: Path) -> Path:
             "odd.1", segments=[], conversations=[Conversation(messages=[system("Hi."), user("?"), assistant("!")])]
         ),
     ]
-    archive, ledger = RunArchive(run), Ledger(0, lambda: 1000.0)
+    archive, ledger = RunArchive(run), Ledger(0, lambda: at)
     ledger.plan([PlannedRollout(f"odd.{i}", "odd") for i in range(3)])
     for rollout in rollouts:
         ledger.record_result(rollout.rollout_id, rollout.outcome, trainable=True)
@@ -166,6 +166,14 @@ def test_odd_messages_several_conversations_and_an_interrupted_step(logs):
     assert [event["output"]["usage"] for event in only_messages["events"] if event["event"] == "model"] == [None]
     assert lost["input"] == '{"question": "What?"}'
     assert lost["error"]["message"] == "the step was interrupted before this rollout ended"
+
+
+def test_a_step_that_ran_again_replaces_its_log(tmp_path: Path):
+    for at in (1000.0, 2000.0):
+        export = [BIN / "python", "-m", "rollout_backend.cli", "export", odd_run(tmp_path / "odd", at)]
+        subprocess.run([*export, "--to", "inspect"], check=True, timeout=120)
+    [log] = (tmp_path / "odd" / "inspect").iterdir()
+    assert log.name.startswith("1970-01-01T00-33-20")
 
 
 def test_the_viewers_server_serves_the_logs(run: Path, logs, tmp_path: Path):
