@@ -36,7 +36,6 @@ def test_a_run_with_prices_shows_what_it_cost_and_what_was_wasted(tmp_path: Path
     assert shown in page.text("overview")
     if steps > 1:
         assert "estimated cost" in Page(run / "report" / "00000001.html").text("overview")
-    if steps > 1:
         assert f"{dollars(costs[1].total)} {dollars(costs[1].wasted)}" in page.text("steps")
     export_run(run, "parquet", tmp_path)
     rows = pyarrow.parquet.read_table(tmp_path / "steps.parquet").to_pylist()
