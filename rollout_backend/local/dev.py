@@ -146,7 +146,9 @@ class DevRunner:
                 self._print(Text(agent_traceback(failure.traceback, self._folder)))
 
     def _print_run_error(self, error: AgentRunError) -> None:
-        log = "" if error.log is None else readable(error.log.read_text(errors="replace"))
+        log = ""
+        if error.log is not None and error.log.is_file():  # a process that could not start wrote none
+            log = readable(error.log.read_text(errors="replace"))
         _, found, after = log.partition(_TRACEBACK)
         if not found:
             self._print(Text(str(error), "red"))

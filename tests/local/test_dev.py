@@ -19,7 +19,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.dev import DevRunner, agent_traceback, run_after_changes, source_changes
-from rollout_backend.local.harness import AgentHarness
+from rollout_backend.local.harness import AgentHarness, AgentRunError
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
 
 AGENT = """
@@ -170,6 +170,16 @@ async def test_a_change_cancels_the_run_in_progress():
     loop.cancel()
     await asyncio.wait({loop})
     assert (ended, loop.cancelled()) == ([0, 1], True)
+
+
+async def test_an_agent_whose_process_cannot_start_prints_why(tmp_path):
+    class Harness:
+        async def run(self, *_: object, **__: object) -> None:
+            raise AgentRunError("the app did not accept the task: no memory", tmp_path / "none.log")
+
+    console = Console(file=io.StringIO(), width=200)
+    await DevRunner(Harness(), tmp_path / "agent.py", console).run(TASK)
+    assert console.file.getvalue() == "task paris\nthe app did not accept the task: no memory\n"
 
 
 def test_a_traceback_keeps_the_agents_frames_only(tmp_path):
