@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollout_backend.cli.common import Json, Overrides, Quiet, Verbose, console, exit_codes, run_async, run_output
-from rollout_backend.cli.local_model import check_model_folder, local_model
+from rollout_backend.cli.local_model import load_local_config, local_model
 from rollout_backend.cli.run import collect_step
 from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError
@@ -97,9 +97,7 @@ async def _demo(
             },
             **model,
         }
-        placeholder = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}}
-        early = load_config(config, overrides, base=base, top=placeholder)  # errors show before the cloud starts
-        check_model_folder(early.model.path)
+        early = load_local_config(config, overrides, base)  # errors show before the cloud starts
         output.status(f"{_taken(len(wanted), len(found))} tasks of {tasks}, {early.group.size} rollouts of each")
         if len(wanted) < len(found):
             output.status(f"--limit {len(found)} takes all")

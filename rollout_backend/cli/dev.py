@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollout_backend.cli.common import Overrides, console, exit_codes, run_async
-from rollout_backend.cli.local_model import check_model_folder, local_model
-from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.cli.local_model import load_local_config, local_model
+from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError, TaskFileError
 
 if TYPE_CHECKING:
@@ -78,13 +78,8 @@ async def _dev(
 
     with tempfile.TemporaryDirectory(prefix="rollout-dev-") as folder:
         async with local_model(not engine and endpoint is None, endpoint, 1, echo) as model:
-            settings = load_config(
-                None,
-                overrides,
-                base={"sampling": {"temperature": 1.0, "max_tokens": 512}, **model},
-                top={"storage": {"bucket": "rollouts"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}},
-            )
-            check_model_folder(settings.model.path)
+            sampling = {"temperature": 1.0, "max_tokens": 512}
+            settings = load_local_config(None, overrides, {"sampling": sampling, **model})
             echo(f"starting the gateway, S3 and AgentCore on this machine; logs: {folder}")
             async with (
                 _serve(settings, Path(folder)) as url,

@@ -1,13 +1,14 @@
-"""The model of commands that run an agent on this machine: a script, a server that already runs, or SGLang here."""
+"""The model and the settings of commands that run an agent on this machine."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
 
 Settings = Mapping[str, Any]
@@ -55,16 +56,23 @@ def _install(echo: Callable[[str], None]) -> str:
         find_engine(cache)
         find_model(cache)
     except ConfigError:
-        echo(f"the first demo installs SGLang for the CPU and a 135M model in {cache}: two minutes, 3.5 GB")
-        echo("`rollout demo --scripted` needs neither")
+        echo(f"SGLang for the CPU and a 135M model are installed once, in {cache}: two minutes, 3.5 GB")
+        echo("to use a script instead: `rollout demo --scripted`, or `rollout dev` without --engine")
     install_cpu_engine(cache, echo=echo)
     return str(prepare_model(cache, echo=echo))
 
 
-def check_model_folder(folder: Path) -> None:
-    """Raise ConfigError if the model's folder is not on this machine."""
-    if not folder.is_dir():
+def load_local_config(file: Path | None, overrides: Sequence[str], base: Settings) -> RolloutConfig:
+    """Load the settings of a run on this machine, with placeholders for its storage and its runtime.
+
+    Raises:
+        ConfigError: they are invalid, or the model's folder is not on this machine.
+    """
+    placeholder = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}}
+    config = load_config(file, overrides, base=base, top=placeholder)
+    if not config.model.path.is_dir():
         raise ConfigError(
-            f"{folder} is not a folder on this machine: name a folder that has the tokenizer and config.json of the "
-            "served model with -o model.path=FOLDER"
+            f"{config.model.path} is not a folder on this machine: name a folder that has the tokenizer and "
+            "config.json of the served model with -o model.path=FOLDER"
         )
+    return config
