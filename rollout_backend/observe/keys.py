@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import termios
@@ -79,4 +80,5 @@ def _in_foreground(fd: int) -> bool:
 def _restore(fd: int) -> None:
     mode = _saved.pop(fd, None)
     if mode is not None and _in_foreground(fd):
-        termios.tcsetattr(fd, termios.TCSANOW, mode)
+        with contextlib.suppress(termios.error):  # the terminal was closed
+            termios.tcsetattr(fd, termios.TCSANOW, mode)

@@ -60,6 +60,16 @@ async def test_an_exit_without_clean_up_restores_the_terminal(terminal):
     keys.stop()
 
 
+async def test_a_terminal_that_was_closed_ends_the_reading(terminal):
+    user, stream = terminal
+    keys = Keys(lambda key: None, stream)
+    keys.start()
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), user)  # which closes the user's end
+    keys.stop()
+    assert not keys.reading
+
+
 async def test_what_is_no_terminal_is_left_alone(tmp_path, terminal):
     _, stream = terminal
     stream.close()
