@@ -1,4 +1,7 @@
-"""What a run prints while it runs: a live view on a terminal, else lines, or JSON objects."""
+"""What a run prints while it runs: a live view on a terminal, else lines, or JSON objects.
+
+Invariant: a console that cannot be written ends the output, never the run.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -117,7 +120,7 @@ class RunOutput:
         """Print a JSON object, if this is what is printed."""
         if self.style == "json":
             line = json.dumps({"event": kind, "time": round(time.time(), 3), **fields})
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._write(line)
 
     def seconds(self) -> Mapping[RunPhase, float]:
         """Return the seconds of each phase that has begun, in order."""
@@ -127,7 +130,23 @@ class RunOutput:
     def _print(self, kind: str, line: str, style: str = "dim", /, **fields: Any) -> None:
         self.event(kind, **fields)
         if self.style in ("normal", "verbose"):
-            self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+            self._write(line, style=style)
+
+    def _write(self, text: str, style: str | None = None) -> None:
+        with self._writing():
+            self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """End the output, and not the run, if it cannot be written: a full disk, a closed terminal or pipe."""
+        try:
+            yield
+        except (OSError, SystemExit) as error:  # Rich exits when a pipe is closed
+            self.console.quiet = True
+            with suppress(OSError), open(os.devnull, "wb") as null:  # for what waits in its buffer
+                os.dup2(null.fileno(), self.console.file.fileno())
+            cause = error.__context__ if isinstance(error, SystemExit) else error
+            log.warning("the run goes on without output, which cannot be written: %s", cause)
 
     # --- while it runs ------------------------------------------------------------------------------------
 
@@ -136,7 +155,8 @@ class RunOutput:
         """Show the progress of a run until this block ends."""
         if self.style in ("normal", "verbose") and self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
-            self._live.start()
+            with self._writing():
+                self._live.start()
             self._keys.start()
         showing = asyncio.create_task(self._show(read))
         try:
@@ -151,7 +171,8 @@ class RunOutput:
                 log.warning("the progress of the run could not be shown", exc_info=True)
             self._keys.stop()
             if self._live is not None:
-                self._live.stop()
+                with self._writing():
+                    self._live.stop()
                 self._live = None
 
     async def _show(self, read: Callable[[], Awaitable[Progress]]) -> None:
@@ -183,7 +204,8 @@ class RunOutput:
     def _refresh(self) -> None:
         if self._live is not None:
             lines = frame(self._snapshot(), self.console.width)
-            self._live.update(Group(*lines), refresh=True)
+            with self._writing():
+                self._live.update(Group(*lines), refresh=True)
 
     def _snapshot(self) -> Snapshot:
         began = self._began.values()
@@ -207,7 +229,7 @@ class RunOutput:
         snapshot = self._snapshot()
         self.event("progress", **_fields(snapshot, progress))
         if self._live is None and self.style in ("normal", "verbose"):
-            self.console.print(plain_line(snapshot), markup=False, highlight=False, soft_wrap=True)
+            self._write(plain_line(snapshot))
 
     # --- its end ------------------------------------------------------------------------------------------
 
@@ -215,7 +237,8 @@ class RunOutput:
         """Print the summary of a run that has ended."""
         self.event("end", **summary.fields())
         if self.style != "json":
-            print_summary(self.console, summary)
+            with self._writing():
+                print_summary(self.console, summary)
 
     def unfinished(
         self, records: Sequence[RolloutRecord], folder: Path, report: Path | None, resume: str | None
@@ -233,7 +256,7 @@ class RunOutput:
             lines.append(f"report: {report}")
         if resume is not None:
             lines.append(f"resume it with: {resume}")
-        self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        self._write("\n".join(lines))
 
 
 def _fields(snapshot: Snapshot, progress: Progress) -> dict[str, Any]:

@@ -64,8 +64,7 @@ async def test_a_terminal_that_was_closed_ends_the_reading(terminal):
     user, stream = terminal
     keys = Keys(lambda key: None, stream)
     keys.start()
-    with open(os.devnull) as null:
-        os.dup2(null.fileno(), user)  # which closes the user's end
+    os.dup2(sys.__stderr__.fileno(), user)  # which closes the user's end
     keys.stop()
     assert not keys.reading
 

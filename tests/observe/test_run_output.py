@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Phase
@@ -116,6 +119,23 @@ async def test_a_display_that_fails_does_not_end_a_run(make_screen, caplog):
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert "the progress of the run could not be shown" in caplog.text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("why", ["No space left on device", "Broken pipe"])
+async def test_a_console_that_cannot_be_written_ends_the_output_and_not_the_run(why, terminal, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_READ_S", 0.001)
+    if why == "Broken pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open("/dev/full", os.O_WRONLY)
+    with os.fdopen(writer, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)  # Rich redirects it when a pipe is closed
+        console = Console(file=file, force_terminal=terminal)
+        await show(RunOutput(console))
+        RunOutput(console).unfinished([], Path("/runs/x"), None, None)
+    assert [why in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("style", ["normal", "json"])
