@@ -2,20 +2,25 @@
 
 Invariants:
 
-- Sending blocks no caller and fails no run: a thread sends batches, retries, and logs what it drops.
+- Sending blocks no caller and fails no run: a thread sends batches, retries, and drops what is not accepted. The log
+  says so once.
 - OpenTelemetry is imported only if a run sends traces. It comes with the extra `otel`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import threading
 from collections.abc import Iterable
 
 from rollout_backend.core.trace import Span
 from rollout_backend.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 _QUEUE = 1 << 16  # spans that wait to be sent, at 1 KB each; further ones are dropped
+_LATEST_S = 1e10  # unix seconds: the year 2286
 _CLOSE_S = 2.0  # a process that ends waits for its collector no longer
 
 
@@ -49,6 +54,9 @@ class SpanSender:
 
         named = Resource.create({SERVICE_NAME: service})
         self._resource = named.merge(OTELResourceDetector().detect())
+        self._fault = _FaultLog(endpoint)
+        self._exporter_log = logging.getLogger(OTLPSpanExporter.__module__)
+        self._exporter_log.addFilter(self._fault)
         self._exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         self._processor = BatchSpanProcessor(self._exporter, max_queue_size=_QUEUE)
 
@@ -74,15 +82,49 @@ class SpanSender:
             links=[Link(context(*link)) for link in span.links],
             kind=SpanKind[span.kind.upper()],
             status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
-            start_time=int(span.start * 1e9),
-            end_time=int(span.end * 1e9),
+            start_time=_nanoseconds(span.start),
+            end_time=_nanoseconds(span.end),
             instrumentation_scope=InstrumentationScope("rollout_backend"),
         )
         self._processor.on_end(ended)
 
     def close(self) -> None:
         """Send what waits, for a few seconds at most."""
-        closing = threading.Thread(target=self._processor.shutdown, daemon=True)
+        closing = threading.Thread(target=self._shut_down, daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
-        self._exporter.shutdown()  # type: ignore[no-untyped-call]  # ends the retries if the collector does not answer
+        if closing.is_alive():
+            self._fault.report("it did not answer before the end")
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # ends the retries
+
+    def _shut_down(self) -> None:
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        self._exporter_log.removeFilter(self._fault)
+
+
+class _FaultLog(logging.Filter):
+    """Logs the first fault of a collector, in place of the exporter's line for each try."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+        self._reported = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.report(record.getMessage())
+        return False
+
+    def report(self, why: str) -> None:
+        if not self._reported:
+            self._reported = True
+            log.warning(
+                "spans are lost while the collector at %s (observe.otlp_endpoint) does not accept them; "
+                "the run goes on: %s",
+                self._endpoint,
+                why,
+            )
+
+
+def _nanoseconds(seconds: float) -> int:
+    """Return a time as OTLP can hold it: a container's clock may show any."""
+    return int(min(max(seconds, 0.0), _LATEST_S) * 1e9)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 
 import pytest
 
+from builders import until
 from otlp_receiver import OtlpReceiver
 from rollout_backend import tracing
 from rollout_backend.core.trace import Span
@@ -16,7 +18,13 @@ from rollout_backend.tracing import SpanSender
 SPANS = [Span(f"span {i}", trace_id=1, span_id=i + 1, parent_id=None, start=1.0, end=2.0) for i in range(3000)]
 
 
-def test_spans_that_wait_are_sent_before_a_process_ends(monkeypatch):
+@pytest.fixture
+def patient(monkeypatch):
+    """Let `close` wait until all is sent."""
+    monkeypatch.setattr(tracing, "_CLOSE_S", 60.0)
+
+
+def test_spans_that_wait_are_sent_before_a_process_ends(monkeypatch, patient, caplog):
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=rl")
     with OtlpReceiver() as receiver:
         sender = SpanSender(receiver.url + "/", "rollout-manager")
@@ -24,13 +32,36 @@ def test_spans_that_wait_are_sent_before_a_process_ends(monkeypatch):
         sender.close()
     assert {span.name for span in receiver.spans} == {span.name for span in SPANS}
     assert {span.service for span in receiver.spans} == {"rollout-manager"}
+    assert caplog.records == []
 
 
-def test_a_collector_that_is_away_holds_nothing_up(monkeypatch):
+def test_a_collector_that_is_away_holds_nothing_up_and_is_reported_once(monkeypatch, caplog):
     monkeypatch.setattr(tracing, "_CLOSE_S", 0.1)
     sender = SpanSender(f"http://127.0.0.1:{free_port()}", "rollout-manager")
     sender.send(SPANS)
+    until(lambda: caplog.messages)
     sender.close()
+    [line] = caplog.messages
+    assert "observe.otlp_endpoint" in line
+    assert "Connection refused" in line
+
+
+def test_a_collector_that_does_not_answer_is_reported_at_the_end(monkeypatch, caplog):
+    monkeypatch.setattr(tracing, "_CLOSE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        sender = SpanSender(f"http://127.0.0.1:{silent.getsockname()[1]}", "rollout-manager")
+        sender.send(SPANS)
+        sender.close()
+    [line] = caplog.messages
+    assert "did not answer before the end" in line
+
+
+def test_a_time_that_otlp_cannot_hold_loses_no_other_span(patient):
+    with OtlpReceiver() as receiver:
+        sender = SpanSender(receiver.url, "rollout-manager")
+        sender.send([*SPANS[:2], Span("far", trace_id=1, span_id=9, parent_id=None, start=1e300, end=1e300)])
+        sender.close()
+    assert {span.name for span in receiver.spans} == {"span 0", "span 1", "far"}
 
 
 def test_without_the_extra_the_setting_is_refused(monkeypatch):
