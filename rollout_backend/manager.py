@@ -132,10 +132,10 @@ class RolloutManager:
             self._first_call = FirstCall(run.serving.gateways.public_urls[0], setting)
             watching = asyncio.create_task(self._await_first_call(self._first_call))
             stack.callback(watching.cancel)
-            stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
             self._run = run
-            await self._serve_metrics(stack)
             self._open_traces(stack)
+            await self._serve_metrics(stack)
+            stack.push_async_callback(self._end_steps)  # first of all: they need the rest to close their sessions
             self._stack = stack.pop_all()
         self._on_phase(RunPhase.ROLLOUTS)
         return self
@@ -191,9 +191,18 @@ class RolloutManager:
             self._metrics.record_event(event)
         self._on_serving(event)
 
+    def _report_step(self, step: Step, records: Sequence[RolloutRecord]) -> None:
+        try:
+            if self._metrics is not None:
+                self._metrics.end_step(step, records)
+            if self._traces is not None:
+                self._traces.send(_spans(self.config.run_id, step, records))
+        except Exception:  # a monitor never ends a step
+            log.warning("metrics or traces of step %d are incomplete", step.step, exc_info=True)
+
     async def _end_steps(self) -> None:
-        for step in self._collecting:
-            step.cancel()
+        for collecting in self._collecting:
+            collecting.cancel()
         await asyncio.gather(*self._collecting, return_exceptions=True)
 
     async def _await_first_call(self, first_call: FirstCall) -> None:
@@ -250,7 +259,11 @@ class RolloutManager:
             LedgerError: the ledger does not reconcile.
         """
         with rare_full_collections(), log_fields(run=self.config.run_id):
-            return await self._collect(tasks, step, sampling, on_group, weights, same_weights)
+            work = self._collect(tasks, step, sampling, on_group, weights, same_weights)
+            collecting = asyncio.create_task(work)
+            self._collecting.add(collecting)
+            collecting.add_done_callback(self._collecting.discard)
+            return await collecting
 
     async def _collect(
         self,
@@ -270,8 +283,6 @@ class RolloutManager:
         self._steps[number] = current
         self.archive.write_tasks(number, wanted)
         running = asyncio.create_task(current.run())
-        self._collecting.add(running)
-        running.add_done_callback(self._collecting.discard)
         try:
             await asyncio.wait([running, *run.background], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
@@ -294,10 +305,7 @@ class RolloutManager:
             records = current.records()
             if run.lease.lost is None:  # otherwise the step belongs to another manager
                 self.archive.write_records(number, records)
-            if self._metrics is not None:
-                self._metrics.end_step(current, records)
-            if self._traces is not None:
-                self._traces.send(_spans(self.config.run_id, current, records))
+            self._report_step(current, records)
         self.archive.write_report(result.report)
         return result
 

@@ -9,6 +9,8 @@ from agent_wrapper.contract import Outcome, Rollout
 from agent_wrapper.contract.trace import traceparent
 from builders import eventually
 from otlp_receiver import OtlpReceiver
+from rollout_backend import tracing
+from rollout_backend.core.ledger import Phase
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, ServingError
 from rollout_backend.local.scripted import Fail
@@ -72,6 +74,23 @@ async def test_tasks_become_validated_rollouts_through_two_gateways(collector, o
     assert [Rollout.decode(path.read_bytes()).rollout_id for path in kept] == ["a.1"]
     stored = json.loads((run.config.run_dir / "steps" / "00000000.json").read_text())
     assert stored["planned"] == 8
+
+
+async def test_a_run_that_ends_early_sends_the_spans_of_its_open_steps(collector, open_run, monkeypatch):
+    monkeypatch.setattr(tracing, "_CLOSE_S", 60.0)
+    run = await open_run("group.size=1", f"observe.otlp_endpoint={collector.url}")
+    collecting = asyncio.create_task(run.manager.collect([Task("a", {"do": "never return"})]))
+
+    async def is_running() -> bool:
+        return (await run.manager.progress()).phases[Phase.RUNNING] == 1
+
+    await eventually(is_running)
+    await run.manager.__aexit__(None, None, None)
+    with pytest.raises(asyncio.CancelledError):
+        await collecting
+    await eventually(
+        lambda: [span for span in collector.spans if span.name == "rollout" and "cancelled" in span.error]
+    )
 
 
 @pytest.mark.slow

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import create_autospec
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent_wrapper.contract import Failure
+from rollout_backend.core.tasks import Task
 from rollout_backend.errors import StartupError, Throttled
 from rollout_backend.gateway.stats import Counters
+from rollout_backend.manager import RolloutManager
 from rollout_backend.observe.metric_names import METRICS
 from rollout_backend.observe.metrics import RunMetrics, serve_metrics
+from rollout_backend.run_lease import RunLease
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.supervisor import ServingEvent
 from step_bench import Agents, only
@@ -79,3 +85,17 @@ async def test_the_endpoint_serves_each_metric_with_its_type_and_labels(open_ben
         assert family.type == metric.kind
         assert {*samples[0].labels} - {"le"} == {*metric.labels}, metric.name
         assert {sample.name for sample in samples} == {*metric.samples}
+
+
+async def test_metrics_that_fail_do_not_end_a_step(open_bench, tmp_path, monkeypatch, caplog):
+    def fail(*args: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(RunMetrics, "end_step", fail)
+    bench = await open_bench("observe.metrics_port=0", "group.size=1", f"output_dir={tmp_path}")
+    manager = RolloutManager(bench.config)
+    lease = create_autospec(RunLease, instance=True, lost=None)
+    manager._run = SimpleNamespace(for_steps=bench.services, lease=lease, limits=bench.config.runtime, background=[])
+    result = await manager.collect([Task("task-a", {})])
+    assert len(result.rollouts) == 1
+    assert "metrics or traces of step 0 are incomplete" in caplog.text
