@@ -48,6 +48,8 @@ def dev(
     with exit_codes():
         if engine and endpoint is not None:
             raise ConfigError("--engine starts a server: leave out --engine or --endpoint")
+        if task is not None and limit > 1:
+            raise ConfigError("--task names one task: leave out --task or --limit")
         if not app.is_file() or app.suffix != ".py":
             raise ConfigError(f"there is no agent at {app}: name the Python file that starts its app")
         app = app.absolute()
@@ -78,14 +80,14 @@ async def _dev(
 
     with tempfile.TemporaryDirectory(prefix="rollout-dev-") as folder:
         async with local_model(not engine and endpoint is None, endpoint, 1, echo) as model:
-            sampling = {"temperature": 1.0, "max_tokens": 512}
-            settings = load_local_config(None, overrides, {"sampling": sampling, **model})
+            base = {"sampling": {"temperature": 1.0, "max_tokens": 512}, "timeouts": {"agent_s": 600}, **model}
+            settings = load_local_config(None, overrides, base)
             echo(f"starting the gateway, S3 and AgentCore on this machine; logs: {folder}")
             async with (
                 _serve(settings, Path(folder)) as url,
                 AgentHarness(run_dir=Path(folder), config=settings, engine_url=url) as harness,
             ):
-                runner = DevRunner(harness, app, console, sampling=settings.sampling)
+                runner = DevRunner(harness, app, console, settings)
 
                 async def run() -> None:
                     try:
@@ -125,7 +127,7 @@ def find_tasks(file: Path, wanted: str | None, limit: int) -> Sequence[Task]:
         try:
             return [Task("task", json.loads(wanted))]
         except ValueError as error:
-            raise ConfigError(f"--task is not JSON: {error}") from None
+            raise ConfigError(f"--task is not JSON ({error}): correct it, or give a task's id") from None
     if not file.is_file():
         raise ConfigError(f"there is no task file {file}: name one with --tasks, or give a payload with --task")
     found = read_tasks(file)

@@ -20,7 +20,8 @@ import watchfiles
 from rich.console import Console
 from rich.text import Text
 
-from agent_wrapper.contract import Outcome, Rollout, Sampling, readable
+from agent_wrapper.contract import Outcome, Rollout, readable
+from rollout_backend.config import RolloutConfig
 from rollout_backend.core.tasks import Task
 from rollout_backend.gateway.conversations import RecordedTurn
 from rollout_backend.local.harness import AgentHarness, AgentRunError
@@ -80,20 +81,12 @@ async def _cancel(pending: asyncio.Future[Any]) -> None:
 class DevRunner:
     """Runs an agent's file on a task, and prints each model call, and then the reward or the error."""
 
-    def __init__(
-        self,
-        harness: AgentHarness,
-        agent: Path,
-        console: Console,
-        *,
-        sampling: Sampling | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
+    def __init__(self, harness: AgentHarness, agent: Path, console: Console, config: RolloutConfig) -> None:
+        """`config` has the sampling and the agent's time limit."""
         self._harness = harness
         self._agent = agent
         self._console = console
-        self._sampling = sampling
-        self._timeout_s = timeout_s
+        self._config = config
         self._folder = agent.absolute().parent
 
     async def run(self, task: Task) -> None:
@@ -105,8 +98,8 @@ class DevRunner:
                 self._agent,
                 task.payload,
                 None,
-                sampling=self._sampling,
-                timeout_s=self._timeout_s,
+                sampling=self._config.sampling,
+                timeout_s=self._config.timeouts.agent_s,
                 on_turn=self._print_turn,
             )
         except AgentRunError as error:

@@ -56,13 +56,14 @@ def answer(prompt: str) -> str | ToolCall:
     return "It is sunny." if "<tool_response>" in prompt else ToolCall("weather", {"city": "Paris"})
 
 
-def config(folder: Path) -> RolloutConfig:
+def config(folder: Path, **sections: object) -> RolloutConfig:
     return RolloutConfig.parse(
         {
             "model": {"path": BYTE_MODEL, "renderer": "chatml", "context_length": 32_768},
             "storage": {"bucket": "rollouts"},
             "runtime": {"kind": "http", "url": "http://127.0.0.1"},
             "output_dir": folder,
+            **sections,
         }
     )
 
@@ -89,7 +90,7 @@ async def test_each_change_runs_the_agent_again_and_an_error_does_not_end_it(tmp
 
     with ScriptedEngine(answer) as engine:
         async with AgentHarness(run_dir=tmp_path, config=config(tmp_path), engine_url=engine.url) as harness:
-            runner = DevRunner(harness, agent, console)
+            runner = DevRunner(harness, agent, console, config(tmp_path))
             changes = source_changes(folder, folder / "tasks.jsonl")
             loop = run_after_changes(lambda: runner.run(TASK), changes, console.print)
             running = asyncio.create_task(loop)
@@ -172,13 +173,23 @@ async def test_a_change_cancels_the_run_in_progress():
     assert (ended, loop.cancelled()) == ([0, 1], True)
 
 
+async def test_the_settings_limit_the_agents_time(tmp_path):
+    settings = config(tmp_path, timeouts={"model_call_s": 0.5, "agent_s": 1})
+    agent, console = tmp_path / "agent.py", Console(file=io.StringIO(), width=200)
+    agent.write_text(AGENT.replace("TOOLS}", "TOOLS, **__import__('time').sleep(600)}"))
+    with ScriptedEngine(answer) as engine:
+        async with AgentHarness(run_dir=tmp_path, config=settings, engine_url=engine.url) as harness:
+            await DevRunner(harness, agent, console, settings).run(TASK)
+    assert "timed_out, agent_deadline: " in console.file.getvalue()
+
+
 async def test_an_agent_whose_process_cannot_start_prints_why(tmp_path):
     class Harness:
         async def run(self, *_: object, **__: object) -> None:
             raise AgentRunError("the app did not accept the task: no memory", tmp_path / "none.log")
 
     console = Console(file=io.StringIO(), width=200)
-    await DevRunner(Harness(), tmp_path / "agent.py", console).run(TASK)
+    await DevRunner(Harness(), tmp_path / "agent.py", console, config(tmp_path)).run(TASK)
     assert console.file.getvalue() == "task paris\nthe app did not accept the task: no memory\n"
 
 
