@@ -36,7 +36,7 @@ class RunSummary:
     again: str = ""
     prices: Prices | None = None  # None: the settings name none
 
-    @property
+    @cached_property
     def cost(self) -> Cost | None:
         """Estimate the cost of the step."""
         return self.prices.cost_of(self.result.records) if self.prices is not None else None
