@@ -34,7 +34,7 @@ class CallTraces:
         if sent := _TRACEPARENT.fullmatch(traceparent):
             caller = int(sent[1], 16), int(sent[2], 16)
             if caller[0] == trace_id:
-                parent_id = caller[1]
+                parent_id = caller[1] or parent_id
             elif all(caller):
                 links = (caller,)
         error = _error(running)
