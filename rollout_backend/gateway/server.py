@@ -157,10 +157,10 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             await self._executor.close()
-            if self._traces is not None:
-                await asyncio.to_thread(self._traces.close)
             if self._journal is not None:
                 self._journal.release()
+            if self._traces is not None:
+                await asyncio.to_thread(self._traces.close)
 
     async def _sweep(self) -> None:
         while True:
