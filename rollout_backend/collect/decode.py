@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from agent_wrapper.contract import ContractError, Outcome, ResultName, Rollout
 from agent_wrapper.contract.codec import unpacked_size
@@ -39,7 +40,7 @@ class ResultDecoder:
         self._max_bytes = max_bytes
         self.text_format = text_format
         self._verify = verify
-        self._large = asyncio.Semaphore(1)
+        self._large = ThreadPoolExecutor(1, "decode")
 
     async def decode(self, data: bytes, name: ResultName) -> Rollout:
         """Decode the result or failure marker that was stored under the key of `name`.
@@ -50,9 +51,9 @@ class ResultDecoder:
         if unpacked_size(data) < _LARGE_BYTES:
             return self._decode(data, name)
         # A thread, not a process: the event loop waits for at most one call into C (28 ms of 81 ms for a compact
-        # result of 9 MB), and a process would take as long to send the decoded result back.
-        async with self._large:
-            return await asyncio.to_thread(self._decode, data, name)
+        # result of 9 MB), and a process would take as long to send the decoded result back. It goes from one result
+        # to the next by itself: if the loop had to start each, each would wait for the interpreter's lock first.
+        return await asyncio.get_running_loop().run_in_executor(self._large, self._decode, data, name)
 
     def _decode(self, data: bytes, name: ResultName) -> Rollout:
         rollout = read_result(
