@@ -67,7 +67,7 @@ train-smoke: engine verl  ## two steps of a tiny model, on both of verl's traine
 	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --work runs/smoke-v1
 	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --trainer legacy --work runs/smoke-legacy
 
-bench: engine verl  ## all benchmarks, against other projects: 20 minutes; the tables and a picture are in runs/bench
+bench: engine verl  ## all benchmarks, against other projects: half an hour; the tables and a picture are in runs/bench
 	$(RUN)/python benchmarks/run_all.py
 
 lint: setup
@@ -112,7 +112,7 @@ $(INSPECT_READY): pyproject.toml constraints/inspect.txt
 	@touch $(INSPECT_READY)
 
 docs: setup $(DOCS_READY)  ## the pages that are made from the code, and the site in build/site; a broken link fails
-	for page in settings api cli; do $(RUN)/python docs/make_$$page.py || exit; done
+	for page in settings api cli performance; do $(RUN)/python docs/make_$$page.py || exit; done
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "open build/site/index.html; to search the pages, serve them: python -m http.server -d build/site"
 

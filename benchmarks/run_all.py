@@ -2,7 +2,7 @@
 
     python benchmarks/run_all.py --only collection rival_collection
 
-It takes less than 20 minutes on two cores, and more at the first time, when it installs the rivals. `results.json`
+It takes less than half an hour on two cores, and more at the first time, when it installs the rivals. `results.json`
 has all figures, the machine, the date and the command of each part. `docs/make_performance.py` makes a page of it.
 """
 
