@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import aioboto3
@@ -41,11 +41,17 @@ async def until_gone(mark: str) -> None:
             await asyncio.sleep(0.05)
 
 
-@asynccontextmanager
-async def client(service: str, cloud: LocalCloud, url: str):
+@contextmanager
+def environment(cloud: LocalCloud):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cloud.environ.items():
             patch.setenv(name, value)
+        yield
+
+
+@asynccontextmanager
+async def client(service: str, cloud: LocalCloud, url: str):
+    with environment(cloud):
         async with aioboto3.Session().client(service, endpoint_url=url) as made:
             yield made
 
@@ -74,7 +80,8 @@ async def test_cloud_leaves_no_process(app, tmp_path, mark):
         config = load_config(overrides=["model.path=/models/tiny"], env={}, base=cloud.settings())
         assert config.storage.bucket == "mine"
         assert config.runtime.kind == "agentcore"
-        runtime = await open_runtime(config.runtime)
+        with environment(cloud):
+            runtime = await open_runtime(config.runtime)
         log = runtime.log_location(SESSION)
         await runtime.aclose()
         async with client("s3", cloud, config.aws.endpoint_url) as s3:
