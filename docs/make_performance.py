@@ -27,8 +27,8 @@ _HEAD = """\
 
 Generated from `docs/performance.json` by `python docs/make_performance.py`; do not edit.
 
-To measure on your machine, run `make bench`. It takes less than half an hour on two cores, installs the rivals from the
-package index at the first time, and ends with these tables.
+To measure on your machine, run `make bench`. It takes less than half an hour on two cores, installs the rivals from
+the package index at the first time, and ends with these tables.
 """
 _SUMMARY = """\
 A floor is what the transport or the libraries below allow: boto3 in threads that decodes nothing, an HTTP proxy that
@@ -43,8 +43,8 @@ results of 10 KB. S3 takes 30 ms, SQS 10 ms, an invoke 150 ms. p50 and p99 are t
 the trainer has it: decoded, checked and stored in the case of ours, and as JSON in the case of the rivals. Closing is
 what is left to do when the trainer has the last result.
 
-At once, all results arrive within a second or two, and one core collects them: the latency is the queue in front of it.
-With 2.5 ms of CPU per result that is 400 results per second.
+At once, all results arrive within a second or two, and one core collects them: the latency is the queue in front of
+it. With 2.5 ms of CPU per result that is 400 results per second.
 
 - toolkit is agentcore-rl-toolkit. With S3, it polls for each result; with HTTP, it asks the runtime for each. Its S3
   client closes a session before it hands over the result. Its results hold no tokens.

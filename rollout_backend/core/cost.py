@@ -104,7 +104,7 @@ class Prices:
         for record in records:
             spent = seconds_of(record)
             usage = Usage(spent.session, spent.model, int(record.result is not None))
-            if record.trainable and record.group_usable:
+            if record.trained:
                 trained += usage
             else:
                 wasted += usage

@@ -76,6 +76,11 @@ class RolloutRecord(BaseModel):
         return self.result.reward if self.result is not None else None
 
     @property
+    def trained(self) -> bool:
+        """Return whether the trainer gets the rollout: it is trainable, and so is its group."""
+        return self.trainable and self.group_usable
+
+    @property
     def failed(self) -> bool:
         """Return whether the rollout ended and did not complete."""
         return self.outcome is not None and self.outcome is not Outcome.COMPLETED

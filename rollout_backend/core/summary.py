@@ -134,9 +134,7 @@ def summarize(records: Sequence[RolloutRecord]) -> StepSummary:
         cached_tokens=sum(each.cached_tokens for each in results),
         seconds=ended - began,
         spent=add(spent),
-        wasted_session_s=sum(
-            each.session for each, record in zip(spent, records, strict=True) if not record.trainable
-        ),
+        wasted_session_s=sum(each.session for each, record in zip(spent, records, strict=True) if not record.trained),
         attempts=sum(record.attempts for record in records),
     )
 

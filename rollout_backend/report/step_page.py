@@ -157,7 +157,7 @@ def _data(
         "turns": [result.turns if result else None for result in results],
         "segments": [result.segments if result else None for result in results],
         "attempts": [record.attempts for record in records],
-        "trained": [int(record.trainable and record.group_usable) for record in records],
+        "trained": [int(record.trained) for record in records],
         "phases": list(PHASES.values()),
         "spent": [[round(seconds, 1) for seconds in vars(each).values()] for each in spent],
         "logs": {

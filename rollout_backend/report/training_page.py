@@ -105,7 +105,7 @@ def entry_of(step: StepData, link: str | None, prices: Prices | None) -> StepEnt
         Counter(
             (record.reason or "completed") if not record.trainable else "group not usable"
             for record in step.records
-            if not (record.trainable and record.group_usable)
+            if not record.trained
         ),
         prices.cost_of(step.records) if prices is not None else None,
     )

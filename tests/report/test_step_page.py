@@ -269,8 +269,9 @@ def test_session_time_of_untrained_rollouts_is_counted():
     records = [
         make_record("a.0", result=summary(1.0), trainable=True),
         make_record("a.1", outcome=Outcome.INFRA_ERROR),
+        make_record("b.0", result=summary(1.0), trainable=True, group_usable=False),
     ]
     numbers = summarize(records)
-    assert (numbers.spent.session, numbers.wasted_session_s) == (18, 9)
+    assert (numbers.spent.session, numbers.wasted_session_s) == (27, 18)
     assert numbers.reward is not None
     assert (numbers.reward.value, numbers.reward.margin) == (1.0, None)
