@@ -46,6 +46,10 @@ class Cost:
         """Return the dollars by name, for JSON."""
         return {**vars(self), "total": self.total}
 
+    @property
+    def sums(self) -> str:
+        return f"about {dollars(self.total)}, {dollars(self.wasted)} of it wasted (estimate)"
+
     def __str__(self) -> str:
         parts = {"agents": self.agents, "S3 and SQS": self.requests, "GPUs": self.gpus}
         found = ", ".join(f"{name} {dollars(value)}" for name, value in parts.items() if value)

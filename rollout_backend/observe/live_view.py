@@ -169,7 +169,7 @@ def frame(snapshot: Snapshot, width: int) -> list[Text]:
     if progress is not None and progress.planned:
         lines += [Text(), _bar(snapshot, progress, width), _counts(progress, width), Text()]
         lines += [*_measures(snapshot, progress), *_servers(progress, width)]
-        lines += [Text(f" cost     {snapshot.cost}")] if snapshot.cost is not None else []
+        lines += [Text(f" cost     {snapshot.cost.sums}")] if snapshot.cost is not None else []
         findings = [*_findings(progress, width - 3)]
         lines += [Text(), *findings] if findings else []
         lines += [Text(), *_last(progress.last, width)] if progress.last else []

@@ -162,7 +162,7 @@ def test_many_engines_are_summed_unless_their_details_are_asked_for():
 def test_the_cost_so_far():
     prices = Prices(session_s=0.01, own_s=0.0, result=0.0, step_s=0.1)
     shown = progress({Outcome.COMPLETED: 1}, trainable=Usage(100, 50, 1), wasted=Usage(20, 0, 0))
-    line = " cost     about $5.20 (agents $1.20, GPUs $4.00), $0.87 of it wasted (estimate)"
+    line = " cost     about $5.20, $0.87 of it wasted (estimate)"
     assert line in text(snapshot(shown, prices=prices))
     assert not any("cost" in each for each in text(snapshot(shown)))
 
