@@ -68,7 +68,7 @@ class Work:
     warm_up: int = WARM_UP
 
 
-TABLE = (Work(1024, rate=25), Work(1024), Work(256, agent_s=20.0))
+TABLE = (Work(1024, rate=25), Work(1024))
 
 
 async def measure(rival: Rival, work: Work, timeout_s: float) -> dict[str, Any]:
