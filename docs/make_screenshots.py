@@ -24,7 +24,7 @@ from rollout_backend.core.cost import Prices, Usage  # noqa: E402
 from rollout_backend.core.ledger import Phase  # noqa: E402
 from rollout_backend.core.step_totals import LastResult  # noqa: E402
 from rollout_backend.core.verdict import FailureCount  # noqa: E402
-from rollout_backend.gateway.stats import GatewayStats  # noqa: E402
+from rollout_backend.gateway.stats import Counters  # noqa: E402
 from rollout_backend.observe.live_view import History, Snapshot, frame  # noqa: E402
 from rollout_backend.observe.progress import Progress  # noqa: E402
 from rollout_backend.report.files import write_report  # noqa: E402
@@ -55,7 +55,6 @@ def progress(part: float) -> Progress:
     engines = [f"http://engine-{i}" for i in range(2)]
     ended = round(241 * part)
     lost = ended // 30
-    counts = {name: 0 if field.annotation is int else {} for name, field in GatewayStats.model_fields.items()}
     served = {
         "sampled_tokens": round(118_000 * part**1.5),
         "prompt_tokens": 1_000,
@@ -70,7 +69,7 @@ def progress(part: float) -> Progress:
         phases={Phase.PLANNED: 47, Phase.DISPATCHING: 0, Phase.RUNNING: 96, Phase.SETTLED: ended},
         outcomes={Outcome.COMPLETED: ended - lost, Outcome.INFRA_ERROR: lost},
         open_sessions=96,
-        gateway=GatewayStats.model_validate({**counts, **served}),
+        gateway=Counters().snapshot(0, 0, 0).model_copy(update=served),
         rewards=ended - lost,
         mean_reward=0.25 + 0.3 * part,
         groups=39,

@@ -23,6 +23,7 @@ from rich.text import Text
 from agent_wrapper.contract import Outcome, Rollout, readable
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.tasks import Task
+from rollout_backend.core.verdict import count
 from rollout_backend.gateway.conversations import RecordedTurn
 from rollout_backend.local.harness import AgentHarness, AgentRunError
 
@@ -126,8 +127,7 @@ class DevRunner:
 
     def _print_result(self, rollout: Rollout, seconds: float) -> None:
         turns = sum(len(segment.turns) for segment in rollout.segments)
-        calls = "1 model call" if turns == 1 else f"{turns} model calls"
-        note = f"  ({seconds:.1f} s, {calls}, {rollout.sampled_tokens} sampled tokens)"
+        note = f"  ({seconds:.1f} s, {count(turns, 'model call')}, {rollout.sampled_tokens} sampled tokens)"
         if rollout.reward is not None:
             style = "bold green" if rollout.outcome is Outcome.COMPLETED else "bold red"
             self._print(Text.assemble((f"reward {rollout.reward:g}", style), (note, "dim")))

@@ -128,6 +128,7 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
     left_out: Counter[str] = sum((Counter(step.left_out) for step in steps), Counter())
     gaps = [max(0.0, span(after.records)[0] - span(before.records)[1]) for before, after in pairwise(trained)]
     reasons = [reason for reason, _ in left_out.most_common()]
+    costs = [step.cost for step in steps if step.cost is not None]
     return {
         "run": run,
         "steps": steps,
@@ -139,9 +140,7 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
         "began": datetime.fromtimestamp(began, UTC),
         "seconds": ended - began,
         "between": sum(gaps),
-        "cost": reduce(operator.add, costs)
-        if (costs := [step.cost for step in steps if step.cost is not None])
-        else None,
+        "cost": reduce(operator.add, costs) if costs else None,
         "planned": len(records),
         "sampled": sum(step.summary.sampled_tokens for step in steps),
         "findings": _findings(steps),

@@ -12,21 +12,18 @@ from rollout_backend.core.ledger import Phase
 from rollout_backend.core.report import CallRate
 from rollout_backend.core.step_totals import LastResult
 from rollout_backend.core.verdict import FailureCount
-from rollout_backend.gateway.stats import GatewayStats
+from rollout_backend.gateway.stats import Counters, GatewayStats
 from rollout_backend.observe.live_view import History, Snapshot, frame, one_line, plain_line, sparkline
 from rollout_backend.observe.progress import Progress
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.run_phase import RunPhase
 
-FIELDS = {
-    name: {} if field.annotation not in (int, "int") else 0 for name, field in GatewayStats.model_fields.items()
-}
 RUNNING = {RunPhase.CHECK: 1.2, RunPhase.ENGINES: 27.0, RunPhase.GATEWAY: 3.0, RunPhase.ROLLOUTS: 40.0}
 HOSTILE = "[red]\x1b[2J\nline\u202e two\x07 \N{CJK UNIFIED IDEOGRAPH-4E2D}" * 9
 
 
 def gateway(**counts: Any) -> GatewayStats:
-    return GatewayStats.model_validate({**FIELDS, **counts})
+    return Counters().snapshot(0, 0, 0).model_copy(update=counts)
 
 
 def progress(
