@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "rollout_backend"
 LAYERS = (
-    {"atomic_file", "errors", "garbage_collection", "lazy_retry", "logs"},
+    {"atomic_file", "child_process", "errors", "garbage_collection", "lazy_retry", "logs"},
     {"aws", "config"},
     {"core"},
     {"rendering", "runtimes", "tracing"},

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import agent_wrapper
+from rollout_backend.child_process import run_child
 from rollout_backend.errors import ConfigError
 
 ENTRY_POINT = "agent.py"
@@ -95,20 +96,12 @@ async def _install(folder: Path, content: Path, python: str, *, native: bool) ->
     argv += ["--python-version", python, "--python", sys.executable, "--link-mode", "copy"]
     argv += [] if native else ["--python-platform", _PLATFORM]
     argv += [*requirements(), *(["--requirement", str(own)] if own.is_file() else [])]
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-    )
     try:
-        async with asyncio.timeout(_INSTALL_S):
-            _, said = await process.communicate()
+        done = await run_child(argv, _INSTALL_S)
     except TimeoutError:
         raise ConfigError(f"the agent's packages were not installed within {_INSTALL_S:g} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        text, place = said.decode(errors="replace").strip(), "this machine" if native else "Linux on arm64"
+    if done.returncode:
+        text, place = done.stderr.decode(errors="replace").strip(), "this machine" if native else "Linux on arm64"
         built = re.search(r"build `([^`]+)`", text)
         what = f"{built[1]} has no wheel" if built else "the agent's packages cannot be installed"
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import platform
 import resource
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
+from rollout_backend.child_process import run_child
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError
@@ -61,12 +61,8 @@ async def check_engine_version(config: RolloutConfig) -> list[CheckResult]:
     if config.serving.kind != "process":
         return []
     try:
-        asked = await asyncio.create_subprocess_exec(
-            *(interpreter(config.serving), "-c", _ASK_SGLANG),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        version = (await asked.communicate())[0].decode().strip()
+        asked = await run_child([str(interpreter(config.serving)), "-c", _ASK_SGLANG])
+        version = asked.stdout.decode().strip()
     except (ConfigError, OSError):
         version = ""
     if not version:

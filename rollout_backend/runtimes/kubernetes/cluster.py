@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from rollout_backend.child_process import run_child
 from rollout_backend.errors import NoCredentials, PreflightError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -90,31 +91,19 @@ class ExecPlugin:
 
     async def _run(self) -> None:
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._argv,
-                env={**os.environ, **self._env},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
+            done = await run_child(self._argv, _EXEC_S, {**os.environ, **self._env})
+        except TimeoutError:
+            raise NoCredentials(f"{self._argv[0]} printed no credentials within {_EXEC_S:g} s") from None
         except OSError as error:
             raise NoCredentials(f"the kubeconfig's command {self._argv[0]} cannot be run: {error}") from error
         try:
-            async with asyncio.timeout(_EXEC_S):
-                out, errors = await process.communicate()
-        except TimeoutError:
-            raise NoCredentials(f"{self._argv[0]} printed no credentials within {_EXEC_S:g} s") from None
-        finally:
-            if process.returncode is None:
-                process.kill()
-        try:
-            status = json.loads(out)["status"]
+            status = json.loads(done.stdout)["status"]
             self._token = status["token"]
             expires = status.get("expirationTimestamp")
         except (ValueError, KeyError, TypeError):
-            said = errors.decode(errors="replace").strip()[-500:] or "nothing"
+            said = done.stderr.decode(errors="replace").strip()[-500:] or "nothing"
             raise NoCredentials(
-                f"{self._argv[0]} exited with code {process.returncode} and printed no token; it wrote: {said}"
+                f"{self._argv[0]} exited with code {done.returncode} and printed no token; it wrote: {said}"
             ) from None
         self._expires_at = datetime.fromisoformat(expires).timestamp() if expires else float("inf")
 

@@ -1,0 +1,30 @@
+"""Run a command to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Mapping, Sequence
+from subprocess import CompletedProcess
+
+
+async def run_child(
+    argv: Sequence[str], timeout_s: float | None = None, env: Mapping[str, str] | None = None
+) -> CompletedProcess[bytes]:
+    """Return the exit code and the output of a command, which gets no input. If it does not end in time, or the
+    caller is cancelled, it is killed.
+
+    Raises:
+        TimeoutError: it took longer than `timeout_s`.
+        OSError: it cannot be started.
+    """
+    process = await asyncio.create_subprocess_exec(*argv, env=env, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
+    try:
+        async with asyncio.timeout(timeout_s):
+            out, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode is not None
+    return CompletedProcess(argv, process.returncode, out, errors)
