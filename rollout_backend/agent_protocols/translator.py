@@ -73,7 +73,8 @@ class Translator:
         self._room = asyncio.Semaphore(max_writes)
         self._builder = ThreadPoolExecutor(1, "translator")  # several hostile results at once could exhaust memory
         self._open: dict[str, _Session] = {}  # by the key of its result
-        self._writing: set[str] = set()  # the same keys
+        self._keys: dict[str, str] = {}  # the same keys, by session
+        self._writing: set[str] = set()  # of the same keys
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         fields = json.loads(payload)
@@ -89,12 +90,14 @@ class Translator:
         self._watch(RolloutRequest.parse(json.loads(payload)[REQUEST_FIELD]))
 
     def _watch(self, request: RolloutRequest) -> None:
-        self._open[self._protocol.result_key(request)] = _Session(request, time.time())
+        key = self._protocol.result_key(request)
+        self._open[key], self._keys[request.session_id] = _Session(request, time.time()), key
 
     async def stop(self, session_id: str) -> None:
-        for key, session in list(self._open.items()):
-            if session.request.session_id == session_id:
-                del self._open[key]
+        key = self._keys.pop(session_id, "")
+        session = self._open.get(key)
+        if session is not None and session.request.session_id == session_id:  # else another attempt's
+            del self._open[key]
         await self._calls.stop(session_id)
 
     async def run(self) -> None:
