@@ -23,6 +23,7 @@ class Artifacts:
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
+        self._listed: list[Artifact] = []  # the same files
         self._lock = threading.Lock()
 
     def add(self, name: str, content: bytes | str | Path) -> None:
@@ -45,7 +46,7 @@ class Artifacts:
                 f"{name!r} has {len(data)} bytes, more than the {MAX_ARTIFACT_BYTES} of all artifacts"
             )
         try:
-            Artifact.of(name, data)
+            artifact = Artifact.of(name, data)
         except ContractError:
             raise ArtifactError(
                 f"{name!r} cannot be an artifact's name: use up to 128 letters, digits, '.', '_' and '-', and begin "
@@ -60,6 +61,7 @@ class Artifacts:
             if total > MAX_ARTIFACT_BYTES:
                 raise ArtifactError(f"with {name!r} the artifacts have {total} bytes, more than {MAX_ARTIFACT_BYTES}")
             self._files[name] = data
+            self._listed.append(artifact)
 
     def __bool__(self) -> bool:
         return bool(self._files)
@@ -67,7 +69,7 @@ class Artifacts:
     def listed(self) -> tuple[Artifact, ...]:
         """Return what the result lists."""
         with self._lock:
-            return tuple(Artifact.of(name, data) for name, data in self._files.items())
+            return tuple(self._listed)
 
     def pack(self) -> bytes:
         """Return the object that holds all artifacts."""
