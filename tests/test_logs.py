@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+from contextvars import ContextVar
 
 import pytest
 from typer.testing import CliRunner
@@ -18,7 +19,9 @@ log = logging.getLogger("test_logs")
 
 @pytest.fixture
 def lines(monkeypatch):
-    """Log JSON for one test, and return a function that returns the lines."""
+    """Log JSON for one test, without the fields that earlier tests have bound, and return a function that returns the
+    lines."""
+    monkeypatch.setattr(logs, "_fields", ContextVar("log_fields", default=logs._NO_FIELDS))
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(logging.root, "level", logging.INFO)
     monkeypatch.setenv("ROLLOUT_LOG_FORMAT", "json")
