@@ -33,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 AGAIN ?=
 MAIN_TESTS := $(RUN)/pytest $(FIXED)
 VERL_TESTS := $(VERL)/bin/pytest tests/verl --numprocesses 0 $(FIXED) -o cache_dir=$(VERL)/.pytest_cache
-# Both environments' tests of one kind, at the same time: $(call both,MARKER,PROCESSES). Many quick tests wait, so three
+# Both environments' tests of one kind, at the same time: $(call both,MARKER,PROCESSES). Many quick tests wait, so five
 # processes keep two cores busy. pytest exits with 1 if tests fail, and otherwise where it could not run them.
 define both
 @echo "the tests of tests/verl run meanwhile, and print their output last"
@@ -47,7 +47,7 @@ endef
 
 ifeq ($(ROOM),)
 test: lint engine verl  ## the quick tests, each invariant at least once; `ROOM=gateway` runs one folder, without the engine
-	$(call both,not slow,3)
+	$(call both,not slow,5)
 else
 test: setup $(if $(IN_VERL),verl)
 	$(if $(IN_VERL),$(VERL)/bin,$(RUN))/pytest tests/$(ROOM) --numprocesses 4 $(SPREAD) $(FIXED) -m "not slow and not engine" --durations 10
