@@ -69,6 +69,7 @@ class RuntimeCallError(RolloutBackendError):
     never_opened = False  # True: no session was opened, so none needs a stop
     refused = False  # True: refused for now. It is no attempt: the same call is retried until the deadline
     slow_down = False  # True: the runtime accepts fewer calls than it receives
+    retry_after_s = 0.0  # the runtime's Retry-After: calls of this kind wait so long
 
 
 class Throttled(RuntimeCallError):

@@ -92,7 +92,7 @@ class CallQueue:
         if rate.rate == rate.ceiling:  # log once each time the rate drops below its ceiling
             what = "invokes" if call is CallKind.INVOKE else "stops"
             log.warning("the runtime refuses %s (%s): they slow down and are retried", what, error)
-        rate.refused(sent_at, now)
+        rate.refused(sent_at, now, error.retry_after_s)
         tally.refused(now)
         self._serve()
 

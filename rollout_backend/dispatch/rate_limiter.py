@@ -5,6 +5,7 @@ Invariants:
 - Over any window, at most `ceiling * window + burst` calls are admitted. The burst is one second's worth.
 - The rate stays between `floor` and `ceiling`.
 - Only calls sent after the last decrease change the rate: the refusals of one burst are one signal.
+- After a refusal with a Retry-After, no call is admitted until that time has passed.
 
 The algorithm is AIMD, as in TCP congestion avoidance: a refusal halves the rate, and granted calls raise it by a
 fixed amount per second. Two such limiters that share a quota therefore converge to a fair share of it.
@@ -28,6 +29,10 @@ class AdaptiveRate(TokenBucket):
         self.ceiling = ceiling
         self.floor = min(_FLOOR_PER_S, ceiling / 4)
         self._lowered_at = float("-inf")
+        self._paused_until = float("-inf")
+
+    def due(self, now: float) -> float:
+        return max(super().due(now), self._paused_until - now)
 
     def granted(self, sent_at: float) -> bool:
         """Raise the rate a little: the runtime accepted a call that was sent at `sent_at`. Return whether it rose."""
@@ -37,8 +42,9 @@ class AdaptiveRate(TokenBucket):
         self.rate = min(self.ceiling, self.rate + per_s / self.rate)
         return True
 
-    def refused(self, sent_at: float, now: float) -> None:
+    def refused(self, sent_at: float, now: float, retry_after_s: float = 0.0) -> None:
         """Halve the rate and drop the burst, unless the call was sent before the last decrease."""
+        self._paused_until = max(self._paused_until, now + retry_after_s)
         if sent_at >= self._lowered_at:
             self._refill(now)
             self.rate = max(self.floor, self.rate * _DECREASE)

@@ -4,7 +4,7 @@ It answers the calls that `rollout_backend.runtimes.kubernetes` makes, and is as
 forgets versions, refuses calls, loses answers after it has acted, lets tokens expire, and kills, evicts or never
 starts containers. `kubernetes_nodes` runs the pods.
 
-It does not schedule by resources, isolate containers, or keep anything after its end.
+It does not schedule by resources or keep anything after its end, and only a `FolderImage` isolates containers.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rollout_backend.local.spawner import Spawner
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 _SECRET_BYTES = 1_048_576
+_RETRY_AFTER_S = 2
 _GROUPS = {"jobs": "batch"}
 
 FaultKind = Literal["throttle", "unavailable", "error", "quota", "lose answer", "cut", "hang"]
@@ -91,6 +92,7 @@ class KubernetesEmulator:
         self.denied: set[tuple[str, str]] = set()  # resource and verb
         self.calls: list[tuple[str, str]] = []  # method and path
         self.created: list[dict[str, Any]] = []  # what was posted
+        self.early: list[tuple[str, str]] = []  # calls that were repeated before the time of a Retry-After
         self.service_accounts = {"default"}
         self.watch_s = 60.0  # at most; then a watch ends with a bookmark
         self._tls = tls
@@ -102,6 +104,7 @@ class KubernetesEmulator:
         self._history: deque[tuple[int, str, dict[str, Any]]] = deque()  # of pods
         self._changed = asyncio.Event()
         self._cut = asyncio.Event()
+        self._retry_at: dict[tuple[str, str], float] = {}  # by method and path
         self._tokens: list[str] = []
         self._runner: web.AppRunner | None = None
         self._nodes = Nodes(self, images, folder)
@@ -169,6 +172,10 @@ class KubernetesEmulator:
         self._oldest = self._version
         self._history.clear()
 
+    def set_second(self, seconds: float) -> None:
+        """Let this much time pass for each second of a Job's deadline and of its time to live."""
+        self._nodes.second = seconds
+
     def raise_quota(self) -> None:
         """Allow the pods that exceeded the quota."""
         self._nodes.room.set()
@@ -211,6 +218,15 @@ class KubernetesEmulator:
         """Write why a job has no pod."""
         self._events.append({"reason": "FailedCreate", "message": message, "involvedObject": {"name": job}})
 
+    def delete_job(self, name: str) -> None:
+        """Delete a job with its pod and all that it owns."""
+        uid = self._objects.pop(("jobs", name))["metadata"]["uid"]
+        self._nodes.stop_job(name)
+        for key, owned in list(self._objects.items()):
+            owners = owned["metadata"].get("ownerReferences", ())
+            if key[0] == "secrets" and any(owner["uid"] == uid for owner in owners):
+                del self._objects[key]
+
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -219,7 +235,10 @@ class KubernetesEmulator:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        self.calls.append((request.method, request.path))
+        call = request.method, request.path
+        self.calls.append(call)
+        if asyncio.get_running_loop().time() < self._retry_at.pop(call, 0.0):
+            self.early.append(call)
         try:
             if request.headers.get("Authorization") not in [f"Bearer {token}" for token in self._tokens]:
                 raise Refusal(401, "Unauthorized", "Unauthorized")
@@ -237,7 +256,9 @@ class KubernetesEmulator:
         match kind:
             case "throttle":
                 message = "the server has received too many requests and has asked us to try again later"
-                raise Refusal(429, "TooManyRequests", message, {"Retry-After": "1"})
+                at = asyncio.get_running_loop().time() + _RETRY_AFTER_S
+                self._retry_at[request.method, request.path] = at
+                raise Refusal(429, "TooManyRequests", message, {"Retry-After": str(_RETRY_AFTER_S)})
             case "unavailable":
                 raise Refusal(503, "ServiceUnavailable", "the server is currently unable to handle the request")
             case "error":
@@ -316,16 +337,12 @@ class KubernetesEmulator:
     async def _delete_job(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         options = await request.json() if request.can_read_body else {}
-        job = self._objects.pop(("jobs", name), None)
-        if job is None:
+        if self.find("jobs", name) is None:
             raise Refusal(404, "NotFound", f'jobs.batch "{name}" not found')
-        if options.get("propagationPolicy") in ("Background", "Foreground"):  # otherwise its pods become orphans
-            self._nodes.stop_job(name)
-            uid = job["metadata"]["uid"]
-            for key, owned in list(self._objects.items()):
-                owners = owned["metadata"].get("ownerReferences", ())
-                if key[0] == "secrets" and any(owner["uid"] == uid for owner in owners):
-                    del self._objects[key]
+        if options.get("propagationPolicy") in ("Background", "Foreground"):
+            self.delete_job(name)
+        else:  # its pods become orphans
+            del self._objects["jobs", name]
         return web.json_response({"kind": "Status", "status": "Success"})
 
     async def _list_events(self, request: web.Request) -> web.Response:

@@ -3,7 +3,8 @@
 Invariants:
 
 - A pod's process ends before the pod is deleted.
-- A container starts only once the Secret that it mounts exists.
+- A container starts only once the Secrets that it mounts exist, and its init containers have succeeded.
+- A Job that runs beyond its deadline loses its pod, and one that has finished is deleted after its time to live.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import math
 import os
 import signal
 from collections import deque
@@ -18,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rollout_backend.local.kubernetes_images import FolderImage, termination_file
 from rollout_backend.local.spawner import Spawner
 from rollout_backend.serving.server_process import ServerProcess
 
@@ -36,6 +39,7 @@ Fate = Literal[
 _LATE_S = 0.5
 _DEATHS: Mapping[Fate, int] = {"is killed for memory": 137, "exits with 1": 1}
 _GRACE_S = 5.0
+_MESSAGE_BYTES = 4096
 
 
 class Objects(Protocol):
@@ -47,6 +51,8 @@ class Objects(Protocol):
 
     def find(self, resource: str, name: str) -> dict[str, Any] | None: ...
 
+    def delete_job(self, name: str) -> None: ...
+
     async def wait_changed(self) -> None: ...
 
 
@@ -56,10 +62,12 @@ class Nodes:
     def __init__(self, objects: Objects, images: Mapping[str, Spawner], folder: Path) -> None:
         self.fates: deque[Fate] = deque()
         self.room = asyncio.Event()  # set: the quota allows the pods that exceeded it
+        self.second = 1.0  # seconds of this machine for a second of a Job's deadline and time to live
         self._objects = objects
         self._images = images
         self._folder = folder
         self._pods: dict[str, asyncio.Task[None]] = {}  # by job
+        self._controllers: set[asyncio.Task[None]] = set()
 
     def start_job(self, job: Mapping[str, Any]) -> None:
         """Create the job's pod in the background."""
@@ -67,6 +75,33 @@ class Nodes:
         name = job["metadata"]["name"]
         pod = _Pod(self._objects, self._images, self._folder, self.room, job)
         self._pods[name] = asyncio.create_task(pod.run(fate))
+        controller = asyncio.create_task(self._control(job, pod))
+        self._controllers.add(controller)
+        controller.add_done_callback(self._controllers.discard)
+
+    async def _control(self, job: Mapping[str, Any], pod: _Pod) -> None:
+        """End a job at its deadline, and delete it after its end."""
+        name, spec = job["metadata"]["name"], job["spec"]
+        try:
+            async with asyncio.timeout(self.second * spec.get("activeDeadlineSeconds", math.inf)):
+                await pod.finished.wait()
+            failed = pod.exit_code != 0
+            reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+        except TimeoutError:
+            failed, reason, message = True, "DeadlineExceeded", "Job was active longer than specified deadline"
+            self.stop_job(name)
+        condition = {"type": "Complete", "status": "True"}
+        if failed:
+            condition = {"type": "Failed", "status": "True", "reason": reason, "message": message}
+        found = self._objects.find("jobs", name)
+        if found is None or found["metadata"]["uid"] != job["metadata"]["uid"]:
+            return
+        found["status"] = {"conditions": [condition]}
+        if (kept_s := spec.get("ttlSecondsAfterFinished")) is not None:
+            await asyncio.sleep(self.second * kept_s)
+            found = self._objects.find("jobs", name)
+            if found is not None and found["metadata"]["uid"] == job["metadata"]["uid"]:
+                self._objects.delete_job(name)
 
     def stop_job(self, name: str) -> None:
         """Delete the pod of a job in the background."""
@@ -80,6 +115,8 @@ class Nodes:
 
     async def close(self) -> None:
         """End every process."""
+        for controller in self._controllers:
+            controller.cancel()
         for name in self._pods:
             self.stop_job(name)
         await asyncio.gather(*self._pods.values(), return_exceptions=True)
@@ -105,6 +142,9 @@ class _Pod:
         self._folder = folder
         self._room = room
         self._process: ServerProcess | None = None
+        self._volumes: dict[str, Path] = {}
+        self.exit_code: int | None = None
+        self.finished = asyncio.Event()
         self._pod: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -140,10 +180,14 @@ class _Pod:
             await asyncio.sleep(_LATE_S)
         self._pod["spec"]["nodeName"] = "node-1"
         self._condition("PodScheduled", "True")
-        secret = await self._secret()
-        if fate == "cannot pull its image" or self._pod["spec"]["containers"][0]["image"] not in self._images:
+        await self._mount()
+        for container in self._pod["spec"].get("initContainers", ()):
+            if not await self._init(container):
+                return
+        image = self._pod["spec"]["containers"][0]["image"]
+        if fate == "cannot pull its image" or image not in self._images:
             for reason in ("ErrImagePull", "ImagePullBackOff"):
-                self._state({"waiting": {"reason": reason, "message": "manifest unknown"}})
+                self._state({"waiting": {"reason": reason, "message": f"{image}: manifest unknown"}})
             return
         if fate == "cannot be started":
             message = 'exec: "agent": executable file not found in $PATH'
@@ -151,7 +195,7 @@ class _Pod:
             return
         code = _DEATHS.get(fate)
         if code is None:  # otherwise it dies before it has done anything
-            await self._start(secret)
+            await self._start()
         self._state({"running": {"startedAt": "2026-01-01T00:00:00Z"}}, phase="Running")
         if fate == "is evicted":
             self._condition("DisruptionTarget", "True", "EvictionByEvictionAPI", "the node is drained")
@@ -159,25 +203,63 @@ class _Pod:
         if self._process is not None:
             await self._process.wait()
             code = 137 if fate == "publishes and is killed for memory" else self._process.returncode
-        self._end({"exitCode": code, "reason": {0: "Completed", 137: "OOMKilled"}.get(code or 0, "Error")})
+        ended = {"exitCode": code, "reason": {0: "Completed", 137: "OOMKilled"}.get(code or 0, "Error")}
+        self._end(ended | self._message())
 
-    async def _secret(self) -> Mapping[str, Any]:
-        name = self._pod["spec"]["volumes"][0]["secret"]["secretName"]
-        while (secret := self._objects.find("secrets", name)) is None:
-            self._state({"waiting": {"reason": "ContainerCreating"}})
-            await self._objects.wait_changed()
-        return secret
+    async def _mount(self) -> None:
+        """Make the volumes, once their Secrets exist."""
+        for volume in self._pod["spec"]["volumes"]:
+            folder = self._volumes[volume["name"]] = self._folder / "volumes" / self._job / volume["name"]
+            folder.mkdir(parents=True, exist_ok=True)
+            if (source := volume.get("secret")) is None:
+                continue
+            while (secret := self._objects.find("secrets", source["secretName"])) is None:
+                self._state({"waiting": {"reason": "ContainerCreating"}})
+                await self._objects.wait_changed()
+            for name, data in secret["data"].items():
+                (folder / name).write_bytes(base64.b64decode(data))
 
-    async def _start(self, secret: Mapping[str, Any]) -> None:
-        container = self._pod["spec"]["containers"][0]
-        volume = self._folder / "volumes" / self._job
-        volume.mkdir(parents=True, exist_ok=True)
-        for name, data in secret["data"].items():
-            (volume / name).write_bytes(base64.b64decode(data))
-        inside = container["volumeMounts"][0]["mountPath"]
-        env = {each["name"]: each["value"].replace(inside, str(volume)) for each in container["env"]}
-        spawner = self._images[container["image"]]
-        self._process = await spawner.spawn(f"pod {self._job}", env, self._folder / f"{self._job}.log")
+    async def _init(self, container: Mapping[str, Any]) -> bool:
+        """Run an init container. Return whether it has succeeded."""
+        name = container["name"]
+        if container["image"] not in self._images:
+            waiting = {"reason": "ErrImagePull", "message": f"{container['image']}: manifest unknown"}
+            self._pod["status"]["initContainerStatuses"] = [{"name": name, "state": {"waiting": waiting}}]
+            self._state({"waiting": {"reason": "PodInitializing"}})
+            return False
+        self._state({"waiting": {"reason": "PodInitializing"}})
+        process = await self._spawn(container, f"{self._job}.{name}")
+        try:
+            await process.wait()
+        finally:
+            await process.stop(0.0)
+        code = process.returncode
+        state = {"terminated": {"exitCode": code, "reason": "Error" if code else "Completed"}}
+        self._pod["status"]["initContainerStatuses"] = [{"name": name, "state": state}]
+        if code:
+            self._state({"waiting": {"reason": "PodInitializing"}}, "Failed")
+            self.exit_code = code
+            self.finished.set()
+        return not code
+
+    async def _start(self) -> None:
+        self._process = await self._spawn(self._pod["spec"]["containers"][0], self._job)
+
+    async def _spawn(self, container: Mapping[str, Any], name: str) -> ServerProcess:
+        mounts = {each["mountPath"]: self._volumes[each["name"]] for each in container["volumeMounts"]}
+        env = {each["name"]: each["value"] for each in container.get("env", ())}
+        image, log = self._images[container["image"]], self._folder / f"{name}.log"
+        if isinstance(image, FolderImage):
+            return await image.start(container, env, mounts, log)
+        for inside, folder in mounts.items():
+            env = {key: value.replace(inside, str(folder)) for key, value in env.items()}
+        return await image.spawn(f"pod {name}", env, log)
+
+    def _message(self) -> dict[str, str]:
+        """Return what the container wrote for its end, as the kubelet reads it."""
+        file = termination_file(self._folder / f"{self._job}.log")
+        text = file.read_bytes()[:_MESSAGE_BYTES].decode(errors="replace") if file.exists() else ""
+        return {"message": text} if text else {}
 
     async def _delete(self) -> None:
         self._pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
@@ -199,4 +281,6 @@ class _Pod:
         self._objects.record("MODIFIED", self._pod)
 
     def _end(self, terminated: Mapping[str, Any]) -> None:
+        self.exit_code = terminated["exitCode"]
+        self.finished.set()
         self._state({"terminated": terminated}, "Failed" if terminated["exitCode"] else "Succeeded")

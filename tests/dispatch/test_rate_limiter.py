@@ -65,6 +65,16 @@ def test_after_a_refusal_there_is_no_burst():
     assert rate.due(0.0) == pytest.approx(1 / 5)
 
 
+def test_no_call_is_admitted_before_the_time_of_a_retry_after():
+    rate = AdaptiveRate(10)
+    rate.refused(sent_at=0.0, now=1.0, retry_after_s=5.0)
+    rate.refused(sent_at=0.5, now=1.5)
+    rate.granted(sent_at=1.2)
+    assert rate.due(2.0) == 4.0
+    assert send(rate, 3.0) == 6.0
+    assert rate.due(6.1) < 1
+
+
 def test_refusals_take_no_credit_from_the_time_after_them():
     rate = AdaptiveRate(20)
     now = 0.0

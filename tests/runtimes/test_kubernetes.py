@@ -325,6 +325,41 @@ async def test_the_janitor_deletes_the_jobs(bench):
     ended = await asyncio.to_thread(stop_sessions, spec, 1000, ["rollout-1", "unknown"])
     assert ended == ["rollout-1", "unknown"]
     assert bench.cluster.names("jobs") == []
+    assert bench.cluster.early == []  # it has waited for the time of the Retry-After
+
+
+async def test_a_refusal_names_the_time_after_which_it_may_be_repeated(bench):
+    bench.cluster.faults.append(ApiFault("throttle", "POST", "*/jobs"))
+    with pytest.raises(Throttled) as caught:
+        await bench.runtime.invoke("rollout-1", payload("rollout-1"))
+    assert caught.value.retry_after_s == 2
+    bench.cluster.faults.append(ApiFault("throttle", "GET", "/version"))
+    with pytest.raises(PreflightError, match="429 TooManyRequests"):
+        await bench.runtime.check()
+
+
+async def test_a_job_ends_at_its_deadline_without_a_trainer(bench):
+    await bench.runtime.invoke("rollout-2", payload("rollout-2"))
+    bench.cluster.set_second(0.001)
+    await bench.runtime.invoke("rollout-1", payload("rollout-1"))
+    end = await bench.end()
+    assert (end.session_id, end.reason) == ("rollout-1", "evicted")
+    assert bench.containers.started[1].returncode is not None
+    await bench.until(lambda: bench.cluster.names("jobs") == ["rollout-2"])
+    await bench.runtime.stop("rollout-1")
+    assert len(bench.ends) == 1
+
+
+async def test_a_job_that_has_finished_is_deleted_after_its_time_to_live(open_bench):
+    bench = await open_bench(keep_finished_s=1)
+    bench.cluster.set_second(0.05)
+    await bench.runtime.invoke("rollout-1", payload("rollout-1"))
+    bench.containers.started[0].exit(0)
+    await bench.end()
+    await bench.until(lambda: bench.cluster.names("pods") == [])
+    assert bench.cluster.names("jobs") == bench.cluster.names("secrets") == []
+    await bench.runtime.stop("rollout-1")
+    assert len(bench.ends) == 1
 
 
 async def test_tls_is_verified_by_the_kubeconfigs_authority(tmp_path):

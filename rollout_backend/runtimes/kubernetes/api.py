@@ -18,17 +18,19 @@ import aiohttp
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.runtimes.kubernetes.cluster import Cluster, load_cluster
 
+_MAX_RETRY_AFTER_S = 60.0
 _WATCH_S = 60  # after which the server ends a watch; a connection that died silently is noticed soon after
 
 
 class ApiError(Exception):
     """The API server refused a call."""
 
-    def __init__(self, status: int, reason: str, message: str) -> None:
+    def __init__(self, status: int, reason: str, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(f"{status} {reason}: {message}")
         self.status = status
         self.reason = reason
         self.message = message
+        self.retry_after_s = retry_after_s
 
 
 class KubernetesApi:
@@ -114,4 +116,9 @@ async def _error(reply: aiohttp.ClientResponse) -> ApiError:
         reason, message = str(status["reason"]), str(status["message"])
     except (ValueError, KeyError, TypeError):  # from a proxy in front of the server
         reason, message = str(reply.reason), text[:500]
-    return ApiError(reply.status, reason, message)
+    return ApiError(reply.status, reason, message, _retry_after_s(reply.headers.get("Retry-After", "")))
+
+
+def _retry_after_s(value: str) -> float:
+    """Return the seconds of a Retry-After header. The API server sends a number; a proxy may send a date."""
+    return min(float(value), _MAX_RETRY_AFTER_S) if value.isdecimal() else 0.0

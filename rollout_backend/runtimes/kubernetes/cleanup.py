@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.errors import NoCredentials
@@ -15,6 +15,7 @@ from rollout_backend.runtimes.kubernetes.api import ApiError, KubernetesApi
 from rollout_backend.runtimes.kubernetes.runtime import delete_job
 
 _TRIES = 6
+_BACK_OFF = wait_exponential_jitter(max=10)
 
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -27,7 +28,7 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
             async for attempt in AsyncRetrying(
                 retry=retry_if_exception(_is_transient),
                 stop=stop_after_attempt(_TRIES),
-                wait=wait_exponential_jitter(max=10),
+                wait=_wait,
                 reraise=True,
             ):
                 with attempt:
@@ -37,6 +38,11 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
         raise AssertionError("unreachable")
 
     return lambda session_id: asyncio.run(delete(session_id))
+
+
+def _wait(state: RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome is not None else None
+    return max(_BACK_OFF(state), error.retry_after_s if isinstance(error, ApiError) else 0.0)
 
 
 def _is_transient(error: BaseException) -> bool:

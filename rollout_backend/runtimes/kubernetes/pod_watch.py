@@ -139,7 +139,8 @@ class PodWatch:
         self.trouble = f"the pods cannot be watched: {error or type(error).__name__}"
         if self._failures == len(_PAUSES_S):
             log.warning("%s; retrying", self.trouble)
-        await asyncio.sleep(_PAUSES_S[min(self._failures, len(_PAUSES_S) - 1)])
+        asked_s = error.retry_after_s if isinstance(error, ApiError) else 0.0
+        await asyncio.sleep(max(asked_s, _PAUSES_S[min(self._failures, len(_PAUSES_S) - 1)]))
         self._failures += 1
 
     # --- one session --------------------------------------------------------------------------------------

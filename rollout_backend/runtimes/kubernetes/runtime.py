@@ -309,6 +309,12 @@ def _rule_text(group: str, resource: str, verb: str) -> str:
 
 
 def _to_call_error(error: ApiError, action: str) -> RuntimeCallError:
+    found = _classify(error, action)
+    found.retry_after_s = error.retry_after_s
+    return found
+
+
+def _classify(error: ApiError, action: str) -> RuntimeCallError:
     text = f"Kubernetes refused to {action}: {error}"
     match error.status:
         case 429:
