@@ -1,7 +1,7 @@
 """The rows of a step: which rollouts were trained, and a digest of what they hold. Pure.
 
 A row is a segment of a rollout that was trained: its tokens, response mask, logprobs and weight versions, with the
-rollout's reward.
+rollout's reward and the rewards of its turns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def trained_records(report: StepReport, records: Iterable[RolloutRecord]) -> lis
 
 def rollout_digest(rollout: Rollout) -> str:
     """Return the SHA-256 of a rollout's rows."""
-    return _sha256(f"{digest_of(rollout.segments)} {rollout.reward!r}")
+    of_turns = f" {rollout.turn_rewards!r}" if rollout.turn_rewards else ""
+    return _sha256(f"{digest_of(rollout.segments)} {rollout.reward!r}{of_turns}")
 
 
 def step_digest(rollouts: Sequence[Rollout]) -> str:

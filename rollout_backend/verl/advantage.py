@@ -17,6 +17,10 @@ Differences from verl's own estimators:
   Therefore `rollout.n` must be at least 2.
 - If no rollout is missing, the results equal verl's.
 
+A session's reward is the sum of the scores of its row: the rollout's reward and all its turn rewards, wherever they
+are in the row. All trained tokens of the session get the same advantage. verl's `gae` and `reinforce_plus_plus` use
+the places of rewards instead, and take each row for a rollout: see `takes_rows_for_rollouts`.
+
 Rollouts with several rows (v1 only): verl's `grpo` takes a session's reward from its last row and gives all of its
 rows that advantage. It recognises sessions by the rows' keys, but passes no keys to other estimators. These would see
 each row as a rollout and count a session once per segment. They do receive each row's `uid` field, so under these
@@ -49,6 +53,14 @@ def row_uid(uid: str, session: int, index: int) -> str:
 def needs_row_uids(adv_estimator: str) -> bool:
     """Return whether training rows need `row_uid(...)` as `uid` under this estimator, instead of the prompt's uid."""
     return adv_estimator in ESTIMATORS
+
+
+def takes_rows_for_rollouts(adv_estimator: str) -> bool:
+    """Return whether this estimator of verl adds up the rewards that follow each token of a row.
+
+    A turn reward must then be in the row of its turn alone. The other estimators only use the sum of a row's scores.
+    """
+    return adv_estimator in ("gae", "reinforce_plus_plus")
 
 
 def grpo_skip_missing(

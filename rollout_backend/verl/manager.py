@@ -38,7 +38,7 @@ from rollout_backend.manager import BlockingRolloutManager
 from rollout_backend.report.files import try_to_write_report
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.verl import preflight, row_formats
-from rollout_backend.verl.advantage import needs_row_uids, row_uid
+from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
 from rollout_backend.verl.dataset import payload_of, private_of
 from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
 from rollout_backend.verl.row_images import load_vision_inputs
@@ -81,6 +81,7 @@ class CloudAgentLoopManager:
         self.settings = settings_of(config, addresses)
         self._step_numbers = StepNumbers(resumes_steps(config.trainer))
         self._row_uids = needs_row_uids(str(config.algorithm.adv_estimator))
+        self._own_turns_only = takes_rows_for_rollouts(str(config.algorithm.adv_estimator))
         self._logprobs = not self.settings.collect.retokenize  # every row has the same fields
         self._lengths = int(self._rollout.prompt_length), int(self._rollout.response_length)
         self._pad_token_id = _pad_token_id(self.settings.model.path)
@@ -181,7 +182,9 @@ class CloudAgentLoopManager:
         keys, fields, tags = [], [], []
         status = "failure"
         try:
-            rows_by_rollout = [self._make_rows(rollout) for rollout in group.rollouts] if group.usable else []
+            rows_by_rollout = (
+                self._rows_of_group(group, batch.validates, self._own_turns_only) if group.usable else []
+            )
             TALLY.add(batch.partition, count_group(group, rows_by_rollout))
             for session, (rollout, made) in enumerate(zip(group.rollouts, rows_by_rollout, strict=False)):
                 for row in made:
@@ -241,9 +244,7 @@ class CloudAgentLoopManager:
     ) -> tuple[list[Rows | None], Counter[str]]:
         """Put each rollout's rows into its slot of the batch, and count what is left out."""
         made = {
-            group.task.task_id: [self._make_rows(rollout) for rollout in group.rollouts]
-            if group.usable or validate
-            else []
+            group.task.task_id: self._rows_of_group(group, validate) if group.usable or validate else []
             for group in result.groups
         }
         # REMAX takes a missing baseline for a reward of 0, so a prompt without its baseline is left out.
@@ -267,6 +268,7 @@ class CloudAgentLoopManager:
         if batch.left_out_tokens:
             log.warning("%d sampled tokens of further segments are not trained", batch.left_out_tokens)
         counts["left_out_tokens"] = batch.left_out_tokens
+        counts["moved_turn_rewards"] += batch.moved_turn_rewards
         parts = [row.versions(fallback=version) for of_rollout in slots for row in of_rollout or ()]
         lag = result.report.lag
         return DataProto(
@@ -336,9 +338,14 @@ class CloudAgentLoopManager:
         except RolloutBackendError as error:
             log.warning("model calls may reach servers that verl has put to sleep: %s", error)
 
-    def _make_rows(self, rollout: Rollout) -> Rows:
+    def _rows_of_group(self, group: GroupResult, validate: bool, own_turns_only: bool = False) -> list[Rows]:
+        return [self._make_rows(rollout, validate, own_turns_only) for rollout in group.rollouts]
+
+    def _make_rows(self, rollout: Rollout, validate: bool, own_turns_only: bool) -> Rows:
+        if validate:  # its metrics are of the final reward, and nothing is trained
+            rollout = rollout.model_copy(update={"turn_rewards": ()})
         image_token = None if self._vision is None else self._vision.image_token
-        made = rows_of(rollout, *self._lengths, image_token)
+        made = rows_of(rollout, *self._lengths, image_token, own_turns_only)
         if made.truncated_tokens or made.unknown_logprobs:
             log.warning(
                 "rollout %s: %d sampled tokens did not fit and %d have no logprob; they are not trained",

@@ -12,6 +12,7 @@
 | `retokenized` | rollouts trained on tokens that were rendered from messages |
 | `truncated_tokens`, `unknown_logprobs` | sampled tokens not trained because they do not fit or lack a logprob |
 | `unknown_versions` | trained tokens whose weight version is unknown |
+| `moved_turn_rewards` | rewards of turns without a trained token, which are on a token of another turn |
 
 The classes are the outcomes of rollouts other than `completed`, and three for rollouts that did complete:
 `group_dropped` (its group is not usable), `untrainable` (it has no token that can be trained) and `too_old` (see
@@ -48,6 +49,7 @@ _ALWAYS = (
     "truncated_tokens",
     "unknown_logprobs",
     "unknown_versions",
+    "moved_turn_rewards",
     *(f"left_out/{name}" for name in CLASSES),
 )
 
@@ -69,6 +71,7 @@ def count_group(group: GroupResult, made: Sequence[Rows]) -> Counter[str]:
     counts["retokenized"] += sum(rows.retokenized > 0 for rows in made)
     counts["truncated_tokens"] += sum(rows.truncated_tokens for rows in made)
     counts["unknown_logprobs"] += sum(rows.unknown_logprobs for rows in made)
+    counts["moved_turn_rewards"] += sum(rows.moved_turn_rewards for rows in made)
     counts["unknown_versions"] += sum(row.trained_tokens for rows in made for row in rows if row.min_version is None)
     return counts
 

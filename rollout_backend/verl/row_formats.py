@@ -55,16 +55,11 @@ def v1_fields(
         "loss_mask": mask,
         "input_ids": ids,
         "position_ids": positions,
-        "rm_scores": torch.from_numpy(_scores(row)),
+        "rm_scores": torch.from_numpy(row.scores),
         "num_turns": row.turns,
         "multi_modal_inputs": multi_modal,
-        "extra_fields": {"reward_extra_info": dict(reward_extra_info or {}), **_turn_rewards(row)},
+        "extra_fields": {"reward_extra_info": dict(reward_extra_info or {})},
     }
-
-
-def _turn_rewards(row: Row) -> dict[str, list[float]]:
-    """Return the rewards of a row's turns, which verl does not read: it trains the reward on the last token."""
-    return {"turn_rewards": [*row.turn_rewards]} if row.turn_rewards else {}
 
 
 def v1_tag(row: Row, global_steps: int, fallback: int | None = None) -> dict[str, Any]:
@@ -108,12 +103,6 @@ def _multi_modal(
     return {}, torch.arange(len(ids))
 
 
-def _scores(row: Row) -> NDArray[np.float32]:
-    scores = np.zeros(len(row.response), dtype=np.float32)
-    scores[-1] = row.reward
-    return scores
-
-
 # --- legacy: DataProto ------------------------------------------------------------------------------------
 
 
@@ -125,6 +114,7 @@ class LegacyBatch:
     non_tensors: dict[str, NDArray[Any]]  # each [B]
     missing: NDArray[np.bool_]  # [B], True where a rollout has no row
     left_out_tokens: int  # trainable tokens of the segments that were not chosen
+    moved_turn_rewards: int  # rewards other than 0 of turns in them, which are on the chosen row's last token
     truncated_tokens: int
     unknown_logprobs: int
 
@@ -141,6 +131,7 @@ def legacy_batch(
 
     The legacy trainer has one row per rollout. Of several segments, the one with the most trained tokens is chosen
     (the later one if equal); tokens of the others are counted in `left_out_tokens`. Only the v1 trainer trains all.
+    Make the rows without `own_turns_only`, so that the chosen one has the rewards of all turns.
 
     A missing rollout keeps its slot, with one prompt token and an empty response. verl calls that an aborted sample
     and leaves it out of its reward metrics. Its estimators take it for a reward of 0; see
@@ -167,18 +158,19 @@ def legacy_batch(
     positions = torch.zeros(count, 4, length if vision else 0, dtype=torch.int64)
     images = np.empty(count, dtype=object)
     images[:] = [{} for _ in slots]
-    left_out = 0
+    left_out = moved = 0
     for i, rows in enumerate(slots):
         if not rows:
             continue
         row = max(reversed(rows), key=lambda row: row.trained_tokens)
         _check_logprobs(row, logprobs)
         left_out += sum(other.trained_tokens for other in rows) - row.trained_tokens
+        moved += sum(other.turn_rewards for other in rows) - row.turn_rewards
         start, end = prompt_length - row.prompt_tokens, len(row.response)
         starts[i], stops[i] = start, prompt_length + end
         ids[i, start : prompt_length + end] = row.tokens
         mask[i, :end] = row.response_mask
-        scores[i, end - 1] = row.reward
+        scores[i, :end] = row.scores
         log_probs[i, :end] = row.logprobs
         retokenized[i] = row.retokenized
         turns[i] = row.turns
@@ -204,6 +196,7 @@ def legacy_batch(
         non_tensors={"multi_modal_inputs": images, "__num_turns__": turns, "retokenized": retokenized},
         missing=missing,
         left_out_tokens=left_out,
+        moved_turn_rewards=moved,
         truncated_tokens=sum(rows.truncated_tokens for rows in slots if rows is not None),
         unknown_logprobs=sum(rows.unknown_logprobs for rows in slots if rows is not None),
     )

@@ -11,6 +11,11 @@ Invariants:
   than `response_length` loses its end.
 - A response ends with its last trained token, and the reward is on that token, where each of verl's estimators finds
   it. GAE, unlike the others, loses a reward on a masked token. Tokens given after it train nothing and are left out.
+- The reward of a turn is on the last trained token of that turn. If the turn has none, its reward is on the trained
+  token before it, or on the first one if there is none before it, and is counted in `moved_turn_rewards`: the tokens
+  that preceded the turn keep their return, and cutting a row cannot remove a penalty.
+- Scores of a row add up to the rollout's reward and all its turn rewards: those of turns in other rows are on the
+  last token. With `own_turns_only` they add up to the reward and the row's own turn rewards: each is in one row.
 - A segment without a trained token gives no row, and rows are numbered without a gap. verl takes a session's
   advantage from its last row, so that row must train something.
 - Where the mask is 0, `logprobs` is 0. It is finite, because 0 * NaN would reach the loss, and it has no weight,
@@ -25,9 +30,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, islice
 from typing import overload
 
 import numpy as np
@@ -45,7 +51,7 @@ class Row:
     prompt_tokens: int  # P
     response_mask: NDArray[np.int64]  # [R], 1 = sampled and trained
     logprobs: NDArray[np.float32]  # [R], from the engine; 0 where the mask is 0; all NaN if re-tokenized
-    reward: float
+    scores: NDArray[np.float32]  # [R], the reward and the turn rewards on their tokens
     min_version: int | None  # of the weights that sampled the trained tokens; None if unknown for any of them
     max_version: int | None
     mean_version: float | None  # over the trained tokens
@@ -56,7 +62,7 @@ class Row:
     unknown_logprobs: int  # sampled, and not trained because they have no logprob
     retokenized: bool = False  # rendered from messages, so its tokens are a guess
     images: tuple[SeenImage, ...] = ()
-    turn_rewards: tuple[float, ...] = ()  # of the turns in the response; not trained. Empty: none are known
+    turn_rewards: int = 0  # how many of the segment's turns have a reward other than 0 on one of their own tokens
 
     @property
     def prompt(self) -> NDArray[np.int64]:
@@ -83,6 +89,7 @@ class Rows(Sequence[Row]):
     truncated_tokens: int = 0
     unknown_logprobs: int = 0
     empty_segments: int = 0
+    moved_turn_rewards: int = 0  # rewards other than 0 of turns without a trained token
 
     @property
     def retokenized(self) -> int:
@@ -103,10 +110,17 @@ class Rows(Sequence[Row]):
         return iter(self.rows)
 
 
-def rows_of(rollout: Rollout, prompt_length: int, response_length: int, image_token: int | None = None) -> Rows:
+def rows_of(
+    rollout: Rollout,
+    prompt_length: int,
+    response_length: int,
+    image_token: int | None = None,
+    own_turns_only: bool = False,
+) -> Rows:
     """Return a rollout's rows, of at most `prompt_length` + `response_length` tokens each.
 
-    `image_token` is the id that a vision model uses for images.
+    `image_token` is the id that a vision model uses for images. `own_turns_only` is for estimators that use the place
+    of a reward, and take each row for a rollout: a row then has no rewards of turns in other rows.
 
     Raises:
         ValueError: the rollout has no reward, or a length is below 1.
@@ -117,17 +131,31 @@ def rows_of(rollout: Rollout, prompt_length: int, response_length: int, image_to
         raise ValueError(
             f"rollout {rollout.rollout_id!r} ended as {rollout.outcome} without a reward and cannot be trained"
         )
-    rows: list[Row] = []
-    truncated = unknown = turns = 0
+    given = iter(rollout.turn_rewards)
+    pieces: list[tuple[Segment, _Cut, list[float]]] = []
+    without_row: list[float] = []  # rewards of turns in segments that give no row
+    truncated = unknown = 0
     for segment in rollout.segments:
-        turn_rewards = rollout.turn_rewards[turns : turns + len(segment.turns)]
-        turns += len(segment.turns)
+        turn_rewards = [*islice(given, len(segment.turns))]
         cut = _cut(segment, prompt_length, response_length, image_token)
         truncated += cut.truncated
         unknown += cut.unknown
         if len(cut.trained):
-            rows.append(_row(segment, cut, rollout, len(rows), turn_rewards))
-    return Rows(tuple(rows), truncated, unknown, empty_segments=len(rollout.segments) - len(rows))
+            pieces.append((segment, cut, turn_rewards))
+        else:
+            without_row += turn_rewards
+    rows = []
+    moved = len(_nonzero(without_row)) if pieces else 0
+    for index, (segment, cut, turn_rewards) in enumerate(pieces):
+        scores, own = _turn_scores(segment, cut, turn_rewards)
+        moved += len(_nonzero(turn_rewards)) - own
+        if own_turns_only:
+            others = without_row if index == len(pieces) - 1 else []
+        else:
+            others = [*without_row, *chain(*(each for i, (_, _, each) in enumerate(pieces) if i != index))]
+        scores[-1] += math.fsum((rollout.reward, *others))
+        rows.append(_row(segment, cut, rollout, index, scores.astype(np.float32), own))
+    return Rows(tuple(rows), truncated, unknown, len(rollout.segments) - len(rows), moved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,11 +189,27 @@ def _cut(segment: Segment, prompt_length: int, response_length: int, image_token
     return _Cut(start, trained, known_tokens - len(places), unknown)
 
 
-def _row(segment: Segment, cut: _Cut, rollout: Rollout, index: int, turn_rewards: Sequence[float]) -> Row:
-    assert rollout.reward is not None
+def _turn_scores(segment: Segment, cut: _Cut, turn_rewards: Sequence[float]) -> tuple[NDArray[np.float64], int]:
+    """Return the turn rewards on their tokens, [R], and how many other than 0 are on a token of their own turn."""
+    scores = np.zeros(len(cut.trained))
+    trained = np.flatnonzero(cut.trained) + cut.start
+    own = 0
+    for turn, reward in zip(segment.turns, turn_rewards, strict=False):
+        place = int(trained[max(0, int(np.searchsorted(trained, turn.end)) - 1)])
+        scores[place - cut.start] += reward
+        own += reward != 0 and turn.start <= place < turn.end
+    return scores, own
+
+
+def _nonzero(rewards: Iterable[float]) -> list[float]:
+    return [reward for reward in rewards if reward]
+
+
+def _row(
+    segment: Segment, cut: _Cut, rollout: Rollout, index: int, scores: NDArray[np.float32], turn_rewards: int
+) -> Row:
     logprobs = np.asarray(segment.logprobs)[cut.start : cut.end]
-    kept = [max(turn.start, cut.start) < min(turn.end, cut.end) for turn in segment.turns]
-    turns = [*compress(segment.turns, kept)]
+    turns = [turn for turn in segment.turns if max(turn.start, cut.start) < min(turn.end, cut.end)]
     versions: list[int | None] = []
     version_sum = 0  # over the trained tokens
     for turn in turns:
@@ -182,7 +226,7 @@ def _row(segment: Segment, cut: _Cut, rollout: Rollout, index: int, turn_rewards
         prompt_tokens=cut.start,
         response_mask=cut.trained.astype(np.int64),
         logprobs=logprobs if segment.retokenized else np.where(cut.trained, logprobs, np.float32(0)),
-        reward=rollout.reward,
+        scores=scores,
         min_version=min(numbers) if known else None,
         max_version=max(numbers) if known else None,
         mean_version=version_sum / trained_tokens if known else None,
@@ -197,7 +241,7 @@ def _row(segment: Segment, cut: _Cut, rollout: Rollout, index: int, turn_rewards
             for span in segment.images
             if span.end <= cut.end
         ),
-        turn_rewards=tuple(compress(turn_rewards, kept)),
+        turn_rewards=turn_rewards,
     )
 
 

@@ -91,7 +91,7 @@ def refuse_unsupported(config: Any) -> None:
     Raises:
         ConfigError: names each unsupported setting that is set, and what to do about it.
     """
-    problems = [*_refused(config), *_adapters(config)]
+    problems = [*_refused(config), *_adapters(config), *_estimators(config)]
     if problems:
         raise ConfigError("this backend does not support these verl settings:\n" + "\n".join(problems))
 
@@ -114,6 +114,15 @@ def _adapters(config: Any) -> Iterable[str]:
                 f"  {model}.{setting}={value}: agents would sample the base model without the adapter: set "
                 f"{model}.lora.merge=True, so that the servers get merged weights"
             )
+
+
+def _estimators(config: Any) -> Iterable[str]:
+    """Yield problems with estimators that do not read the token-level rewards of the rows."""
+    if str(_at(config, "algorithm.adv_estimator")) == "gdpo":
+        yield (
+            "  algorithm.adv_estimator=gdpo: it reads rewards by name, and rows have those of the rollout and of its "
+            "turns: use grpo_skip_missing"
+        )
 
 
 def _at(config: Any, setting: str) -> Any:

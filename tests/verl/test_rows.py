@@ -181,21 +181,6 @@ def test_a_row_has_the_versions_of_its_trained_tokens() -> None:
     assert spread("5", "5", "6", "9") == (5, 6), "the last is cut off"
 
 
-def test_a_row_has_the_rewards_of_its_turns() -> None:
-    """Two conversations of three and one turns; the last turn of the first one is cut off."""
-    turns = [make_turn(1, 2, "1"), make_turn(3, 4, "1"), make_turn(5, 6, "1")]
-    first = Segment(
-        token_ids=[1] * 6, response_mask=[0, 1, 0, 1, 0, 1], logprobs=[None, -1, None, -1, None, -1], turns=turns
-    )
-    second = Segment(token_ids=[1] * 2, response_mask=[0, 1], logprobs=[None, -1], turns=[make_turn(1, 2, "1")])
-    scored = rollout(first, second).model_copy(update={"turn_rewards": (0.25, -0.5, 0.75, 1.0)})
-    rows = rows_of(scored, 4, 3)
-    assert [row.turn_rewards for row in rows] == [(0.25, -0.5), (1.0,)]
-    assert [v1_fields(row, {})["extra_fields"]["turn_rewards"] for row in rows] == [[0.25, -0.5], [1.0]]
-    assert {row.reward for row in rows} == {scored.reward}, "the reward is trained, and on the last token alone"
-    assert [row.turn_rewards for row in rows_of(rollout(first, second), 4, 3)] == [(), ()]
-
-
 def test_rollouts_without_a_reward_are_refused() -> None:
     with pytest.raises(ValueError, match="without a reward"):
         rows_of(rollout(segment([("given", 1), ("sampled", 1)]), reward=None), 4, 4)

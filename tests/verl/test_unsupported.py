@@ -76,6 +76,7 @@ def test_experts_may_be_replayed_from_the_trainer_but_not_from_the_rollouts() ->
         ("reward_model.reward_manager=dapo", "computed by the agent"),
         ("sandbox_fusion.url=http://sandbox", "computed by the agent"),
         ("distillation.enabled=True", "teacher"),
+        ("algorithm.adv_estimator=gdpo", "grpo_skip_missing"),
         (f"{MODEL}.lora_rank=8", r"lora\.merge=True"),
         (f"{MODEL}.lora.rank=8", r"lora\.merge=True"),
         (f"{MODEL}.lora_adapter_path=/adapter", r"lora\.merge=True"),
