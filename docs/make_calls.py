@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout_backend.deploy.calls import DEPLOY, DOWN, Call
+from rollout_backend.deploy.calls import BUILD, DEPLOY, DOWN, Call
 
 PAGE = Path(__file__).with_name("deploy.md")
 _BEGIN, _END = "<!-- calls: python docs/make_calls.py -->", "<!-- end of calls -->"
@@ -23,14 +23,14 @@ def page() -> str:
 def _lines() -> Iterator[str]:
     yield "| command | call | what it does | IAM actions |"
     yield "| --- | --- | --- | --- |"
-    for command, calls in (("deploy", DEPLOY), ("down", DOWN)):
+    for command, calls in (("deploy", DEPLOY), ("CodeBuild", BUILD), ("down", DOWN)):
         for call in calls:
             actions = ", ".join(f"`{action}`" for action in call.actions)
             yield f"| {command} | {call.name} | {call.why}{_when(call)} | {actions} |"
 
 
 def _when(call: Call) -> str:
-    return " (`--build`)" if call.only else ""
+    return f" (`--build {', '.join(call.only)}`)" if call.only and "code" not in call.only else ""
 
 
 if __name__ == "__main__":

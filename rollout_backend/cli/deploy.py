@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +33,7 @@ _TASKS = "tasks.jsonl"
 
 class Build(StrEnum):
     CODE = "code"
+    CODEBUILD = "codebuild"
     DOCKER = "docker"
     PODMAN = "podman"
 
@@ -46,8 +48,12 @@ def deploy(
         bool, typer.Option("--local", help="Deploy to S3, SQS and AgentCore on this machine, until `rollout down`.")
     ] = False,
     build: Annotated[
-        Build, typer.Option(help="Upload the code, or build an image with docker or podman and push it.")
+        Build, typer.Option(help="Upload the code, or build an image and push it: in AWS CodeBuild, or here.")
     ] = Build.CODE,
+    build_role: Annotated[
+        str | None,
+        typer.Option(metavar="ARN", help="The role of CodeBuild, with --build codebuild. Default: the stack's."),
+    ] = None,
     subnets: Annotated[
         list[str] | None,
         typer.Option("--subnet", help="A private subnet of the agents. Default: the public network."),
@@ -75,6 +81,8 @@ def deploy(
             raise ConfigError(
                 "--local runs code in no network of its own: leave out --build, --subnet, --security-group"
             )
+        if build_role is not None and build is not Build.CODEBUILD:
+            raise ConfigError("--build-role belongs to --build codebuild")
         if bool(subnets) != bool(security_groups):
             raise ConfigError("--subnet and --security-group belong together: set both, or neither")
         payload = _first_payload(tasks or folder / _TASKS)
@@ -83,6 +91,7 @@ def deploy(
                 folder,
                 stack,
                 build.value,
+                build_role,
                 (subnets or [], security_groups or []),
                 payload,
                 config,
@@ -96,6 +105,7 @@ async def _deploy(
     folder: Path,
     stack: str | None,
     build: str,
+    build_role: str | None,
     network: tuple[Sequence[str], Sequence[str]],
     payload: Mapping[str, Any],
     config: Path,
@@ -119,6 +129,12 @@ async def _deploy(
         if build != "code":
             check_builder(build, folder)
         target = await read_stack(stack)
+        if build == Build.CODEBUILD:
+            target = replace(target, build_role=build_role or target.build_role)
+            if target.build_role is None:
+                raise ConfigError(
+                    f"stack {stack} has no output BuildRoleArn: deploy infra/template.yaml again, or set --build-role"
+                )
     else:
         echo("starting S3, SQS, AgentCore and a scripted model on this machine; `rollout down` stops them")
         cloud = start_background_cloud(LOCAL_CLOUD.absolute())

@@ -7,36 +7,45 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-IMAGE = "image"
+CODE, CODEBUILD, LOCAL_IMAGE = ("code",), ("codebuild",), ("docker", "podman")
 
 
 class Call(NamedTuple):
-    """`only` names the kind of build that alone makes the call; None: each deployment makes it."""
+    """`only` names the values of `--build` that alone make the call; empty: each deployment makes it."""
 
     name: str
     actions: tuple[str, ...]
     why: str
-    only: str | None = None
+    only: tuple[str, ...] = ()
 
 
 _AC = "bedrock-agentcore"
+_PUSH = (
+    "ecr:BatchCheckLayerAvailability",
+    "ecr:BatchGetImage",
+    "ecr:CompleteLayerUpload",
+    "ecr:InitiateLayerUpload",
+    "ecr:PutImage",
+    "ecr:UploadLayerPart",
+)
 
 DEPLOY = (
     Call("DescribeStacks", ("cloudformation:DescribeStacks",), "reads the outputs of the stack"),
-    Call("PutObject", ("s3:PutObject",), "uploads the code, once for each content"),
-    Call("GetAuthorizationToken", ("ecr:GetAuthorizationToken",), "logs in to the registry", IMAGE),
     Call(
-        "docker push",
-        (
-            "ecr:BatchCheckLayerAvailability",
-            "ecr:CompleteLayerUpload",
-            "ecr:InitiateLayerUpload",
-            "ecr:PutImage",
-            "ecr:UploadLayerPart",
-        ),
-        "pushes the image",
-        IMAGE,
+        "PutObject",
+        ("s3:PutObject",),
+        "uploads the code or the image's source, once",
+        CODE + CODEBUILD,
     ),
+    Call("GetAuthorizationToken", ("ecr:GetAuthorizationToken",), "logs in to the registry", LOCAL_IMAGE),
+    Call("docker push", _PUSH, "pushes the image", LOCAL_IMAGE),
+    Call("BatchGetProjects", ("codebuild:BatchGetProjects",), "finds the project", CODEBUILD),
+    Call("CreateProject", ("codebuild:CreateProject", "iam:PassRole"), "creates the project", CODEBUILD),
+    Call("UpdateProject", ("codebuild:UpdateProject", "iam:PassRole"), "changes it, if it differs", CODEBUILD),
+    Call("StartBuild", ("codebuild:StartBuild",), "builds the image and pushes it", CODEBUILD),
+    Call("BatchGetBuilds", ("codebuild:BatchGetBuilds",), "waits for the end of the build", CODEBUILD),
+    Call("StopBuild", ("codebuild:StopBuild",), "stops it, if it takes too long or you interrupt", CODEBUILD),
+    Call("GetLogEvents", ("logs:GetLogEvents",), "reads the end of the log, if it fails", CODEBUILD),
     Call("ListAgentRuntimes", (f"{_AC}:ListAgentRuntimes",), "finds the runtime by its name"),
     Call(
         "CreateAgentRuntime",
@@ -68,6 +77,8 @@ DOWN = (
         (f"{_AC}:DeleteAgentRuntime", f"{_AC}:DeleteWorkloadIdentity"),
         "deletes a runtime with its endpoint and identity",
     ),
+    Call("BatchGetProjects", ("codebuild:BatchGetProjects",), "finds the project of `--build codebuild`"),
+    Call("DeleteProject", ("codebuild:DeleteProject",), "deletes it"),
     Call("ListObjectsV2", ("s3:ListBucket",), "finds the runs, the code and the results"),
     Call("ListQueues", ("sqs:ListQueues",), "finds the queues of runs"),
     Call("DeleteQueue", ("sqs:DeleteQueue",), "deletes them"),
@@ -75,7 +86,15 @@ DOWN = (
 )
 
 
+BUILD = (
+    Call("GetObject", ("s3:GetObject",), "reads the source"),
+    Call("GetAuthorizationToken", ("ecr:GetAuthorizationToken",), "logs in to the registry"),
+    Call("docker push", _PUSH, "pushes the image"),
+    Call("PutLogEvents", ("logs:CreateLogGroup", "logs:CreateLogStream", "logs:PutLogEvents"), "writes its log"),
+)
+"""The calls of CodeBuild under the stack's build role."""
+
+
 def calls_of_build(build: str) -> tuple[Call, ...]:
-    """Return the calls of a deployment: `code`, `docker` or `podman`."""
-    is_image = build != "code"
-    return tuple(call for call in DEPLOY if call.only is None or is_image)
+    """Return the calls of a deployment with that `--build`."""
+    return tuple(call for call in DEPLOY if not call.only or build in call.only)

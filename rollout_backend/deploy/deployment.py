@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from botocore.exceptions import BotoCoreError, ClientError
 
-from rollout_backend import aws
 from rollout_backend.config import merge_overrides, read_yaml
 from rollout_backend.deploy.calls import Call, calls_of_build
-from rollout_backend.deploy.image import push_image
+from rollout_backend.deploy.codebuild import build_image
+from rollout_backend.deploy.image import CODEBUILD, push_image
 from rollout_backend.deploy.package import make_package
 from rollout_backend.deploy.smoke import run_smoke_rollout
 from rollout_backend.deploy.target import PREFIX, Target
+from rollout_backend.deploy.upload import upload_once
 from rollout_backend.runtimes.agentcore.control import RuntimeMaker, control_client
 from rollout_backend.runtimes.agentcore.provision import CodeArtifact, RuntimeSpec
 
@@ -36,7 +36,7 @@ _IDLE_S, _LIFE_S = 120, 28_800
 
 @dataclass(frozen=True)
 class Deployment:
-    """One agent's folder, and where it goes. `build` is `code`, `docker` or `podman`."""
+    """One agent's folder, and where it goes. `build` is `code`, `codebuild`, `docker` or `podman`."""
 
     folder: Path
     target: Target
@@ -53,6 +53,10 @@ class Deployment:
             place = "this machine" if self.native else "Linux on arm64"
             yield f"pack {self.folder} with its packages for {place}, without Docker"
             yield f"upload it to s3://{target.bucket}/{target.code_prefix}"
+        elif self.build == CODEBUILD:
+            yield f"upload {self.folder} to s3://{target.bucket}/{target.code_prefix}"
+            yield f"create or update CodeBuild project {target.runtime_name} under the role {target.build_role}"
+            yield f"build the image on arm64, without Docker on this machine, and push it to {target.repository}"
         else:
             yield f"build the image of {self.folder} for arm64 with {self.build}, and push it to {target.repository}"
         yield f"create or update runtime {target.runtime_name} under the role {target.role}"
@@ -70,11 +74,7 @@ class Deployment:
             PreflightError: a call was refused, or the runtime does not work; what to do.
         """
         target = self.target
-        image = (
-            await self._upload(echo)
-            if self.build == "code"
-            else await push_image(self.build, self.folder, target, echo)
-        )
+        image = await self._publish(echo)
         assert target.role is not None
         spec = RuntimeSpec(
             name=target.runtime_name,
@@ -93,6 +93,15 @@ class Deployment:
         echo(await run_smoke_rollout(deployed, payload))
         return deployed
 
+    async def _publish(self, echo: Callable[[str], object]) -> CodeArtifact | str:
+        """Upload the code or build the image. Return what the runtime runs."""
+        match self.build:
+            case "code":
+                return await self._upload(echo)
+            case "codebuild":
+                return await build_image(self.folder, self.target, echo)
+        return await push_image(self.build, self.folder, self.target, echo)
+
     async def _upload(self, echo: Callable[[str], object]) -> CodeArtifact:
         target = self.target
         with tempfile.TemporaryDirectory(prefix="rollout-deploy-") as scratch:
@@ -100,18 +109,7 @@ class Deployment:
             package = await make_package(self.folder, Path(scratch) / "code.zip", native=self.native)
             code = CodeArtifact(target.bucket, f"{target.code_prefix}{package.digest}.zip", package.python)
             echo(f"uploading {package.size / 1e6:.1f} MB with {package.packages} packages to {code}")
-            try:
-                async with aws.client(
-                    "s3", region=target.region, endpoint_url=target.endpoint_url, read_timeout_s=300.0, retries=4
-                ) as s3:
-                    await s3.put_object(
-                        Bucket=target.bucket, Key=code.key, Body=package.path.read_bytes(), IfNoneMatch="*"
-                    )
-            except ClientError as error:
-                if aws.status_of(error) != 412:  # this content was uploaded before
-                    raise aws.preflight_error(error, f"bucket {target.bucket}", "--stack") from error
-            except BotoCoreError as error:
-                raise aws.preflight_error(error, f"bucket {target.bucket}", "--stack") from error
+            await upload_once(target, code.key, package.path)
         return code
 
 

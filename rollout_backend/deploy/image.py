@@ -1,4 +1,4 @@
-"""Build an agent's image with docker or podman, and push it to the stack's repository."""
+"""Build an agent's image with docker or podman on this machine, and push it to the stack's repository."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from rollout_backend.deploy.target import Target
 from rollout_backend.errors import ConfigError, PreflightError
 
 DOCKERFILE = Path(__file__).with_name("agent.Dockerfile")
+CODEBUILD = "codebuild"
 WRAPPER = Path(__file__).parents[2]  # the build context `wrapper`, in a checkout
 
 
 def check_builder(builder: str, folder: Path) -> None:
-    """Raise ConfigError if this machine cannot build the image."""
-    if shutil.which(builder) is None:
-        raise ConfigError(f"--build {builder}: there is no {builder} on this machine")
+    """Raise ConfigError if `--build` cannot build the image from this machine."""
+    if builder != CODEBUILD and shutil.which(builder) is None:
+        raise ConfigError(
+            f"--build {builder}: there is no {builder} on this machine; --build codebuild builds the image in AWS"
+        )
     if not (WRAPPER / "pyproject.toml").is_file() and not (folder / "Dockerfile").is_file():
         raise ConfigError("--build needs a checkout of rollout-backend, or a Dockerfile in the agent's folder")
 
@@ -35,7 +38,7 @@ async def push_image(builder: str, folder: Path, target: Target, echo: Callable[
         PreflightError: the registry refuses the login, or the builder fails.
     """
     assert target.repository is not None
-    image = f"{target.repository}:{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    image = new_image(target)
     password = await _registry_password(target)
     registry = target.repository.partition("/")[0]
     await _run([builder, "login", "--username", "AWS", "--password-stdin", registry], password)
@@ -51,6 +54,11 @@ async def push_image(builder: str, folder: Path, target: Target, echo: Callable[
             await _run([builder, "build", *options, str(folder)])
             await _run([builder, "push", image])
     return image
+
+
+def new_image(target: Target) -> str:
+    """Return the name of the next image, with a tag that no image has yet."""
+    return f"{target.repository}:{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
 
 
 def _dockerfile(folder: Path, scratch: Path) -> Path:

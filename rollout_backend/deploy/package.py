@@ -70,7 +70,7 @@ async def make_package(folder: Path, target: Path, *, native: bool = False) -> C
         await _install(folder, content, python, native=native)
         wrapper = Path(agent_wrapper.__file__).parent
         shutil.copytree(wrapper, content / wrapper.name, ignore=shutil.ignore_patterns("__pycache__"))
-        _copy_agent(folder, content)
+        copy_agent(folder, content)
         return await asyncio.to_thread(_zip, content, target, python)
 
 
@@ -105,7 +105,7 @@ async def _install(folder: Path, content: Path, python: str, *, native: bool) ->
         built = re.search(r"build `([^`]+)`", text)
         what = f"{built[1]} has no wheel" if built else "the agent's packages cannot be installed"
         raise ConfigError(
-            f"{what} for {place}. Correct {own}, or build an image, which compiles it: --build docker\n{text}"
+            f"{what} for {place}. Correct {own}, or build an image, which compiles it: --build codebuild\n{text}"
         )
     shutil.rmtree(content / "bin", ignore_errors=True)  # scripts with this machine's paths
     (content / ".lock").unlink(missing_ok=True)
@@ -123,7 +123,8 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _copy_agent(folder: Path, content: Path) -> None:
+def copy_agent(folder: Path, content: Path) -> None:
+    """Copy the files of an agent's folder, without those that stay out."""
     patterns = ignore_patterns(folder)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -151,21 +152,30 @@ def is_ignored(name: Path, patterns: Sequence[str]) -> bool:
     return ignored
 
 
-def _zip(content: Path, target: Path, python: str) -> CodePackage:
-    files = [path for path in sorted(content.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
-    unpacked = sum(path.stat().st_size for path in files)
+def write_zip(content: Path, target: Path) -> str:
+    """Write the zip of a folder, which is equal for equal files. Return its digest."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in files:
+        for path in _files(content):
             info = zipfile.ZipInfo(path.relative_to(content).as_posix(), _EPOCH)
             info.compress_type = zipfile.ZIP_DEFLATED
             info.external_attr = (0o755 if path.stat().st_mode & 0o100 else 0o644) << 16
             archive.writestr(info, path.read_bytes())
+    return hashlib.sha256(target.read_bytes()).hexdigest()[:16]
+
+
+def _files(content: Path) -> list[Path]:
+    return [path for path in sorted(content.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+
+
+def _zip(content: Path, target: Path, python: str) -> CodePackage:
+    unpacked = sum(path.stat().st_size for path in _files(content))
+    digest = write_zip(content, target)
     size = target.stat().st_size
     if size > MAX_ZIP_BYTES or unpacked > MAX_UNPACKED_BYTES:
         raise ConfigError(
             f"the agent's zip has {size:,} bytes, and {unpacked:,} unpacked; AgentCore accepts {MAX_ZIP_BYTES:,} and "
-            f"{MAX_UNPACKED_BYTES:,}. Leave packages out of {REQUIREMENTS}, or build an image: --build docker"
+            f"{MAX_UNPACKED_BYTES:,}. Leave packages out of {REQUIREMENTS}, or build an image: --build codebuild"
         )
     packages = len(list(content.glob("*.dist-info")))
-    return CodePackage(target, python, hashlib.sha256(target.read_bytes()).hexdigest()[:16], packages)
+    return CodePackage(target, python, digest, packages)

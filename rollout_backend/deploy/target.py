@@ -35,6 +35,8 @@ class Target:
     queue_url: str | None = None
     """The queue that runs must use; None if each run creates its own."""
     repository: str | None = None
+    build_role: str | None = None
+    """The role of CodeBuild; None if the stack has none."""
     stack: str | None = None
     endpoint_url: str | None = None
     runtime_endpoint_url: str | None = None
@@ -110,6 +112,7 @@ def _read(stack: dict[str, Any], region: str) -> Target:
         presigned=presigned,
         queue_url=None if own_queues else outputs["QueueUrl"],
         repository=outputs["RepositoryUri"],
+        build_role=outputs.get("BuildRoleArn"),
         stack=stack["StackName"],
     )
 

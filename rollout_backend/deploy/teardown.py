@@ -3,6 +3,7 @@
 Invariants:
 
 - A runtime is deleted only if it has this backend's tag, and the target's ARN or role.
+- A CodeBuild project is deleted only if it has this backend's tag, and the runtime's name.
 - A queue is deleted only if its name is that of a run in the target's bucket.
 - `find` changes nothing.
 """
@@ -21,11 +22,13 @@ from botocore.exceptions import BotoCoreError, ClientError
 from rollout_backend import aws
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
+from rollout_backend.deploy.codebuild import find_project, is_ours
 from rollout_backend.deploy.target import Target
 from rollout_backend.errors import PreflightError
 from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
 from rollout_backend.runtimes.agentcore.provision import TAG
 
+_ORDER = ("runtime", "project", "queue", "objects")  # of deletion
 _BATCH = 1000  # S3's limit for DeleteObjects
 _DELETE_S = 300.0
 _POLL_S = 0.5
@@ -36,10 +39,10 @@ class Resource:
     """What `remove` would delete."""
 
     kind: str
-    """`runtime`, `queue` or `objects`."""
+    """`runtime`, `project`, `queue` or `objects`."""
     name: str
     id: str
-    """The runtime's id, the queue's URL, or the objects' prefix."""
+    """The runtime's id, the project's name, the queue's URL, or the objects' prefix."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -69,6 +72,7 @@ class Teardown:
                     ours.append(Resource("runtime", runtime["agentRuntimeName"], runtime["agentRuntimeId"]))
                 else:
                     stays.append(f"runtime {runtime['agentRuntimeName']}: {why}")
+            await self._find_project(ours, stays)
             runs = await self._folders(s3, f"{target.prefix}runs/")
             await self._find_queues(sqs, runs, ours, stays)
             if await self._count(s3, target.code_prefix):
@@ -87,11 +91,14 @@ class Teardown:
     async def remove(self, resources: Sequence[Resource], echo: Callable[[str], object]) -> None:
         """Delete the resources. Raises PreflightError."""
         async with self._explained(), self._clients() as (control, s3, sqs):
-            for resource in sorted(resources, key=lambda each: ("runtime", "queue", "objects").index(each.kind)):
+            for resource in sorted(resources, key=lambda each: _ORDER.index(each.kind)):
                 echo(f"deleting {resource}")
                 match resource.kind:
                     case "runtime":
                         await self._delete_runtime(control, resource)
+                    case "project":
+                        async with aws.client("codebuild", **self._place()) as codebuild:
+                            await codebuild.delete_project(name=resource.id)
                     case "queue":
                         await self._delete_queue(sqs, resource.id)
                     case _:
@@ -118,6 +125,22 @@ class Teardown:
             if runtime["status"] == "DELETING":
                 why = "it is being deleted"
             yield runtime, why
+
+    async def _find_project(self, ours: list[Resource], stays: list[str]) -> None:
+        """Find the CodeBuild project. These credentials may belong to a stack that has no permission for it yet."""
+        name = self._target.runtime_name
+        try:
+            async with aws.client("codebuild", **self._place()) as codebuild:
+                project = await find_project(codebuild, name)
+        except ClientError as error:
+            if not aws.is_denied(error):
+                raise
+            stays.append(f"CodeBuild project {name}, if there is one: these credentials may not look for it")
+            return
+        if project is not None and is_ours(project):
+            ours.append(Resource("project", name, name))
+        elif project is not None:
+            stays.append(f"CodeBuild project {name}: it has no tag {TAG}, so `rollout deploy` did not create it")
 
     async def _find_queues(self, sqs: Any, runs: Sequence[str], ours: list[Resource], stays: list[str]) -> None:
         target = self._target
@@ -155,7 +178,7 @@ class Teardown:
             return []
         stays = [
             "logs: CloudWatch keeps the log groups /aws/bedrock-agentcore/runtimes/RUNTIME-*; aws logs "
-            "delete-log-group deletes one"
+            "delete-log-group deletes one. Those of CodeBuild are named /aws/codebuild/PROJECT"
         ]
         if target.stack is not None:
             stays.append(
@@ -204,10 +227,12 @@ class Teardown:
 
     # --- calls --------------------------------------------------------------------------------------------
 
+    def _place(self) -> dict[str, Any]:
+        return {"region": self._target.region, "endpoint_url": self._target.endpoint_url, "retries": 4}
+
     @asynccontextmanager
     async def _clients(self) -> AsyncIterator[tuple[Any, Any, Any]]:
-        target = self._target
-        place: dict[str, Any] = {"region": target.region, "endpoint_url": target.endpoint_url, "retries": 4}
+        target, place = self._target, self._place()
         async with (
             control_client(target.region, target.runtime_endpoint_url) as control,
             aws.client("s3", **place) as s3,

@@ -219,6 +219,12 @@ class IamProxy(HttpProxy):
                 return [self._sqs(request, json.loads(body))]
             case "bedrock-agentcore":
                 return self._agentcore(request, body)
+            case "codebuild":
+                return self._codebuild(request.headers["X-Amz-Target"].rpartition(".")[2], json.loads(body))
+            case "logs":
+                asked = json.loads(body)
+                place = f"log-group:{asked['logGroupName']}:log-stream:{asked['logStreamName']}"
+                return [Access("logs:GetLogEvents", f"arn:aws:logs:{self._region}:{self._account}:{place}")]
             case "iam":
                 asked = parse_qs(body.decode())
                 return [Access(f"iam:{asked['Action'][0]}", asked["PolicySourceArn"][0])]
@@ -245,6 +251,16 @@ class IamProxy(HttpProxy):
         return Access(
             f"sqs:{_BATCHES.get(operation, operation)}", f"arn:aws:sqs:{self._region}:{self._account}:{queue}"
         )
+
+    def _codebuild(self, operation: str, asked: Mapping[str, Any]) -> list[Access]:
+        builds = [asked["id"]] if "id" in asked else asked.get("ids", ())
+        named = asked.get("names") or [asked.get("name") or asked.get("projectName")]
+        names = [build.partition(":")[0] for build in builds] or named
+        project = f"arn:aws:codebuild:{self._region}:{self._account}:project"
+        found = [Access(f"codebuild:{operation}", f"{project}/{name}") for name in names]
+        if role := asked.get("serviceRole"):
+            found.append(Access("iam:PassRole", role, {"iam:PassedToService": "codebuild.amazonaws.com"}))
+        return found
 
     def _agentcore(self, request: web.Request, body: bytes) -> list[Access]:
         service, root = "bedrock-agentcore", f"arn:aws:bedrock-agentcore:{self._region}:{self._account}:runtime"

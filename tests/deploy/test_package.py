@@ -76,7 +76,7 @@ def test_the_wrapper_needs_no_training_side():
 
 async def test_a_package_without_a_wheel_is_named_with_what_to_do(agent, fake_uv, tmp_path):
     fake_uv("error: Failed to download and build `pycosat==0.6.6`")
-    with pytest.raises(ConfigError, match=r"pycosat==0\.6\.6 has no wheel for Linux on arm64.*--build docker"):
+    with pytest.raises(ConfigError, match=r"pycosat==0\.6\.6 has no wheel for Linux on arm64.*--build codebuild"):
         await make_package(agent, tmp_path / "a.zip")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import uvicorn
 from builders import eventually
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
+from rollout_backend.deploy.codebuild import project_definition
 from rollout_backend.deploy.target import Target
 from rollout_backend.deploy.teardown import Teardown
 from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator, EmulatorSettings
@@ -23,6 +25,7 @@ from rollout_backend.runtimes.agentcore.provision import TAG, RuntimeSpec
 from rollout_backend.serving.server_process import free_port
 
 IMAGE = "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1"
+BUILD_ROLE = "arn:aws:iam::123456789012:role/build"  # in moto's account
 NONE: frozenset[str] = frozenset()
 
 
@@ -65,6 +68,10 @@ async def test_what_is_ours_is_deleted_and_the_rest_is_named(local_aws, tmp_path
             queues[name] = (await sqs.create_queue(QueueName=name))["QueueUrl"]
         await create(url, "rollout_mine", {TAG: "deploy"})
         await create(url, "by_hand", {})
+        async with local_aws.client("codebuild") as codebuild:
+            for name, tags in (("rollout_mine", [{"key": TAG, "value": "deploy"}]), ("rollout_theirs", [])):
+                project = project_definition(Target("us-east-1", "b", name, build_role=BUILD_ROLE)) | {"tags": tags}
+                await codebuild.create_project(**project)
         target = Target(
             region="us-east-1",
             bucket=local_aws.bucket,
@@ -77,7 +84,7 @@ async def test_what_is_ours_is_deleted_and_the_rest_is_named(local_aws, tmp_path
         )
         teardown = Teardown(target)
         found = await teardown.find()
-        assert [each.kind for each in found.ours] == ["runtime", "queue", "objects"]
+        assert [each.kind for each in found.ours] == ["runtime", "project", "queue", "objects"]
         stays = "\n".join(found.stays)
         assert f"runtime by_hand: it has no tag {TAG}" in stays
         assert "queue rollout-other-1a2b3c4d: " in stays
@@ -86,6 +93,10 @@ async def test_what_is_ours_is_deleted_and_the_rest_is_named(local_aws, tmp_path
         left = (await s3.list_objects_v2(Bucket=local_aws.bucket, Prefix="down/"))["Contents"]
         assert [each["Key"] for each in left] == [keys[2], keys[0]]
         await teardown.remove(found.ours, lambda text: None)  # once more: nothing is there
+        async with local_aws.client("codebuild") as codebuild:
+            assert (await codebuild.list_projects())["projects"] == ["rollout_theirs"]
+        other = await Teardown(replace(target, runtime_name="rollout_theirs")).find()
+        assert any("CodeBuild project rollout_theirs: it has no tag" in line for line in other.stays)
         everything = await Teardown(target, delete_results=True).find()
         assert [each.kind for each in everything.ours] == ["objects"]
         await sqs.delete_queue(QueueUrl=queues["rollout-other-1a2b3c4d"])

@@ -219,7 +219,7 @@ def test_what_deploy_promises_stands_in_the_template() -> None:
     table = set(re.findall(r"`([A-Z]\w+)`", (ROOT / "infra" / "README.md").read_text().partition("## Parameters")[2]))
     assert table == parameters
     outputs = set(re.findall(r"output `?([A-Z]\w+)", (ROOT / "docs" / "deploy.md").read_text()))
-    assert len(outputs) == 6
+    assert len(outputs) == 7
     assert all(f"\n  {name}:\n" in template for name in outputs)
 
 

@@ -71,6 +71,10 @@ class Stack:
     def deployer(self) -> list[dict[str, Any]]:
         return self._policy(self._properties("DeployerPolicy")["PolicyDocument"])
 
+    def builder(self) -> list[dict[str, Any]]:
+        (policy,) = self._properties("BuildRole")["Policies"]
+        return self._policy(policy["PolicyDocument"])
+
     def agent(self) -> list[dict[str, Any]]:
         (policy,) = self._properties("AgentRole")["Policies"]
         return self._policy(policy["PolicyDocument"])

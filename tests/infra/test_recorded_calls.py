@@ -15,13 +15,16 @@ from aiohttp import web
 import agent_wrapper
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
+from rollout_backend.deploy import codebuild as codebuild_module
 from rollout_backend.deploy import deployment as deployment_module
-from rollout_backend.deploy.calls import DEPLOY, DOWN, Call
+from rollout_backend.deploy.calls import DOWN, Call, calls_of_build
 from rollout_backend.deploy.deployment import Deployment
 from rollout_backend.deploy.package import CodePackage
 from rollout_backend.deploy.target import find_deployed, read_stack
 from rollout_backend.deploy.teardown import Teardown
+from rollout_backend.errors import PreflightError
 from rollout_backend.local.cloud import LocalRuntime
+from rollout_backend.local.codebuild_emulator import CodeBuildEmulator
 from rollout_backend.local.control_plane import ControlLimits
 from rollout_backend.local.http_proxy import HttpProxy
 from rollout_backend.local.iam_proxy import IamProxy
@@ -35,7 +38,15 @@ app.entrypoint(lambda context: 1.0)
 app.run()
 """
 BUCKET = "recorded-calls"  # of this test alone, because it deletes what is in it
+BUILD_ROLE = "arn:aws:iam::000000000000:role/build"
+IMAGE = "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1"
 NOT_SEEN = {"iam:CreateServiceLinkedRole"}  # once for an account
+
+
+OF_CREATION = {  # of the runtime, which the first deployment has created
+    f"bedrock-agentcore:{name}"
+    for name in ("CreateAgentRuntime", "CreateAgentRuntimeEndpoint", "CreateWorkloadIdentity", "TagResource")
+}
 
 
 class CloudFormation(HttpProxy):
@@ -61,7 +72,15 @@ class CloudFormation(HttpProxy):
 
 
 def actions_of(calls: tuple[Call, ...]) -> set[str]:
-    return {action for call in calls if call.only is None for action in call.actions}
+    return {action for call in calls for action in call.actions}
+
+
+def write_programs(folder: Path, build: str) -> dict[str, str]:
+    """Write an aws and a docker that push nothing."""
+    for name, text in {"aws": "echo secret", "docker": f'if [ "$1" = buildx ]; then {build}; else true; fi'}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 
 @pytest.mark.slow
@@ -81,6 +100,7 @@ async def test_deploy_and_down_make_the_calls_that_the_table_lists(storage, stac
             "Bucket": f"arn:aws:s3:::{BUCKET}",
             "Queue": "arn:aws:sqs:us-east-1:000000000000:stack",
             "AgentRole": "arn:aws:iam::000000000000:role/local",
+            "BuildRole": BUILD_ROLE,
             "Repository": "arn:aws:ecr:us-east-1:000000000000:repository/agent",
         },
         AgentName="agent",
@@ -88,21 +108,28 @@ async def test_deploy_and_down_make_the_calls_that_the_table_lists(storage, stac
     outputs = {
         "BucketName": BUCKET,
         "AgentRoleArn": "arn:aws:iam::000000000000:role/local",
+        "BuildRoleArn": BUILD_ROLE,
         "RepositoryUri": "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent",
         "QueueUrl": f"{storage.endpoint_url}/000000000000/stack",
     }
     async with storage.s3() as s3:
         await s3.create_bucket(Bucket=BUCKET)
     proxy = IamProxy({"s3": storage.endpoint_url, "sqs": storage.endpoint_url}, {})
-    proxy.principals = {"deployer": made.deployer(), "agent": made.agent()}
+    proxy.principals = {"deployer": made.deployer(), "agent": made.agent(), "builder": made.builder()}
     env = {**storage.environ, "AWS_ENDPOINT_URL": storage.endpoint_url}
     control = ControlLimits(invisible_s=0.5, calls_per_s=20)
+    images = {IMAGE: (sys.executable, str(tmp_path / "agent" / "agent.py"))}
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent" / "agent.py").write_text(AGENT.format(path=packages))
+    monkeypatch.setattr(codebuild_module, "new_image", lambda target: IMAGE)
     async with (
         CloudFormation(outputs) as cloudformation,
-        LocalRuntime(None, run_dir=tmp_path, env=env, control=control) as runtime,
+        LocalRuntime(None, run_dir=tmp_path, env=env, control=control, images=images) as runtime,
         proxy,
+        CodeBuildEmulator(proxy.url, environ=write_programs(tmp_path, "true"), role=BUILD_ROLE) as codebuild,
     ):
         proxy.upstreams |= {"bedrock-agentcore": runtime.endpoint_url, "cloudformation": cloudformation.url}
+        proxy.upstreams |= {"codebuild": codebuild.url, "logs": codebuild.url}
         told: list[str] = []
         target = await read_stack("my-agent", endpoint_url=proxy.url)
         place: dict[str, Any] = {"endpoint_url": proxy.url, "runtime_endpoint_url": proxy.url}
@@ -111,7 +138,25 @@ async def test_deploy_and_down_make_the_calls_that_the_table_lists(storage, stac
         assert "accepts a rollout, and writes its result" in told[-1]
         assert (await find_deployed(target)).arn == deployed.arn
         assert proxy.denied == []
-        assert {access.action for _, access in proxy.accesses} == actions_of(DEPLOY) - NOT_SEEN
+        assert {access.action for _, access in proxy.accesses} == actions_of(calls_of_build("code")) - NOT_SEEN
+        proxy.accesses.clear()
+        target = replace(await read_stack("my-agent", endpoint_url=proxy.url), **place)
+        by_image = Deployment(tmp_path / "agent", target, "codebuild")
+        write_programs(tmp_path, "exit 1")
+        with pytest.raises(PreflightError, match="exit status 1"):
+            await by_image.deploy({}, told.append)
+        write_programs(tmp_path, "sleep 600")
+        with monkeypatch.context() as hurried:
+            hurried.setattr(codebuild_module, "_BUILD_S", 1.0)
+            with pytest.raises(PreflightError, match="was stopped"):
+                await by_image.deploy({}, told.append)
+        write_programs(tmp_path, "true")
+        codebuild.projects["rollout_agent"]["timeoutInMinutes"] = 5
+        assert (await by_image.deploy({}, told.append)).arn == deployed.arn
+        assert proxy.denied == []
+        seen = {access.action for who, access in proxy.accesses if who == "deployer"}
+        assert seen == actions_of(calls_of_build("codebuild")) - NOT_SEEN - OF_CREATION
+        assert {access.action for who, access in proxy.accesses if who == "builder"} == {"s3:GetObject"}
         proxy.accesses.clear()
         async with storage.client("sqs") as sqs:
             await sqs.create_queue(QueueName=queue_name(StorageConfig(bucket=target.bucket), "deploy"))

@@ -14,7 +14,7 @@ import pytest
 
 from rollout_backend.collect import buffer
 from rollout_backend.config import AgentCoreConfig, load_config
-from rollout_backend.deploy.calls import DEPLOY, DOWN
+from rollout_backend.deploy.calls import BUILD, DEPLOY, DOWN
 
 # Actions that AWS checks against no resource, so that "*" is the only thing that can be written.
 NAMELESS = {
@@ -78,6 +78,12 @@ def deployer(template: dict[str, Any]) -> list[Statement]:
     return statements(template["Resources"]["DeployerPolicy"]["Properties"]["PolicyDocument"])
 
 
+@pytest.fixture(scope="module")
+def builder(template: dict[str, Any]) -> list[Statement]:
+    (policy,) = template["Resources"]["BuildRole"]["Properties"]["Policies"]
+    return statements(policy["PolicyDocument"])
+
+
 def lint(path: Path) -> subprocess.CompletedProcess[str]:
     program = str(
         Path(sys.executable).with_name("cfn-lint")
@@ -98,12 +104,12 @@ def test_cfn_lint_would_find_a_misspelled_action(template_path: Path, tmp_path: 
     assert "W3037" in {finding["Rule"]["Id"] for finding in json.loads(lint(broken).stdout)}
 
 
-def test_no_permission_has_a_wildcard_action(agent, trainer, deployer):
-    assert [action for action in actions(agent + trainer + deployer) if "*" in action] == []
+def test_no_permission_has_a_wildcard_action(agent, trainer, deployer, builder):
+    assert [action for action in actions(agent + trainer + deployer + builder) if "*" in action] == []
 
 
-def test_a_wildcard_resource_only_where_an_action_names_none(agent, trainer, deployer):
-    for statement in agent + trainer + deployer:
+def test_a_wildcard_resource_only_where_an_action_names_none(agent, trainer, deployer, builder):
+    for statement in agent + trainer + deployer + builder:
         if "*" in resources(statement):
             assert set(listed(statement["Action"])) <= NAMELESS, statement["Sid"]
 
@@ -200,6 +206,14 @@ def test_the_trainer_makes_runtimes_under_their_own_name_and_only_where_it_is_al
 def test_the_deployers_policy_is_exactly_what_the_commands_say_that_they_call(deployer):
     said = {action for call in (*DEPLOY, *DOWN) for action in call.actions}
     assert said == actions(deployer)
+
+
+def test_codebuild_may_do_what_its_build_does_and_nothing_else(template, builder):
+    assert {action for call in BUILD for action in call.actions} == actions(builder)
+    (trust,) = template["Resources"]["BuildRole"]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
+    assert trust["Principal"] == {"Service": "codebuild.amazonaws.com"}
+    assert trust["Condition"]["StringEquals"] == {"aws:SourceAccount": {"Ref": "AWS::AccountId"}}
+    assert trust["Condition"]["ArnLike"]["aws:SourceArn"]["Fn::Sub"].endswith(":project/rollout_*")
 
 
 def test_who_deploys_writes_no_results(deployer):
