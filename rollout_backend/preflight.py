@@ -73,7 +73,8 @@ class Preflight:
             place = f"{self._config.storage.prefix}runs/*/steps/*"
             raise PreflightError(
                 f"runtime.agent_protocol={self._config.runtime.agent_protocol}: the trainer writes the results, and "
-                f"needs s3:PutObject on {place} (docs/toolkit-agents.md): {error}"
+                f"needs s3:PutObject on {place}. Deploy the stack with AgentProtocol="
+                f"{self._config.runtime.agent_protocol}: {error}"
             ) from error
 
     async def _check_queue(self) -> CheckResult:

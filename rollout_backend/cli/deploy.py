@@ -129,6 +129,11 @@ async def _deploy(
         if build != "code":
             check_builder(build, folder)
         target = await read_stack(stack)
+        if target.agent_protocol != "rollout":
+            raise ConfigError(
+                f"stack {stack} is for agents of {target.agent_protocol} (its parameter AgentProtocol), and rollout "
+                "deploy for agents in RolloutApp: deploy your image by the stack's parameter ImageUri"
+            )
         if build == Build.CODEBUILD:
             target = replace(target, build_role=build_role or target.build_role)
             if target.build_role is None:

@@ -32,6 +32,8 @@ class Target:
     """The runtime, once it exists."""
     prefix: str = ""
     presigned: bool = False
+    agent_protocol: str = "rollout"
+    """For whose agents the roles are: the setting `runtime.agent_protocol`."""
     queue_url: str | None = None
     """The queue that runs must use; None if each run creates its own."""
     repository: str | None = None
@@ -54,6 +56,7 @@ class Target:
             "arn": self.arn,
             "endpoint_url": self.runtime_endpoint_url,
             "session_logs": self.session_logs,
+            "agent_protocol": self.agent_protocol if self.agent_protocol != "rollout" else None,
         }
         return {
             "aws": _given({"region": self.region, "endpoint_url": self.endpoint_url}),
@@ -110,6 +113,7 @@ def _read(stack: dict[str, Any], region: str) -> Target:
         arn=outputs.get("RuntimeArn"),
         prefix=parameters.get("ResultPrefix", ""),
         presigned=presigned,
+        agent_protocol=parameters.get("AgentProtocol", "rollout"),
         queue_url=None if own_queues else outputs["QueueUrl"],
         repository=outputs["RepositoryUri"],
         build_role=outputs.get("BuildRoleArn"),

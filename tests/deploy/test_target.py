@@ -85,6 +85,11 @@ async def test_the_settings_follow_the_stacks_parameters(parameters):
     assert config.storage.presigned == ("Presigned" in parameters)
 
 
+async def test_a_stack_for_agents_of_another_protocol_says_so_to_runs():
+    target = await read(AgentProtocol="verl-4216")
+    assert target.settings()["runtime"] == {"kind": "agentcore", "agent_protocol": "verl-4216"}
+
+
 async def test_a_stack_that_is_not_complete_or_another_one():
     with pytest.raises(PreflightError, match="my-agent is CREATE_IN_PROGRESS: wait"):
         await read("CREATE_IN_PROGRESS")

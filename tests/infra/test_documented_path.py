@@ -59,10 +59,7 @@ if __name__ == "__main__":
 
 
 def documented() -> dict[str, dict[str, Any]]:
-    """Return every config for the stack in the examples and the docs pages, keyed by its location.
-
-    Other agent protocols need permissions besides the stack's, which docs/toolkit-agents.md names.
-    """
+    """Return every config for the stack in the examples and the docs pages, keyed by its location."""
     examples = sorted((ROOT / "examples").glob("*/config.yaml"))
     found = {str(path.relative_to(ROOT)): path.read_text() for path in examples}
     for page in PAGES:
@@ -70,8 +67,7 @@ def documented() -> dict[str, dict[str, Any]]:
             found[f"{page.relative_to(ROOT)}-{i}"] = text
     trees = {where: yaml.safe_load(text) for where, text in found.items()}
     whole = {where: tree for where, tree in trees.items() if {"storage", "runtime"} <= tree.keys()}
-    ours = {where: tree for where, tree in whole.items() if "agent_protocol" not in tree["runtime"]}
-    return {where: tree for where, tree in ours.items() if tree["runtime"]["kind"] in ("agentcore", "http")}
+    return {where: tree for where, tree in whole.items() if tree["runtime"]["kind"] in ("agentcore", "http")}
 
 
 CONFIGS = documented()
@@ -168,6 +164,8 @@ def parameters_of(tree: dict[str, Any]) -> dict[str, str]:
     told = {}
     if tree["storage"].get("presigned"):
         told["Presigned"] = "true"
+    if "agent_protocol" in tree["runtime"]:
+        told["AgentProtocol"] = tree["runtime"]["agent_protocol"]
     if "image" in tree["runtime"]:
         told["RunRuntimes"] = "true"
     return told
@@ -215,6 +213,34 @@ async def test_a_first_step_with_the_stacks_roles_alone(deploy, where, tmp_path)
     assert account.proxy.denied == []
     assert [failure.message for failure in result.failures] == []
     assert result.report.outcomes[Outcome.COMPLETED] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["verl-4216"])
+async def test_a_step_of_agents_of_another_protocol_with_the_stacks_roles_alone(deploy, services, tmp_path, protocol):
+    proxy, _ = services
+    account = await deploy(AgentProtocol=protocol)
+    env = {**account.storage.environ, "AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "agent"}
+    script = ROOT / "tests" / "e2e" / "training_block_agent.py"
+    tree = CONFIGS["docs/toolkit-agents.md-0"]
+    tree = {**tree, "timeouts": QUICK, "collect": {"list_interval_s": 0.2}, "output_dir": str(tmp_path / "runs")}
+    async with LocalRuntime(script, run_dir=tmp_path, env=env, preload=False) as runtime:
+        with ScriptedEngine(("It is 7.",)) as engine:
+            config = account.settings(
+                tree,
+                runtime={"endpoint_url": proxy.url, "agent_protocol": protocol},
+                serving={"kind": "external", "urls": [engine.url]},
+                gateway={"host": "127.0.0.1", "port": 0, "public_url": None},
+                group={"size": 2},
+            )
+            proxy.upstreams["bedrock-agentcore"], before = runtime.endpoint_url, account.runtime.endpoint_url
+            try:
+                async with RolloutManager(config) as manager:
+                    result = await manager.collect([Task("a", {"question": "3 + 4?", "answer": "7"})])
+            finally:
+                proxy.upstreams["bedrock-agentcore"] = before
+    assert account.proxy.denied == []
+    assert result.report.outcomes[Outcome.COMPLETED] == 2, result.failures
 
 
 async def test_the_janitor_puts_a_killed_run_in_order_with_the_trainers_role(deploy, tmp_path):

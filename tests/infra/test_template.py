@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from rollout_backend.collect import buffer
-from rollout_backend.config import AgentCoreConfig, load_config
+from rollout_backend.config import AgentCoreConfig, RuntimeConfig, load_config
 from rollout_backend.deploy.calls import BUILD, DEPLOY, DOWN
+from rollout_backend.local.iam_proxy import Access, allowed
 
 # Actions that AWS checks against no resource, so that "*" is the only thing that can be written.
 NAMELESS = {
@@ -28,6 +29,7 @@ NAMELESS = {
     "xray:PutTelemetryRecords",
     "xray:PutTraceSegments",
 }
+OF_RESULTS = ("SignForResults", "WriteResults")  # where something else than the agent's wrapper writes results
 RUNS = {"Fn::Sub": "${Bucket.Arn}/${ResultPrefix}runs/*"}
 OF_AGENTS = [{"Fn::Sub": f"${{Bucket.Arn}}/${{ResultPrefix}}runs/*/{name}/*"} for name in ("steps", "artifacts")]
 WRITE_ONCE = {"Null": {"s3:if-none-match": "false"}}
@@ -118,9 +120,44 @@ def test_an_agent_can_write_a_result_once_and_read_nothing(agent: list[Statement
     """Read access would reveal other rollouts' session ids, and a session id is enough to impersonate a session."""
     s3 = [statement for statement in agent if any(a.startswith("s3:") for a in listed(statement["Action"]))]
     assert actions(s3) == {"s3:PutObject"}  # no list, no delete
-    assert all(resources(statement) == OF_AGENTS for statement in s3)
-    (write,) = [statement for statement in s3 if "s3:PutObject" in listed(statement["Action"])]
+    (write,) = [statement for statement in s3 if statement["Sid"] != "WriteAReport"]
+    assert resources(write) == OF_AGENTS
     assert write["Condition"] == WRITE_ONCE
+
+
+BUCKET = "arn:aws:s3:::bucket"
+ONCE = {"s3:if-none-match": "*"}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "agent_writes", "announces", "trainer_writes"),
+    [
+        ("rollout", {("steps", True), ("artifacts", True)}, True, False),
+        ("agentcore-rl-toolkit", {("agents", True), ("agents", False)}, False, True),
+        ("verl-4216", {("agents", True), ("agents", False)}, True, True),
+    ],
+)
+def test_only_agents_of_another_protocol_may_write_reports(stack, protocol, agent_writes, announces, trainer_writes):
+    arns = {name: f"arn:aws:none:::{name}" for name in ("Queue", "Repository", "AgentRole", "Runtime")}
+    made = stack({**arns, "Bucket": BUCKET}, AgentName="agent", AgentProtocol=protocol)
+
+    def may_write(statements: list[Statement], folder: str, once: bool) -> bool:
+        key = f"{BUCKET}/runs/run-1/{folder}/00000000/a/b"
+        return allowed(statements, Access("s3:PutObject", key, ONCE if once else {}))
+
+    places = [(folder, once) for folder in ("steps", "artifacts", "agents", "manifests") for once in (True, False)]
+    assert {place for place in places if may_write(made.agent(), *place)} == agent_writes
+    assert allowed(made.agent(), Access("sqs:SendMessage", arns["Queue"])) is announces
+    assert may_write(made.trainer(), "steps", True) is trainer_writes
+    assert not may_write(made.trainer(), "agents", True)
+
+
+def test_agents_of_another_protocol_do_not_write_by_presigned_urls(template):
+    rule = template["Rules"]["PresignedNeedsTheWrapper"]
+    assert rule["RuleCondition"] == {"Fn::Equals": [{"Ref": "Presigned"}, "true"]}
+    assert [one["Assert"] for one in rule["Assertions"]] == [{"Fn::Equals": [{"Ref": "AgentProtocol"}, "rollout"]}]
+    allowed_values = template["Parameters"]["AgentProtocol"]["AllowedValues"]
+    assert allowed_values == list(get_args(RuntimeConfig.model_fields["agent_protocol"].annotation))
 
 
 def test_with_presigned_urls_an_agent_has_neither_s3_nor_sqs(template: dict[str, Any]) -> None:
@@ -129,7 +166,9 @@ def test_with_presigned_urls_an_agent_has_neither_s3_nor_sqs(template: dict[str,
     for entry in policy["PolicyDocument"]["Statement"]:
         for statement in branches(entry):
             if services & {action.partition(":")[0] for action in listed(statement["Action"])}:
-                assert entry["Fn::If"][:2] == ["IsPresigned", {"Ref": "AWS::NoValue"}], statement["Sid"]
+                assert entry["Fn::If"][0] in ("WritesResults", "Announces", "HasWrapper"), statement["Sid"]
+    for condition in ("WritesResults", "Announces"):
+        assert {"Fn::Not": [{"Condition": "IsPresigned"}]} in template["Conditions"][condition]["Fn::And"]
 
 
 def test_with_presigned_urls_the_trainer_signs_for_one_write_and_the_bucket_announces_it(template, trainer):
@@ -237,7 +276,8 @@ def test_the_trainer_touches_results_of_runs_only(trainer: list[Statement]) -> N
     writes = [
         statement
         for statement in trainer
-        if "s3:PutObject" in listed(statement["Action"]) and statement["Sid"] != "SignForResults"
+        if "s3:PutObject" in listed(statement["Action"])
+        and statement["Sid"] not in ("SignForResults", "WriteResults")
     ]
     names = ("quarantine/*", "manifests/*", "scores/*", "task-blocklist/*", "lease")
     beside = [{"Fn::Sub": f"${{Bucket.Arn}}/${{ResultPrefix}}runs/*/{name}"} for name in names]
