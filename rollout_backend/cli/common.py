@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from rollout_backend.config import AgentCoreConfig, RolloutConfig, load_config
+from rollout_backend.config import AgentCoreConfig, RolloutConfig, load_config, merge_overrides
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError, TaskFileError
 from rollout_backend.observe.keys import restore_terminals
 
@@ -88,12 +88,13 @@ def echo(text: str) -> None:
 
 
 Stack = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Take bucket, queue and runtime from this CloudFormation stack.")
+    str | None,
+    typer.Option(metavar="NAME", help="Take bucket, queue, runtime and gateway from a CloudFormation stack."),
 ]
 
 
 def load_settings(config: Path | None, overrides: Sequence[str], stack: str | None) -> RolloutConfig:
-    """Read the settings of a run, with those of a stack in place of the file's.
+    """Read the settings of a run, with those of a stack in place of the file's, and the overrides in place of both.
 
     Raises:
         ConfigError: they are invalid.
@@ -108,7 +109,9 @@ def load_settings(config: Path | None, overrides: Sequence[str], stack: str | No
     async def read() -> Target:
         return await find_deployed(await read_stack(stack))
 
-    return load_config(config, overrides, top=asyncio.run(read()).settings())
+    top = asyncio.run(read()).settings()
+    merge_overrides(top, overrides)
+    return load_config(config, top=top)
 
 
 def use_placeholder_credentials(settings: RolloutConfig) -> None:

@@ -56,7 +56,9 @@ def deploy(
     ] = None,
     subnets: Annotated[
         list[str] | None,
-        typer.Option("--subnet", help="A private subnet of the agents. Default: the public network."),
+        typer.Option(
+            "--subnet", help="A private subnet of the agents. Default: the stack's network, or the public one."
+        ),
     ] = None,
     security_groups: Annotated[
         list[str] | None, typer.Option("--security-group", help="A security group of the agents, with --subnet.")
@@ -206,6 +208,8 @@ def _write_config(
         return
     echo(f"wrote {config}")
     if not deployment.native:
-        echo(f"set model.path and gateway.public_url in {config}")
+        network = deployment.target.network
+        missing = "model.path" if network and network.internet else "model.path and gateway.public_url"
+        echo(f"set {missing} in {config}")
     name, tasks = shlex.quote(str(config)), shlex.quote(str(deployment.folder / _TASKS))
     echo(f"next: rollout doctor {name}, then rollout run {name} --tasks {tasks}, and at the end rollout down {name}")

@@ -44,6 +44,7 @@ class Deployment:
     native: bool = False
     """Whether the code runs on this machine, in the local cloud."""
     subnets: tuple[str, ...] = ()
+    """The agents' subnets. Default: those of the target's network."""
     security_groups: tuple[str, ...] = ()
 
     def plan(self) -> Iterator[str]:
@@ -60,6 +61,8 @@ class Deployment:
         else:
             yield f"build the image of {self.folder} for arm64 with {self.build}, and push it to {target.repository}"
         yield f"create or update runtime {target.runtime_name} under the role {target.role}"
+        subnets, _ = self._network()
+        yield f"run its sessions in {', '.join(subnets) or 'the public network'}"
         yield "wait until its endpoint DEFAULT serves it, and run one rollout on it"
 
     def calls(self) -> tuple[Call, ...]:
@@ -75,13 +78,14 @@ class Deployment:
         """
         target = self.target
         image = await self._publish(echo)
+        subnets, security_groups = self._network()
         assert target.role is not None
         spec = RuntimeSpec(
             name=target.runtime_name,
             image=image,
             role=target.role,
-            subnets=frozenset(self.subnets),
-            security_groups=frozenset(self.security_groups),
+            subnets=frozenset(subnets),
+            security_groups=frozenset(security_groups),
             environment={},
             idle_timeout_s=_IDLE_S,
             max_lifetime_s=_LIFE_S,
@@ -92,6 +96,12 @@ class Deployment:
         echo(f"runtime {arn} is ready; running one rollout on it")
         echo(await run_smoke_rollout(deployed, payload))
         return deployed
+
+    def _network(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        network = self.target.network
+        if self.subnets or network is None:
+            return self.subnets, self.security_groups
+        return network.subnets, network.security_groups
 
     async def _publish(self, echo: Callable[[str], object]) -> CodeArtifact | str:
         """Upload the code or build the image. Return what the runtime runs."""
@@ -124,11 +134,13 @@ def config_text(
     """Return the config of runs on a target, as YAML.
 
     It is the folder's own config, with the target's `settings` and the sections that are `replaced`, then the
-    overrides. A section that is replaced by an empty one is left out.
+    overrides. The target's settings replace their sections, except the gateway's. A section that is replaced by an
+    empty one is left out.
     """
     own = folder / "config.yaml"
     tree: dict[str, Any] = {"model": {"path": "/models/yours"}, **(read_yaml(own) if own.is_file() else {})}
-    tree |= {"queue": {}, **settings, **replaced}
+    gateway = {**tree.get("gateway", {}), **settings.get("gateway", {})}
+    tree |= {"queue": {}, **settings, "gateway": gateway, **replaced}
     tree = {section: value for section, value in tree.items() if value != {}}
     merge_overrides(tree, overrides)
     return f"{WRITTEN}\n{yaml.safe_dump(tree, sort_keys=False)}"

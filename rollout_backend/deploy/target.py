@@ -1,11 +1,13 @@
 """Where an agent is deployed: an account, as the outputs of its CloudFormation stack describe it, or the local cloud.
 
-`read_stack` reads the stack that `infra/template.yaml` describes, which makes `--stack NAME` a complete description.
+`read_stack` reads the stack that `infra/template.yaml` describes, and the one of `infra/network.yaml` that it names,
+which makes `--stack NAME` a complete description.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +18,26 @@ from rollout_backend import aws
 from rollout_backend.errors import ConfigError, PreflightError
 from rollout_backend.runtimes.agentcore.control import control_client, find_runtime
 
+_OUTPUTS = frozenset({"BucketName", "AgentRoleArn", "RepositoryUri", "QueueUrl"})
+_NETWORK_OUTPUTS = frozenset({"SubnetIds", "SecurityGroupId", "PublicUrl"})
 PREFIX = "rollout_"  # of the names that the stack's policies allow
+
+
+@dataclass(frozen=True)
+class Network:
+    """The outputs of a stack of infra/network.yaml."""
+
+    stack: str
+    subnets: tuple[str, ...]
+    security_groups: tuple[str, ...]
+    public_url: str
+    """The address of the gateway's load balancer, with `{shard}`."""
+    internet: bool = True
+    """Whether agents reach the internet, and with it the load balancer."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the gateway's settings behind the load balancer."""
+        return {"host": "0.0.0.0", "port": 8000, "public_url": self.public_url} if self.internet else {}  # noqa: S104
 
 
 @dataclass(frozen=True)
@@ -40,6 +61,8 @@ class Target:
     build_role: str | None = None
     """The role of CodeBuild; None if the stack has none."""
     stack: str | None = None
+    network: Network | None = None
+    """The network that the stack names; None for the public network."""
     endpoint_url: str | None = None
     runtime_endpoint_url: str | None = None
     session_logs: str | None = None
@@ -63,6 +86,7 @@ class Target:
             "storage": _given(storage),
             **({"queue": {"url": self.queue_url}} if self.queue_url else {}),
             "runtime": {"kind": "agentcore", **_given(runtime)},
+            **({"gateway": gateway} if (gateway := self.network and self.network.settings()) else {}),
         }
 
 
@@ -71,38 +95,58 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 async def read_stack(name: str, *, endpoint_url: str | None = None) -> Target:
-    """Return the target that the outputs of a stack describe.
+    """Return the target that the outputs of a stack describe, and those of the network stack that it names.
 
     Raises:
-        PreflightError: the stack does not exist, is not complete, or is no stack of infra/template.yaml.
+        PreflightError: a stack does not exist, is not complete, or is no stack of its template.
     """
     region = default_region()
+    parameters, outputs = await _describe(name, region, endpoint_url, "infra/template.yaml", _OUTPUTS)
+    target = _read(name, region, parameters, outputs)
+    if not (network := parameters.get("NetworkStack")):
+        return target
+    parameters, outputs = await _describe(network, region, endpoint_url, "infra/network.yaml", _NETWORK_OUTPUTS)
+    return replace(
+        target,
+        network=Network(
+            network,
+            tuple(outputs["SubnetIds"].split(",")),
+            (outputs["SecurityGroupId"],),
+            outputs["PublicUrl"],
+            internet=parameters.get("Internet") != "false",
+        ),
+    )
+
+
+async def _describe(
+    name: str, region: str, endpoint_url: str | None, template: str, wanted: frozenset[str]
+) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Return a stack's parameters and outputs. Raises PreflightError."""
     try:
         async with aws.client("cloudformation", region=region, endpoint_url=endpoint_url, retries=4) as client:
             [stack] = (await client.describe_stacks(StackName=name))["Stacks"]
     except ClientError as error:
         if aws.code_of(error) == "ValidationError":  # which is what CloudFormation calls a missing stack
             raise PreflightError(
-                f"there is no stack {name} in {region}: deploy infra/template.yaml under that name, or set AWS_REGION"
+                f"there is no stack {name} in {region}: deploy {template} under that name, or set AWS_REGION"
             ) from error
         raise aws.preflight_error(error, f"stack {name}", "--stack") from error
     except BotoCoreError as error:
         raise aws.preflight_error(error, f"stack {name}", "--stack") from error
-    return _read(stack, region)
-
-
-def _read(stack: dict[str, Any], region: str) -> Target:
     status = stack["StackStatus"]
     if not status.endswith("_COMPLETE") or status.startswith("DELETE"):
-        raise PreflightError(f"stack {stack['StackName']} is {status}: wait until it is complete, or correct it")
+        raise PreflightError(f"stack {name} is {status}: wait until it is complete, or correct it")
     outputs = {each["OutputKey"]: each["OutputValue"] for each in stack.get("Outputs", ())}
     parameters = {each["ParameterKey"]: each.get("ParameterValue", "") for each in stack.get("Parameters", ())}
-    missing = {"BucketName", "AgentRoleArn", "RepositoryUri", "QueueUrl"} - outputs.keys()
-    if missing:
+    if missing := wanted - outputs.keys():
         raise PreflightError(
-            f"stack {stack['StackName']} has no output {', '.join(sorted(missing))}: it is not one of "
-            "infra/template.yaml, or an older one; deploy the template again"
+            f"stack {name} has no output {', '.join(sorted(missing))}: it is not one of {template}, or an older one; "
+            "deploy the template again"
         )
+    return parameters, outputs
+
+
+def _read(name: str, region: str, parameters: Mapping[str, str], outputs: Mapping[str, str]) -> Target:
     presigned = parameters.get("Presigned") == "true"
     own_queues = parameters.get("RunQueues", "true") == "true" and not presigned
     return Target(
@@ -117,7 +161,7 @@ def _read(stack: dict[str, Any], region: str) -> Target:
         queue_url=None if own_queues else outputs["QueueUrl"],
         repository=outputs["RepositoryUri"],
         build_role=outputs.get("BuildRoleArn"),
-        stack=stack["StackName"],
+        stack=name,
     )
 
 

@@ -11,7 +11,9 @@ import sys
 import pytest
 import typer
 
-from rollout_backend.cli.common import errors, exit_codes, make_console
+from rollout_backend.cli.common import errors, exit_codes, load_settings, make_console
+from rollout_backend.deploy import target as target_module
+from rollout_backend.deploy.target import Network, Target
 
 STUBBORN = """
 import asyncio
@@ -78,3 +80,19 @@ def test_a_pipe_gets_whole_lines(capsys):
     make_console().print("word " * 60)
     assert capsys.readouterr().out.count("\n") == 1
     assert errors.stderr
+
+
+def test_an_override_wins_over_the_stack(tmp_path, monkeypatch):
+    arn = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456789"
+    network = Network("my-network", ("subnet-1",), ("sg-1",), "https://rollouts.example.com/s/{shard}")
+    deployed = Target("us-east-1", "stacks-bucket", "my_agent", arn=arn, network=network)
+
+    async def found(_: object) -> Target:
+        return deployed
+
+    monkeypatch.setattr(target_module, "read_stack", found)
+    monkeypatch.setattr(target_module, "find_deployed", found)
+    file = tmp_path / "base.yaml"
+    file.write_text("{model: {path: /m}, storage: {bucket: mine}, gateway: {port: 9000}}")
+    settings = load_settings(file, ["gateway.port=9001"], "my-agent")
+    assert (settings.storage.bucket, settings.gateway.port) == ("stacks-bucket", 9001)

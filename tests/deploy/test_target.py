@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+import yaml
 from aiohttp import web
 
 from rollout_backend.config import RolloutConfig
+from rollout_backend.deploy.deployment import Deployment, config_text
 from rollout_backend.deploy.target import read_stack
 from rollout_backend.errors import PreflightError
 
@@ -19,6 +21,11 @@ OUTPUTS = {
     "AgentRoleArn": ROLE,
     "RepositoryUri": "123456789012.dkr.ecr.us-east-1.amazonaws.com/my-agent",
     "QueueUrl": "https://sqs.us-east-1.amazonaws.com/123456789012/my-agent",
+}
+NETWORK = {
+    "SubnetIds": "subnet-0123456789abcdef0,subnet-0123456789abcdef1",
+    "SecurityGroupId": "sg-0123456789abcdef0",
+    "PublicUrl": "https://rollouts.example.com/s/{shard}",
 }
 
 
@@ -44,9 +51,9 @@ def described(status: str, outputs: dict[str, str], parameters: dict[str, str]) 
 
 
 @asynccontextmanager
-async def cloudformation(answer: Callable[[], web.Response]) -> AsyncIterator[str]:
-    async def respond(_: web.Request) -> web.Response:
-        return answer()
+async def cloudformation(answer: Callable[[str], web.Response]) -> AsyncIterator[str]:
+    async def respond(request: web.Request) -> web.Response:
+        return answer(str((await request.post())["StackName"]))
 
     app = web.Application()
     app.router.add_post("/", respond)
@@ -60,9 +67,13 @@ async def cloudformation(answer: Callable[[], web.Response]) -> AsyncIterator[st
         await runner.cleanup()
 
 
-async def read(status: str = "UPDATE_COMPLETE", outputs: dict[str, str] = OUTPUTS, **parameters: str):
+async def read(
+    status: str = "UPDATE_COMPLETE", outputs: dict[str, str] = OUTPUTS, internet: str = "true", **parameters: str
+):
     text = described(status, outputs, {"AgentName": "my_agent", **parameters})
-    async with cloudformation(lambda: web.Response(text=text, content_type="text/xml")) as url:
+    network = described("CREATE_COMPLETE", NETWORK, {"Internet": internet})
+    texts = {"my-agent": text, "my-network": network}
+    async with cloudformation(lambda name: web.Response(text=texts[name], content_type="text/xml")) as url:
         return await read_stack("my-agent", endpoint_url=url)
 
 
@@ -85,6 +96,27 @@ async def test_the_settings_follow_the_stacks_parameters(parameters):
     assert config.storage.presigned == ("Presigned" in parameters)
 
 
+async def test_a_stack_names_its_network_which_describes_the_gateway(tmp_path):
+    target = await read(NetworkStack="my-network")
+    deployed = await read(outputs={**OUTPUTS, "RuntimeArn": ARN}, NetworkStack="my-network")
+    config = RolloutConfig.parse({"model": {"path": "/m"}, **deployed.settings()})
+    assert (config.gateway.host, config.gateway.port) == ("0.0.0.0", 8000)
+    assert config.gateway.public_url == NETWORK["PublicUrl"]
+    subnets = tuple(NETWORK["SubnetIds"].split(","))
+    assert f"run its sessions in {', '.join(subnets)}" in [*Deployment(tmp_path, target).plan()]
+    other = Deployment(tmp_path, target, subnets=("subnet-2",), security_groups=("sg-2",))
+    assert "run its sessions in subnet-2" in [*other.plan()]
+    (tmp_path / "config.yaml").write_text("gateway: {processes: 4}")
+    written = yaml.safe_load(config_text(target.settings(), tmp_path, {}, ["gateway.port=9000"]))
+    assert written["gateway"] == {"processes": 4, "host": "0.0.0.0", "port": 9000, "public_url": NETWORK["PublicUrl"]}
+
+
+async def test_without_a_way_to_the_internet_the_gateway_stays_the_users_own():
+    target = await read(NetworkStack="my-network", internet="false")
+    assert target.network is not None
+    assert "gateway" not in target.settings()
+
+
 async def test_a_stack_for_agents_of_another_protocol_says_so_to_runs():
     target = await read(AgentProtocol="verl-4216")
     assert target.settings()["runtime"] == {"kind": "agentcore", "agent_protocol": "verl-4216"}
@@ -102,6 +134,6 @@ async def test_a_missing_stack():
         "<ErrorResponse><Error><Code>ValidationError</Code><Message>Stack with id my-agent does not exist</Message>"
         "</Error></ErrorResponse>"
     )
-    async with cloudformation(lambda: web.Response(status=400, text=text, content_type="text/xml")) as url:
+    async with cloudformation(lambda _: web.Response(status=400, text=text, content_type="text/xml")) as url:
         with pytest.raises(PreflightError, match=r"no stack my-agent in us-east-1: deploy infra/template\.yaml"):
             await read_stack("my-agent", endpoint_url=url)

@@ -276,8 +276,7 @@ def test_the_trainer_touches_results_of_runs_only(trainer: list[Statement]) -> N
     writes = [
         statement
         for statement in trainer
-        if "s3:PutObject" in listed(statement["Action"])
-        and statement["Sid"] not in ("SignForResults", "WriteResults")
+        if "s3:PutObject" in listed(statement["Action"]) and statement["Sid"] not in OF_RESULTS
     ]
     names = ("quarantine/*", "manifests/*", "scores/*", "task-blocklist/*", "lease")
     beside = [{"Fn::Sub": f"${{Bucket.Arn}}/${{ResultPrefix}}runs/*/{name}"} for name in names]
