@@ -30,6 +30,7 @@ from rollout_backend.config.section import Section
 from rollout_backend.config.serving import ServingConfig
 from rollout_backend.config.storage import MAX_URL_S, StorageConfig
 from rollout_backend.config.timeouts import TimeoutConfig
+from rollout_backend.config.training import TrainingConfig
 from rollout_backend.errors import ConfigError
 
 
@@ -57,6 +58,7 @@ class RolloutConfig(Section):
     timeouts: TimeoutConfig = TimeoutConfig()
     collect: CollectConfig = CollectConfig()
     scoring: ScoringConfig = ScoringConfig()
+    training: TrainingConfig = TrainingConfig()
     janitor: JanitorConfig = JanitorConfig()
     observe: ObserveConfig = ObserveConfig()
     prices: PriceConfig = PriceConfig()

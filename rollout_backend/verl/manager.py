@@ -40,6 +40,7 @@ from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.verl import preflight, row_formats
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
 from rollout_backend.verl.dataset import payload_of, private_of
+from rollout_backend.verl.masking import mask_group
 from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
 from rollout_backend.verl.row_images import load_vision_inputs
 from rollout_backend.verl.rows import Rows, rows_of
@@ -339,7 +340,9 @@ class CloudAgentLoopManager:
             log.warning("model calls may reach servers that verl has put to sleep: %s", error)
 
     def _rows_of_group(self, group: GroupResult, validate: bool, own_turns_only: bool = False) -> list[Rows]:
-        return [self._make_rows(rollout, validate, own_turns_only) for rollout in group.rollouts]
+        made = [self._make_rows(rollout, validate, own_turns_only) for rollout in group.rollouts]
+        masks = () if validate else self.settings.training.mask
+        return mask_group(group.rollouts, made, masks, self.settings.group.needed)
 
     def _make_rows(self, rollout: Rollout, validate: bool, own_turns_only: bool) -> Rows:
         if validate:  # its metrics are of the final reward, and nothing is trained

@@ -14,9 +14,9 @@
 | `unknown_versions` | trained tokens whose weight version is unknown |
 | `moved_turn_rewards` | rewards of turns without a trained token, which are on a token of another turn |
 
-The classes are the outcomes of rollouts other than `completed`, and three for rollouts that did complete:
-`group_dropped` (its group is not usable), `untrainable` (it has no token that can be trained) and `too_old` (see
-`rollout_backend.verl.sampler`).
+The classes are the outcomes of rollouts other than `completed`, and four for rollouts that have a reward:
+`group_dropped` (its group is not usable), `untrainable` (it has no token that can be trained), `masked` (see
+`training.mask`) and `too_old` (see `rollout_backend.verl.sampler`).
 
 `rollouts/trained/sum` counts the rollouts in the batch. `rollouts/staleness/mean` and `/max` say how many versions
 the weights that sampled its tokens are behind the weights being trained.
@@ -35,11 +35,12 @@ from rollout_backend.core.ledger import MESSAGES_ONLY
 from rollout_backend.core.report import GroupResult
 from rollout_backend.verl.rows import Rows
 
-GROUP_DROPPED, UNTRAINABLE, TOO_OLD = "group_dropped", "untrainable", "too_old"
+GROUP_DROPPED, UNTRAINABLE, MASKED, TOO_OLD = "group_dropped", "untrainable", "masked", "too_old"
 CLASSES = (
     *(str(outcome) for outcome in Outcome if outcome is not Outcome.COMPLETED),
     GROUP_DROPPED,
     UNTRAINABLE,
+    MASKED,
     TOO_OLD,
 )
 _ALWAYS = (
@@ -64,7 +65,11 @@ def count_group(group: GroupResult, made: Sequence[Rows]) -> Counter[str]:
         counts[f"left_out_by_reason/{failure.outcome}/{failure.reason}"] += 1
     trained = sum(len(rows) > 0 for rows in made)
     counts[f"left_out/{UNTRAINABLE}"] += group.planned - len(failed) - len(present)
-    counts[f"left_out/{UNTRAINABLE if made else GROUP_DROPPED}"] += len(present) - trained
+    masked = Counter(rows.masked for rows in made if rows.masked)
+    for mask, count in masked.items():
+        counts[f"left_out/{MASKED}"] += count
+        counts[f"left_out_by_reason/{MASKED}/{mask}"] += count
+    counts[f"left_out/{UNTRAINABLE if made else GROUP_DROPPED}"] += len(present) - trained - masked.total()
     if group.messages_only:
         counts[f"left_out_by_reason/{UNTRAINABLE}/{MESSAGES_ONLY}"] += len(group.messages_only)
     counts["groups_dropped"] += trained == 0

@@ -90,6 +90,7 @@ class Rows(Sequence[Row]):
     unknown_logprobs: int = 0
     empty_segments: int = 0
     moved_turn_rewards: int = 0  # rewards other than 0 of turns without a trained token
+    masked: str | None = None  # the setting that leaves the rollout out; there are no rows then
 
     @property
     def retokenized(self) -> int:

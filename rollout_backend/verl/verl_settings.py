@@ -13,8 +13,10 @@ from typing import Any
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
+from rollout_backend.verl.advantage import needs_row_uids
 
 KEY = "actor_rollout_ref.rollout.custom.rollout_backend"
+_WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")  # verl's estimators that compare no rollouts of a group
 _SERVING_LIMITS = frozenset({"max_restarts", "restart_window_s", "startup_timeout_s"})
 
 
@@ -53,6 +55,8 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
         )
     if settings.collect.retokenize:
         _check_logprobs_unused(config)
+    if settings.training.mask and not config.trainer.get("use_v1", True):
+        _check_estimator_skips_missing(str(config.algorithm.adv_estimator))
     return settings
 
 
@@ -139,6 +143,16 @@ def _check_logprobs_unused(config: Any) -> None:
                 f"{name}={value} needs the logprob of every trained token, but under {KEY} collect.retokenize=true "
                 "admits rows without logprobs: turn off one of the two"
             )
+
+
+def _check_estimator_skips_missing(adv_estimator: str) -> None:
+    """Refuse estimators for which a rollout without a row of the legacy trainer has a reward of 0."""
+    if not needs_row_uids(adv_estimator) and adv_estimator not in _WITHOUT_GROUPS:
+        raise ConfigError(
+            f"algorithm.adv_estimator={adv_estimator} takes a rollout without a row for a reward of 0 on the legacy "
+            f"trainer, but under {KEY} training.mask leaves rollouts out of every baseline: use grpo_skip_missing or "
+            "rloo_skip_missing, or trainer.use_v1=True"
+        )
 
 
 def _serving_limits(serving: object) -> Mapping[str, Any]:

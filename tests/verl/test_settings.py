@@ -155,6 +155,27 @@ def test_rows_without_logprobs_are_accepted_if_nothing_needs_logprobs():
 
 
 @pytest.mark.parametrize(
+    ("use_v1", "adv_estimator", "refused"),
+    [
+        (True, "grpo", False),
+        (False, "grpo", True),
+        (False, "rloo", True),
+        (False, "grpo_skip_missing", False),
+        (False, "gae", False),
+    ],
+)
+def test_masks_are_refused_where_a_missing_row_counts_as_0(use_v1, adv_estimator, refused):
+    config = verl_config({**OWN, "training": {"mask": ["row_cut"]}})
+    config.trainer.use_v1, config.algorithm = use_v1, {"adv_estimator": adv_estimator}
+    with (
+        pytest.raises(ConfigError, match=f"adv_estimator={adv_estimator} .*training.mask")
+        if refused
+        else nullcontext()
+    ):
+        assert settings_of(config, ["a:1"]).training.mask == ("row_cut",)
+
+
+@pytest.mark.parametrize(
     ("wanting", "name"),
     [
         ({"calculate_log_probs": True}, "rollout.calculate_log_probs=True"),

@@ -1,0 +1,109 @@
+"""Masked episodes have no row: they are in no gradient and no baseline, and each is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from verl import DataProto
+from verl.trainer.ppo.ray_trainer import compute_advantage
+
+from agent_wrapper.contract import Failure, Outcome, Rollout
+from rollout_backend.core.report import GroupResult
+from rollout_backend.core.tasks import Task
+from rollout_backend.verl.masking import mask_group
+from rollout_backend.verl.metrics import as_metrics, count_group
+from rollout_backend.verl.row_formats import legacy_batch
+from rollout_backend.verl.rows import Rows, rows_of
+from rollouts import make_rollout, make_segment
+
+WHOLE, CUT_REPLY, CUT_ROW, FAILED = "whole", "last_reply_cut", "row_cut", "agent_error"
+ALL = (CUT_REPLY, CUT_ROW, FAILED)
+
+
+def rollout(kind: str = WHOLE, reward: float = 1.0) -> Rollout:
+    if kind == FAILED:
+        failure = Failure(reason="agent_failure", message="x")
+        return make_rollout(outcome=Outcome.AGENT_ERROR, reward=reward, failure=failure)
+    whole = make_segment(2, 3)
+    segment = make_segment(2, 9) if kind == CUT_ROW else whole
+    if kind == CUT_REPLY:
+        segment = whole.model_copy(update={"turns": [whole.turns[0].model_copy(update={"finish_reason": "length"})]})
+    return make_rollout(reward=reward, segments=[whole, segment])
+
+
+def masked(kinds: list[str], masks: tuple[Any, ...], needed: int = 2) -> list[Rows]:
+    rollouts = [rollout(kind) for kind in kinds]
+    return mask_group(rollouts, [rows_of(each, 4, 6) for each in rollouts], masks, needed)
+
+
+@pytest.mark.parametrize("mask", ALL)
+def test_each_mask_leaves_out_its_rollouts_alone(mask: str) -> None:
+    kinds = [WHOLE, WHOLE, *ALL]
+    found = masked(kinds, (mask,))
+    assert [rows.masked for rows in found] == [mask if kind == mask else None for kind in kinds]
+    assert [len(rows) == 0 for rows in found] == [kind == mask for kind in kinds]
+
+
+def test_nothing_is_masked_by_default() -> None:
+    found = masked([WHOLE, *ALL], ())
+    assert not any(rows.masked for rows in found)
+    assert all(len(rows) for rows in found)
+
+
+def test_a_reply_that_was_cut_and_continued_is_not_masked() -> None:
+    cut, whole = rollout(CUT_REPLY).segments[-1], make_segment(2, 3)
+    continued = make_rollout(segments=[cut, whole])
+    assert not mask_group([continued], [rows_of(continued, 4, 6)], (CUT_REPLY,), 1)[0].masked
+
+
+def test_a_group_with_too_few_others_has_no_rows() -> None:
+    assert masked([WHOLE, CUT_ROW, FAILED], ALL) == []
+    assert len(masked([WHOLE, WHOLE, FAILED], ALL)) == 3
+    assert masked([WHOLE, WHOLE, FAILED], ALL, needed=3) == [], "strict"
+    assert len(masked([WHOLE], ALL)) == 1, "nothing is masked, so the policy of the step decides"
+    assert masked([FAILED], ALL) == []
+
+
+def test_masked_rollouts_are_counted_and_the_counts_add_up() -> None:
+    kinds = [WHOLE, WHOLE, CUT_REPLY, CUT_ROW, CUT_ROW]
+    counts: Counter[str] = Counter()
+    for of_group in ([*kinds], [WHOLE, FAILED]):
+        rollouts = tuple(
+            rollout(kind).model_copy(update={"rollout_id": f"task.{i}"}) for i, kind in enumerate(of_group)
+        )
+        made = mask_group(rollouts, [rows_of(each, 4, 6) for each in rollouts], ALL, 2)
+        counts.update(count_group(GroupResult(Task("task", {}), rollouts, True, len(rollouts)), made))
+    found = {key: value for key, value in as_metrics(counts, trained=2).items() if value}
+    assert found == {
+        "rollouts/planned/sum": 7,
+        "rollouts/trained/sum": 2,
+        "rollouts/left_out/sum": 5,
+        "rollouts/left_out/masked/sum": 3,
+        "rollouts/left_out_by_reason/masked/last_reply_cut/sum": 1,
+        "rollouts/left_out_by_reason/masked/row_cut/sum": 2,
+        "rollouts/left_out/group_dropped/sum": 2,
+        "rollouts/groups_dropped/sum": 1,
+    }
+
+
+@pytest.mark.parametrize("name", ["grpo_skip_missing", "rloo_skip_missing"])
+def test_a_masked_rollout_is_in_no_baseline(name: str) -> None:
+    rollouts = [rollout(reward=1.0), rollout(CUT_ROW, reward=9.0), rollout(reward=0.0), rollout(reward=0.5)]
+    made = mask_group(rollouts, [rows_of(each, 4, 6) for each in rollouts], ALL, 2)
+    slots = legacy_batch(made, 4, 6, 0).tensors
+
+    def advantages(lines: list[int]) -> torch.Tensor:
+        tensors = {"token_level_rewards": slots["rm_scores"][lines], "response_mask": slots["response_mask"][lines]}
+        uids = np.array(["a"] * len(lines), dtype=object)
+        data = DataProto(TensorDict(tensors, batch_size=len(lines)), non_tensor_batch={"uid": uids})
+        return compute_advantage(data, name).batch["advantages"]
+
+    among = advantages([0, 1, 2, 3])
+    assert torch.equal(among[[0, 2, 3]], advantages([0, 2, 3]))
+    assert not among[1].any()
+    assert among[0].max() == pytest.approx(1.0 if name == "grpo_skip_missing" else 0.75, abs=1e-4)
