@@ -25,6 +25,8 @@ class ScoringConfig(Section):
     deadline. Then the rollout ends as `scorer_failed`."""
     processes: int = Field(default=4, ge=1)
     """Rollouts that are scored at once, each in a process of its own."""
+    concurrency: int = Field(default=16, ge=1)
+    """Calls of an `async` function at once, in each process. A plain function or a command has one."""
 
     @model_validator(mode="after")
     def _one_scorer(self) -> Self:

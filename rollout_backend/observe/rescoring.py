@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import re
@@ -91,8 +92,8 @@ def rescore(run_dir: Path, scorer: Scorer, name: str | None = None) -> Rescoring
         raise ConfigError(f"{run_dir} has no completed rollout to score")
     if missing := sorted({record.task_id for record in completed} - tasks.keys()):
         raise ConfigError(f"{run_dir / 'steps'} does not have task {missing[0]!r}, so nothing can be scored")
-    with contextlib.redirect_stdout(sys.stderr):  # what a scorer prints is no part of the result
-        rollouts = tuple(_rescore(archive, record, scorer, tasks[record.task_id]) for record in completed)
+    with contextlib.redirect_stdout(sys.stderr), asyncio.Runner() as runner:  # its output is no part of the result
+        rollouts = tuple(_rescore(archive, record, scorer, tasks[record.task_id], runner) for record in completed)
     _write(folder, info, rollouts)
     old, new = with_rewards(completed, rollouts)
     return Rescoring(
@@ -115,14 +116,17 @@ def _read_tasks(archive: RunArchive) -> dict[str, Task]:
     return found
 
 
-def _rescore(archive: RunArchive, record: RolloutRecord, scorer: Scorer, task: Task) -> RescoredRollout:
+def _rescore(
+    archive: RunArchive, record: RolloutRecord, scorer: Scorer, task: Task, runner: asyncio.Runner
+) -> RescoredRollout:
     new, problem = None, ""
     try:
         row = copy.deepcopy(task.as_row())
         rollout = archive.read_result(record)
         artifacts = archive.read_artifacts(rollout)
         given = ScoreInput(task.task_id, row["payload"], row.get("private", {}), rollout, artifacts)
-        new = scorer.score(given).reward
+        score = runner.run(scorer.score_async(given)) if scorer.is_async else scorer.score(given)
+        new = score.reward
     except (ContractError, ScoringError) as error:
         problem = str(error)
     return RescoredRollout(

@@ -5,6 +5,7 @@ Invariant: a score is a finite number that the scorer returned, or there is none
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -12,7 +13,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -100,16 +101,31 @@ class Scorer:
     name: str
     file: Path
     sha256: str
-    function: Callable[[ScoreInput], object] = field(repr=False)
+    function: Callable[[ScoreInput], Any] = field(repr=False)
+    is_async: bool = False
 
     def score(self, given: ScoreInput) -> Score:
-        """Return the score of a rollout.
+        """Return the score of a rollout, by a plain function.
 
         Raises:
             ScoringError: there is none.
         """
-        try:
+        with self._errors():
             return self._read(self.function(given), given)
+
+    async def score_async(self, given: ScoreInput) -> Score:
+        """Return the score of a rollout, by an async function. All calls must be in one event loop.
+
+        Raises:
+            ScoringError: there is none.
+        """
+        with self._errors():
+            return self._read(await self.function(given), given)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
         except ScoringError:
             raise
         except (Exception, SystemExit) as error:
@@ -135,13 +151,13 @@ class Scorer:
 
     def _line_of(self, error: BaseException) -> str:
         """Return the innermost line of the scorer's file, or of any file, that the error passed."""
-        frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is ours
+        frames = traceback.extract_tb(error.__traceback__)[2:]  # the first two are ours
         own = [frame for frame in frames if Path(frame.filename) == self.file] or frames
         return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
 
 
 def load_scorer(where: str) -> Scorer:
-    """Import a scorer, named as `FILE.py:function` or `module:function`.
+    """Import a scorer, named as `FILE.py:function` or `module:function`. It may be async.
 
     A function with verl's arguments (data_source, solution_str, ground_truth, extra_info) is one as well.
 
@@ -155,13 +171,12 @@ def load_scorer(where: str) -> Scorer:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{source} has no function {name!r}")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{name} in {source} is async: a scorer must be a plain function")
     if module.__file__ is None:
         raise ConfigError(f"{source} is no Python file")
     file = Path(module.__file__)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    return Scorer(name, file, digest, _adapted(function, f"{name} in {source}"))
+    is_async = inspect.iscoroutinefunction(function)
+    return Scorer(name, file, digest, _adapted(function, is_async, f"{name} in {source}"), is_async)
 
 
 def command_scorer(command: Sequence[str], timeout_s: float) -> Scorer:
@@ -182,9 +197,9 @@ def command_scorer(command: Sequence[str], timeout_s: float) -> Scorer:
     return Scorer(file.name, file, digest.hexdigest(), score)
 
 
-def _adapted(function: Callable[..., object], what: str) -> Callable[[ScoreInput], object]:
+def _adapted(function: Callable[..., Any], is_async: bool, what: str) -> Callable[[ScoreInput], Any]:
     if _accepts(function, **dict.fromkeys(_VERL_ARGUMENTS)):
-        return partial(_call_verl_function, function)
+        return partial(_call_async_verl_function if is_async else _call_verl_function, function)
     if not _accepts(function, None):
         raise ConfigError(
             f"{what} must accept one argument, a ScoreInput, or verl's arguments {', '.join(_VERL_ARGUMENTS)}"
@@ -201,14 +216,20 @@ def _accepts(function: Callable[..., object], *arguments: object, **named: objec
 
 
 def _call_verl_function(function: Callable[..., object], given: ScoreInput) -> object:
-    """Call a reward function of verl. The task's private part has the columns that verl would pass."""
-    private = given.private
-    returned = function(
-        data_source=private.get("data_source"),
-        solution_str=given.reply,
-        ground_truth=private.get("ground_truth"),
-        extra_info=private.get("extra_info"),
-    )
+    return _read_verl_result(function(**_verl_arguments(given)))
+
+
+async def _call_async_verl_function(function: Callable[..., Any], given: ScoreInput) -> object:
+    return _read_verl_result(await function(**_verl_arguments(given)))
+
+
+def _verl_arguments(given: ScoreInput) -> dict[str, Any]:
+    """Return the arguments of a reward function of verl. The private part has the columns that verl would pass."""
+    named = {name: given.private.get(name) for name in _VERL_ARGUMENTS}
+    return named | {"solution_str": given.reply}
+
+
+def _read_verl_result(returned: object) -> object:
     if not isinstance(returned, Mapping):
         return returned
     if "score" not in returned:

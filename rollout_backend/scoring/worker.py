@@ -1,7 +1,9 @@
-"""A process that scores one rollout after another: `python -m rollout_backend.scoring.worker SETTINGS`.
+"""A process that scores rollouts: `python -m rollout_backend.scoring.worker SETTINGS`.
 
 It is separate from the trainer, so a scorer that computes for long does not delay collection, and one that hangs or
-crashes can be killed. Frames on stdin and stdout are a length of four bytes and msgpack.
+crashes can be killed. A plain function scores one rollout after another; an async one scores all that were sent, in
+one event loop. A frame on stdin or stdout is the number of a call (8 bytes), a length (4 bytes) and msgpack. An empty
+frame cancels a call.
 
 Invariants:
 
@@ -11,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
@@ -26,7 +29,8 @@ from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, command_scorer, load_scorer
 
-LENGTH = struct.Struct(">I")
+HEADER = struct.Struct(">QI")  # number of the call, length
+_Requests = queue.SimpleQueue[tuple[int, bytes]]
 
 
 def main(settings: str) -> None:
@@ -34,16 +38,20 @@ def main(settings: str) -> None:
     frames, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    requests: _Requests = queue.SimpleQueue()
     threading.Thread(target=_read_all, args=(frames, requests), daemon=True).start()
     try:
         scorer = _load(json.loads(settings))
     except ConfigError as error:
-        _answer(answers, {"error": str(error)})
+        _answer(answers, 0, {"error": str(error)})
         return
-    _answer(answers, {"scorer": scorer.name, "sha256": scorer.sha256})
+    _answer(answers, 0, {"scorer": scorer.name, "sha256": scorer.sha256, "is_async": scorer.is_async})
+    if scorer.is_async:
+        asyncio.run(_serve(scorer, requests, answers, json.loads(settings)["timeout_s"]))
     while True:
-        _answer(answers, _score(scorer, msgpack.unpackb(requests.get())))
+        number, body = requests.get()
+        if body:
+            _answer(answers, number, _score(scorer, body))
 
 
 def _load(settings: dict[str, Any]) -> Scorer:
@@ -52,25 +60,58 @@ def _load(settings: dict[str, Any]) -> Scorer:
     return command_scorer(settings["command"], settings["timeout_s"])
 
 
-def _score(scorer: Scorer, request: dict[str, Any]) -> dict[str, Any]:
+async def _serve(scorer: Scorer, requests: _Requests, answers: BinaryIO, timeout_s: float) -> None:
+    """Score rollouts concurrently. The sender bounds their number."""
+    calls: dict[int, asyncio.Task[None]] = {}
+
+    async def score(number: int, body: bytes) -> None:
+        try:
+            _answer(answers, number, await _score_async(scorer, body, timeout_s))
+        finally:
+            del calls[number]
+
+    while True:
+        number, body = await asyncio.to_thread(requests.get)
+        if body:
+            calls[number] = asyncio.create_task(score(number, body))
+        elif number in calls:
+            calls[number].cancel()
+
+
+def _score(scorer: Scorer, body: bytes) -> dict[str, Any]:
     try:
-        rollout = Rollout.decode(request.pop("result"))
-        return scorer.score(ScoreInput(rollout=rollout, **request)).model_dump()
+        return scorer.score(_input(body)).model_dump()
     except (ContractError, ScoringError) as error:
         return {"error": str(error)}
 
 
-def _read_all(frames: BinaryIO, requests: queue.SimpleQueue[bytes]) -> None:
-    while len(head := frames.read(LENGTH.size)) == LENGTH.size:
-        requests.put(frames.read(*LENGTH.unpack(head)))
+async def _score_async(scorer: Scorer, body: bytes, timeout_s: float) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return (await scorer.score_async(_input(body))).model_dump()
+    except (ContractError, ScoringError) as error:
+        return {"error": str(error)}
+    except TimeoutError:
+        return {"error": f"the scorer took longer than scoring.timeout_s={timeout_s:g}"}
+
+
+def _input(body: bytes) -> ScoreInput:
+    fields = msgpack.unpackb(body)
+    return ScoreInput(rollout=Rollout.decode(fields.pop("result")), **fields)
+
+
+def _read_all(frames: BinaryIO, requests: _Requests) -> None:
+    while len(head := frames.read(HEADER.size)) == HEADER.size:
+        number, length = HEADER.unpack(head)
+        requests.put((number, frames.read(length)))
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 
-def _answer(answers: BinaryIO, fields: dict[str, Any]) -> None:
+def _answer(answers: BinaryIO, number: int, fields: dict[str, Any]) -> None:
     data = msgpack.packb(fields)
-    answers.write(LENGTH.pack(len(data)) + data)
+    answers.write(HEADER.pack(number, len(data)) + data)
     answers.flush()
 
 

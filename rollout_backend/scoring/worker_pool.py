@@ -2,7 +2,8 @@
 
 Invariants:
 
-- At most `scoring.processes` rollouts are scored at once, and no call takes longer than `scoring.timeout_s`.
+- At most `scoring.processes` rollouts are scored at once, or that times `scoring.concurrency` by an async function.
+- No call takes longer than `scoring.timeout_s`.
 - A process that failed in any way other than by an answer is killed, with its children. The next call has a new one.
 - All processes have the same scorer: one whose file has changed since the run began is refused.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -23,10 +25,10 @@ import msgpack
 from rollout_backend.config import ScoringConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.scorer import ScoringError
-from rollout_backend.scoring.worker import LENGTH
+from rollout_backend.scoring.worker import HEADER
 
 _START_S = 120.0  # to import the scorer's module
-_KILL_AFTER_S = 5.0  # beyond `timeout_s`, which a command's own process observes first
+_KILL_AFTER_S = 5.0  # beyond `timeout_s`, which a command's process and an async function's observe first
 
 
 class WorkerPool:
@@ -39,9 +41,9 @@ class WorkerPool:
         """`log` is the file for what the scorer prints."""
         self._config = config
         self._log = log
+        self._workers: list[_Worker] = []
+        self._calls_per_worker = 1
         self._slots = asyncio.Semaphore(config.processes)
-        self._idle: list[_Worker] = []
-        self._busy: set[_Worker] = set()
 
     async def start(self) -> None:
         """Start a first process, which imports the scorer.
@@ -50,11 +52,13 @@ class WorkerPool:
             ConfigError: it cannot be imported, or is no scorer.
         """
         try:
-            worker, hello = await self._open()
+            hello = await self._add_worker().hello()
         except ScoringError as error:
             raise ConfigError(f"scoring: {error}") from None
         self.name, self.sha256 = hello["scorer"], hello["sha256"]
-        self._idle.append(worker)
+        if hello["is_async"]:
+            self._calls_per_worker = self._config.concurrency
+            self._slots = asyncio.Semaphore(self._config.processes * self._calls_per_worker)
 
     async def call(self, request: bytes) -> dict[str, Any]:
         """Return the scorer's answer to one request.
@@ -63,88 +67,146 @@ class WorkerPool:
             ScoringError: the process did not answer in time, or ended.
         """
         async with self._slots:
-            worker = self._idle.pop() if self._idle else await self._open_another()
-            self._busy.add(worker)
+            free = (worker for worker in self._workers if worker.calls < self._calls_per_worker)
+            worker = next(free, None) or self._add_worker()
+            worker.calls += 1
             try:
-                answer = await worker.ask(request, self._config.timeout_s + _KILL_AFTER_S)
+                await self._check(worker)
+                return await worker.ask(request, self._config.timeout_s + _KILL_AFTER_S)
             except BaseException as error:
-                await worker.end()
+                if not isinstance(error, asyncio.CancelledError) or self._calls_per_worker == 1:
+                    await self._remove(worker)
                 if isinstance(error, TimeoutError):
                     limit = f"scoring.timeout_s={self._config.timeout_s:g}"
                     raise ScoringError(f"the scorer took longer than {limit}") from None
                 raise
             finally:
-                self._busy.discard(worker)
-            self._idle.append(worker)
-            return answer
+                worker.calls -= 1
 
     async def close(self) -> None:
         """Kill all processes."""
-        await asyncio.gather(*(worker.end() for worker in (*self._idle, *self._busy)))
+        await asyncio.gather(*(worker.end() for worker in self._workers))
 
-    async def _open_another(self) -> _Worker:
-        worker, hello = await self._open()
+    def _add_worker(self) -> _Worker:
+        self._workers.append(_Worker(self._config, self._log))
+        return self._workers[-1]
+
+    async def _remove(self, worker: _Worker) -> None:
+        if worker in self._workers:
+            self._workers.remove(worker)
+        await worker.end()
+
+    async def _check(self, worker: _Worker) -> None:
+        hello = await worker.hello()
         if (hello["scorer"], hello["sha256"]) != (self.name, self.sha256):
-            await worker.end()
             raise ScoringError(
                 "the scorer's file has changed since the run began: restart the run to use the new one"
             )
-        return worker
-
-    async def _open(self) -> tuple[_Worker, dict[str, Any]]:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            worker = _Worker(
-                await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "rollout_backend.scoring.worker",
-                    json.dumps(self._config.model_dump(mode="json")),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            )
-        try:
-            hello = await worker.read(_START_S)
-            if "error" in hello:
-                raise ScoringError(hello["error"])
-        except BaseException as error:
-            await worker.end()
-            if isinstance(error, TimeoutError):
-                raise ScoringError(f"the scorer's module was not imported within {_START_S:g} s") from None
-            raise
-        return worker, hello
 
 
 class _Worker:
-    """One process."""
+    """One process. It starts when the object is made; `hello` waits for it."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+    def __init__(self, config: ScoringConfig, log: Path) -> None:
+        self.calls = 0  # that are assigned to this process
+        self._ended = False
+        self._config = config
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._starting = asyncio.create_task(self._start())
+        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # `hello` raises it
+        self._reading: asyncio.Task[None] | None = None
+
+    async def hello(self) -> dict[str, Any]:
+        """Return the name and the digest of the scorer, once it is imported. Raises ScoringError."""
+        return await asyncio.shield(self._starting)
 
     async def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Raises TimeoutError or ScoringError."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has ended: `read` says so
-            self.process.stdin.write(LENGTH.pack(len(request)) + request)
-        return await self.read(timeout_s)
-
-    async def read(self, timeout_s: float) -> dict[str, Any]:
-        """Raises TimeoutError or ScoringError."""
-        assert self.process.stdout is not None
+        """Return the answer to a request. Raises TimeoutError or ScoringError."""
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
         try:
+            if self._reading is None or self._reading.done():
+                raise ScoringError(await self._how_it_ended())
+            self._send(number, request)
             async with asyncio.timeout(timeout_s):
-                [length] = LENGTH.unpack(await self.process.stdout.readexactly(LENGTH.size))
-                answer: dict[str, Any] = msgpack.unpackb(await self.process.stdout.readexactly(length))
-                return answer
-        except asyncio.IncompleteReadError:
-            code = await self.process.wait()
-            raise ScoringError(f"the scorer's process ended with {code}; its output is in logs/scorer.log") from None
+                fields: dict[str, Any] = await answer
+                return fields
+        except asyncio.CancelledError:
+            self._send(number, b"")  # an async function is cancelled
+            raise
+        finally:
+            del self._answers[number]
 
     async def end(self) -> None:
         """Kill the process and its children."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
+        if self._ended:
+            return
+        self._ended = True
+        for task in (self._starting, self._reading):
+            if task is not None and not task.done():
+                task.cancel()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(ScoringError("the scorer's process was killed, since another call hung in it"))
+
+    async def _start(self) -> dict[str, Any]:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rollout_backend.scoring.worker",
+                json.dumps(self._config.model_dump(mode="json")),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            async with asyncio.timeout(_START_S):
+                _, hello = await self._receive()
+        except TimeoutError:
+            raise ScoringError(f"the scorer's module was not imported within {_START_S:g} s") from None
+        except asyncio.IncompleteReadError:
+            raise ScoringError(await self._how_it_ended()) from None
+        if "error" in hello:
+            raise ScoringError(hello["error"])
+        self._reading = asyncio.create_task(self._receive_all())
+        return hello
+
+    async def _receive_all(self) -> None:
+        try:
+            while True:
+                number, fields = await self._receive()
+                if number in self._answers and not self._answers[number].done():
+                    self._answers[number].set_result(fields)
+        except asyncio.IncompleteReadError:
+            error = await self._how_it_ended()
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(ScoringError(error))
+
+    def _send(self, number: int, body: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # the process has ended, which `_receive_all` finds
+            self._process.stdin.write(HEADER.pack(number, len(body)) + body)
+
+    async def _receive(self) -> tuple[int, dict[str, Any]]:
+        """Raises IncompleteReadError."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        number, length = HEADER.unpack(await self._process.stdout.readexactly(HEADER.size))
+        fields: dict[str, Any] = msgpack.unpackb(await self._process.stdout.readexactly(length))
+        return number, fields
+
+    async def _how_it_ended(self) -> str:
+        assert self._process is not None
+        return f"the scorer's process ended with {await self._process.wait()}; its output is in logs/scorer.log"

@@ -160,6 +160,12 @@ def test_a_module_can_be_the_scorer(rollout, here):
     assert (code, "0 with another" in output) == (0, True), output
 
 
+def test_an_async_function_can_be_the_scorer(rollout, here):
+    write_steps(here / "runs" / "a", answered("t.0", "7", 1.0), answered("t.1", "8", 0.0))
+    code, output = rollout("rescore", "a", "--scorer", "scorer.py:judge")
+    assert (code, "2 of 2 completed rollouts scored, 1 with another reward" in output) == (0, True), output
+
+
 def test_unusable_input_is_refused(rollout, here):
     write_steps(here / "runs" / "a", answered("t.0", "7", 1.0))
     write_steps(here / "runs" / "failed", make_rollout("t.0", Outcome.INFRA_ERROR))
@@ -170,7 +176,6 @@ def test_unusable_input_is_refused(rollout, here):
         ("broken.py:score", "No module named 'no_such_module'"),
         ("no_such_scorer:score", "no_such_scorer cannot be imported"),
         ("scorer.py:none", "has no function 'none'"),
-        ("scorer.py:judge", "is async"),
         ("scorer.py:narrow", "must accept one argument, a ScoreInput"),
     ):
         code, output = rollout("rescore", "a", "--scorer", scorer)

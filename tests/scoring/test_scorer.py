@@ -28,6 +28,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **mo
     assert (data_source, extra_info) == ("sums", {"split": "test"})
     return {"score": float(ground_truth in solution_str), "acc": True}
 
+async def judge(given):
+    return {"reward": float(given.private["answer"] in given.reply), "by": "judge"}
+
+async def compute_score_async(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth is None:
+        raise LookupError("no answer")
+    return float(ground_truth in solution_str)
+
 def wrong(given):
     return given.private["returned"]
 """
@@ -69,6 +77,16 @@ def test_a_reward_function_of_verl_is_a_scorer(load):
     private = {"data_source": "sums", "ground_truth": "7", "extra_info": {"split": "test"}}
     found = load("compute_score").score(given(private))
     assert (found.reward, found.extras) == (1.0, {"acc": True})
+
+
+async def test_an_async_function_is_a_scorer(load):
+    judge, of_verl = load("judge"), load("compute_score_async")
+    assert (judge.is_async, of_verl.is_async, load("score").is_async) == (True, True, False)
+    found = await judge.score_async(given({"answer": "7"}))
+    assert (found.reward, found.extras) == (1.0, {"by": "judge"})
+    assert (await of_verl.score_async(given({"ground_truth": "8"}))).reward == 0.0
+    with pytest.raises(ScoringError, match=r"LookupError: no answer \(scorer.py, line 17, in compute_score_async\)"):
+        await of_verl.score_async(given({}))
 
 
 @pytest.mark.parametrize(

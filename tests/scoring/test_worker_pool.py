@@ -72,6 +72,65 @@ async def test_a_process_is_kept_until_it_fails_and_replaced(tmp_path, monkeypat
     await eventually(lambda: not any(is_running(pid) for pid in (*hung, str(first["extras"]["pid"]))))
 
 
+ASYNC_SCORER = """
+import asyncio, os, time
+from types import SimpleNamespace
+
+calls = SimpleNamespace(running=0, most=0, gate=asyncio.Event())
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    calls.running += 1
+    calls.most = max(calls.most, calls.running)
+    try:
+        match ground_truth:
+            case "wait for three":
+                if calls.running == 3:
+                    calls.gate.set()
+                await calls.gate.wait()
+            case "raise":
+                raise LookupError("no such answer")
+            case "hang":
+                await asyncio.Event().wait()
+            case "block":
+                time.sleep(600)
+    finally:
+        calls.running -= 1
+    return {"score": 0.5, "pid": os.getpid(), "most": calls.most}
+"""
+
+
+async def test_an_async_function_scores_several_rollouts_at_once_and_each_fails_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout_backend.scoring.worker_pool._KILL_AFTER_S", 0.5)
+    file = tmp_path / "reward.py"
+    file.write_text(ASYNC_SCORER)
+    config = ScoringConfig(function=f"{file}:compute_score", timeout_s=4.0, processes=1, concurrency=3)
+    pool = WorkerPool(config, tmp_path / "scorer.log")
+    await pool.start()
+    try:
+        found = await asyncio.gather(*(pool.call(request(ground_truth="wait for three")) for _ in range(7)))
+        assert [each["reward"] for each in found] == [0.5] * 7
+        assert max(each["extras"]["most"] for each in found) == 3, "never more than scoring.concurrency"
+        [pid] = {each["extras"]["pid"] for each in found}
+
+        cancelled = asyncio.create_task(pool.call(request(ground_truth="hang")))
+        hung, raised, good = await asyncio.gather(
+            *(pool.call(request(ground_truth=what)) for what in ("hang", "raise", "score"))
+        )
+        assert hung == {"error": "the scorer took longer than scoring.timeout_s=4"}
+        assert "LookupError: no such answer (reward.py, line" in raised["error"]
+        assert (good["reward"], good["extras"]["pid"]) == (0.5, pid), "the process goes on"
+        cancelled.cancel()
+
+        blocked, innocent = await asyncio.gather(
+            *(pool.call(request(ground_truth=what)) for what in ("block", "hang")), return_exceptions=True
+        )
+        assert isinstance(blocked, ScoringError)
+        assert isinstance(innocent, ScoringError)
+        assert (await pool.call(request(ground_truth="score")))["extras"]["pid"] != pid
+    finally:
+        await pool.close()
+
+
 async def test_a_scorer_that_cannot_be_imported_is_refused(tmp_path):
     file = tmp_path / "scorer.py"
     file.write_text("import no_such_module")
@@ -93,8 +152,8 @@ async def test_the_process_ends_with_its_parent(tmp_path):
     pids = (tmp_path / "pids").read_text().split()
     assert all(is_running(pid) for pid in pids)
     assert os.getpgid(int(pids[1])) == int(pids[0])
-    [worker] = pool._busy
-    worker.process.stdin.close()
+    [worker] = pool._workers
+    worker._process.stdin.close()
     with pytest.raises(ScoringError):
         await calling
     await eventually(lambda: not any(is_running(pid) for pid in pids))
