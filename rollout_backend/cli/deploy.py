@@ -116,7 +116,7 @@ async def _deploy(
 ) -> int:
     try:
         from rollout_backend.deploy.contract_check import check_contract
-        from rollout_backend.deploy.deployment import Deployment, runtime_name
+        from rollout_backend.deploy.deployment import Deployment, qualifier, runtime_name
         from rollout_backend.deploy.image import check_builder
         from rollout_backend.deploy.target import Target, read_stack
         from rollout_backend.local.background import start_background_cloud
@@ -127,6 +127,7 @@ async def _deploy(
     from rollout_backend.cli.doctor import print_finding
 
     replaced: dict[str, Any] = {}
+    endpoint = qualifier(folder, overrides)
     if stack is not None:
         if build != "code":
             check_builder(build, folder)
@@ -163,6 +164,7 @@ async def _deploy(
     if any(finding.level == "problem" for finding in findings):
         return 2
     subnets, security_groups = network
+    target = replace(target, qualifier=endpoint)
     deployment = Deployment(folder, target, build, stack is None, tuple(subnets), tuple(security_groups))
     _print_plan(deployment, config)
     if stack is not None and not yes:

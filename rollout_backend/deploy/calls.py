@@ -17,6 +17,8 @@ class Call(NamedTuple):
     actions: tuple[str, ...]
     why: str
     only: tuple[str, ...] = ()
+    pins: bool = False
+    """Whether only a deployment with `runtime.qualifier` makes the call."""
 
 
 _AC = "bedrock-agentcore"
@@ -63,6 +65,13 @@ DEPLOY = (
     Call("UpdateAgentRuntime", (f"{_AC}:UpdateAgentRuntime",), "changes it, and requires MMDSv2"),
     Call("GetAgentRuntime", (f"{_AC}:GetAgentRuntime",), "waits until it is ready"),
     Call("GetAgentRuntimeEndpoint", (f"{_AC}:GetAgentRuntimeEndpoint",), "waits until its endpoint serves it"),
+    Call(
+        "CreateAgentRuntimeEndpoint",
+        (f"{_AC}:CreateAgentRuntimeEndpoint",),
+        "creates the endpoint of runtime.qualifier",
+        pins=True,
+    ),
+    Call("UpdateAgentRuntimeEndpoint", (f"{_AC}:UpdateAgentRuntimeEndpoint",), "pins it to the version", pins=True),
     Call("InvokeAgentRuntime", (f"{_AC}:InvokeAgentRuntime",), "starts the smoke rollout"),
     Call("GetObject", ("s3:GetObject",), "reads the smoke rollout's result"),
     Call("StopRuntimeSession", (f"{_AC}:StopRuntimeSession",), "stops its session"),
@@ -72,6 +81,8 @@ DOWN = (
     Call("ListAgentRuntimes", (f"{_AC}:ListAgentRuntimes",), "finds the runtimes"),
     Call("GetAgentRuntime", (f"{_AC}:GetAgentRuntime",), "reads their role, and waits until they are deleted"),
     Call("ListTagsForResource", (f"{_AC}:ListTagsForResource",), "reads whether this backend made them"),
+    Call("ListAgentRuntimeEndpoints", (f"{_AC}:ListAgentRuntimeEndpoints",), "finds pinned endpoints"),
+    Call("DeleteAgentRuntimeEndpoint", (f"{_AC}:DeleteAgentRuntimeEndpoint",), "deletes them"),
     Call(
         "DeleteAgentRuntime",
         (f"{_AC}:DeleteAgentRuntime", f"{_AC}:DeleteWorkloadIdentity"),
@@ -95,6 +106,6 @@ BUILD = (
 """The calls of CodeBuild under the stack's build role."""
 
 
-def calls_of_build(build: str) -> tuple[Call, ...]:
-    """Return the calls of a deployment with that `--build`."""
-    return tuple(call for call in DEPLOY if not call.only or build in call.only)
+def calls_of_deployment(build: str, *, pinned: bool) -> tuple[Call, ...]:
+    """Return the calls of a deployment with that `--build`. `pinned`: with `runtime.qualifier`."""
+    return tuple(call for call in DEPLOY if (not call.only or build in call.only) and (pinned or not call.pins))

@@ -19,14 +19,16 @@ from typing import Any
 import yaml
 
 from rollout_backend.config import merge_overrides, read_yaml
-from rollout_backend.deploy.calls import Call, calls_of_build
+from rollout_backend.deploy.calls import Call, calls_of_deployment
 from rollout_backend.deploy.codebuild import build_image
 from rollout_backend.deploy.image import CODEBUILD, push_image
 from rollout_backend.deploy.package import make_package
 from rollout_backend.deploy.smoke import run_smoke_rollout
 from rollout_backend.deploy.target import PREFIX, Target
 from rollout_backend.deploy.upload import upload_once
-from rollout_backend.runtimes.agentcore.control import RuntimeMaker, control_client
+from rollout_backend.errors import ConfigError
+from rollout_backend.runtimes.agentcore.control import ENDPOINT, RuntimeMaker, control_client
+from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
 from rollout_backend.runtimes.agentcore.provision import CodeArtifact, RuntimeSpec
 
 WRITTEN = "# Written by `rollout deploy`, which overwrites this file."
@@ -63,11 +65,14 @@ class Deployment:
         yield f"create or update runtime {target.runtime_name} under the role {target.role}"
         subnets, _ = self._network()
         yield f"run its sessions in {', '.join(subnets) or 'the public network'}"
-        yield "wait until its endpoint DEFAULT serves it, and run one rollout on it"
+        yield "wait until its endpoint DEFAULT serves it"
+        if target.is_pinned:
+            yield f"pin its endpoint {target.qualifier} to that version, which later deployments do not change"
+        yield "run one rollout on it"
 
     def calls(self) -> tuple[Call, ...]:
         """Return the AWS calls that `deploy` makes."""
-        return calls_of_build(self.build)
+        return calls_of_deployment(self.build, pinned=self.target.is_pinned)
 
     async def deploy(self, payload: Mapping[str, Any], echo: Callable[[str], object]) -> Target:
         """Carry out the plan. Return the target with the runtime's ARN.
@@ -91,9 +96,11 @@ class Deployment:
             max_lifetime_s=_LIFE_S,
         )
         async with control_client(target.region, target.runtime_endpoint_url) as client:
-            arn = await RuntimeMaker(spec, client, _READY_S, made_by="deploy", on_status=echo).make()
-        deployed = replace(target, arn=arn)
-        echo(f"runtime {arn} is ready; running one rollout on it")
+            runtime = await RuntimeMaker(spec, client, _READY_S, made_by="deploy", on_status=echo).make()
+            if target.is_pinned:
+                await pin_endpoint(client, runtime, target.qualifier, _READY_S, echo)
+        deployed = replace(target, arn=runtime.arn)
+        echo(f"runtime {runtime.arn} is ready; running one rollout on it")
         echo(await run_smoke_rollout(deployed, payload))
         return deployed
 
@@ -126,6 +133,24 @@ class Deployment:
 def runtime_name(folder: Path) -> str:
     """Return the name of the runtime of an agent's folder."""
     return re.sub("[^a-zA-Z0-9]+", "_", f"{PREFIX}{folder.absolute().name}")[:48]
+
+
+def qualifier(folder: Path, overrides: Sequence[str]) -> str:
+    """Return `runtime.qualifier` of the folder's config and the overrides.
+
+    Raises:
+        ConfigError: it is no name that AgentCore accepts.
+    """
+    own = folder / "config.yaml"
+    tree = read_yaml(own) if own.is_file() else {}
+    merge_overrides(tree, overrides)
+    name = (tree.get("runtime") or {}).get("qualifier", ENDPOINT)
+    if not isinstance(name, str) or not re.fullmatch("[a-zA-Z][a-zA-Z0-9_]{0,47}", name):
+        raise ConfigError(
+            f"runtime.qualifier={name!r} is no name of an endpoint: a letter, then at most 47 letters, digits and "
+            "underscores"
+        )
+    return name
 
 
 def config_text(

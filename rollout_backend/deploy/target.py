@@ -16,7 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from rollout_backend import aws
 from rollout_backend.errors import ConfigError, PreflightError
-from rollout_backend.runtimes.agentcore.control import control_client, find_runtime
+from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client, find_runtime
 
 _OUTPUTS = frozenset({"BucketName", "AgentRoleArn", "RepositoryUri", "QueueUrl"})
 _NETWORK_OUTPUTS = frozenset({"SubnetIds", "SecurityGroupId", "PublicUrl"})
@@ -51,6 +51,8 @@ class Target:
     """The agents' role; None if it is unknown."""
     arn: str | None = None
     """The runtime, once it exists."""
+    qualifier: str = ENDPOINT
+    """The endpoint that the deployed version is pinned to, and that runs use."""
     prefix: str = ""
     presigned: bool = False
     agent_protocol: str = "rollout"
@@ -72,6 +74,10 @@ class Target:
         """Return the prefix of the runtime's code in the bucket."""
         return f"{self.prefix}code/{self.runtime_name}/"
 
+    @property
+    def is_pinned(self) -> bool:
+        return self.qualifier != ENDPOINT
+
     def settings(self) -> dict[str, Any]:
         """Return the part of a config that describes this target, with the runtime's ARN if it has one."""
         storage = {"bucket": self.bucket, "prefix": self.prefix, "presigned": self.presigned}
@@ -79,6 +85,7 @@ class Target:
             "arn": self.arn,
             "endpoint_url": self.runtime_endpoint_url,
             "session_logs": self.session_logs,
+            "qualifier": self.qualifier if self.is_pinned else None,
             "agent_protocol": self.agent_protocol if self.agent_protocol != "rollout" else None,
         }
         return {

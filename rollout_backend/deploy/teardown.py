@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ from rollout_backend.deploy.codebuild import find_project, is_ours
 from rollout_backend.deploy.target import Target
 from rollout_backend.errors import PreflightError
 from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
+from rollout_backend.runtimes.agentcore.endpoint import named_endpoints
 from rollout_backend.runtimes.agentcore.provision import TAG
 
 _ORDER = ("runtime", "project", "queue", "objects")  # of deletion
@@ -190,7 +192,7 @@ class Teardown:
     # --- deletion -----------------------------------------------------------------------------------------
 
     async def _delete_runtime(self, control: Any, resource: Resource) -> None:
-        """Delete a runtime and wait until it is gone. Wait, too, while it is being changed."""
+        """Delete a runtime with its endpoints, and wait until it is gone. Wait, too, while it is being changed."""
         deadline = time.monotonic() + _DELETE_S
         asked = False
         while time.monotonic() < deadline:
@@ -201,14 +203,20 @@ class Teardown:
                         f"{resource} is DELETE_FAILED: {described.get('failureReason')}. Run rollout down again later"
                     )
                 if not asked:
+                    await self._delete_endpoints(control, resource.id)
                     await control.delete_agent_runtime(agentRuntimeId=resource.id)
                     asked = True
             except control.exceptions.ResourceNotFoundException:
                 return
             except control.exceptions.ConflictException:
-                pass  # it is being created or updated
+                pass  # it, or an endpoint of it, is being created, updated or deleted
             await asyncio.sleep(_POLL_S)
         raise PreflightError(f"{resource} was not deleted within {_DELETE_S:g} s: run rollout down again later")
+
+    async def _delete_endpoints(self, control: Any, runtime_id: str) -> None:
+        for name in await named_endpoints(control, runtime_id):
+            with contextlib.suppress(control.exceptions.ResourceNotFoundException):  # it has just ended
+                await control.delete_agent_runtime_endpoint(agentRuntimeId=runtime_id, endpointName=name)
 
     async def _delete_queue(self, sqs: Any, url: str) -> None:
         try:

@@ -5,7 +5,7 @@ different `endpoint_url`. Each session is a fresh process of the user's app, whi
 PORT, the session's header, pings, SIGTERM. `session_pool` runs the sessions and `control_plane` creates the runtimes.
 One runtime exists from the start, unless `command` is empty; others are created from `images` or from code in S3.
 
-It does not verify signatures (it only requires one), isolate sessions from the machine, or support qualifiers.
+It does not verify signatures (it only requires one), or isolate sessions from the machine.
 
     python -m rollout_backend.local.agentcore_emulator < settings.json
 
@@ -98,7 +98,7 @@ class InjectedOutage(BaseModel):
 class AgentCoreEmulator:
     """The two calls of the data plane, for every runtime of the control plane.
 
-    The checks run in AWS's order: signature, name, form, rate, quota. The quota is per runtime.
+    The checks run in AWS's order: signature, name, form, rate, quota. The quota is per endpoint.
     """
 
     def __init__(self, settings: EmulatorSettings) -> None:
@@ -107,7 +107,7 @@ class AgentCoreEmulator:
         self._stops = TokenBucket(settings.limits.stop_per_s)
         self._calls = TokenBucket(settings.limits.calls_per_s) if settings.limits.calls_per_s else None
         self._outage = InjectedOutage()
-        self._pools: dict[str, SessionPool] = {}  # by the runtime's ARN
+        self._pools: dict[tuple[str, str], SessionPool] = {}  # by the runtime's ARN and its endpoint
         region = settings.arn.split(":")[3]
         self._code = CodeStore(settings.log_dir / "code", region, settings.env)
         self._control = ControlPlane(
@@ -138,7 +138,7 @@ class AgentCoreEmulator:
         settings = self._settings
         if settings.command:
             spawner = _spawner(settings, settings.command, {})
-            self._pools[settings.arn] = SessionPool(spawner, settings.limits, settings.log_dir)
+            self._pools[settings.arn, "DEFAULT"] = SessionPool(spawner, settings.limits, settings.log_dir)
             self._control.add(settings.arn, _first_definition(settings))
             if isinstance(spawner, PreforkSpawner):
                 spawner.warm()
@@ -146,15 +146,17 @@ class AgentCoreEmulator:
         await self._control.close()
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
-    async def _serve(self, runtime: RuntimeRecord) -> None:
-        """Run new sessions with the version that went live."""
-        definition, limits = runtime.live_definition, self._settings.limits
-        more = definition.get("environmentVariables", {})
-        if code := runtime.artifact.get("codeConfiguration"):
+    async def _serve(self, runtime: RuntimeRecord, endpoint: str) -> None:
+        """Run new sessions of an endpoint with the version that went live."""
+        definition, limits = runtime.served(endpoint), self._settings.limits
+        assert definition is not None
+        more, artifact = definition.get("environmentVariables", {}), definition["agentRuntimeArtifact"]
+        if code := artifact.get("codeConfiguration"):
             command = self._code.command(await self._code.install(code))
             spawner: Spawner = CommandSpawner(command, {**self._code.env, **more})
         else:
-            spawner = _spawner(self._settings, self._settings.images[runtime.image], more)
+            image = artifact["containerConfiguration"]["containerUri"]
+            spawner = _spawner(self._settings, self._settings.images[image], more)
         lifetimes = definition["lifecycleConfiguration"]
         limits = limits.model_copy(
             update={
@@ -162,20 +164,20 @@ class AgentCoreEmulator:
                 "max_life_s": min(limits.max_life_s, lifetimes["maxLifetime"]),
             }
         )
-        if runtime.arn in self._pools:
-            self._pools[runtime.arn].use(spawner, limits)
+        if pool := self._pools.get((runtime.arn, endpoint)):
+            pool.use(spawner, limits)
         else:
-            self._pools[runtime.arn] = SessionPool(spawner, limits, self._settings.log_dir)
+            self._pools[runtime.arn, endpoint] = SessionPool(spawner, limits, self._settings.log_dir)
 
-    async def _drop(self, runtime: RuntimeRecord) -> None:
-        if pool := self._pools.pop(runtime.arn, None):
+    async def _drop(self, runtime: RuntimeRecord, endpoint: str) -> None:
+        if pool := self._pools.pop((runtime.arn, endpoint), None):
             await pool.close()
 
     @property
     def pool(self) -> SessionPool:
         """The session pool of the runtime that exists from the start."""
-        assert self._settings.arn in self._pools, "before the app's lifespan"
-        return self._pools[self._settings.arn]
+        assert (self._settings.arn, "DEFAULT") in self._pools, "before the app's lifespan"
+        return self._pools[self._settings.arn, "DEFAULT"]
 
     async def _invoke(self, request: Request) -> Response:
         pool, session_id = self._check(request, self._invokes)
@@ -222,13 +224,14 @@ class AgentCoreEmulator:
         )
 
     def _check(self, request: Request, rate: TokenBucket) -> tuple[SessionPool, str]:
-        """Check a request; return the session pool of its runtime, and its session id."""
+        """Check a request; return the session pool of its endpoint, and its session id."""
         check_signed(request)
-        arn = request.path_params["arn"]
-        runtime, pool = self._control.runtimes.get(arn), self._pools.get(arn)
-        if runtime is None or pool is None:
-            raise ServiceError("ResourceNotFoundException", f"No runtime {arn} serves")
-        if not runtime.live_definition.get("metadataConfiguration", {}).get("requireMMDSV2"):
+        arn, endpoint = request.path_params["arn"], request.query_params.get("qualifier", "DEFAULT")
+        runtime, pool = self._control.runtimes.get(arn), self._pools.get((arn, endpoint))
+        definition = runtime.served(endpoint) if runtime is not None else None
+        if definition is None or pool is None:
+            raise ServiceError("ResourceNotFoundException", f"No endpoint {endpoint} of runtime {arn} serves")
+        if not definition.get("metadataConfiguration", {}).get("requireMMDSV2"):
             raise ServiceError("ValidationException", "This runtime is not MMDSv2-enabled")
         session_id = request.headers.get(SESSION_HEADER) or str(uuid.uuid4())
         if not 33 <= len(session_id) <= 256:

@@ -6,7 +6,8 @@ new runtime is not found at first, and calls are throttled, if `ControlLimits` s
 
 Invariants:
 
-- A version goes live once it is ready. A version that failed never goes live.
+- A version goes live at the endpoint DEFAULT once it is ready. A version that failed never goes live.
+- A named endpoint serves the version to which it was set, and no other. A runtime that has one cannot be deleted.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _DEFINITION = (
     "environmentVariables",
     "metadataConfiguration",
 )
+_MAX_ENDPOINTS = 10
 _TRANSITIONS = ("CREATING", "UPDATING", "DELETING")
 
 
@@ -65,8 +67,19 @@ class ControlLimits(BaseModel):
 
 
 @dataclass
+class EndpointRecord:
+    """A named endpoint. `target` is the version that it shall serve, `live` the one that it serves."""
+
+    name: str
+    target: int
+    status: str = "CREATING"
+    live: int | None = None
+    made: str = field(default_factory=lambda: _now())
+
+
+@dataclass
 class RuntimeRecord:
-    """One runtime. `definition` belongs to its newest version; `live` is the version that its endpoint serves."""
+    """One runtime. `definition` belongs to its newest version; `live` is the version that DEFAULT serves."""
 
     arn: str
     definition: dict[str, Any]
@@ -75,7 +88,9 @@ class RuntimeRecord:
     status: str = "CREATING"
     version: int = 1
     live: int | None = None
-    live_definition: dict[str, Any] = field(default_factory=dict)
+    versions: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """The definition of each version that became ready."""
+    endpoints: dict[str, EndpointRecord] = field(default_factory=dict)
     why: str = ""
     made: str = field(default_factory=lambda: _now())
     changed: str = field(default_factory=lambda: _now())
@@ -88,20 +103,20 @@ class RuntimeRecord:
     def name(self) -> str:
         return self.id.rpartition("-")[0]
 
-    @property
-    def artifact(self) -> dict[str, Any]:
-        return dict(self.definition["agentRuntimeArtifact"])
+    def be_ready(self) -> None:
+        self.why, self.status = "", "READY"
+        self.versions[self.version] = self.definition
 
-    @property
-    def image(self) -> str:
-        return str(self.artifact["containerConfiguration"]["containerUri"])
-
-    def go_live(self) -> None:
-        self.live, self.live_definition = self.version, self.definition
+    def served(self, endpoint: str) -> dict[str, Any] | None:
+        """Return the definition that an endpoint serves; None if it serves none."""
+        named = self.endpoints.get(endpoint)
+        version = self.live if endpoint == "DEFAULT" else named.live if named is not None else None
+        return self.versions[version] if version is not None else None
 
 
 class ControlPlane:
-    """All runtimes. Calls `on_live` with each version that goes live, and `on_gone` with each deleted runtime."""
+    """All runtimes. Calls `on_live` with each runtime and endpoint whose version goes live, and `on_gone` with each
+    that was deleted."""
 
     def __init__(
         self,
@@ -111,8 +126,8 @@ class ControlPlane:
         code: CodeStore,
         role: str,
         limits: ControlLimits,
-        on_live: Callable[[RuntimeRecord], Awaitable[None]],
-        on_gone: Callable[[RuntimeRecord], Awaitable[None]],
+        on_live: Callable[[RuntimeRecord, str], Awaitable[None]],
+        on_gone: Callable[[RuntimeRecord, str], Awaitable[None]],
     ) -> None:
         self.runtimes: dict[str, RuntimeRecord] = {}  # by ARN
         self._region = region
@@ -135,14 +150,18 @@ class ControlPlane:
             Route(runtime, self._update, methods=["PUT"]),
             Route(runtime, self._delete, methods=["DELETE"]),
             Route(endpoints, self._list_endpoints, methods=["POST"]),
+            Route(endpoints, self._create_endpoint, methods=["PUT"]),
             Route(endpoints + "{name}/", self._get_endpoint, methods=["GET"]),
+            Route(endpoints + "{name}/", self._update_endpoint, methods=["PUT"]),
+            Route(endpoints + "{name}/", self._delete_endpoint, methods=["DELETE"]),
             Route("/tags/{arn:path}", self._list_tags, methods=["GET"]),
         ]
 
     def add(self, arn: str, definition: dict[str, Any]) -> RuntimeRecord:
         """Add a runtime that is ready from the start."""
-        record = self.runtimes[arn] = RuntimeRecord(arn, definition, status="READY")
-        record.go_live()
+        record = self.runtimes[arn] = RuntimeRecord(arn, definition)
+        record.be_ready()
+        record.live = record.version
         return record
 
     async def close(self) -> None:
@@ -186,6 +205,8 @@ class ControlPlane:
         record = self._named(request)
         if record.status in _TRANSITIONS:
             raise ServiceError("ConflictException", f"Agent {record.id} is {record.status}")
+        if record.endpoints:
+            raise ServiceError("ConflictException", f"Agent {record.id} has endpoints {sorted(record.endpoints)}")
         record.status = "DELETING"
         self._begin(self._be_deleted(record))
         return JSONResponse({"agentRuntimeId": record.id, "status": record.status}, 202)
@@ -202,17 +223,72 @@ class ControlPlane:
 
     async def _get(self, request: Request) -> Response:
         record = self._named(request)
+        if version := request.query_params.get("version"):
+            if int(version) not in record.versions:
+                raise ServiceError("ResourceNotFoundException", f"Agent {record.id} has no version {version}")
+            older = {**_brief(record), "agentRuntimeVersion": version, "status": "READY"}
+            return JSONResponse({**record.versions[int(version)], **older, "agentRuntimeName": record.name})
         why = {"failureReason": record.why} if record.why else {}
         return JSONResponse({**record.definition, **_brief(record), "agentRuntimeName": record.name, **why})
 
     async def _list_endpoints(self, request: Request) -> Response:
-        return JSONResponse({"runtimeEndpoints": [_endpoint(self._named(request))]})
+        record = self._named(request)
+        named = [_named_endpoint(record, endpoint) for endpoint in record.endpoints.values()]
+        return JSONResponse({"runtimeEndpoints": [_endpoint(record), *named]})
 
     async def _get_endpoint(self, request: Request) -> Response:
         record = self._named(request)
-        if request.path_params["name"] != "DEFAULT":
-            raise ServiceError("ResourceNotFoundException", f"No endpoint {request.path_params['name']}")
-        return JSONResponse(_endpoint(record))
+        if request.path_params["name"] == "DEFAULT":
+            return JSONResponse(_endpoint(record))
+        return JSONResponse(_named_endpoint(record, self._endpoint_of(record, request)))
+
+    async def _create_endpoint(self, request: Request) -> Response:
+        asked = await self._body(request)
+        record, name = self._named(request), asked.get("name", "")
+        if not re.fullmatch(_NAME, name):
+            raise ServiceError("ValidationException", f"name {name!r} does not match {_NAME}")
+        if name == "DEFAULT" or name in record.endpoints:
+            raise ServiceError("ConflictException", f"An endpoint with the name {name} already exists")
+        if len(record.endpoints) + 1 >= _MAX_ENDPOINTS:
+            raise ServiceError("ServiceQuotaExceededException", f"Agent {record.id} has {_MAX_ENDPOINTS} endpoints")
+        endpoint = EndpointRecord(name, self._version(record, asked))
+        record.endpoints[name] = endpoint
+        self._begin(self._serve_endpoint(record, endpoint))
+        return JSONResponse(_named_endpoint(record, endpoint), 202)
+
+    async def _update_endpoint(self, request: Request) -> Response:
+        asked = await self._body(request)
+        record = self._named(request)
+        endpoint = self._endpoint_of(record, request)
+        if endpoint.status in _TRANSITIONS:
+            raise ServiceError("ConflictException", f"Endpoint {endpoint.name} is {endpoint.status}")
+        endpoint.target, endpoint.status = self._version(record, asked), "UPDATING"
+        self._begin(self._serve_endpoint(record, endpoint))
+        return JSONResponse(_named_endpoint(record, endpoint), 202)
+
+    async def _delete_endpoint(self, request: Request) -> Response:
+        record = self._named(request)
+        endpoint = self._endpoint_of(record, request)
+        if endpoint.status in _TRANSITIONS:
+            raise ServiceError("ConflictException", f"Endpoint {endpoint.name} is {endpoint.status}")
+        endpoint.status = "DELETING"
+        self._begin(self._end_endpoint(record, endpoint))
+        return JSONResponse({"status": endpoint.status}, 202)
+
+    def _endpoint_of(self, record: RuntimeRecord, request: Request) -> EndpointRecord:
+        name = request.path_params["name"]
+        if name not in record.endpoints:
+            raise ServiceError("ResourceNotFoundException", f"No endpoint {name}")
+        return record.endpoints[name]
+
+    def _version(self, record: RuntimeRecord, asked: Mapping[str, Any]) -> int:
+        """Return the version that an endpoint shall serve: by default the newest."""
+        version = int(asked.get("agentRuntimeVersion", record.version))
+        if record.status in _TRANSITIONS:
+            raise ServiceError("ConflictException", f"Agent {record.id} is {record.status}")
+        if version not in record.versions:
+            raise ServiceError("ValidationException", f"Agent {record.id} has no version {version} that is ready")
+        return version
 
     async def _list_tags(self, request: Request) -> Response:
         self._admit(request)
@@ -231,20 +307,32 @@ class ControlPlane:
     async def _become_ready(self, record: RuntimeRecord, failed: str) -> None:
         await asyncio.sleep(self._limits.transition_s)
         record.changed = _now()
-        if code := record.artifact.get("codeConfiguration"):
+        artifact = record.definition["agentRuntimeArtifact"]
+        if code := artifact.get("codeConfiguration"):
             try:
                 await self._code.install(code)
             except BuildFailed as error:
                 record.why, record.status = str(error), failed
                 return
-        elif record.image not in self._images:
-            record.why = f"The specified image identifier does not exist: {record.image}"
+        elif (image := artifact["containerConfiguration"]["containerUri"]) not in self._images:
+            record.why = f"The specified image identifier does not exist: {image}"
             record.status = failed
             return
-        record.why, record.status = "", "READY"
+        record.be_ready()
+        version = record.version
         await asyncio.sleep(self._limits.transition_s / 2)  # the endpoint changes later
-        record.go_live()
-        await self._on_live(record)
+        record.live = version
+        await self._on_live(record, "DEFAULT")
+
+    async def _serve_endpoint(self, record: RuntimeRecord, endpoint: EndpointRecord) -> None:
+        await asyncio.sleep(self._limits.transition_s)
+        endpoint.live, endpoint.status = endpoint.target, "READY"
+        await self._on_live(record, endpoint.name)
+
+    async def _end_endpoint(self, record: RuntimeRecord, endpoint: EndpointRecord) -> None:
+        await asyncio.sleep(self._limits.transition_s)
+        del record.endpoints[endpoint.name]
+        await self._on_gone(record, endpoint.name)
 
     async def _be_deleted(self, record: RuntimeRecord) -> None:
         await asyncio.sleep(self._limits.transition_s)
@@ -253,7 +341,7 @@ class ControlPlane:
             record.status, record.why = "DELETE_FAILED", "The network interfaces could not be released"
             return
         del self.runtimes[record.arn]
-        await self._on_gone(record)
+        await self._on_gone(record, "DEFAULT")
 
     def _admit(self, request: Request) -> None:
         check_signed(request)
@@ -325,6 +413,22 @@ def _endpoint(record: RuntimeRecord) -> dict[str, Any]:
         **({"liveVersion": str(record.live)} if record.live is not None else {}),
         "createdAt": record.made,
         "lastUpdatedAt": record.changed,
+    }
+
+
+def _named_endpoint(record: RuntimeRecord, endpoint: EndpointRecord) -> dict[str, Any]:
+    return {
+        "name": endpoint.name,
+        "endpointName": endpoint.name,  # as CreateAgentRuntimeEndpoint calls it
+        "id": f"{endpoint.name}-0123456789",
+        "agentRuntimeId": record.id,
+        "agentRuntimeArn": record.arn,
+        "agentRuntimeEndpointArn": f"{record.arn}/runtime-endpoint/{endpoint.name}",
+        "status": endpoint.status,
+        "targetVersion": str(endpoint.target),
+        **({"liveVersion": str(endpoint.live)} if endpoint.live is not None else {}),
+        "createdAt": endpoint.made,
+        "lastUpdatedAt": endpoint.made,
     }
 
 

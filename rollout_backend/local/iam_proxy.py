@@ -35,7 +35,7 @@ _BATCHES = {"DeleteMessageBatch": "DeleteMessage", "SendMessageBatch": "SendMess
 _OF_A_BUCKET = {"versioning": "s3:GetBucketVersioning", "lifecycle": "s3:GetLifecycleConfiguration"}
 _DENIED = {"s3": "AccessDenied", "iam": "AccessDenied"}  # and AccessDeniedException elsewhere
 _CONTROL = {"PUT": "CreateAgentRuntime", "POST": "ListAgentRuntimes"}
-_RUNTIME = {"GET": "GetAgentRuntime", "PUT": "UpdateAgentRuntime", "DELETE": "DeleteAgentRuntime"}
+_VERBS = {"GET": "Get", "PUT": "Update", "DELETE": "Delete"}
 
 Statement = Mapping[str, Any]
 
@@ -276,13 +276,17 @@ class IamProxy(HttpProxy):
             case [tagged] if request.path.startswith("/tags/"):
                 return [Access(f"{service}:ListTagsForResource", tagged)]
             case [runtime]:
-                found = [Access(f"{service}:{_RUNTIME[request.method]}", f"{root}/{runtime}")]
+                found = [Access(f"{service}:{_VERBS[request.method]}AgentRuntime", f"{root}/{runtime}")]
                 if request.method == "DELETE":
                     found.append(Access(f"{service}:DeleteWorkloadIdentity", _identity(root, runtime)))
                 return found
+            case [runtime, "runtime-endpoints"]:
+                action = "CreateAgentRuntimeEndpoint" if request.method == "PUT" else "ListAgentRuntimeEndpoints"
+                return [Access(f"{service}:{action}", f"{root}/{runtime}")]
             case [runtime, "runtime-endpoints", name]:
                 resources = (f"{root}/{runtime}", f"{root}/{runtime}/runtime-endpoint/{name}")
-                return [Access(f"{service}:GetAgentRuntimeEndpoint", resource) for resource in resources]
+                action = f"{_VERBS[request.method]}AgentRuntimeEndpoint"
+                return [Access(f"{service}:{action}", resource) for resource in resources]
         return [Access(f"{service}:Unknown", request.path)]
 
 

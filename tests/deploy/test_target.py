@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 import yaml
 from aiohttp import web
 
 from rollout_backend.config import RolloutConfig
-from rollout_backend.deploy.deployment import Deployment, config_text
+from rollout_backend.deploy.deployment import Deployment, config_text, qualifier
 from rollout_backend.deploy.target import read_stack
-from rollout_backend.errors import PreflightError
+from rollout_backend.errors import ConfigError, PreflightError
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456789"
 ROLE = "arn:aws:iam::123456789012:role/my-agent-AgentRole"
@@ -115,6 +116,23 @@ async def test_without_a_way_to_the_internet_the_gateway_stays_the_users_own():
     target = await read(NetworkStack="my-network", internet="false")
     assert target.network is not None
     assert "gateway" not in target.settings()
+
+
+async def test_a_qualifier_pins_an_endpoint_and_is_written_into_the_config(tmp_path):
+    assert qualifier(tmp_path, []) == "DEFAULT"
+    assert qualifier(tmp_path, ["runtime.qualifier=training"]) == "training"
+    (tmp_path / "config.yaml").write_text("runtime: {kind: agentcore, qualifier: nightly}")
+    assert qualifier(tmp_path, []) == "nightly"
+    with pytest.raises(ConfigError, match=r"runtime\.qualifier='my-endpoint' is no name of an endpoint"):
+        qualifier(tmp_path, ["runtime.qualifier=my-endpoint"])
+    target = await read()
+    plain, pinned = (Deployment(tmp_path, replace(target, qualifier=name)) for name in ("DEFAULT", "nightly"))
+    assert pinned.target.settings()["runtime"]["qualifier"] == "nightly"
+    assert {*pinned.plan()} - {*plain.plan()} == {
+        "pin its endpoint nightly to that version, which later deployments do not change"
+    }
+    names = {call.name for call in pinned.calls()} - {call.name for call in plain.calls()}
+    assert names == {"CreateAgentRuntimeEndpoint", "UpdateAgentRuntimeEndpoint"}
 
 
 async def test_a_stack_for_agents_of_another_protocol_says_so_to_runs():

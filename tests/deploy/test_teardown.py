@@ -20,7 +20,8 @@ from rollout_backend.deploy.target import Target
 from rollout_backend.deploy.teardown import Teardown
 from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator, EmulatorSettings
 from rollout_backend.local.control_plane import ControlLimits
-from rollout_backend.runtimes.agentcore.control import control_client
+from rollout_backend.runtimes.agentcore.control import ReadyRuntime, control_client, find_runtime
+from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
 from rollout_backend.runtimes.agentcore.provision import TAG, RuntimeSpec
 from rollout_backend.serving.server_process import free_port
 
@@ -68,6 +69,10 @@ async def test_what_is_ours_is_deleted_and_the_rest_is_named(local_aws, tmp_path
             queues[name] = (await sqs.create_queue(QueueName=name))["QueueUrl"]
         await create(url, "rollout_mine", {TAG: "deploy"})
         await create(url, "by_hand", {})
+        async with control_client("us-east-1", url) as client:
+            mine = await find_runtime(client, "rollout_mine")
+            runtime = ReadyRuntime(mine["agentRuntimeArn"], 1)
+            await pin_endpoint(client, runtime, "training", 30.0, lambda text: None)  # a runtime with one stays
         async with local_aws.client("codebuild") as codebuild:
             for name, tags in (("rollout_mine", [{"key": TAG, "value": "deploy"}]), ("rollout_theirs", [])):
                 project = project_definition(Target("us-east-1", "b", name, build_role=BUILD_ROLE)) | {"tags": tags}

@@ -17,7 +17,7 @@ from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
 from rollout_backend.deploy import codebuild as codebuild_module
 from rollout_backend.deploy import deployment as deployment_module
-from rollout_backend.deploy.calls import DOWN, Call, calls_of_build
+from rollout_backend.deploy.calls import DOWN, Call, calls_of_deployment
 from rollout_backend.deploy.deployment import Deployment
 from rollout_backend.deploy.package import CodePackage
 from rollout_backend.deploy.target import find_deployed, read_stack
@@ -43,6 +43,7 @@ IMAGE = "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1"
 NOT_SEEN = {"iam:CreateServiceLinkedRole"}  # once for an account
 
 
+OF_UPDATE = {"bedrock-agentcore:UpdateAgentRuntimeEndpoint"}
 OF_CREATION = {  # of the runtime, which the first deployment has created
     f"bedrock-agentcore:{name}"
     for name in ("CreateAgentRuntime", "CreateAgentRuntimeEndpoint", "CreateWorkloadIdentity", "TagResource")
@@ -133,14 +134,15 @@ async def test_deploy_and_down_make_the_calls_that_the_table_lists(storage, stac
         told: list[str] = []
         target = await read_stack("my-agent", endpoint_url=proxy.url)
         place: dict[str, Any] = {"endpoint_url": proxy.url, "runtime_endpoint_url": proxy.url}
-        target = replace(target, **place)
+        target = replace(target, **place, qualifier="training")
         deployed = await Deployment(tmp_path, target, native=True).deploy({}, told.append)
         assert "accepts a rollout, and writes its result" in told[-1]
         assert (await find_deployed(target)).arn == deployed.arn
         assert proxy.denied == []
-        assert {access.action for _, access in proxy.accesses} == actions_of(calls_of_build("code")) - NOT_SEEN
+        seen = {access.action for _, access in proxy.accesses}
+        assert seen == actions_of(calls_of_deployment("code", pinned=True)) - NOT_SEEN - OF_UPDATE
         proxy.accesses.clear()
-        target = replace(await read_stack("my-agent", endpoint_url=proxy.url), **place)
+        target = replace(await read_stack("my-agent", endpoint_url=proxy.url), **place, qualifier="training")
         by_image = Deployment(tmp_path / "agent", target, "codebuild")
         write_programs(tmp_path, "exit 1")
         with pytest.raises(PreflightError, match="exit status 1"):
@@ -155,7 +157,7 @@ async def test_deploy_and_down_make_the_calls_that_the_table_lists(storage, stac
         assert (await by_image.deploy({}, told.append)).arn == deployed.arn
         assert proxy.denied == []
         seen = {access.action for who, access in proxy.accesses if who == "deployer"}
-        assert seen == actions_of(calls_of_build("codebuild")) - NOT_SEEN - OF_CREATION
+        assert seen == actions_of(calls_of_deployment("codebuild", pinned=True)) - NOT_SEEN - OF_CREATION
         assert {access.action for who, access in proxy.accesses if who == "builder"} == {"s3:GetObject"}
         proxy.accesses.clear()
         async with storage.client("sqs") as sqs:

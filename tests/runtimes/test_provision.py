@@ -21,7 +21,13 @@ from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.check_result import raise_problems
 from rollout_backend.errors import PreflightError
 from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator, EmulatorSettings
-from rollout_backend.runtimes.agentcore.control import control_client, make_runtime, preview_runtime
+from rollout_backend.runtimes.agentcore.control import (
+    ReadyRuntime,
+    control_client,
+    make_runtime,
+    preview_runtime,
+)
+from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
 from rollout_backend.runtimes.agentcore.provision import MARK, Action, CodeArtifact, RuntimeSpec, plan
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from rollout_backend.serving.server_process import free_port
@@ -140,6 +146,7 @@ class Cloud:
     def __init__(self, url: str) -> None:
         self.url = url
         self.told: list[str] = []
+        self.described: dict[str, str] = {}
 
     def config(self, **more: object) -> AgentCoreConfig:
         return config(endpoint_url=self.url, ready_timeout_s=20, **more)
@@ -159,11 +166,16 @@ class Cloud:
             pages = client.get_paginator("list_agent_runtimes").paginate(PaginationConfig={"PageSize": 2})
             return [found["agentRuntimeName"] async for page in pages for found in page["agentRuntimes"]]
 
-    async def invoke(self, arn: str) -> dict[str, str]:
-        config = AgentCoreConfig(arn=arn, endpoint_url=self.config().endpoint_url)
+    async def pin(self, arn: str, version: int, timeout_s: float = 20.0, name: str = "training") -> None:
+        async with control_client("us-east-1", self.url) as client:
+            await pin_endpoint(client, ReadyRuntime(arn, version), name, timeout_s, self.told.append)
+
+    async def invoke(self, arn: str, qualifier: str = "DEFAULT") -> dict[str, str]:
+        config = AgentCoreConfig(arn=arn, endpoint_url=self.config().endpoint_url, qualifier=qualifier)
         runtime = await AgentCoreRuntime.open(config)
         try:
             raise_problems(await runtime.check())
+            self.described = runtime.describe()
             return dict(json.loads(await runtime.invoke(f"rollout-{uuid.uuid4().hex}", b"{}")))
         finally:
             await runtime.aclose()
@@ -382,3 +394,33 @@ async def test_a_wait_has_an_end(start_cloud):
 async def test_a_control_plane_that_does_not_answer(local_keys):
     with pytest.raises(PreflightError, match="cannot be reached"):
         await preview_runtime(config(endpoint_url="http://127.0.0.1:9"))
+
+
+async def test_a_pinned_endpoint_serves_its_version_whatever_is_deployed_later(start_cloud):
+    cloud = await start_cloud()
+    arn = await cloud.make()
+    await cloud.pin(arn, 2)
+    assert cloud.told[-1] == "making endpoint training for version 2"
+    await cloud.make(image=NEWER)
+    images = [(await cloud.invoke(arn, qualifier))["image"] for qualifier in ("training", "DEFAULT")]
+    assert images == [IMAGE, NEWER]
+    cloud.told.clear()
+    await cloud.pin(arn, 2)
+    assert cloud.told == []
+    await cloud.pin(arn, 3)
+    assert cloud.told == ["moving endpoint training from version 2 to 3"]
+    assert (await cloud.invoke(arn, "training"))["image"] == NEWER
+    assert (cloud.described["qualifier"], cloud.described["version"]) == ("training", "3")
+
+
+async def test_an_endpoint_that_agentcore_refuses(start_cloud):
+    cloud = await start_cloud(transition_s=0.3)
+    arn = await cloud.make()
+    with pytest.raises(PreflightError, match=r"endpoint training .* has no version 9"):
+        await cloud.pin(arn, 9)
+    with pytest.raises(PreflightError, match=r"did not serve version 2 after 0\.1 s"):
+        await cloud.pin(arn, 2, timeout_s=0.1)
+    for i in range(8):
+        await cloud.pin(arn, 2, name=f"e{i}")
+    with pytest.raises(PreflightError, match="10 endpoints"):
+        await cloud.pin(arn, 2, name="one_more")

@@ -14,7 +14,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from botocore.exceptions import BotoCoreError, ClientError
 
@@ -104,13 +104,21 @@ async def make_runtime(config: AgentCoreConfig, on_status: Callable[[str], objec
         PreflightError: what to change.
     """
     async with control_client(config.region, config.endpoint_url) as client:
-        return await RuntimeMaker(RuntimeSpec.of(config), client, config.ready_timeout_s, on_status=on_status).make()
+        maker = RuntimeMaker(RuntimeSpec.of(config), client, config.ready_timeout_s, on_status=on_status)
+        return (await maker.make()).arn
 
 
 async def preview_runtime(config: AgentCoreConfig) -> str:
     """Describe what `make_runtime` would do. Raises PreflightError."""
     async with control_client(config.region, config.endpoint_url) as client:
         return await RuntimeMaker(RuntimeSpec.of(config), client).preview()
+
+
+class ReadyRuntime(NamedTuple):
+    """A runtime whose endpoint DEFAULT serves the wanted settings, and the version that has them."""
+
+    arn: str
+    version: int
 
 
 class RuntimeMaker:
@@ -157,13 +165,14 @@ class RuntimeMaker:
                 assert described is not None
                 return f"{name}: {'there, and ready' if found.action is Action.READY else described['status']}"
 
-    async def make(self) -> str:
-        """Wait until the runtime exists and is ready, and return its ARN. Raises PreflightError."""
+    async def make(self) -> ReadyRuntime:
+        """Wait until the runtime exists and is ready. Raises PreflightError."""
         try:
             async with asyncio.timeout(self._ready_timeout_s):
                 described = await self._settle()
-                await self._served(int(described["agentRuntimeVersion"]))
-                return str(described["agentRuntimeArn"])
+                version = int(described["agentRuntimeVersion"])
+                await self._served(version)
+                return ReadyRuntime(str(described["agentRuntimeArn"]), version)
         except TimeoutError:
             raise PreflightError(
                 f"runtime {self._wanted.name} was not ready after {self._ready_timeout_s:g} s: look at it in "
@@ -175,7 +184,7 @@ class RuntimeMaker:
     async def _settle(self) -> Mapping[str, Any]:
         """Poll the runtime and change it until it matches the settings."""
         waited = False
-        for pause in _pauses():
+        for pause in pauses():
             described = await self._find()
             found = plan(self._wanted, described)
             if described is not None:
@@ -246,7 +255,7 @@ class RuntimeMaker:
 
     async def _served(self, version: int) -> None:
         """Wait until the endpoint serves that version or a newer one."""
-        for pause in _pauses():
+        for pause in pauses():
             try:
                 with self._explained("GetAgentRuntimeEndpoint"):
                     endpoint = await self._client.get_agent_runtime_endpoint(
@@ -336,6 +345,7 @@ class RuntimeMaker:
         )
 
 
-def _pauses() -> Iterator[float]:
+def pauses() -> Iterator[float]:
+    """Yield the seconds between two polls of a runtime in transition, without an end."""
     first, longest = _PAUSE_S
     return (min(longest, first * 1.5**i) for i in itertools.count())

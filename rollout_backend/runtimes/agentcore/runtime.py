@@ -25,7 +25,7 @@ from rollout_backend.errors import (
     RuntimeUnavailable,
     Throttled,
 )
-from rollout_backend.runtimes.agentcore.control import control_client, make_runtime, preview_runtime
+from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client, make_runtime, preview_runtime
 from rollout_backend.runtimes.agentcore.permissions import needed_permissions
 from rollout_backend.runtimes.agentcore.provision import RuntimeSpec
 from rollout_backend.runtimes.agentcore.quotas import fit_limits
@@ -85,15 +85,16 @@ class AgentCoreRuntime(AgentRuntime):
         """Describe the runtime and its endpoint, and try a stop. Without permission to describe them, only the stop
         is tried."""
         runtime_id, endpoint_name = self.arn.rsplit("/", 1)[1], self._config.qualifier
-        self.described, found = await self._describe(
-            f"runtime {self.arn}", "runtime.arn", "get_agent_runtime", agentRuntimeId=runtime_id
-        )
-        _, endpoint = await self._describe(
+        serving, endpoint = await self._describe(
             f"endpoint {endpoint_name!r} of runtime {self.arn}",
             "runtime.qualifier",
             "get_agent_runtime_endpoint",
             agentRuntimeId=runtime_id,
             endpointName=endpoint_name,
+        )
+        pinned = {"agentRuntimeVersion": serving["liveVersion"]} if endpoint_name != ENDPOINT and serving else {}
+        self.described, found = await self._describe(
+            f"runtime {self.arn}", "runtime.arn", "get_agent_runtime", agentRuntimeId=runtime_id, **pinned
         )
         return [found, endpoint, *_check_lifetime(self.described, session_s), *await self._try_stop()]
 
