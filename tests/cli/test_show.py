@@ -29,6 +29,7 @@ def over_http(url: str, engine: ScriptedEngine, **sections) -> dict:
     return {"runtime": {"kind": "http", "url": url}, "serving": serving, "queue": {"wait_s": 1}, **sections}
 
 
+@pytest.mark.slow
 def test_a_newer_run_with_failures_alone_is_the_one_that_is_shown(rollout, settings, tasks, agent_server, here):
     with ScriptedEngine(["It is 7."]) as engine, StubServer(lambda request: (200, b'"hello"')) as no_agent:
         code, output = rollout("run", settings(**over_http(agent_server, engine, run_id="z-old")), "--tasks", tasks)

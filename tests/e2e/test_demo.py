@@ -89,6 +89,7 @@ def busy(demo, engine: ScriptedEngine) -> tuple[subprocess.Popen[str], set[int]]
     return process, descendants(process.pid)
 
 
+@pytest.mark.slow  # tests/e2e/test_run.py has a run of the same parts
 def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
     numbers = itertools.count()  # "What is 6 + 5?" is answered right once
     with ScriptedEngine(

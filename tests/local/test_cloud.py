@@ -110,6 +110,7 @@ async def test_cloud_leaves_no_process(app, tmp_path, mark):
         await cloud.sessions()
 
 
+@pytest.mark.slow
 def test_cloud_in_synchronous_code(app, tmp_path, mark):
     cloud = LocalCloud(app, run_dir=tmp_path / "run")
     with anyio.from_thread.start_blocking_portal() as portal, portal.wrap_async_context_manager(cloud):

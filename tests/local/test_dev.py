@@ -236,6 +236,7 @@ async def test_a_change_cancels_the_run_in_progress():
     assert (ended, loop.cancelled()) == ([0, 1], True)
 
 
+@pytest.mark.slow
 async def test_the_settings_limit_the_agents_time(tmp_path):
     settings = config(tmp_path, timeouts={"model_call_s": 0.5, "agent_s": 1})
     agent, console = tmp_path / "agent.py", Console(file=io.StringIO(), width=200)

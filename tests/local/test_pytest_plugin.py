@@ -141,7 +141,7 @@ def test_scripted_model(scripted_model):
     client.close()
 
 
-@pytest.mark.parametrize("profile", [None, "not-there"])
+@pytest.mark.parametrize("profile", [None, pytest.param("not-there", marks=pytest.mark.slow)])
 def test_local_cloud(local_cloud, script, monkeypatch, profile):
     import boto3
 

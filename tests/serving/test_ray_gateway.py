@@ -34,6 +34,7 @@ def on_ray(**gateway) -> RolloutConfig:
     return run_config(gateway=settings, router={"host": "192.0.2.1"})  # not used: the fleet gets the engine's own URL
 
 
+@pytest.mark.slow
 async def test_gateways_as_ray_actors(ray, engine, tmp_path, claims):
     fleet = GatewayFleet(on_ray(), engine.url, tmp_path)
     assert {name for name in vars(Shard) if not name.startswith("_")} <= {*dir(GatewayProcess), "journal_id"}
@@ -76,6 +77,7 @@ async def test_an_error_on_the_other_machine_is_reported(ray, engine, tmp_path):
         await fleet.start()
 
 
+@pytest.mark.slow
 def test_the_router_is_reached_at_this_machines_address(ray, tmp_path):
     from rollout_backend.serving.ray_gateway import ray_shards
 
