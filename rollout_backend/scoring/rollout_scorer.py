@@ -27,12 +27,13 @@ from agent_wrapper.contract import (
     score_key,
     unpack_artifacts,
 )
+from agent_wrapper.contract.codec import unpacked_size
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
 from rollout_backend.scoring.scorer import ArtifactLost, Score, ScoringError
 
-_LARGE_BYTES = 64 * 1024  # larger requests are made in a thread
+_LARGE_BYTES = 64 * 1024  # larger requests are made, and larger artifacts are unpacked, in a thread
 
 
 class RolloutScorer:
@@ -86,7 +87,7 @@ class RolloutScorer:
             "result": data,
             "artifacts": await self._artifacts(rollout) if rollout.artifacts else {},
         }
-        large = rollout.artifacts or len(data) > _LARGE_BYTES
+        large = len(data) + sum(artifact.size for artifact in rollout.artifacts) > _LARGE_BYTES
         packing = asyncio.to_thread(msgpack.packb, request) if large else None
         answer = await self._call(await packing if packing is not None else msgpack.packb(request))
         if "error" in answer:
@@ -98,7 +99,10 @@ class RolloutScorer:
         place = self._store.config.prefix, self._run_id, rollout.step, rollout.rollout_id, rollout.attempt
         try:
             data = await self._store.get(artifacts_key(*place))
-            files = await asyncio.to_thread(unpack_artifacts, data, rollout.artifacts)
+            if unpacked_size(data) <= _LARGE_BYTES:
+                files = unpack_artifacts(data, rollout.artifacts)
+            else:
+                files = await asyncio.to_thread(unpack_artifacts, data, rollout.artifacts)
         except (StoreError, ContractError) as error:
             raise ArtifactLost(f"the rollout's artifacts cannot be read: {error}") from None
         self._keep(rollout, data)

@@ -1,7 +1,8 @@
 """The agents: deterministic ones, each in the wrapper of its container.
 
 An agent outlives the trainer that started it. While the trainer's gateway is down, it retries for a while. The
-wrapper publishes its result: a PUT to S3 that may fail, then an announcement that may be lost or repeated.
+wrapper publishes its result: a PUT to S3 that may fail, then an announcement that may be lost or repeated. If the run
+has a scorer, half of the agents publish an artifact before, with a PUT of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,19 @@ import asyncio
 from collections.abc import Sequence
 from random import Random
 
-from agent_wrapper.contract import Announcement, Failure, Outcome, Rollout, RolloutRequest, Segment, Turn, VersionSpan
+from agent_wrapper.contract import (
+    Announcement,
+    Artifact,
+    Failure,
+    Outcome,
+    Rollout,
+    RolloutRequest,
+    Segment,
+    Turn,
+    VersionSpan,
+    pack_artifacts,
+)
+from agent_wrapper.outcome import without_artifacts
 from rollout_backend.simulation.environment import Environment
 from rollout_backend.simulation.gateway import Gateway
 from rollout_backend.simulation.s3 import BUCKET, Bucket
@@ -32,6 +45,7 @@ class Agents:
         sessions: dict[str, Session],
     ) -> None:
         self.results: dict[str, Rollout] = {}  # by key: the real result, with every call
+        self.publish_artifacts = False
         self._env = env
         self._bucket = bucket
         self._queue = queue
@@ -108,6 +122,7 @@ class Agents:
     # --- publishing ---------------------------------------------------------------------------------------
 
     async def _publish(self, request: RolloutRequest, rollout: Rollout) -> None:
+        rollout = await self._publish_artifacts(request, rollout)
         key = request.key_for(rollout.outcome)
         if self._env.chance("forged"):
             self._forge(request)
@@ -124,6 +139,24 @@ class Agents:
             self._env.note(f"lost: the result of {request.rollout_id} could not be written")
         elif request.result.queue_url is not None:
             await self._announce(key)
+
+    async def _publish_artifacts(self, request: RolloutRequest, rollout: Rollout) -> Rollout:
+        files = artifacts_of(rollout)
+        if not files or not self.publish_artifacts:
+            return rollout
+        own = Random(f"{request.session_id} artifacts")  # noqa: S311  # so that it changes no other draw of a seed
+        for _ in range(4):
+            await asyncio.sleep(own.random() * 0.3)
+            if own.random() < self._env.faults.artifact_fails:
+                continue
+            self._bucket.put_new(request.artifacts_key, pack_artifacts(files))
+            if own.random() >= self._env.faults.put_cut:
+                break
+        if request.artifacts_key not in self._bucket.objects:
+            self._env.note(f"lost: the artifacts of {request.rollout_id} attempt {request.attempt}")
+            return without_artifacts(rollout, "a simulated failure")
+        listed = tuple(Artifact.of(name, content) for name, content in files.items())
+        return rollout.model_copy(update={"artifacts": listed})
 
     async def _put(self, request: RolloutRequest, key: str, body: bytes, rollout: Rollout) -> None:
         for _ in range(4):
@@ -166,6 +199,13 @@ class Agents:
             env.note(f"forged: {key.rpartition('/')[2]} {outcome}")
         if victim.result.queue_url is not None:
             self._queue.send(Announcement(bucket=BUCKET, key=key).encode())
+
+
+def artifacts_of(rollout: Rollout) -> dict[str, bytes]:
+    """Return the files that the agent of this result publishes. Each attempt has others."""
+    if rollout.reward is None or Random(f"{rollout.rollout_id} artifacts").random() < 0.5:  # noqa: S311
+        return {}
+    return {"patch.diff": f"{rollout.rollout_id} attempt {rollout.attempt}".encode()}
 
 
 def calls_of(request: RolloutRequest) -> range:

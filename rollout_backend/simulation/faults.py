@@ -53,6 +53,7 @@ class Faults:
     queue_off: float = 0.0  # the run has no queue
     queue_gone: float = 0.0  # the queue is deleted during the run; per run
     scorer_fails: float = 0.0  # the scorer fails; only in runs that have one
+    artifact_fails: float = 0.0  # an agent's PUT of its artifacts fails; only in runs that have a scorer
 
     @classmethod
     def draw(cls, random: Random, severity: float = 1.0) -> Faults:
@@ -68,11 +69,12 @@ class Faults:
             "queue_off": 1.0, "queue_gone": 1.0, "stop_unheard": 0.5, "forged": 0.3,
             "surprise": 0.1, "chatter": 1.0, "slow_gets": 1.0, "beat_lost": 0.1, "cut_off": 1.0,
         }  # fmt: skip
-        assert worst.keys() | {"scorer_fails"} == {field.name for field in fields(cls)}
+        assert worst.keys() | {"scorer_fails", "artifact_fails"} == {field.name for field in fields(cls)}
         often = dict.fromkeys(worst, 0.45) | {"kill": 0.8, "s3_cut_off": 0.8}
         chosen = {name: random.random() * most for name, most in worst.items() if random.random() < often[name]}
         for name, often_so in (("queue_off", 0.1), ("queue_gone", 0.1), ("chatter", 0.4)):  # yes or no
             chosen[name] = float(random.random() < often_so)
         own = Random(str(chosen))  # noqa: S311  # so that it changes no other draw of a seed
         chosen["scorer_fails"] = own.choice([0.0, 0.3, 0.6, 0.9])
+        chosen["artifact_fails"] = own.choice([0.0, 0.3, 0.8])
         return cls(**{name: p if name in _PER_RUN else p * severity for name, p in chosen.items()})

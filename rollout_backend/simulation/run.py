@@ -72,6 +72,7 @@ class SimulatedRun:
         self.world = World(seed, faults, planned)
         self.checkpoint = Checkpoint()
         self._scenario = Scenario.draw(self.world, planned, scored=seed % 2 == 1)
+        self.world.agents.publish_artifacts = self._scenario.scored
         self._checks = Checks(self.world, self._scenario.config, scored=self._scenario.scored)
 
     async def play(self) -> None:

@@ -1,4 +1,7 @@
-"""The scorer of a run: it may fail, and returns another reward with each call, as a judge that samples does."""
+"""The scorer of a run: it may fail, and returns another reward with each call, as a judge that samples does.
+
+It needs the artifacts that the agent has published, and records each call without them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import msgpack
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.scoring.scorer import ScoringError
+from rollout_backend.simulation.agents import artifacts_of
 from rollout_backend.simulation.environment import Environment
 
 NAME, SHA256 = "judge", "0" * 64
@@ -23,7 +27,10 @@ class SimScorer:
 
     async def call(self, request: bytes) -> dict[str, Any]:
         """Score one rollout, as `WorkerPool.call`."""
-        rollout = Rollout.decode(msgpack.unpackb(request)["result"])
+        fields = msgpack.unpackb(request)
+        rollout = Rollout.decode(fields["result"])
+        if fields["artifacts"] != artifacts_of(rollout):
+            self._env.evidence.scored_without.append(rollout.rollout_id)
         await self._env.passes(5)
         if self._env.chance("scorer_fails"):
             raise ScoringError("a simulated failure")

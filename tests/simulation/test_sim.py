@@ -109,6 +109,8 @@ QUICK_MUTANTS = {
     "no_sweep",
     "reward_zero_on_failure",
     "unscored_is_zero",
+    "artifacts_optional",
+    "lost_artifacts_unnoticed",
     "no_manifest",
     "replacements_not_recorded",
     "active_leases_taken_over",

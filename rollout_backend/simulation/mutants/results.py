@@ -22,7 +22,8 @@ from rollout_backend.core.report import GroupResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
-from rollout_backend.scoring.scorer import Score
+from rollout_backend.scoring.scorer import ArtifactLost, Score
+from rollout_backend.simulation import agents as agents_module
 from rollout_backend.simulation.mutants.registry import Patch, all_of, mutant
 from rollout_backend.step import scoring as scoring_module
 from rollout_backend.step.group import Group
@@ -161,6 +162,26 @@ def scores_not_recorded() -> Patch:
         return score
 
     return patch.object(RolloutScorer, "record", broken)
+
+
+@mutant
+def artifacts_optional() -> Patch:
+    """A rollout whose artifacts cannot be read is scored without them."""
+    compute = RolloutScorer.compute
+
+    async def broken(self: RolloutScorer, rollout: Rollout, data: bytes, task: Task) -> Score:
+        try:
+            return await compute(self, rollout, data, task)
+        except ArtifactLost:
+            return await compute(self, rollout.model_copy(update={"artifacts": ()}), data, task)
+
+    return patch.object(RolloutScorer, "compute", broken)
+
+
+@mutant
+def lost_artifacts_unnoticed() -> Patch:
+    """An agent whose artifacts could not be written publishes its result as if it had none."""
+    return patch.object(agents_module, "without_artifacts", lambda rollout, message: rollout)
 
 
 @mutant
