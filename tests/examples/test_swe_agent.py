@@ -12,10 +12,12 @@ from textwrap import dedent
 
 import pytest
 
+from agent_wrapper.contract import Rollout
 from rollout_backend.config import load_config
 from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.tasks import read_tasks
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
+from token_exact import is_token_exact, recorded_calls
 
 MODEL = f"model={{path: {BYTE_MODEL}, renderer: chatml, context_length: 32768}}"
 FIXED, GIVEN_UP = "chunks", "clamp"  # the first two tasks
@@ -99,3 +101,7 @@ def test_the_hidden_tests_score_what_an_unmodified_agent_leaves(examples, made, 
     assert {name: record["result"]["reward"] for name, record in records.items()} == {FIXED: 1.0, GIVEN_UP: 0.0}
     assert [records[name]["result"]["turns"] for name in (FIXED, GIVEN_UP)] == [3, 1]
     assert all(record["trainable"] and record["result"]["segments"] == 1 for record in records.values())
+    stored = (tmp_path / "runs" / "r" / "rollouts" / "00000000").glob("[!.]*")
+    rollouts = [Rollout.decode(file.read_bytes()) for file in stored]
+    assert len(recorded_calls(rollouts)) == 4
+    is_token_exact(rollouts, engine, script(made.BUGS))
