@@ -16,6 +16,7 @@ from rollout_backend.aws.errors import (
     message_of,
     preflight_error,
     raise_if_expired,
+    reason,
     status_of,
     was_sent,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "preflight_error",
     "raise_if_expired",
     "read_up_to",
+    "reason",
     "simulate",
     "status_of",
     "was_sent",

@@ -23,9 +23,11 @@ from botocore.exceptions import (
     NoCredentialsError,
 )
 from botocore.loaders import Loader, create_loader
+from botocore.parsers import ResponseParserError
 from botocore.utils import deep_merge
 
 from rollout_backend.aws.call_log import log_call
+from rollout_backend.aws.errors import is_html
 from rollout_backend.aws.repeated_call import RepeatedCall
 
 
@@ -110,6 +112,7 @@ async def client(
         verify=False if plain else None,  # without TLS there is nothing to verify: spares reading the certificates
     ) as made:
         [http] = sessions
+        made.meta.events.register("before-parse", _drop_html)
         made.meta.events.register("after-call", _log_call)
         yield Client(made, http, retries)
 
@@ -118,6 +121,19 @@ def _session() -> AioSession:
     core = AioSession()
     core.register_component("credential_provider", _CredentialProvider(core.get_component("credential_provider")))
     return core
+
+
+def _drop_html(*, response_dict: dict[str, Any], operation_model: Any, **_: Any) -> None:
+    """Drop the HTML page that a proxy or a wrong server answers with, which would become an error's message."""
+    if operation_model.has_streaming_output or not is_html(response_dict["body"]):
+        return
+    status = response_dict["status_code"]
+    if status < 300:
+        raise ResponseParserError(f"{operation_model.name} is answered {status} with an HTML page, not by AWS")
+    # Without a body, most of botocore's parsers take the code from the status; the one of `query` fails.
+    is_query = operation_model.service_model.resolved_protocol == "query"
+    error = f"<ErrorResponse><Error><Code>{status}</Code><Message>an HTML page</Message></Error></ErrorResponse>"
+    response_dict["body"] = error.encode() if is_query else b""
 
 
 def _log_call(*, parsed: Mapping[str, Any], model: Any, http_response: Any, **_: Any) -> None:

@@ -57,7 +57,23 @@ def code_of(error: ClientError) -> str:
 
 
 def message_of(error: ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Message", error))
+    """Return the service's message. An answer of a proxy has none."""
+    message = (
+        error.response.get("Error", {}).get("Message") or f"an answer without a message, HTTP {status_of(error)}"
+    )
+    return str(message)
+
+
+def is_html(body: bytes) -> bool:
+    """Return whether an answer is an HTML page, which AWS never sends: a proxy, or another server, has answered."""
+    return body[:200].lstrip().lower().startswith((b"<!doctype html", b"<html"))
+
+
+def reason(error: BaseException) -> str:
+    """Describe in one line why a call failed."""
+    if isinstance(error, ClientError):
+        return f"{code_of(error)}: {message_of(error)}"
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def was_sent(error: BaseException) -> bool:

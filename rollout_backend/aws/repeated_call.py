@@ -31,7 +31,7 @@ from botocore.serialize import create_serializer
 from multidict import CIMultiDict
 
 from rollout_backend.aws.call_log import log_call
-from rollout_backend.aws.errors import CALL_ERRORS, status_of
+from rollout_backend.aws.errors import CALL_ERRORS, is_html, status_of
 from rollout_backend.aws.signer import Request, Signer
 
 _FINAL = (403, 404)  # statuses that aiobotocore does not retry
@@ -195,7 +195,11 @@ class RepeatedCall:
         return await template.route.send(request)
 
     def _refusal(self, response: aiohttp.ClientResponse, body: bytes) -> ClientError:
-        answer = {"status_code": response.status, "headers": _headers(response), "body": body}
+        answer = {
+            "status_code": response.status,
+            "headers": _headers(response),
+            "body": b"" if is_html(body) else body,
+        }
         try:
             parsed = self._parser.parse(answer, self._model.output_shape)
         except (AttributeError, TypeError) as error:  # JSON, but no object: a proxy's answer

@@ -46,7 +46,7 @@ async def find_identity(config: RolloutConfig) -> tuple[Identity | None, CheckRe
             return None, CheckResult("problem", "credentials", message)
         why = aws.code_of(error)
     except aws.NO_ANSWER as error:
-        why = str(error) or type(error).__name__
+        why = aws.reason(error)
     else:
         return identity, describe_credentials(identity, config, datetime.now(UTC))
     text = f"STS does not say whose credentials these are ({why}): a store other than AWS may have no STS"
@@ -149,7 +149,7 @@ async def check_permissions(
             )
         except aws.CALL_ERRORS as error:
             if not aws.is_denied(error):
-                why = f"IAM cannot simulate policies here ({error or type(error).__name__})"
+                why = f"IAM cannot simulate policies here ({aws.reason(error)})"
     return [_permission_line(each, decisions.get(each), calls.get(each.operation), why) for each in permissions]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from rollout_backend import aws
@@ -22,6 +23,7 @@ from rollout_backend.doctor.public_address import check_public_address
 from rollout_backend.doctor.token_capture import check_capture
 from rollout_backend.doctor.tool_round_trip import check_tools
 from rollout_backend.preflight import Preflight
+from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.registry import runtime_class
 
 
@@ -50,13 +52,21 @@ async def _examine_account(config: RolloutConfig, rollouts: int | None, *, machi
         with aws.logged_calls() as calls:
             await preflight.run(stack, machine=machine)
             kept = await _describe_keeping(preflight.store)
+            quotas = await check_quotas(config, preflight.runtime)
         if identity is not None:
             wanted = [
                 *needed_permissions(config, identity),
                 *runtime_class(config.runtime).permissions(config.runtime),
             ]
             found += await check_permissions(config, identity, wanted, calls)
-    return [*found, *preflight.findings, kept, *_check_queue_region(config)]
+    return [*found, *preflight.findings, *quotas, kept, *_check_queue_region(config)]
+
+
+async def check_quotas(config: RolloutConfig, runtime: AgentRuntime | None) -> Sequence[CheckResult]:
+    """Compare the limits of a run with the account's quotas. `runtime` is None if it could not be opened."""
+    kind = runtime_class(config.runtime)
+    limits = runtime.limits() if runtime is not None else kind.default_limits(config.runtime)
+    return await kind.check_quotas(limits, config.aws.endpoint_url)
 
 
 async def _describe_keeping(store: ResultStore) -> CheckResult:
@@ -64,7 +74,7 @@ async def _describe_keeping(store: ResultStore) -> CheckResult:
     try:
         return CheckResult("ok", "storage.bucket", f"bucket {store.config.bucket}: {await store.keeping()}", name)
     except aws.CALL_ERRORS as error:
-        why = "these credentials may not ask" if aws.is_denied(error) else str(error) or type(error).__name__
+        why = "these credentials may not ask" if aws.is_denied(error) else aws.reason(error)
         text = f"bucket {store.config.bucket}: versioning and lifecycle are not known ({why})"
         return CheckResult("unchecked", "storage.bucket", text, name)
 

@@ -10,7 +10,8 @@ Invariants:
 - A condition operator or a policy element that is not implemented raises; it is never ignored.
 - A GET of a missing object is a 403, not a 404, for a principal without `s3:ListBucket`, as on S3.
 - A call whose date differs from the service's clock is refused: by S3 after 15 minutes, by others after 5.
-- STS names every principal, and IAM simulates the policies of one, for principals that may ask it.
+- STS names every principal, and IAM simulates the policies of one, for principals that may ask it. Service Quotas
+  lists `quotas`, two on a page.
 
 Signatures are not verified. Resource policies are not evaluated.
 """
@@ -113,6 +114,8 @@ class IamProxy(HttpProxy):
         self.accesses: list[tuple[str, Access]] = []
         """Each access that was checked, with the principal's access key."""
         self.upstreams = dict(upstreams)
+        self.quotas: dict[str, float] = {}
+        """The account's quotas of AgentCore, by their codes."""
         self.expired: set[str] = set()
         """Access keys whose session has expired."""
         self.clock_ahead_s = 0.0
@@ -156,12 +159,20 @@ class IamProxy(HttpProxy):
                 )
         if service == "iam":
             return self._simulate(body)
+        if service == "servicequotas":
+            return self._list_quotas(json.loads(body))
         answer = await self._forward(self.upstreams[service], request, body)
         if service == "s3" and answer.status == 404 and request.method in ("GET", "HEAD"):
             bucket = Access("s3:ListBucket", f"arn:aws:s3:::{request.path.split('/')[1]}")
             if not allowed(statements, bucket):
                 return _refusal(service, "AccessDenied", "Access Denied")
         return answer
+
+    def _list_quotas(self, asked: Mapping[str, Any]) -> web.Response:
+        start = int(asked.get("NextToken", 0))
+        found = [{"QuotaCode": code, "Value": value} for code, value in self.quotas.items()][start : start + 2]
+        more = {"NextToken": str(start + 2)} if start + 2 < len(self.quotas) else {}
+        return web.json_response({"Quotas": found, **more})
 
     def _now(self) -> datetime:
         return datetime.now(UTC) + timedelta(seconds=self.clock_ahead_s)
@@ -219,6 +230,8 @@ class IamProxy(HttpProxy):
                 return [self._sqs(request, json.loads(body))]
             case "bedrock-agentcore":
                 return self._agentcore(request, body)
+            case "servicequotas":
+                return [Access(f"{service}:{request.headers['X-Amz-Target'].rpartition('.')[2]}", "*")]
             case "codebuild":
                 return self._codebuild(request.headers["X-Amz-Target"].rpartition(".")[2], json.loads(body))
             case "logs":

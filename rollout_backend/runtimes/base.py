@@ -88,6 +88,11 @@ class AgentRuntime(ABC):
         """Return the permissions in AWS that a run with these settings needs for its runtime."""
         return ()
 
+    @classmethod
+    async def check_quotas(cls, limits: Any, aws_endpoint_url: str | None) -> Sequence[CheckResult]:
+        """Compare a run's limits with what the account grants. `aws_endpoint_url` is that of AWS's other services."""
+        return ()
+
     @abstractmethod
     async def check(self, session_s: float = 0.0) -> Sequence[CheckResult] | None:
         """Check that calls can work, and that sessions may last this many seconds. Return a line for each thing that

@@ -222,6 +222,26 @@ def short_sessions(account: Account) -> None:
     account.agentcore(get=(200, {"status": "READY", "agentRuntimeVersion": "1", **lifetimes}))
 
 
+def quotas_below_the_settings(account: Account) -> None:
+    account.agentcore()
+    account.iam.quotas = {"L-1": 7.0, "L-2": 8.0, "L-3E5722B2": 1000.0, "L-8EE2AEA2": 25.0}
+
+
+def quotas_that_suffice(account: Account) -> None:
+    account.agentcore()
+    account.iam.quotas = {"L-3E5722B2": 5000.0, "L-8EE2AEA2": 25.0}
+
+
+def no_sessions_granted(account: Account) -> None:
+    account.agentcore()
+    account.iam.quotas = {"L-3E5722B2": 0.0}
+
+
+def denied_quotas(account: Account) -> None:
+    account.agentcore()
+    account.deny("servicequotas:ListServiceQuotas", "iam:SimulatePrincipalPolicy")
+
+
 def denied_stop(account: Account) -> None:
     account.agentcore()
     account.deny("bedrock-agentcore:StopRuntimeSession")
@@ -276,6 +296,14 @@ ACCOUNT: dict[Callable[[Account], None], tuple[str, str, str]] = {
     failed_runtime: ("runtime.arn", "problem", "is CREATE_FAILED, not READY. no such image"),
     missing_endpoint: ("runtime.qualifier", "problem", "does not exist: create it, or correct runtime.qualifier"),
     short_sessions: ("runtime-lifetime", "problem", "ends every session after 600 s (its maxLifetime)"),
+    quotas_below_the_settings: (
+        "runtime-quotas",
+        "warning",
+        "runtime.max_sessions=5000 is above 1000 active sessions, which the account's quotas grant",
+    ),
+    quotas_that_suffice: ("runtime-quotas", "ok", "grant 5,000 active sessions and 25 new ones per second"),
+    no_sessions_granted: ("runtime-quotas", "problem", "ask AWS Support to enable AgentCore Runtime"),
+    denied_quotas: ("runtime-quotas", "unchecked", "these credentials may not call servicequotas:ListServiceQuotas"),
     denied_stop: ("runtime-stop", "problem", "may not call StopRuntimeSession"),
 }
 
@@ -291,6 +319,7 @@ QUICK = {
     slow_ramp,
     short_sessions,
     denied_stop,
+    quotas_below_the_settings,
 }
 
 

@@ -23,6 +23,7 @@ NAMELESS = {
     "bedrock-agentcore:ListAgentRuntimes",
     "cloudwatch:PutMetricData",
     "ecr:GetAuthorizationToken",
+    "servicequotas:ListServiceQuotas",
     "sqs:ListQueues",
     "xray:GetSamplingRules",
     "xray:GetSamplingTargets",

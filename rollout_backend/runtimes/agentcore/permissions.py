@@ -21,6 +21,7 @@ def needed_permissions(config: AgentCoreConfig) -> Sequence[Permission]:
         Permission(f"{_SERVICE}:GetAgentRuntime", (arn,), needed=own),
         Permission(f"{_SERVICE}:GetAgentRuntimeEndpoint", (arn, endpoint), needed=own),
     ]
+    found.append(Permission("servicequotas:ListServiceQuotas", ("*",), needed=False))
     if config.role is not None:
         passed = (("iam:PassedToService", f"{_SERVICE}.amazonaws.com"),)
         found += [

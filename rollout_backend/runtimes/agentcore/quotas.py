@@ -1,4 +1,4 @@
-"""Default limits that follow from AgentCore's quotas. Pure: the caller asks AgentCore.
+"""AgentCore's quotas: the default limits that follow from them, and the account's own, which Service Quotas lists.
 
 The numbers are AWS's defaults of November 2026. Accounts may have others: a setting always takes precedence, and the
 dispatcher slows down if the runtime grants less.
@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollout_backend import aws
 from rollout_backend.config import AgentCoreConfig
+from rollout_backend.core.check_result import CheckResult
+
+ACTIVE_SESSIONS, NEW_PER_S = "L-3E5722B2", "L-8EE2AEA2"  # the codes of Service Quotas
+_SETTING, _NAME = "runtime.max_sessions", "runtime-quotas"
 
 CODE_PER_S = 24.0  # quota: 25 new sessions per second of an agent that is deployed as code, without a container
 SMALL_REGION_SESSIONS = 2_500  # quota of active sessions outside the large regions
@@ -27,3 +32,49 @@ def fit_limits(config: AgentCoreConfig, described: Mapping[str, Any]) -> AgentCo
     if config.region not in LARGE_REGIONS:
         limits["max_sessions"] = SMALL_REGION_SESSIONS
     return config.model_copy(update={k: v for k, v in limits.items() if k not in config.model_fields_set})
+
+
+async def account_quotas(region: str, endpoint_url: str | None) -> Mapping[str, float]:
+    """Return the account's quotas of AgentCore, by their codes. Raises one of `aws.CALL_ERRORS`."""
+    async with aws.client("service-quotas", region=region, endpoint_url=endpoint_url, retries=1) as client:
+        pages = client.get_paginator("list_service_quotas").paginate(ServiceCode="bedrock-agentcore")
+        return {quota["QuotaCode"]: quota["Value"] async for page in pages for quota in page["Quotas"]}
+
+
+def describe_quotas(limits: AgentCoreConfig, quotas: Mapping[str, float]) -> CheckResult:
+    """Compare a run's limits with the account's quotas. Pure."""
+    sessions, rate = quotas.get(ACTIVE_SESSIONS), quotas.get(NEW_PER_S)
+    if sessions is None and rate is None:
+        return describe_unknown_quotas(limits, "Service Quotas does not list them here")
+    if sessions == 0 or rate == 0:
+        text = (
+            f"Service Quotas grants this account no sessions ({ACTIVE_SESSIONS}, {NEW_PER_S}): ask AWS Support to "
+            "enable AgentCore Runtime"
+        )
+        return CheckResult("problem", _SETTING, text, _NAME)
+    above = []
+    if sessions is not None and limits.max_sessions > sessions:
+        above.append(f"runtime.max_sessions={limits.max_sessions} is above {sessions:g} active sessions")
+    if rate is not None and limits.invoke_per_s > rate:
+        above.append(f"runtime.invoke_per_s={limits.invoke_per_s:g} is above {rate:g} new sessions per second")
+    if above:
+        text = (
+            f"{', and '.join(above)}, which the account's quotas grant: lower the setting, or raise the quota. A run "
+            "slows down to what is granted"
+        )
+        return CheckResult("warning", _SETTING, text, _NAME)
+    known = [f"{sessions:,.0f} active sessions"] if sessions is not None else []
+    known += [f"{rate:g} new ones per second"] if rate is not None else []
+    return CheckResult("ok", _SETTING, f"the account's quotas grant {' and '.join(known)}", _NAME)
+
+
+def describe_unknown_quotas(limits: AgentCoreConfig, why: str) -> CheckResult:
+    """Say which quotas are assumed. Pure."""
+    sessions = AgentCoreConfig.model_fields["max_sessions"].default
+    if limits.region not in LARGE_REGIONS:
+        sessions = SMALL_REGION_SESSIONS
+    text = (
+        f"the account's quotas are not known ({why}). AWS's defaults of November 2026 are {sessions:,} active "
+        "sessions, and 25 new ones per second, or 400 per minute of a container"
+    )
+    return CheckResult("unchecked", _SETTING, text, _NAME)

@@ -28,7 +28,12 @@ from rollout_backend.errors import (
 from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client, make_runtime, preview_runtime
 from rollout_backend.runtimes.agentcore.permissions import needed_permissions
 from rollout_backend.runtimes.agentcore.provision import RuntimeSpec
-from rollout_backend.runtimes.agentcore.quotas import fit_limits
+from rollout_backend.runtimes.agentcore.quotas import (
+    account_quotas,
+    describe_quotas,
+    describe_unknown_quotas,
+    fit_limits,
+)
 from rollout_backend.runtimes.answer import read_answer
 from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 
@@ -80,6 +85,15 @@ class AgentCoreRuntime(AgentRuntime):
     @classmethod
     def permissions(cls, config: AgentCoreConfig) -> Sequence[Permission]:
         return needed_permissions(config)
+
+    @classmethod
+    async def check_quotas(cls, limits: AgentCoreConfig, aws_endpoint_url: str | None) -> Sequence[CheckResult]:
+        try:
+            quotas = await account_quotas(limits.region, aws_endpoint_url)
+        except aws.CALL_ERRORS as error:
+            denied = "these credentials may not call servicequotas:ListServiceQuotas"
+            return [describe_unknown_quotas(limits, denied if aws.is_denied(error) else aws.reason(error))]
+        return [describe_quotas(limits, quotas)]
 
     async def check(self, session_s: float = 0.0) -> Sequence[CheckResult]:
         """Describe the runtime and its endpoint, and try a stop. Without permission to describe them, only the stop
