@@ -118,19 +118,22 @@ async def _deploy(
         from rollout_backend.deploy.contract_check import check_contract
         from rollout_backend.deploy.deployment import Deployment, qualifier, runtime_name
         from rollout_backend.deploy.image import check_builder
+        from rollout_backend.deploy.package import find_uv
         from rollout_backend.deploy.target import Target, read_stack
         from rollout_backend.local.background import start_background_cloud
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"rollout deploy needs {error.name}, which is not installed: install the extra local"
+            f"rollout deploy needs {error.name}, which is not installed: install the extra deploy"
         ) from None
     from rollout_backend.cli.doctor import print_finding
 
     replaced: dict[str, Any] = {}
     endpoint = qualifier(folder, overrides)
+    if build == Build.CODE:
+        find_uv()
+    else:
+        check_builder(build, folder)
     if stack is not None:
-        if build != "code":
-            check_builder(build, folder)
         target = await read_stack(stack)
         if target.agent_protocol != "rollout":
             raise ConfigError(

@@ -74,6 +74,16 @@ async def make_package(folder: Path, target: Path, *, native: bool = False) -> C
         return await asyncio.to_thread(_zip, content, target, python)
 
 
+def find_uv() -> str:
+    """Return the path of uv. Raises ConfigError if it is not installed."""
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}") or shutil.which("uv")
+    if uv is None:
+        raise ConfigError(
+            "rollout deploy packs code with uv, which is not installed: install the extra deploy, or pip install uv"
+        )
+    return uv
+
+
 def requirements() -> list[str]:
     """Return what the wrapper needs in an agent's container."""
     found = []
@@ -86,9 +96,7 @@ def requirements() -> list[str]:
 
 async def _install(folder: Path, content: Path, python: str, *, native: bool) -> None:
     """Install the packages at the versions of this environment, with which the agent was checked."""
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}") or shutil.which("uv")
-    if uv is None:
-        raise ConfigError("rollout deploy needs uv, which installs packages for arm64: pip install uv")
+    uv = find_uv()
     own = folder / REQUIREMENTS
     pins = content.with_name("pins.txt")
     pins.write_text("".join(f"{pin}\n" for pin in _pins(own.read_text() if own.is_file() else "")))

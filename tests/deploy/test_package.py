@@ -7,7 +7,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rollout_backend import cli
 from rollout_backend.deploy import package
 from rollout_backend.deploy.package import ignore_patterns, is_ignored, make_package, requirements
 from rollout_backend.errors import ConfigError
@@ -85,6 +87,16 @@ async def test_a_zip_that_agentcore_refuses_is_refused_here(agent, fake_uv, tmp_
     monkeypatch.setattr(package, "MAX_UNPACKED_BYTES", 1000)
     with pytest.raises(ConfigError, match=r"bytes, and .* unpacked; AgentCore accepts"):
         await make_package(agent, tmp_path / "a.zip")
+
+
+def test_a_missing_uv_is_named_before_anything_is_started(agent, tmp_path, monkeypatch):
+    monkeypatch.setattr(package.shutil, "which", lambda *_, **__: None)
+    monkeypatch.chdir(tmp_path)
+    (agent / "tasks.jsonl").write_text('{"payload": {}}')
+    done = CliRunner().invoke(cli.app, ["deploy", str(agent), "--local"])
+    assert done.exit_code == 2
+    assert "uv, which is not installed: install the extra deploy" in done.output
+    assert not (tmp_path / ".rollout").exists()
 
 
 async def test_a_folder_without_an_agent(tmp_path):
