@@ -132,7 +132,7 @@ async def _deploy(
     if build == Build.CODE:
         find_uv()
     else:
-        check_builder(build, folder)
+        check_builder(build)
     if stack is not None:
         target = await read_stack(stack)
         if target.agent_protocol != "rollout":

@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -23,10 +22,11 @@ from uuid import uuid4
 from botocore.exceptions import BotoCoreError, ClientError
 
 from rollout_backend import aws
-from rollout_backend.deploy.image import DOCKERFILE, WRAPPER, new_image
+from rollout_backend.deploy.image import DOCKERFILE, new_image
 from rollout_backend.deploy.package import copy_agent, write_zip
 from rollout_backend.deploy.target import Target
 from rollout_backend.deploy.upload import upload_once
+from rollout_backend.deploy.wrapper_context import write_wrapper_context
 from rollout_backend.errors import PreflightError
 from rollout_backend.runtimes.agentcore.provision import TAG
 
@@ -36,7 +36,6 @@ _ROLE_S = 60.0  # until CodeBuild may assume a role that has just been created
 _POLL_S = 3.0
 _LOG_LINES = 40
 _RETRIES = 7  # CodeBuild throttles its calls at a few per second
-_OF_WRAPPER = ("pyproject.toml", "README.md", "constraints/agent.txt", "agent_wrapper")
 # Docker Hub limits anonymous pulls, and the Docker of `_IMAGE` knows this syntax without pulling it.
 _SYNTAX = "# syntax=docker/dockerfile:1\n"
 _IMAGE = "aws/codebuild/amazonlinux-aarch64-standard:3.0"
@@ -112,12 +111,7 @@ def _pack(folder: Path, source: Path, target: Path) -> str:
     own = folder / "Dockerfile"
     text = (own if own.is_file() else DOCKERFILE).read_text()
     (source / "Dockerfile").write_text(text.removeprefix(_SYNTAX))
-    (source / "wrapper").mkdir()
-    for name in _OF_WRAPPER:
-        if (path := WRAPPER / name).exists():  # an installed package has no pyproject.toml
-            copied = source / "wrapper" / name
-            copied.parent.mkdir(exist_ok=True)
-            (shutil.copytree if path.is_dir() else shutil.copy)(path, copied)
+    write_wrapper_context(source / "wrapper")
     return write_zip(source, target)
 
 

@@ -14,21 +14,19 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from rollout_backend import aws
 from rollout_backend.deploy.target import Target
+from rollout_backend.deploy.wrapper_context import write_wrapper_context
 from rollout_backend.errors import ConfigError, PreflightError
 
 DOCKERFILE = Path(__file__).with_name("agent.Dockerfile")
 CODEBUILD = "codebuild"
-WRAPPER = Path(__file__).parents[2]  # the build context `wrapper`, in a checkout
 
 
-def check_builder(builder: str, folder: Path) -> None:
+def check_builder(builder: str) -> None:
     """Raise ConfigError if `--build` cannot build the image from this machine."""
     if builder != CODEBUILD and shutil.which(builder) is None:
         raise ConfigError(
             f"--build {builder}: there is no {builder} on this machine; --build codebuild builds the image in AWS"
         )
-    if not (WRAPPER / "pyproject.toml").is_file() and not (folder / "Dockerfile").is_file():
-        raise ConfigError("--build needs a checkout of rollout-backend, or a Dockerfile in the agent's folder")
 
 
 async def push_image(builder: str, folder: Path, target: Target, echo: Callable[[str], object]) -> str:
@@ -46,8 +44,8 @@ async def push_image(builder: str, folder: Path, target: Target, echo: Callable[
     with tempfile.TemporaryDirectory(prefix="rollout-deploy-") as scratch:
         dockerfile = _dockerfile(folder, Path(scratch))
         options = ["--platform", "linux/arm64", "--file", str(dockerfile), "--tag", image]
-        if (WRAPPER / "pyproject.toml").is_file():
-            options += ["--build-context", f"wrapper={WRAPPER}"]
+        write_wrapper_context(Path(scratch) / "wrapper")
+        options += ["--build-context", f"wrapper={scratch}/wrapper"]
         if builder == "docker":
             await _run(["docker", "buildx", "build", "--provenance=false", "--push", *options, str(folder)])
         else:

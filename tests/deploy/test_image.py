@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import sys
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from aiohttp import web
 
 from rollout_backend.deploy.image import check_builder, push_image
 from rollout_backend.deploy.target import Target
+from rollout_backend.deploy.wrapper_context import write_wrapper_context
 from rollout_backend.errors import ConfigError, PreflightError
 
+ROOT = Path(__file__).parents[2]
 REPOSITORY = "123456789012.dkr.ecr.us-east-1.amazonaws.com/my-agent"
 BUILDER = """#!{python} -IS
 import pathlib, sys
@@ -104,8 +107,21 @@ async def test_a_build_that_fails_stops_the_deployment(builder, target):
         await push_image("docker", builder.agent, target, lambda text: None)
 
 
+def test_the_wrappers_context_has_what_the_dockerfiles_copy_from_it(tmp_path):
+    write_wrapper_context(tmp_path / "wrapper")
+    own, real = (tomllib.loads((path / "pyproject.toml").read_text()) for path in (tmp_path / "wrapper", ROOT))
+    needed = real["project"]["dependencies"] + real["project"]["optional-dependencies"]["agent"]
+    assert sorted(own["project"]["dependencies"]) == sorted(needed)
+    assert own["project"]["entry-points"] == real["project"]["entry-points"]
+    assert (tmp_path / "wrapper" / "constraints" / "agent.txt").read_text() == (
+        ROOT / "constraints" / "agent.txt"
+    ).read_text()
+    assert (tmp_path / "wrapper" / "agent_wrapper" / "contract" / "keys.py").is_file()
+    assert (tmp_path / "wrapper" / "README.md").is_file()
+
+
 def test_a_missing_builder_is_named_before_anything_starts(builder):
-    check_builder("podman", builder.agent)
+    check_builder("podman")
     (builder.programs / "podman").unlink()
     with pytest.raises(ConfigError, match="there is no podman on this machine"):
-        check_builder("podman", builder.agent)
+        check_builder("podman")
