@@ -13,7 +13,8 @@ verifier and in `--stdin`, `--cwd` and `--workspace` are replaced:
 
 The reward is a number, or a JSON object with the number under `reward`; its other fields become extras.
 
-With `--workspace`, the command works on files of the payload, and what it leaves is published for a scorer.
+With `--workspace`, the command works on files of the payload, or in the container's working directory, and what it
+leaves is published for a scorer.
 
 Invariants:
 
@@ -54,6 +55,7 @@ _PLACEHOLDER = re.compile(r"\{(payload(?:\.[^{}]+)?|task_file|dir|model|base_url
 _SHELLS = frozenset({"ash", "bash", "dash", "fish", "ksh", "sh", "zsh"})
 _MAX_REWARD_BYTES = 4 * 1024 * 1024
 _VERIFIER_TIMEOUT_S = 300.0
+_SCORE_S = 10.0  # before the agent's deadline, to publish what a command has left
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,9 @@ class CommandAgent:
         with _folder(context) as folder:
             if self.workspace:
                 await asyncio.to_thread(folder.unpack, self.workspace)
-            result = await self._run_command(folder)
-            failure = self._failure(result)
+            timeout_s = self._timeout_s(context)
+            result = await self._run_command(folder, timeout_s)
+            failure = self._failure(result, timeout_s)
             if not context.training:
                 if failure is not None:
                     raise CommandError(failure)
@@ -100,17 +103,25 @@ class CommandAgent:
                 note = f" ({failure})" if failure else ""
                 raise RewardError(f"the command {self.command[0]!r} reported no reward: {error}{note}") from None
 
-    async def _run_command(self, folder: _Folder) -> CommandResult | None:
+    def _timeout_s(self, context: RolloutContext) -> float | None:
+        """Return the seconds after which the command is killed. If its failures are scored, this is before the
+        agent's deadline, after which only a failure can be published."""
+        if not self.score_failures or not context.training:
+            return self.timeout_s
+        left_s = context.remaining_s - min(_SCORE_S, context.remaining_s / 10)
+        return left_s if self.timeout_s is None else min(left_s, self.timeout_s)
+
+    async def _run_command(self, folder: _Folder, timeout_s: float | None) -> CommandResult | None:
         """Return None if the command did not end in time."""
         command = [folder.fill(each) for each in self.command]
         environ = {**folder.context.environ(), **folder.environ()}
         stdin, cwd = folder.fill(self.stdin), folder.cwd(self.cwd)
         began = time.monotonic()
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 result = await run_to_end(command, env=environ, input=stdin, cwd=cwd, log_stdout=True)
         except TimeoutError:
-            logger.info("%s was killed after %g s", self.command[0], self.timeout_s)
+            logger.info("%s was killed after %g s", self.command[0], timeout_s)
             return None
         logger.info("%s ended with code %d after %.1f s", self.command[0], result.exit_code, time.monotonic() - began)
         return result
@@ -124,9 +135,10 @@ class CommandAgent:
             if path.is_file():
                 folder.context.artifacts.add(path.name, path)
 
-    def _failure(self, result: CommandResult | None) -> str | None:
+    def _failure(self, result: CommandResult | None, timeout_s: float | None) -> str | None:
         if result is None:
-            return f"{self.command[0]} did not end within {self.timeout_s:g} s (--timeout)"
+            limit = "--timeout" if timeout_s == self.timeout_s else "the agent's deadline"
+            return f"{self.command[0]} did not end within {timeout_s:.3g} s ({limit})"
         return result.failure
 
     async def _verify(self, context: RolloutContext, cwd: str | None, output: str) -> dict[str, Any]:
@@ -169,13 +181,20 @@ class _Folder:
         return None if template is None else self.fill(template)
 
     def unpack(self, template: str) -> None:
-        """Write the files of an archive in the payload to the work folder.
+        """Write the files of an archive in the payload to the work folder. "." makes the working directory of this
+        process that folder.
 
         Raises:
-            AgentFailure: it is none.
+            AgentFailure: it is no archive, or the working directory is the root.
         """
+        filled = self.fill(template)
+        if filled == ".":
+            self.work = Path.cwd()
+            if self.work == Path(self.work.anchor):
+                raise AgentFailure(f"--workspace {template}: the container's working directory is /: set WORKDIR")
+            return
         try:
-            unpack_folder(base64.b64decode(self.fill(template), validate=True), self.work)
+            unpack_folder(base64.b64decode(filled, validate=True), self.work)
         except ValueError as error:
             raise AgentFailure(f"--workspace {template}: {error}") from None
 
@@ -285,7 +304,8 @@ def parse_arguments(arguments: Sequence[str]) -> CommandAgent:
         metavar="TEMPLATE",
         default="",
         help="a .tar.gz in base64, such as {payload.environment}, that is unpacked into {dir}, where the command "
-        f"runs; what it leaves there is published as the artifact {WORKSPACE}",
+        "runs; if it is '.', {dir} is the container's working directory. What the command leaves there is published "
+        f"as the artifact {WORKSPACE}",
     )
     parser.add_argument("--timeout", metavar="S", type=_seconds, help="kill the command after this many seconds")
     parser.add_argument(
@@ -298,7 +318,7 @@ def parse_arguments(arguments: Sequence[str]) -> CommandAgent:
     parser.add_argument(
         "--score-failures",
         action="store_true",
-        help="score the command also if it fails or reaches --timeout",
+        help="score the command also if it fails or reaches --timeout or the agent's deadline",
     )
     parser.add_argument(
         "--artifact",

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.harbor import check_harbor
+from rollout_backend.core.harbor import fit_to_runtime
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import GroupResult, StepResult
@@ -279,7 +279,7 @@ class RolloutManager:
     ) -> StepResult:
         run, wanted = self._started, check_unique(tasks)
         check_private(wanted, self.config.scoring.enabled)
-        check_harbor(wanted, self.config.runtime.kind)
+        wanted = fit_to_runtime(wanted, self.config.runtime)
         ramp, _ = check_ramp(self.config, run.limits, planned_rollouts(wanted, self.config.group))
         log.info("%s", ramp)
         number = next(self._numbers) if step is None else step

@@ -27,6 +27,7 @@ from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.check_result import raise_problems
 from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
+from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.heartbeats import Heartbeats
 from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.seal import Sealer
@@ -37,8 +38,10 @@ from rollout_backend.observe.archive import RunArchive
 from rollout_backend.preflight import Preflight
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.runtimes.base import AgentRuntime, SessionCalls
+from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 from rollout_backend.runtimes.registry import open_runtime
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
+from rollout_backend.scoring.verifier_jobs import VerifierJobs
 from rollout_backend.scoring.worker_pool import WorkerPool
 from rollout_backend.serving.model_serving import ModelServing
 from rollout_backend.serving.run_phase import RunPhase
@@ -96,12 +99,16 @@ class RunServices:
         self.serving = ModelServing(config, self._archive.logs, self._on_serving)
         preflight = await self._check(stack, rollouts)
         store = preflight.store
-        scorer = await self._start_scorer(stack, store) if config.scoring.enabled else None
+        in_jobs = config.runtime.kind == "kubernetes" and config.scoring.function == VERIFIER
+        scorer = await self._start_scorer(stack, store) if config.scoring.enabled and not in_jobs else None
         await self._begin_lease(stack, store)
         runtime = preflight.runtime or await self._make_runtime(stack)
         self.limits, self.agent = runtime.limits(), runtime.describe()
         secret = run_secret(config)
         janitor = await self._start_janitor(stack, runtime)
+        if in_jobs:
+            assert isinstance(runtime, KubernetesRuntime)
+            scorer = self._verifier_jobs(stack, store, runtime, janitor)
         queue = await self._open_queue(stack, janitor) if config.uses_queue else None
         retokenizer = await self._open_retokenizer(stack) if config.collect.retokenize else None
         stack.push_async_callback(self.serving.stop)
@@ -146,6 +153,20 @@ class RunServices:
         return RolloutScorer(
             store, self._config.run_id, pool.call, pool.name, pool.sha256, self._archive.write_artifacts
         )
+
+    def _verifier_jobs(
+        self, stack: AsyncExitStack, store: ResultStore, runtime: KubernetesRuntime, janitor: Janitor
+    ) -> RolloutScorer:
+        config = self._config
+        jobs = VerifierJobs(
+            runtime,
+            Presigner(config.storage, config.aws),
+            config.scoring,
+            on_open=janitor.session_opened,
+            on_closed=janitor.session_closed,
+        )
+        stack.push_async_callback(jobs.aclose)
+        return RolloutScorer(store, config.run_id, jobs.call, jobs.name, jobs.sha256, self._archive.write_artifacts)
 
     async def _make_runtime(self, stack: AsyncExitStack) -> AgentRuntime:
         runtime = await open_runtime(self._config.run_runtime, self._on_status)

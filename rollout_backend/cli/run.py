@@ -185,7 +185,7 @@ async def collect_step(
         ConfigError: `min_completed` is more than the step plans.
     """
     from rollout_backend.core.cost import Prices
-    from rollout_backend.core.harbor import check_harbor
+    from rollout_backend.core.harbor import fit_to_runtime
     from rollout_backend.core.tasks import check_private, planned_rollouts
     from rollout_backend.core.verdict import count_failures, judge
     from rollout_backend.manager import RolloutManager
@@ -194,7 +194,7 @@ async def collect_step(
     from rollout_backend.report.files import try_to_write_report
 
     check_private(tasks, config.scoring.enabled)
-    check_harbor(tasks, config.runtime.kind)
+    fit_to_runtime(tasks, config.runtime)
     rollouts = planned_rollouts(tasks, config.group)
     if min_completed > rollouts:
         raise ConfigError(f"--min-completed={min_completed} is more than the {rollouts} rollouts that the run plans")

@@ -1,6 +1,7 @@
-"""Presigned URLs by which an agent's container writes one attempt's result without credentials.
+"""Presigned URLs by which an agent's container writes one attempt's result without credentials, and by which the
+verifier's container reads the artifacts.
 
-Invariants, all checked by S3:
+Invariants of the agent's, all checked by S3:
 
 - A URL writes one object, under the key that it was signed for: the result, the failure marker, or the artifacts.
 - It replaces no object: `If-None-Match: *` is part of the signature.
@@ -17,7 +18,15 @@ import aiohttp
 import boto3
 from botocore.config import Config
 
-from agent_wrapper.contract import PUT_HEADERS, ResultUrls, artifacts_key, failure_marker_key, probe_key, result_key
+from agent_wrapper.contract import (
+    PUT_HEADERS,
+    ResultUrls,
+    Rollout,
+    artifacts_key,
+    failure_marker_key,
+    probe_key,
+    result_key,
+)
 from rollout_backend.aws import log_call
 from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.core.session_key import SessionClaims
@@ -47,6 +56,12 @@ class Presigner:
             failure_marker=self._url(failure_marker_key(*place, claims.attempt), seconds),
             artifacts=self._url(artifacts_key(*place, claims.attempt), seconds),
         )
+
+    def artifacts_url(self, rollout: Rollout, seconds: float) -> str:
+        """Return a URL whose GET returns the artifacts of a result, for at most this time."""
+        place = self._storage.prefix, rollout.run_id, rollout.step, rollout.rollout_id, rollout.attempt
+        params = {"Bucket": self._storage.bucket, "Key": artifacts_key(*place)}
+        return self._s3.generate_presigned_url("get_object", Params=params, ExpiresIn=round(seconds))
 
     async def check(self) -> None:
         """Write an object by a presigned URL, as an agent does, and remove it if that is allowed.

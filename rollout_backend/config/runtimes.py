@@ -267,7 +267,14 @@ class KubernetesConfig(RuntimeConfig):
 
     kind: Literal["kubernetes"] = "kubernetes"
     image: str = Field(min_length=1)
-    """The agent's container image. Its command must be an app that is served by `RolloutApp.run`."""
+    """The agent's container image. Its command must be an app that is served by `RolloutApp.run`. For Harbor tasks,
+    which run in images of their own, its folder /agent is copied into each container: see [harbor.md](harbor.md)."""
+    command: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    """Command of the container: text, or a list. Default: the image's. Required for Harbor tasks, such as
+    `[/agent/bin/python, -I, -m, agent_wrapper.exec, ...]`."""
+    task_image: str | None = Field(default=None, pattern=r"^[^{}]+\{task\}[^{}]*$")
+    """Image of each Harbor task whose task.toml names none, such as `registry.example.com/tasks/{task}:1`. `{task}`
+    is the name of the task's folder, in lower case."""
     namespace: str = Field(default="rollouts", pattern=_DNS_LABEL)
     """Namespace of the Jobs."""
     kubeconfig: Path | None = None

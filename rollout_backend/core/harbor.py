@@ -3,12 +3,14 @@
 Invariants:
 
 - tests/ is in the private part only, and solution/ is never read.
-- A field of task.toml that decides how the task must run, and that is not supported, is refused by name.
+- A field of task.toml that decides how the task must run, and that is not supported, is refused by name: here, or by
+  `fit_to_runtime` if a runtime does not support it.
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import os
 import re
 import tomllib
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_wrapper.workspace import pack_folder
+from rollout_backend.config import KubernetesConfig, RuntimeConfig
+from rollout_backend.core.task_container import CONTAINER_FIELD, TaskContainer
 from rollout_backend.errors import ConfigError, TaskFileError
 
 if TYPE_CHECKING:
@@ -27,11 +31,13 @@ PREFIX = "harbor:"
 VERIFIER = "rollout_backend.scoring.harbor:verify"
 """The value of scoring.function that runs a task's tests."""
 _MAX_BYTES = 8 * 1024 * 1024  # of a task's archives: each rollout's invoke carries the environment
+_MAX_SECRET_BYTES = 1_000_000  # of 1 MiB: the rest of a verifier's Secret is its order
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:-]*(/[a-z0-9][a-z0-9._-]*)*(:[\w][\w.-]{0,127})?(@sha256:[a-f0-9]{64})?")
+_MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 _NOT_IN_WORKSPACE = frozenset({"Dockerfile", ".dockerignore", "docker-compose.yaml", "docker-compose.yml"})
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _NOT_SUPPORTED = {
     "steps": "it has several steps",
-    "environment.docker_image": "it needs an image of its own",
     "environment.gpus": "it needs GPUs",
     "environment.tpu": "it needs TPUs",
     "environment.mcp_servers": "it needs MCP servers beside the agent",
@@ -61,16 +67,74 @@ def read_harbor_tasks(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise TaskFileError(f"the Harbor task {each}: {error}") from None
 
 
-def check_harbor(tasks: Iterable[Task], runtime_kind: str) -> None:
-    """Raise ConfigError if there is a Harbor task, and the runtime cannot run it."""
-    if runtime_kind != "kubernetes":
-        return
-    if task := next((task for task in tasks if "harbor" in (task.private or {})), None):
+def fit_to_runtime(tasks: Iterable[Task], runtime: RuntimeConfig) -> tuple[Task, ...]:
+    """Return the tasks as this runtime runs them: on Kubernetes, each Harbor task in its own image.
+
+    Raises:
+        ConfigError: the runtime cannot run a task; names it, and what to do.
+    """
+    return tuple(_fit(task, runtime) if "harbor" in (task.private or {}) else task for task in tasks)
+
+
+def _fit(task: Task, runtime: RuntimeConfig) -> Task:
+    assert task.private is not None
+    harbor = task.private["harbor"]
+    wanted = harbor.get("container", {})
+    if not isinstance(runtime, KubernetesConfig):
+        for name, field in (("docker_image", "image"), ("env", "env")):
+            if wanted.get(field):
+                raise ConfigError(
+                    f"environment.{name} in task.toml of the Harbor task {task.task_id!r} needs a container of the "
+                    f"task, and runtime.kind={runtime.kind} has none: set runtime.kind=kubernetes, or remove it"
+                )
+        return task
+    tests = len(harbor["tests"]) * 3 // 4
+    if tests > _MAX_SECRET_BYTES:
         raise ConfigError(
-            f"the Harbor task {task.task_id!r} needs its own image, and runtime.kind=kubernetes runs the same image "
-            "for every task: set runtime.kind=process, agentcore or http, where the agent works on a copy of the "
-            "task's environment/"
+            f"tests/ of the Harbor task {task.task_id!r} has {tests:,} bytes compressed, and on Kubernetes a Secret "
+            f"carries it, with at most {_MAX_SECRET_BYTES:,}: make it smaller, or let tests/test.sh download the rest"
         )
+    if not runtime.command:
+        raise ConfigError(
+            f"the Harbor task {task.task_id!r} runs in an image of its own, which does not name your agent: set "
+            "runtime.command to the agent's command, and runtime.image to an image with the agent in /agent "
+            "(docs/harbor.md)"
+        )
+    container = TaskContainer(
+        image=wanted.get("image") or _image(task.task_id, runtime.task_image),
+        workdir=wanted.get("workdir"),
+        env=resolve_variables(wanted.get("env", {})),
+        resources=_resources(wanted),
+    )
+    payload = {**task.payload, "environment": ".", CONTAINER_FIELD: container.model_dump(mode="json")}
+    return dataclasses.replace(task, payload=payload)
+
+
+def _image(task_id: str, template: str | None) -> str:
+    if template is None:
+        raise ConfigError(
+            f"the Harbor task {task_id!r} names no image: build its environment/, push the image, and set "
+            "environment.docker_image in its task.toml, or set runtime.task_image to a template for all tasks, such "
+            "as registry.example.com/tasks/{task}:1"
+        )
+    image = template.replace("{task}", task_id.lower())
+    if not _IMAGE.fullmatch(image):
+        raise ConfigError(
+            f"runtime.task_image gives {image!r} for the Harbor task {task_id!r}, which is no name of an image: "
+            "rename the task's folder, or set environment.docker_image in its task.toml"
+        )
+    return image
+
+
+def _resources(wanted: Mapping[str, Any]) -> dict[str, str]:
+    """Return the resources that task.toml names, as quantities of Kubernetes."""
+    found = {}
+    if (cpus := wanted.get("cpus")) is not None:
+        found["cpu"] = f"{round(cpus * 1000)}m"
+    for name, field in (("memory", "memory_mb"), ("ephemeral-storage", "storage_mb")):
+        if (megabytes := wanted.get(field)) is not None:
+            found[name] = f"{megabytes}Mi"
+    return found
 
 
 def resolve_variables(values: Mapping[str, str]) -> dict[str, str]:
@@ -83,7 +147,7 @@ def resolve_variables(values: Mapping[str, str]) -> dict[str, str]:
     def value(match: re.Match[str]) -> str:
         found = os.environ.get(match[1], match[2])
         if found is None:
-            raise ValueError(f"verifier.env needs ${match[1]}, which is not set in the trainer's environment")
+            raise ValueError(f"task.toml needs ${match[1]}, which is not set in the trainer's environment")
         return found
 
     return {name: _VARIABLE.sub(value, text) for name, text in values.items()}
@@ -102,26 +166,74 @@ def _row(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"environment/ and tests/ have {len(files) + len(tests)} bytes compressed, more than {_MAX_BYTES}"
         )
-    timeout_s, variables = verifier.get("timeout_sec", 600.0), verifier.get("env", {})
-    if not (isinstance(timeout_s, int | float) and 0 < timeout_s < 86_400):
-        raise ValueError(f"verifier.timeout_sec is {timeout_s!r}, not a number of seconds")
-    if not (isinstance(variables, dict) and all(isinstance(each, str) for each in variables.values())):
-        raise ValueError("verifier.env must be a table of texts")
-    resolve_variables(variables)  # fails now, before anything starts
+    timeout_s = _seconds(verifier.get("timeout_sec", 600.0), "verifier.timeout_sec")
+    agent_s = _table(config, "agent").get("timeout_sec")
+    variables = _variables(verifier, "verifier")
+    resolve_variables(variables | _variables(environment, "environment"))  # fails now, before anything starts
     workdir = environment.get("workdir") or _workdir(folder / "environment" / "Dockerfile")
     if not (isinstance(workdir, str) and workdir.startswith("/")):
         raise ValueError(f"environment.workdir is {workdir!r}, not an absolute path")
     private = {
         "tests": base64.b64encode(tests).decode(),
-        "timeout_s": float(timeout_s),
+        "timeout_s": timeout_s,
         "env": variables,
         "workdir": workdir,
+        "container": _container(environment),
     }
+    if agent_s is not None:
+        private["agent_timeout_s"] = _seconds(agent_s, "agent.timeout_sec")
     payload = {
         "instruction": (folder / "instruction.md").read_text(),
         "environment": base64.b64encode(files).decode(),
     }
     return {"task_id": folder.name, "payload": payload, "private": {"harbor": private}}
+
+
+def _container(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what task.toml says about the task's container."""
+    cpus, image = environment.get("cpus"), environment.get("docker_image")
+    if cpus is not None and not (isinstance(cpus, int | float) and 0 < cpus <= 1024):
+        raise ValueError(f"environment.cpus is {cpus!r}, not a number of CPUs")
+    if image is not None and not (isinstance(image, str) and _IMAGE.fullmatch(image)):
+        raise ValueError(f"environment.docker_image is {image!r}, which is no name of an image")
+    found = {
+        "image": image,
+        "workdir": environment.get("workdir"),
+        "env": _variables(environment, "environment"),
+        "cpus": cpus,
+        "memory_mb": _megabytes(environment, "memory"),
+        "storage_mb": _megabytes(environment, "storage"),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _megabytes(environment: Mapping[str, Any], name: str) -> int | None:
+    """Return memory_mb or storage_mb, or the older memory or storage, a text such as 2G."""
+    value = environment.get(f"{name}_mb")
+    if value is not None:
+        if not (isinstance(value, int) and value > 0):
+            raise ValueError(f"environment.{name}_mb is {value!r}, not a number of megabytes")
+        return value
+    text = environment.get(name)
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])(?:i?B?)", str(text), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"environment.{name} is {text!r}, not a size such as 2G")
+    return max(1, round(float(match[1]) * _MEGABYTES[match[2].upper()]))
+
+
+def _seconds(value: object, name: str) -> float:
+    if not (isinstance(value, int | float) and 0 < value < 86_400):
+        raise ValueError(f"{name} is {value!r}, not a number of seconds")
+    return float(value)
+
+
+def _variables(table: Mapping[str, Any], name: str) -> dict[str, str]:
+    found = table.get("env", {})
+    if not (isinstance(found, dict) and all(isinstance(each, str) for each in found.values())):
+        raise ValueError(f"{name}.env must be a table of texts")
+    return found
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:

@@ -53,6 +53,12 @@ class Task:
         except ValueError as error:
             raise TaskFileError(f"task {self.task_id!r} cannot reach a scorer: {error}") from None
 
+    @property
+    def agent_s(self) -> float | None:
+        """Return the agent's time limit in task.toml; None if there is none."""
+        limit: float | None = (self.private or {}).get("harbor", {}).get("agent_timeout_s")
+        return limit
+
     def as_row(self) -> dict[str, Any]:
         """Return the task as a row of a task file."""
         private = {} if self.private is None else {"private": dict(self.private)}

@@ -17,7 +17,7 @@ from typing import Any
 
 from rollout_backend.serving.server_process import ServerProcess
 
-_OWN = ("tmp", "dev", "tests", "logs")
+_OWN = ("tmp", "dev", "tests", "logs", "home")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ENTER = 'cd "$1" && shift && exec "$@"'
 

@@ -158,7 +158,8 @@ class RolloutTask:
         context.sessions.register(session_id)
         bind_log_fields(session=session_id)
         self.began = now
-        agent_deadline = min(now + times.agent_s, max(now, context.plan.deadline - times.publish_grace_s))
+        agent_s = min(times.agent_s, self.task.agent_s or times.agent_s)
+        agent_deadline = min(now + agent_s, max(now, context.plan.deadline - times.publish_grace_s))
         payload = self._payload(attempt, session_id, remaining_s=agent_deadline - now)
         deadline = agent_deadline + times.publish_grace_s
         self._set_timer(deadline)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import json
 import os
 import shlex
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -181,6 +183,13 @@ def test_a_command_that_takes_too_long_is_killed_and_may_be_scored():
     assert run("--reward", "stdout", "--timeout", "0.05", *verifier, *slow) == {"reward": 0.5}
 
 
+def test_a_command_that_is_scored_ends_before_the_agents_deadline():
+    given = dataclasses.replace(context(), deadline=time.time() + 1.0)
+    arguments = ["--reward", "none", "--score-failures", "--", "sleep", "60"]
+    assert asyncio.run(parse_arguments(arguments).run(given)) == {"reward": 0.0}
+    assert given.remaining_s > 0
+
+
 def test_a_command_that_cannot_start_is_an_infrastructure_failure():
     outcome, message = ending("--reward", "stdout", "--", "no-such-program", "x")
     assert outcome == (Outcome.INFRA_ERROR, "command_not_started")
@@ -218,6 +227,19 @@ def test_a_workspace_is_unpacked_for_the_command_and_published_when_it_has_ended
     unpack_folder(unpack_artifacts(given.artifacts.pack(), given.artifacts.listed())[WORKSPACE], tmp_path / "left")
     assert sorted(path.name for path in (tmp_path / "left").iterdir()) == ["copy", "notes", "sum.py"]
     assert (tmp_path / "left" / "copy").read_text() == "print(1)"
+
+
+def test_a_workspace_can_be_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "sum.py").write_text("print(1)")
+    monkeypatch.chdir(tmp_path)
+    given = context({"environment": "."})
+    arguments = ["--reward", "none", "--workspace", "{payload.environment}", "--", "sh", "-c", "mv sum.py moved.py"]
+    assert asyncio.run(parse_arguments(arguments).run(given)) == {"reward": 0.0}
+    unpack_folder(unpack_artifacts(given.artifacts.pack(), given.artifacts.listed())[WORKSPACE], tmp_path / "left")
+    assert [path.name for path in (tmp_path / "left").iterdir()] == ["moved.py"]
+    monkeypatch.chdir("/")
+    with pytest.raises(AgentFailure, match="working directory is /: set WORKDIR"):
+        asyncio.run(parse_arguments(arguments).run(given))
 
 
 @pytest.mark.parametrize("field", ["question", "answer"])

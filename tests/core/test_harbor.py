@@ -7,8 +7,10 @@ import base64
 import pytest
 
 from agent_wrapper.workspace import unpack_folder
-from rollout_backend.core.harbor import check_harbor
-from rollout_backend.core.tasks import check_private, read_tasks
+from rollout_backend.config import KubernetesConfig, ProcessConfig
+from rollout_backend.core.harbor import fit_to_runtime
+from rollout_backend.core.task_container import CONTAINER_FIELD
+from rollout_backend.core.tasks import Task, check_private, read_tasks
 from rollout_backend.errors import ConfigError, TaskFileError
 
 TOML = 'version = "1.0"\n[verifier]\ntimeout_sec = 30\nenv = { MODE = "${HARBOR_MODE:-strict}" }\n'
@@ -49,7 +51,13 @@ def test_the_agent_gets_instruction_and_environment_and_the_scorer_the_tests(mak
     assert unpacked(one.payload["environment"], tmp_path / "environment") == {"sum.py": "print(1)\n"}
     private = dict(one.private["harbor"])
     assert set(unpacked(private.pop("tests"), tmp_path / "tests-of-a")) == {"test.sh"}
-    assert private == {"timeout_s": 30.0, "env": {"MODE": "${HARBOR_MODE:-strict}"}, "workdir": "/repository"}
+    assert private == {
+        "timeout_s": 30.0,
+        "env": {"MODE": "${HARBOR_MODE:-strict}"},
+        "workdir": "/repository",
+        "container": {},
+    }
+    assert one.agent_s is None
 
 
 def test_one_task_is_a_folder_of_tasks_too(make):
@@ -61,7 +69,12 @@ def test_one_task_is_a_folder_of_tasks_too(make):
     ("toml", "message"),
     [
         ("[[steps]]\nname = 'first'", "steps in task.toml is not supported"),
-        ("[environment]\ndocker_image = 'a/b'", "environment.docker_image in task.toml is not supported"),
+        ("[environment]\ndocker_image = 'a b'", "environment.docker_image is 'a b', which is no name of an image"),
+        ("[environment]\ncpus = 'all'", "environment.cpus is 'all', not a number of CPUs"),
+        ("[environment]\nmemory_mb = '2G'", "environment.memory_mb is '2G', not a number of megabytes"),
+        ("[environment]\nstorage = 'much'", "environment.storage is 'much', not a size such as 2G"),
+        ("[environment]\nenv = { KEY = '${NOT_SET_ANYWHERE}' }", r"\$NOT_SET_ANYWHERE, which is not set"),
+        ("[agent]\ntimeout_sec = 0", "agent.timeout_sec is 0, not a number of seconds"),
         ("[environment]\nallow_internet = false", "the agent's network is that of its runtime"),
         ("[environment]\nos = 'windows'", "needs Windows"),
         ("[verifier]\ntimeout_sec = 'long'", "verifier.timeout_sec is 'long'"),
@@ -88,11 +101,70 @@ def test_a_folder_without_tasks_is_refused(tmp_path):
         read_tasks(f"harbor:{tmp_path}")
 
 
-def test_a_runtime_that_cannot_run_the_tasks_is_refused(make):
-    tasks = read_tasks(make())
-    check_harbor(tasks, "process")
-    with pytest.raises(ConfigError, match=r"'fix-sum' needs its own image, and runtime.kind=kubernetes"):
-        check_harbor(tasks, "kubernetes")
+def kubernetes(**more):
+    return KubernetesConfig(image="agent:1", **{"command": "run", "task_image": "r.io/tasks/{task}:2", **more})
+
+
+def test_on_kubernetes_a_task_runs_in_its_own_image(make, monkeypatch):
+    monkeypatch.setenv("REGION", "eu")
+    toml = """[agent]
+timeout_sec = 120
+[environment]
+cpus = 0.5
+memory = "2G"
+storage_mb = 512
+workdir = "/src"
+env = { REGION = "${REGION}" }
+"""
+    tasks = read_tasks(make("Fix-Sum", toml))
+    (task,) = fit_to_runtime(tasks, kubernetes())
+    assert task.payload == {
+        "instruction": "Fix it.\n",
+        "environment": ".",
+        CONTAINER_FIELD: {
+            "image": "r.io/tasks/fix-sum:2",
+            "workdir": "/src",
+            "env": {"REGION": "eu"},
+            "resources": {"cpu": "500m", "memory": "2048Mi", "ephemeral-storage": "512Mi"},
+        },
+    }
+    assert "tests" not in str(task.payload)
+    assert task.agent_s == 120
+    assert fit_to_runtime([task], kubernetes()) == (task,)  # as read from a run's folder
+    (named,) = fit_to_runtime(
+        read_tasks(make("Fix-Sum", "[environment]\ndocker_image = 'a.io:5000/b/c:1'")), kubernetes()
+    )
+    assert named.payload[CONTAINER_FIELD]["image"] == "a.io:5000/b/c:1"
+    plain = Task("t", {"environment": "x"})
+    assert fit_to_runtime([plain], kubernetes(command=())) == (plain,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task_image": None}, r"'fix-sum' names no image: build its environment/, push the image, and set"),
+        ({"task_image": "a//{task}"}, r"runtime.task_image gives 'a//fix-sum' for the Harbor task 'fix-sum'"),
+        ({"command": ()}, r"set runtime.command to the agent's command"),
+    ],
+)
+def test_on_kubernetes_what_a_task_needs_is_named(make, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        fit_to_runtime(read_tasks(make()), kubernetes(**settings))
+
+
+def test_tests_that_no_secret_holds_are_refused(make, monkeypatch):
+    monkeypatch.setattr("rollout_backend.core.harbor._MAX_SECRET_BYTES", 100)
+    with pytest.raises(ConfigError, match=r"tests/ of the Harbor task 'fix-sum' has .* bytes compressed"):
+        fit_to_runtime(read_tasks(make()), kubernetes())
+
+
+@pytest.mark.parametrize("toml", ["docker_image = 'a/b'", "env = { A = 'b' }"])
+def test_a_runtime_without_a_container_for_each_task_refuses_what_needs_one(make, toml):
+    process = ProcessConfig(command="run")
+    assert fit_to_runtime(read_tasks(make("plain")), process)
+    name = toml.partition(" ")[0]
+    with pytest.raises(ConfigError, match=rf"environment.{name} .* of the Harbor task 'fix-sum' needs a container"):
+        fit_to_runtime(read_tasks(make(toml=f"[environment]\n{toml}")), process)
 
 
 def test_a_run_without_the_verifier_is_refused(make):

@@ -1,10 +1,12 @@
-"""mini-swe-agent on generated Harbor tasks: at the AgentCore emulator, and as processes of this machine."""
+"""mini-swe-agent on generated Harbor tasks: at the AgentCore emulator, as processes, and on Kubernetes."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +18,13 @@ from agent_wrapper.contract import Rollout
 from rollout_backend.config import load_config
 from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.tasks import read_tasks
+from rollout_backend.local.cloud import LocalStorage
+from rollout_backend.local.kubernetes_emulator import KubernetesEmulator
+from rollout_backend.local.kubernetes_images import FolderImage, can_make_containers
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
 from token_exact import is_token_exact, recorded_calls
+from rollout_backend.observe.archive import RunArchive
+from rollout_backend.serving.server_process import free_port
 
 MODEL = f"model={{path: {BYTE_MODEL}, renderer: chatml, context_length: 32768}}"
 FIXED, GIVEN_UP = "chunks", "clamp"  # the first two tasks
@@ -81,19 +88,101 @@ def as_processes(example: Path, engine: ScriptedEngine) -> list[str]:
     return ["run", str(example / "config.yaml"), "--local", "-o", MODEL, "-o", serving]
 
 
+def on_kubernetes(
+    example: Path, engine: ScriptedEngine, cluster: KubernetesEmulator, storage: LocalStorage
+) -> list[str]:
+    port = free_port()
+    overrides = [
+        MODEL,
+        f"gateway={{host: 127.0.0.1, port: {port}, public_url: 'http://127.0.0.1:{port}'}}",
+        f"serving={{kind: external, urls: ['{engine.url}']}}",
+        f"aws={{region: {storage.region}, endpoint_url: '{storage.endpoint_url}'}}",
+        f"storage.bucket={storage.bucket}",
+        f"runtime.kubeconfig={cluster.kubeconfig}",
+        "runtime.start_timeout_s=60",
+    ]
+    return ["run", str(example / "kubernetes.yaml"), *(part for each in overrides for part in ("-o", each))]
+
+
+def images(tasks: Path, folder: Path, root: Path) -> dict[str, FolderImage]:
+    """Return the agent's image and that of each task, as kubernetes.yaml names them."""
+    python = folder / "agent" / "agent" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    # The option -I is left out: this checkout is found by PYTHONPATH.
+    python.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={root} exec {sys.executable} -P "$@"\n')
+    python.chmod(0o755)
+    env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HOME": "/home"}
+    found = {"registry.example.com/swe-agent:1": FolderImage(folder / "agent", env)}
+    for task in tasks.iterdir():
+        shutil.copytree(task / "environment", folder / task.name / "app")
+        image = f"registry.example.com/tasks/{task.name}:1"
+        found[image] = FolderImage(folder / task.name, env, "/app")
+    return found
+
+
+async def run(argv: list[str], folder: Path, root: Path, **env: str) -> dict[str, dict]:
+    """Run `rollout` with two of the tasks. Return the records of their rollouts by task."""
+    common = ["--tasks", "harbor:tasks", "--limit", "2", "-o", "group.size=1", "-o", "run_id=r"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "rollout_backend.cli",
+        *argv,
+        *common,
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(root), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    async with asyncio.timeout(300):
+        output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    lines = (folder / "runs" / "r" / "steps" / "00000000.rollouts.jsonl").read_text().splitlines()
+    return {record["task_id"]: record for record in map(json.loads, lines)}
+
+
+def tokens(folder: Path) -> dict[str, list[tuple[int, ...]]]:
+    """Return the tokens of each task's rollout."""
+    archive = RunArchive(folder / "runs" / "r")
+    found = [archive.read_result(record) for record in archive.read_records(0)]
+    return {each.task_id: [tuple(segment.token_ids) for segment in each.segments] for each in found}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_containers(), reason="the kernel lets this user make no mount namespace")
+async def test_on_kubernetes_each_task_runs_in_its_image_and_is_scored_in_another_job(
+    examples, made, tmp_path, storage
+):
+    places = tmp_path / "processes", tmp_path / "kubernetes"
+    for place in places:
+        made.make_tasks(place / "tasks")
+    with ScriptedEngine(script(made.BUGS)) as engine:
+        records = await run(as_processes(examples / "swe_agent", engine), places[0], examples.parent)
+        spawners = images(places[1] / "tasks", tmp_path / "images", examples.parent)
+        async with KubernetesEmulator(spawners, tmp_path / "cluster") as cluster:
+            argv = on_kubernetes(examples / "swe_agent", engine, cluster, storage)
+            found = await run(argv, places[1], examples.parent, **storage.environ)
+            assert cluster.running_pods() == []
+            jobs = [each for each in cluster.created if each["kind"] == "Job"]
+            secrets = [each for each in cluster.created if each["kind"] == "Secret"]
+    assert {name: each["result"]["reward"] for name, each in found.items()} == {FIXED: 1.0, GIVEN_UP: 0.0}
+    assert tokens(places[1]) == tokens(places[0])
+    assert {name: each["result"]["turns"] for name, each in found.items()} == {
+        name: each["result"]["turns"] for name, each in records.items()
+    }
+    verifiers = [each["metadata"]["name"].startswith("verifier-") for each in jobs]
+    assert sorted(verifiers) == [False, False, True, True]
+    assert ["tests.tar.gz" in each["data"] for each in secrets].count(True) == 2
+    assert all(("tests.tar.gz" in each["data"]) == ("payload.json" not in each["data"]) for each in secrets)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [at_the_emulator, as_processes])
-def test_the_hidden_tests_score_what_an_unmodified_agent_leaves(examples, made, tmp_path, form):
+async def test_the_hidden_tests_score_what_an_unmodified_agent_leaves(examples, made, tmp_path, form):
     made.make_tasks(tmp_path / "tasks")
     with ScriptedEngine(script(made.BUGS)) as engine:
-        common = ["--tasks", "harbor:tasks", "--limit", "2", "-o", "group.size=1", "-o", "run_id=r"]
-        argv = [sys.executable, "-m", "rollout_backend.cli", *form(examples / "swe_agent", engine), *common]
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        env = {**os.environ, "PATH": path, "PYTHONPATH": str(examples.parent)}
-        done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = (tmp_path / "runs" / "r" / "steps" / "00000000.rollouts.jsonl").read_text().splitlines()
-    records = {record["task_id"]: record for record in map(json.loads, lines)}
+        records = await run(form(examples / "swe_agent", engine), tmp_path, examples.parent)
     assert {name: record["outcome"] for name, record in records.items()} == {
         FIXED: "completed",
         GIVEN_UP: "completed",

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout_backend.runtimes.kubernetes.manifests import AGENT_FOLDER
+
 ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "infra" / "agent.Dockerfile"
 AGENTS = [AGENT, *sorted((ROOT / "examples").glob("*/Dockerfile"))]
@@ -81,6 +83,17 @@ def test_an_agents_image_holds_its_files_and_no_secret() -> None:
     assert [path for path in SECRETS if not is_ignored(path, patterns)] == []
     assert [path for path in WANTED if is_ignored(path, patterns)] == []
     assert not is_ignored("root.pem", [*patterns, "!root.pem"])
+
+
+def test_the_image_for_harbor_tasks_holds_all_of_the_agent_in_its_folder() -> None:
+    dockerfile = ROOT / "infra" / "harbor-agent.Dockerfile"
+    assert copies(dockerfile, None) == [(["."], f"{AGENT_FOLDER}/files")]
+    taken = {path: target for paths, target in copies(dockerfile, "wrapper") for path in paths}
+    assert all((ROOT / path).exists() for path in taken)
+    assert taken.keys() == {path for paths, _ in copies(AGENT, "wrapper") for path in paths}
+    assert copies(dockerfile, "build") == [([AGENT_FOLDER], AGENT_FOLDER)]
+    ignored = dockerfile.with_name("harbor-agent.Dockerfile.dockerignore")
+    assert ignored.read_text() == AGENT.with_name("agent.Dockerfile.dockerignore").read_text()
 
 
 @pytest.mark.parametrize("dockerfile", AGENTS[1:], ids=NAMES[1:])

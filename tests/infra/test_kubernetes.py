@@ -10,9 +10,12 @@ import pytest
 import yaml
 
 from agent_wrapper.contract import RolloutRequest
+from agent_wrapper.one_shot import PAYLOAD_VARIABLE
 from kubernetes_bench import IMAGE, request_block
 from rollout_backend.config import KubernetesConfig
-from rollout_backend.runtimes.kubernetes.manifests import job_manifest, secret_manifest
+from rollout_backend.core.task_container import TaskContainer
+from rollout_backend.runtimes.kubernetes.manifests import job_manifest, secret_manifest, verifier_manifest
+from rollouts import make_rollout
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = ("1.27", "1.37")  # the oldest with the label that pods get from their Job, and the newest
@@ -25,13 +28,19 @@ CONFIG = KubernetesConfig(
     service_account="agent",
     image_pull_secrets=("registry",),
     environment={"HOUSE": "1"},
+    command=("/agent/bin/python", "agent.py"),
+)
+TASK = TaskContainer(
+    image="tasks/t:1", workdir="/src", env={"LANG": "C"}, resources={"cpu": "2000m", "memory": "4096Mi"}
 )
 
 
 def made() -> list[dict[str, Any]]:
     request = RolloutRequest.parse(request_block("rollout-1"))
     job = job_manifest(CONFIG, "rollout-1", request)
-    return [job, secret_manifest("rollout-1", request, b"{}", "0b1c")]
+    of_task = job_manifest(CONFIG, "rollout-2", request, TASK)
+    verifier = verifier_manifest(CONFIG, "verifier-3", make_rollout(), TASK, 600.0)
+    return [job, of_task, verifier, secret_manifest(job, {"payload.json": b"{}"}, "0b1c")]
 
 
 def applied() -> list[dict[str, Any]]:
@@ -48,14 +57,14 @@ def test_a_manifest_passes_the_schemas(manifest: dict[str, Any], version: str) -
 
 
 def test_a_schema_refuses_a_field_that_does_not_exist() -> None:
-    job, _ = made()
+    job, *_ = made()
     job["spec"]["template"]["spec"]["tolerate"] = []
     with pytest.raises(kubernetes_validate.ValidationError, match="tolerate"):
         kubernetes_validate.validate(job, VERSIONS[-1], strict=True)
 
 
 def test_a_jobs_settings_reach_its_pod() -> None:
-    job, _ = made()
+    job, *_ = made()
     pod = job["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == "agent"
     assert pod["automountServiceAccountToken"] is False
@@ -66,6 +75,25 @@ def test_a_jobs_settings_reach_its_pod() -> None:
     assert container["resources"] == {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
     assert {"name": "HOUSE", "value": "1"} in container["env"]
     assert (job["spec"]["backoffLimit"], job["spec"]["ttlSecondsAfterFinished"]) == (0, 600)
+
+
+def test_a_task_has_its_image_and_its_resources_and_the_agents_files() -> None:
+    _, job, verifier, _ = made()
+    agents, verifiers = (each["spec"]["template"]["spec"] for each in (job, verifier))
+    for pod in (agents, verifiers):
+        [container], [copy] = pod["containers"], pod["initContainers"]
+        assert (container["image"], container["workingDir"]) == ("tasks/t:1", "/src")
+        assert container["resources"]["limits"] == {"memory": "4096Mi", "cpu": "2000m"}
+        assert container["resources"]["requests"] == {"cpu": "2000m", "memory": "4096Mi"}
+        assert {"name": "LANG", "value": "C"} in container["env"]
+        assert copy["image"] == IMAGE
+        assert {"name": "agent", "mountPath": "/agent", "readOnly": True} in container["volumeMounts"]
+        assert pod["automountServiceAccountToken"] is False
+    assert agents["containers"][0]["command"] == ["/agent/bin/python", "agent.py"]
+    assert PAYLOAD_VARIABLE not in str(verifiers)
+    assert "/var/run/rollout" in verifiers["containers"][0]["command"]
+    assert job["metadata"]["labels"].keys() == verifier["metadata"]["labels"].keys()
+    assert verifier["spec"]["activeDeadlineSeconds"] == 600 + 600 + 240
 
 
 def test_ids_that_are_no_names_or_labels_are_replaced() -> None:

@@ -89,6 +89,19 @@ def test_tests_without_a_reward_are_a_failure_and_never_a_zero(given, script, me
         verify(given(script, timeout_s=0.5 if "sleep" in script else 30.0))
 
 
+def test_tests_that_use_more_memory_than_the_task_has_are_killed(given):
+    script = f"exec {sys.executable} -c 'x = bytes([1]) * 200_000_000; import time; time.sleep(60)'"
+    with pytest.raises(ScoringError, match="used more than 104857600 bytes of memory"):
+        verify(given(script, container={"memory_mb": 100}))
+
+
+def test_temporary_files_of_the_tests_are_in_their_folder(given):
+    script = (
+        "touch $TMPDIR/x $HOME/x && case $TMPDIR in */rollout-verifier-*) echo 1 > /logs/verifier/reward.txt; esac"
+    )
+    assert verify(given(script)) == {"reward": 1}
+
+
 def test_what_is_missing_is_named(given):
     without = given("", artifacts=False)
     with pytest.raises(ScoringError, match=r"no artifact 'workspace.tar.gz'"):

@@ -15,6 +15,7 @@ from agent_wrapper.one_shot import PAYLOAD_VARIABLE
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.local.kubernetes_emulator import KubernetesEmulator
+from rollout_backend.local.kubernetes_images import termination_file
 from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 
 IMAGE = "registry.example.com/agent:1"
@@ -23,8 +24,9 @@ IMAGE = "registry.example.com/agent:1"
 class Container:
     """The process of a pod, which runs until `exit` or `stop`."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], log: Path) -> None:
         self.env = env
+        self._log = log
         self.pid = None
         self.returncode: int | None = None
         self._ended = asyncio.Event()
@@ -32,7 +34,10 @@ class Container:
     def payload(self) -> bytes:
         return Path(self.env[PAYLOAD_VARIABLE]).read_bytes()
 
-    def exit(self, code: int) -> None:
+    def exit(self, code: int, message: str = "") -> None:
+        """End with a termination message."""
+        if message:
+            termination_file(self._log).write_text(message)
         self.returncode = code
         self._ended.set()
 
@@ -47,11 +52,15 @@ class Container:
 class Containers:
     """A spawner of stand-ins."""
 
-    def __init__(self) -> None:
+    def __init__(self, exit_code: int | None = None) -> None:
+        """With `exit_code`, they end at once."""
         self.started: list[Container] = []
+        self._exit_code = exit_code
 
     async def spawn(self, name: str, env: Mapping[str, str], log: Path) -> Any:
-        self.started.append(Container(env))
+        self.started.append(Container(env, log))
+        if self._exit_code is not None:
+            self.started[-1].exit(self._exit_code)
         return self.started[-1]
 
     async def close(self) -> None: ...

@@ -1,10 +1,11 @@
-"""Write the objects of one attempt: a Job, and the Secret that holds its payload. Pure.
+"""Write the objects of one attempt, and of the verifier of one result: a Job, and the Secret with its input. Pure.
 
 Invariants:
 
 - Everything that an attempt creates is deleted with its Job, which owns it.
 - A Job starts one pod: Kubernetes replaces no pod that failed, because another attempt has another session.
 - The payload, which holds the session's key, is in the Secret only.
+- The pod of an attempt mounts its payload, the agent's files if its task has an image of its own, and nothing else.
 """
 
 from __future__ import annotations
@@ -13,18 +14,26 @@ import base64
 import hashlib
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent_wrapper.contract import RolloutRequest
+from agent_wrapper.contract import Rollout, RolloutRequest
 from agent_wrapper.one_shot import PAYLOAD_VARIABLE
 from rollout_backend.config import KubernetesConfig
+from rollout_backend.core.task_container import TaskContainer
 
 RUN_LABEL = "rollout-backend/run"
 SESSION_LABEL = "rollout-backend/session"
 CONTAINER = "agent"
 MAX_PAYLOAD_BYTES = 1_048_576  # of a Secret
 
-_FOLDER, _FILE = "/var/run/rollout", "payload.json"
+AGENT_FOLDER = "/agent"
+"""The agent's files, in its image and in each container of a task's image."""
+VERIFIER_SPARE_S = 240.0
+"""Time of a verifier's container beyond its tests: it downloads the artifacts."""
+PAYLOAD_FILE = "payload.json"
+
+_FOLDER = "/var/run/rollout"
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _STOP_S = 15  # the wrapper publishes within 8 s of SIGTERM
@@ -45,15 +54,15 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _metadata(request: RolloutRequest, session_id: str) -> dict[str, Any]:
+def _metadata(run_id: str, step: int, rollout_id: str, session_id: str) -> dict[str, Any]:
     return {
         "labels": {
             "app.kubernetes.io/managed-by": "rollout-backend",
-            RUN_LABEL: label_value(request.run_id),
+            RUN_LABEL: label_value(run_id),
             SESSION_LABEL: label_value(session_id),
         },
         "annotations": {
-            "rollout-backend/rollout": f"{request.run_id}, step {request.step}, {request.rollout_id}",
+            "rollout-backend/rollout": f"{run_id}, step {step}, {rollout_id}",
             # Autoscalers move no pod with these.
             "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
             "karpenter.sh/do-not-disrupt": "true",
@@ -61,30 +70,57 @@ def _metadata(request: RolloutRequest, session_id: str) -> dict[str, Any]:
     }
 
 
-def job_manifest(config: KubernetesConfig, session_id: str, request: RolloutRequest) -> dict[str, Any]:
-    """Return the Job of an attempt."""
-    name, metadata = job_name(session_id), _metadata(request, session_id)
+def job_manifest(
+    config: KubernetesConfig, session_id: str, request: RolloutRequest, container: TaskContainer | None = None
+) -> dict[str, Any]:
+    """Return the Job of an attempt. `container` is that of its task; None if it runs in the agent's image."""
+    metadata = _metadata(request.run_id, request.step, request.rollout_id, session_id)
     alive_s = config.start_timeout_s + (request.remaining_s or 0) + (request.publish_grace_s or 0) + _SPARE_S
-    environment = {**config.environment, PAYLOAD_VARIABLE: f"{_FOLDER}/{_FILE}"}
-    pod = {
+    environment = {PAYLOAD_VARIABLE: f"{_FOLDER}/{PAYLOAD_FILE}"}
+    return _job(config, job_name(session_id), metadata, alive_s, config.command, environment, container)
+
+
+def verifier_manifest(
+    config: KubernetesConfig, session_id: str, rollout: Rollout, container: TaskContainer, timeout_s: float
+) -> dict[str, Any]:
+    """Return the Job that scores a result, in the image of its task. `timeout_s` limits its tests."""
+    metadata = _metadata(rollout.run_id, rollout.step, rollout.rollout_id, session_id)
+    command = [f"{AGENT_FOLDER}/bin/python", "-I", "-m", "agent_wrapper.verifier", _FOLDER]
+    alive_s = config.start_timeout_s + timeout_s + VERIFIER_SPARE_S
+    return _job(config, job_name(session_id), metadata, alive_s, command, {}, container)
+
+
+def _job(
+    config: KubernetesConfig,
+    name: str,
+    metadata: dict[str, Any],
+    alive_s: float,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    task: TaskContainer | None,
+) -> dict[str, Any]:
+    main: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": config.image if task is None else task.image,
+        "env": [{"name": key, "value": value} for key, value in {**config.environment, **environment}.items()],
+        "resources": {"requests": config.requests, "limits": config.limits},
+        "volumeMounts": [{"name": "payload", "mountPath": _FOLDER, "readOnly": True}],
+    }
+    if command:
+        main["command"] = [*command]
+    pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,  # agents have no business with the API server
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": _STOP_S,
-        "containers": [
-            {
-                "name": CONTAINER,
-                "image": config.image,
-                "env": [{"name": key, "value": value} for key, value in environment.items()],
-                "resources": {"requests": config.requests, "limits": config.limits},
-                "volumeMounts": [{"name": "payload", "mountPath": _FOLDER, "readOnly": True}],
-            }
-        ],
+        "containers": [main],
         "volumes": [{"name": "payload", "secret": {"secretName": name}}],
         "nodeSelector": config.node_selector,
         "tolerations": list(config.tolerations),
         "imagePullSecrets": [{"name": each} for each in config.image_pull_secrets],
     }
+    if task is not None:
+        _run_in_task_image(pod, main, config, task)
     if config.service_account is not None:
         pod["serviceAccountName"] = config.service_account
     return {
@@ -100,15 +136,39 @@ def job_manifest(config: KubernetesConfig, session_id: str, request: RolloutRequ
     }
 
 
-def secret_manifest(session_id: str, request: RolloutRequest, payload: bytes, job_uid: str) -> dict[str, Any]:
-    """Return the Secret with the payload of an attempt, which its Job owns."""
-    name = job_name(session_id)
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job_uid}
-    labels = _metadata(request, session_id)["labels"]
+def _run_in_task_image(
+    pod: dict[str, Any], main: dict[str, Any], config: KubernetesConfig, task: TaskContainer
+) -> None:
+    """Copy the agent's files into the pod, whose container is the task's."""
+    main["resources"] = {
+        "requests": {**config.requests, **task.resources},
+        "limits": {**config.limits, **task.resources},
+    }
+    main["env"] = [{"name": key, "value": value} for key, value in task.env.items()] + main["env"]
+    main["volumeMounts"].append({"name": "agent", "mountPath": AGENT_FOLDER, "readOnly": True})
+    if task.workdir is not None:
+        main["workingDir"] = task.workdir
+    copied = "/agent-copy"
+    pod["initContainers"] = [
+        {
+            "name": "copy-agent",
+            "image": config.image,
+            "command": ["cp", "-a", f"{AGENT_FOLDER}/.", copied],
+            "resources": main["resources"],
+            "volumeMounts": [{"name": "agent", "mountPath": copied}],
+        }
+    ]
+    pod["volumes"].append({"name": "agent", "emptyDir": {}})
+
+
+def secret_manifest(job: Mapping[str, Any], files: Mapping[str, bytes], job_uid: str) -> dict[str, Any]:
+    """Return the Secret with the files of a Job, which owns it."""
+    metadata = job["metadata"]
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": job_uid}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": name, "labels": labels, "ownerReferences": [owner]},
+        "metadata": {"name": metadata["name"], "labels": metadata["labels"], "ownerReferences": [owner]},
         "immutable": True,
-        "data": {_FILE: base64.b64encode(payload).decode()},
+        "data": {name: base64.b64encode(content).decode() for name, content in files.items()},
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,9 @@ class PodState:
     waits_for: str = "its Job has no pod yet"
     """Why it has not started, if it has not."""
     schedulable: bool = True
+    exit_code: int | None = None
+    message: str = ""
+    """What the container wrote to its termination message."""
 
 
 def pod_state(pod: Mapping[str, Any]) -> PodState:
@@ -52,6 +55,7 @@ def pod_state(pod: Mapping[str, Any]) -> PodState:
     container: Mapping[str, Any] = next(iter(status.get("containerStatuses", ())), {})
     state = container.get("state", {})
     terminated, waiting = state.get("terminated"), state.get("waiting") or {}
+    initial = [each.get("state", {}) for each in status.get("initContainerStatuses", ())]
     ran = terminated is not None and terminated.get("reason") not in _NEVER_STARTED
     scheduled = conditions.get("PodScheduled", {})
     return PodState(
@@ -59,10 +63,13 @@ def pod_state(pod: Mapping[str, Any]) -> PodState:
         finished=status.get("phase") in ("Succeeded", "Failed"),
         problem=_eviction(pod, conditions)
         or (_exit(terminated) if terminated is not None else None)
+        or _failed_start(initial)
         or _refused_start(waiting)
         or _failure(status),
         waits_for=_waits_for(scheduled, waiting),
         schedulable=scheduled.get("status") != "False",
+        exit_code=terminated.get("exitCode") if terminated is not None else None,
+        message=terminated.get("message", "") if terminated is not None else "",
     )
 
 
@@ -86,8 +93,14 @@ def _exit(terminated: Mapping[str, Any]) -> Problem:
         return Problem("out_of_memory", "the container was killed because it used more memory than its limit")
     said = f": {terminated['message']}" if terminated.get("message") else ""
     if reason in _NEVER_STARTED:
-        return Problem("container_error", f"the container could not be started{said}")
+        return Problem("container_error", f"the container could not be started{said}{_advice(said)}")
     return Problem("container_lost", f"the container ended with exit code {code} and published no result{said}")
+
+
+def _advice(said: str) -> str:
+    if "/agent/" not in said:
+        return ""
+    return ": a task's image must be of Linux with the libc of the Python in runtime.image's folder /agent"
 
 
 def _refused_start(waiting: Mapping[str, Any]) -> Problem | None:
@@ -97,6 +110,19 @@ def _refused_start(waiting: Mapping[str, Any]) -> Problem | None:
         return Problem("image_pull_failed", f"the image cannot be pulled: {said}")
     if reason in _START:
         return Problem("container_error", f"the container cannot be started: {said}")
+    return None
+
+
+def _failed_start(initial: Iterable[Mapping[str, Any]]) -> Problem | None:
+    """Return why an init container keeps the container from starting."""
+    for state in initial:
+        if found := _refused_start(state.get("waiting") or {}):
+            return found
+        ended = state.get("terminated") or {}
+        if ended.get("exitCode"):
+            said = f"{ended.get('reason', '')} {ended.get('message', '')}".strip()
+            text = f"copying the agent's files failed with exit code {ended['exitCode']} ({said})"
+            return Problem("container_error", f"{text}: does runtime.image have a folder /agent, and cp?")
     return None
 
 

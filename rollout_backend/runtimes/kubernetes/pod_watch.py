@@ -32,6 +32,8 @@ class _Session:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reported: bool = False
     stopping: bool = False
+    awaited: bool = False  # its end is what a caller waits for, and no loss
+    gone: bool = False  # its pod was deleted
 
 
 class PodWatch:
@@ -58,9 +60,9 @@ class PodWatch:
             if session.reported:
                 on_end(self._end(session_id, session.state))
 
-    def expect(self, session_id: str) -> None:
-        """Follow a session whose Job is about to be created."""
-        self._sessions.setdefault(label_value(session_id), _Session())
+    def expect(self, session_id: str, *, awaited: bool = False) -> None:
+        """Follow a session whose Job is about to be created. The end of an `awaited` one is not reported."""
+        self._sessions.setdefault(label_value(session_id), _Session(awaited=awaited))
 
     async def wait(self, session_id: str, until: Callable[[PodState], bool], timeout_s: float) -> PodState:
         """Wait until a session's pod is in such a state, for at most `timeout_s`. Return its last state."""
@@ -83,7 +85,7 @@ class PodWatch:
         first, session.stopping = not session.stopping, True
         if first and session.state.started:
             await self.wait(session_id, lambda state: state.finished, exit_s)
-        if session.state == PodState():  # it may never have a pod, whose deletion would be seen
+        if session.gone or session.state == PodState():  # no deletion of a pod will be seen
             self._sessions.pop(label_value(session_id), None)
         return session.state.finished
 
@@ -153,17 +155,20 @@ class PodWatch:
             self._report(session_id, session)
 
     def _deleted(self, session_id: str) -> None:
-        session = self._sessions.pop(session_id, None)
+        session = self._sessions.get(session_id)
         if session is None:
             return
+        session.gone = True
+        if not session.awaited or session.stopping:
+            del self._sessions[session_id]
         if not session.state.finished:
-            gone = Problem("evicted", "its pod was deleted, and not by this run")
+            gone = session.state.problem or Problem("evicted", "its pod was deleted, and not by this run")
             session.state = PodState(started=session.state.started, finished=True, problem=gone)
             self._report(session_id, session)
         session.changed.set()
 
     def _report(self, session_id: str, session: _Session) -> None:
-        if session.reported or session.stopping:
+        if session.reported or session.stopping or session.awaited:
             return
         session.reported = True
         end = self._end(session_id, session.state)

@@ -11,16 +11,17 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import aiohttp
 from pydantic_core import from_json
 
-from agent_wrapper.contract import REQUEST_FIELD, ContractError, RolloutRequest
+from agent_wrapper.contract import REQUEST_FIELD, ContractError, Rollout, RolloutRequest
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.session_ends import SessionEnd
+from rollout_backend.core.task_container import CONTAINER_FIELD, TaskContainer
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
@@ -36,9 +37,12 @@ from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 from rollout_backend.runtimes.kubernetes.api import ApiError, KubernetesApi
 from rollout_backend.runtimes.kubernetes.manifests import (
     MAX_PAYLOAD_BYTES,
+    PAYLOAD_FILE,
+    VERIFIER_SPARE_S,
     job_manifest,
     job_name,
     secret_manifest,
+    verifier_manifest,
 )
 from rollout_backend.runtimes.kubernetes.pod_state import PodState
 from rollout_backend.runtimes.kubernetes.pod_watch import PodWatch
@@ -165,23 +169,50 @@ class KubernetesRuntime(AgentRuntime):
     # --- sessions -----------------------------------------------------------------------------------------
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
-        request = _read_request(payload)
-        watch = self._watch(request.run_id)
+        request, container = _read_request(payload)
+        job = job_manifest(self._config, session_id, request, container)
+        await self._start(session_id, request.run_id, job, {PAYLOAD_FILE: payload})
+        return _ACCEPTED
+
+    async def run_verifier(
+        self,
+        session_id: str,
+        rollout: Rollout,
+        container: TaskContainer,
+        files: Mapping[str, bytes],
+        timeout_s: float,
+    ) -> PodState:
+        """Run the verifier of a result to its end, and return how it ended. Its Job remains until it is stopped.
+
+        Raises:
+            RuntimeCallError: its container has not started, or has not ended in time.
+        """
+        job = verifier_manifest(self._config, session_id, rollout, container, timeout_s)
+        self._watch(rollout.run_id).expect(session_id, awaited=True)
+        await self._start(session_id, rollout.run_id, job, files)
+        watch, limit_s = self._watch(rollout.run_id), timeout_s + VERIFIER_SPARE_S
+        state = await watch.wait(session_id, lambda state: state.finished, limit_s)
+        if not state.finished:
+            raise RuntimeUnavailable(f"the verifier's container has not ended within {limit_s:g} s; {watch.trouble}")
+        return state
+
+    async def _start(self, session_id: str, run_id: str, job: dict[str, Any], files: Mapping[str, bytes]) -> None:
+        """Create a Job with its Secret, and return once its container has started."""
+        watch = self._watch(run_id)
         watch.expect(session_id)
-        uid = await self._create_job(session_id, request)
-        await self._create_secret(session_id, request, payload, uid)
+        uid = await self._create_job(session_id, job)
+        await self._create_secret(job, files, uid)
         state = await watch.wait(session_id, _is_decided, min(_POD_S, self._config.start_timeout_s))
         if state == PodState():
             await self._raise_refused_pod(session_id)
         if not _is_decided(state):
             state = await watch.wait(session_id, _is_decided, max(0.0, self._config.start_timeout_s - _POD_S))
         self._raise_not_started(state, watch.trouble)
-        return _ACCEPTED
 
-    async def _create_job(self, session_id: str, request: RolloutRequest) -> str:
+    async def _create_job(self, session_id: str, manifest: dict[str, Any]) -> str:
         """Return the uid of the session's Job."""
         try:
-            job = await self._create("jobs", job_manifest(self._config, session_id, request))
+            job = await self._create("jobs", manifest)
             if job is None:  # by an earlier call, whose answer was lost
                 job = await self._api.call("GET", self._api.path("jobs", job_name(session_id)))
         except ApiError as error:
@@ -195,10 +226,10 @@ class KubernetesRuntime(AgentRuntime):
             raise RuntimeUnavailable(f"the create of a Job was cut off: {_text(error)}", refused=True) from error
         return str(job["metadata"]["uid"])
 
-    async def _create_secret(self, session_id: str, request: RolloutRequest, payload: bytes, uid: str) -> None:
+    async def _create_secret(self, job: Mapping[str, Any], files: Mapping[str, bytes], uid: str) -> None:
         refused: RuntimeCallError
         try:
-            await self._create("secrets", secret_manifest(session_id, request, payload, uid))
+            await self._create("secrets", secret_manifest(job, files, uid))
         except ApiError as error:
             refused = _to_call_error(error, "create a Secret")
             refused.never_opened = False  # its Job exists
@@ -288,15 +319,18 @@ async def delete_job(api: KubernetesApi, session_id: str) -> bool:
     return True
 
 
-def _read_request(payload: bytes) -> RolloutRequest:
+def _read_request(payload: bytes) -> tuple[RolloutRequest, TaskContainer | None]:
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise InvokeRejected(
             f"the payload has {len(payload):,} bytes, and a Secret holds at most {MAX_PAYLOAD_BYTES:,}: put the "
             "task's large fields where the agent can fetch them, and name them in the task"
         )
     try:
-        return RolloutRequest.parse(from_json(payload)[REQUEST_FIELD], f"{REQUEST_FIELD}.")
-    except (ValueError, LookupError, TypeError, ContractError) as error:
+        fields = from_json(payload)
+        container = fields.get(CONTAINER_FIELD)
+        request = RolloutRequest.parse(fields[REQUEST_FIELD], f"{REQUEST_FIELD}.")
+        return request, TaskContainer.parse(container, f"{CONTAINER_FIELD}.") if container is not None else None
+    except (ValueError, LookupError, TypeError, AttributeError, ContractError) as error:
         raise InvokeRejected(f"the payload requests no rollout: {error}") from error
 
 

@@ -1,0 +1,120 @@
+"""Run the tests of a Harbor task, and read the reward that they write.
+
+Invariants:
+
+- The tests and their children end with the call, and with this process.
+- The reward is what the tests wrote to their reward file. Without one there is no reward, whatever their exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_SHOWN_CHARS = 2_000
+_POLL_S = 0.25  # interval of measuring the memory
+_RUN = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -KILL 0; } & exec "$0" 3<&-'
+"""Run a program until it ends, or until the writer of stdin ends, which kills the process group."""
+
+
+class TestsFailed(Exception):
+    """The tests wrote no reward, or exceeded a limit. The message has the end of their output."""
+
+    __test__ = False  # for pytest, which collects classes of this name
+
+
+def run_tests(
+    script: Path,
+    *,
+    cwd: Path,
+    environ: Mapping[str, str],
+    output: Path,
+    timeout_s: float,
+    memory_bytes: int | None = None,
+) -> str:
+    """Run a task's tests/test.sh. Return how it ended, with the end of its output, which is in the file `output`.
+
+    Raises:
+        TestsFailed: they took longer, or their processes together used more memory.
+        OSError: they cannot be started.
+    """
+    script.chmod(0o700)
+    with (
+        output.open("wb") as written,
+        subprocess.Popen(
+            [shutil.which("bash") or "sh", "-c", _RUN, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env=dict(environ),
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            code = _wait(process, timeout_s, memory_bytes)
+        except TestsFailed as error:
+            raise TestsFailed(f"{error}: {_end(output)}") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return f"tests/test.sh exited with {code}: {_end(output)}"
+
+
+def read_reward(folder: Path, ended: str) -> dict[str, Any]:
+    """Return the content of reward.json, or of reward.txt if there is no other, in the folder /logs/verifier.
+
+    `ended` is what `run_tests` returned.
+
+    Raises:
+        TestsFailed: there is no number.
+    """
+    for file in (folder / "reward.json", folder / "reward.txt"):
+        if not file.is_file():
+            continue
+        try:
+            fields = json.loads(file.read_text()) if file.suffix == ".json" else float(file.read_text())
+        except ValueError:
+            raise TestsFailed(f"the tests wrote no number to {file.name} ({ended})") from None
+        if not isinstance(fields, dict):
+            return {"reward": fields}
+        if "reward" not in fields and len(fields) == 1:
+            return {"reward": next(iter(fields.values()))}
+        return fields
+    raise TestsFailed(f"the tests wrote no /logs/verifier/reward.json or reward.txt ({ended})")
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float, memory_bytes: int | None) -> int:
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            return process.wait(left_s if memory_bytes is None else min(left_s, _POLL_S))
+        except subprocess.TimeoutExpired:
+            if memory_bytes is not None and _resident_bytes(process.pid) > memory_bytes:
+                raise TestsFailed(f"the tests used more than {memory_bytes} bytes of memory") from None
+    raise TestsFailed(f"the tests took longer than verifier.timeout_sec={timeout_s:g}")
+
+
+def _resident_bytes(group: int) -> int:
+    """Return the resident memory of a process group; 0 if this is not Linux."""
+    pages = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                pages += int(fields[21])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _end(output: Path) -> str:
+    with output.open("rb") as file:
+        file.seek(max(0, output.stat().st_size - 4 * _SHOWN_CHARS))
+        return file.read().decode(errors="replace").strip()[-_SHOWN_CHARS:] or "it printed nothing"

@@ -1,0 +1,125 @@
+"""Score what an agent has left with the tests of a Harbor task, in a container of the task's image:
+`python -m agent_wrapper.verifier FOLDER`.
+
+FOLDER holds `verifier.json`, a `VerifierOrder`, and `tests.tar.gz`. The workspace that the agent published replaces
+the content of the working directory, and the tests run there. Their reward, or why there is none, is written to the
+container's termination message.
+
+Invariants:
+
+- Without a reward the exit code is 1, so no failure is taken for a reward of 0.
+- Nothing of the workspace is imported: run it with Python's option -I.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from pydantic import Field
+
+from agent_wrapper.contract import Artifact, ContractError, ContractObject, unpack_artifacts
+from agent_wrapper.harbor_tests import TestsFailed, read_reward, run_tests
+from agent_wrapper.workspace import WORKSPACE, unpack_folder
+
+ORDER, TESTS = "verifier.json", "tests.tar.gz"
+"""Names of the files in FOLDER."""
+MAX_MESSAGE_BYTES = 4096
+"""Of a termination message."""
+_DOWNLOAD_S = 120.0
+
+
+class VerifierOrder(ContractObject):
+    """What to score, and how."""
+
+    artifacts_url: str = Field(repr=False)  # GET returns the object that `artifacts_key` names
+    artifacts: tuple[Artifact, ...]  # that the agent's result lists
+    timeout_s: float = Field(gt=0)  # of the tests
+    env: dict[str, str] = Field(default={}, repr=False)  # variables of the tests
+
+
+def main(folder: Path, *, root: Path = Path("/"), message: Path = Path("/dev/termination-log")) -> int:
+    """Run the tests, write the message, and return the exit code. `root` holds /tests and /logs."""
+    try:
+        text = json.dumps(_score(folder, root), allow_nan=False)
+        code = 0
+        if len(text.encode()) > MAX_MESSAGE_BYTES:
+            raise TestsFailed(f"reward.json has more than {MAX_MESSAGE_BYTES} bytes, which a pod cannot report")
+    except (TestsFailed, ContractError, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        text = str(error)
+        code = 1
+    message.write_bytes(text.encode()[:MAX_MESSAGE_BYTES])
+    return code
+
+
+def _score(folder: Path, root: Path) -> dict[str, object]:
+    order = VerifierOrder.parse(json.loads((folder / ORDER).read_bytes()))
+    files = unpack_artifacts(_download(order.artifacts_url), order.artifacts)
+    if WORKSPACE not in files:
+        raise TestsFailed(f"the agent has published no artifact {WORKSPACE!r}: run it with --workspace")
+    _restore(files[WORKSPACE], Path.cwd())
+    tests, logs = root / "tests", root / "logs" / "verifier"
+    for each in (tests, logs):
+        each.mkdir(parents=True, exist_ok=True)
+        _clear(each)
+    unpack_folder((folder / TESTS).read_bytes(), tests)
+    output = logs / "test-stdout.txt"
+    try:
+        ended = run_tests(
+            tests / "test.sh",
+            cwd=Path.cwd(),
+            environ=os.environ | order.env,
+            output=output,
+            timeout_s=order.timeout_s,
+        )
+    finally:
+        if output.exists():  # the container's log
+            sys.stdout.write(output.read_text(errors="replace"))
+            sys.stdout.flush()
+    return read_reward(logs, ended)
+
+
+def _restore(workspace: bytes, folder: Path) -> None:
+    """Replace the content of a folder by the agent's workspace."""
+    if folder == Path(folder.anchor):
+        raise TestsFailed("the image's working directory is /: set WORKDIR in the Dockerfile, or environment.workdir")
+    _clear(folder)
+    unpack_folder(workspace, folder)
+
+
+def _clear(folder: Path) -> None:
+    for each in folder.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
+        else:
+            each.unlink()
+
+
+def _download(url: str) -> bytes:
+    import httpx
+    import tenacity
+
+    for attempt in tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(httpx.TransportError),
+        stop=tenacity.stop_after_delay(_DOWNLOAD_S),
+        wait=tenacity.wait_exponential_jitter(max=10),
+        reraise=True,
+    ):
+        with attempt:
+            try:
+                reply = httpx.get(url, timeout=60.0)
+                if reply.status_code >= 500:
+                    raise httpx.TransportError(f"S3 answered {reply.status_code}")
+            except httpx.InvalidURL as error:
+                raise TestsFailed(f"the artifacts' URL is invalid: {error}") from None
+    if reply.status_code != 200:
+        raise TestsFailed(f"S3 answered {reply.status_code} to the GET of the artifacts: {reply.text[:300]}")
+    return reply.content
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

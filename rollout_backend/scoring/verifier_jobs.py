@@ -1,0 +1,147 @@
+"""Score the results of Harbor tasks on Kubernetes: each in a Job of its own, in the image of its task.
+
+The Job gets the tests in its Secret, so they are in no bucket that an agent may read. It gets the artifacts by a
+presigned URL, because they may be larger than a Secret. Its reward returns in the termination message of its
+container, which needs no permission in the cluster beyond those for attempts.
+
+Invariants:
+
+- The containers of agent and verifier share nothing but the artifacts.
+- A Job without a reward is a failure of the scorer, which is retried, and never a reward of 0.
+- A Job that may run is deleted, by the run or by its janitor. One that has ended is kept for its log, as of attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgpack
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+
+from agent_wrapper.contract import Rollout
+from agent_wrapper.verifier import ORDER, TESTS, VerifierOrder
+from agent_wrapper.workspace import WORKSPACE
+from rollout_backend.collect.presign import Presigner
+from rollout_backend.config import ScoringConfig
+from rollout_backend.core.harbor import VERIFIER, resolve_variables
+from rollout_backend.core.task_container import CONTAINER_FIELD, TaskContainer
+from rollout_backend.errors import RuntimeCallError
+from rollout_backend.runtimes.kubernetes.pod_state import PodState
+from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
+from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, load_scorer
+
+_STOP_S = 60.0  # of trying to delete a Job; then its deadline ends it
+_URL_S = 3600.0  # beyond the time to start
+
+
+class VerifierJobs:
+    """The verifiers of one run. `call` takes the place of `WorkerPool.call`."""
+
+    def __init__(
+        self,
+        runtime: KubernetesRuntime,
+        presigner: Presigner,
+        config: ScoringConfig,
+        *,
+        on_open: Callable[[str], object],
+        on_closed: Callable[[str], object],
+    ) -> None:
+        """`on_open` and `on_closed` are called with the session of each Job, before it is created and once it is
+        deleted."""
+        self._runtime = runtime
+        self._presigner = presigner
+        self._timeout_s = config.timeout_s
+        self._slots = asyncio.Semaphore(config.processes)
+        self._on_open = on_open
+        self._on_closed = on_closed
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._scorer = load_scorer(VERIFIER)
+
+    async def aclose(self) -> None:
+        """Wait until the Jobs of cancelled calls are deleted."""
+        await asyncio.gather(*self._stopping, return_exceptions=True)
+
+    @property
+    def name(self) -> str:
+        return self._scorer.name
+
+    @property
+    def sha256(self) -> str:
+        return self._scorer.sha256
+
+    async def call(self, request: bytes) -> dict[str, Any]:
+        """Return the score of a rollout, or an error."""
+        fields = msgpack.unpackb(request)
+        given = ScoreInput(rollout=Rollout.decode(fields.pop("result")), **fields)
+        try:
+            async with self._slots:
+                reward = await self._verify(given)
+            scorer = Scorer(self._scorer.name, self._scorer.file, self._scorer.sha256, lambda given: reward)
+            return scorer.score(given).model_dump()
+        except (ScoringError, RuntimeCallError, ValueError) as error:
+            return {"error": str(error)}
+
+    async def _verify(self, given: ScoreInput) -> dict[str, Any]:
+        task, container = given.private.get("harbor"), given.payload.get(CONTAINER_FIELD)
+        if task is None or container is None:
+            raise ScoringError(f"task {given.task_id!r} is no Harbor task: start the run with --tasks harbor:FOLDER")
+        if WORKSPACE not in given.artifacts:
+            raise ScoringError(
+                f"the agent has published no artifact {WORKSPACE!r}: add --workspace '{{payload.environment}}' to "
+                "runtime.command"
+            )
+        rollout, timeout_s = given.rollout, min(float(task["timeout_s"]), self._timeout_s)
+        order = VerifierOrder(
+            artifacts_url=self._presigner.artifacts_url(rollout, _URL_S + self._runtime.limits().start_timeout_s),
+            artifacts=rollout.artifacts,
+            timeout_s=timeout_s,
+            env=resolve_variables(task["env"]),
+        )
+        files = {ORDER: order.model_dump_json().encode(), TESTS: base64.b64decode(task["tests"])}
+        return await self._run(rollout, TaskContainer.parse(container, ""), files, timeout_s)
+
+    async def _run(
+        self, rollout: Rollout, container: TaskContainer, files: Mapping[str, bytes], timeout_s: float
+    ) -> dict[str, Any]:
+        session_id = f"verifier-{uuid.uuid4().hex}"
+        self._on_open(session_id)
+        try:
+            state = await self._runtime.run_verifier(session_id, rollout, container, files, timeout_s)
+        finally:
+            stopping = asyncio.create_task(self._stop(session_id))
+            self._stopping.add(stopping)
+            stopping.add_done_callback(self._stopping.discard)
+            await asyncio.shield(stopping)
+        return _read_reward(state, self._runtime.log_location(session_id))
+
+    async def _stop(self, session_id: str) -> None:
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(RuntimeCallError),
+            stop=stop_after_delay(_STOP_S),
+            wait=wait_exponential_jitter(max=10),
+            reraise=True,
+        ):
+            with attempt:
+                await self._runtime.stop(session_id)
+        self._on_closed(session_id)
+
+
+def _read_reward(state: PodState, log: str) -> dict[str, Any]:
+    """Return what the verifier reported. Raises ScoringError."""
+    if state.exit_code == 0:
+        try:
+            reported = json.loads(state.message)
+        except ValueError:
+            raise ScoringError(
+                f"the verifier reported {state.message[:100]!r}, and no reward. Its log: {log}"
+            ) from None
+        if isinstance(reported, dict):
+            return reported
+    lost = state.problem is not None and state.problem.reason != "container_lost"
+    said = state.problem.message if state.problem is not None and (lost or not state.message) else state.message
+    raise ScoringError(f"the verifier's Job has no reward: {said or 'its container is gone'}. Its log: {log}")

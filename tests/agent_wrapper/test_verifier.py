@@ -1,0 +1,123 @@
+"""The verifier's container: what it scores, and what it reports."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from agent_wrapper.contract import Artifact, pack_artifacts
+from agent_wrapper.verifier import MAX_MESSAGE_BYTES, ORDER, TESTS, VerifierOrder, main
+from agent_wrapper.workspace import WORKSPACE, pack_folder
+
+
+class Bucket(BaseHTTPRequestHandler):
+    answers: list[tuple[int, bytes]]
+
+    def do_GET(self) -> None:
+        status, body = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+class Verifier:
+    """A verifier's container whose root and working directory are folders."""
+
+    def __init__(self, path: Path, url: str) -> None:
+        self.root, self.app, self.given = path / "root", path / "root" / "app", path / "given"
+        self._message, self._url, self._tests, self._left = path / "message", url, path / "tests", path / "left"
+        for each in (self.app, self.given, self._tests, self._left):
+            each.mkdir(parents=True)
+        (self.app / "old.txt").write_text("of the image")
+        (self.app / "old").mkdir()
+        (self._left / "new.txt").write_text("of the agent")
+        self.files = {WORKSPACE: pack_folder(self._left)}
+        Bucket.answers = [(200, pack_artifacts(self.files))]
+
+    def run(self, script: str, timeout_s: float = 30.0, **env: str) -> tuple[int, str]:
+        (self._tests / "test.sh").write_text(script.replace("/logs", f"{self.root}/logs"))
+        order = VerifierOrder(
+            artifacts_url=self._url,
+            artifacts=[Artifact.of(name, data) for name, data in self.files.items()],
+            timeout_s=timeout_s,
+            env=env,
+        )
+        (self.given / ORDER).write_text(order.model_dump_json())
+        (self.given / TESTS).write_bytes(pack_folder(self._tests))
+        code = main(self.given, root=self.root, message=self._message)
+        return code, self._message.read_text()
+
+
+@pytest.fixture
+def verifier(tmp_path, monkeypatch) -> Iterator[Verifier]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    found = Verifier(tmp_path, f"http://127.0.0.1:{server.server_port}/artifacts")
+    monkeypatch.chdir(found.app)
+    yield found
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_tests_find_what_the_agent_left_in_place_of_the_images_files(verifier):
+    (verifier.root / "tests").mkdir()
+    (verifier.root / "tests" / "stale").touch()
+    script = (
+        'test "$(ls)$MODE" = new.txtstrict && cd /logs/verifier && ls ../../tests > seen && echo 0.5 > reward.txt'
+    )
+    assert verifier.run(script, MODE="strict") == (0, '{"reward": 0.5}')
+    assert (verifier.root / "logs" / "verifier" / "seen").read_text() == "test.sh\n"
+
+
+def test_other_values_of_the_reward_are_reported(verifier):
+    code, message = verifier.run("""echo '{"reward": 1, "passed": 3}' > /logs/verifier/reward.json; exit 2""")
+    assert (code, json.loads(message)) == (0, {"reward": 1, "passed": 3})
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            "echo broken; exit 4",
+            "wrote no /logs/verifier/reward.json or reward.txt (tests/test.sh exited with 4: broken)",
+        ),
+        ("sleep 60", "took longer than verifier.timeout_sec=0.3"),
+        (
+            'printf \'{"reward": 1, "x": "%5000s"}\' y > /logs/verifier/reward.json',
+            "reward.json has more than 4096 bytes",
+        ),
+        ("echo '{\"reward\": NaN}' > /logs/verifier/reward.json", "not JSON compliant"),
+    ],
+)
+def test_without_a_reward_the_message_says_why(verifier, script, message):
+    code, found = verifier.run(script, timeout_s=0.3 if "sleep" in script else 30.0)
+    assert code == 1
+    assert message in found
+    assert len(found.encode()) <= MAX_MESSAGE_BYTES
+
+
+def test_artifacts_that_are_others_or_missing_are_refused(verifier):
+    Bucket.answers = [(200, pack_artifacts({WORKSPACE: b"other"}))]
+    assert verifier.run("true")[0] == 1
+    Bucket.answers = [(403, b"<Code>AccessDenied</Code>")]
+    code, message = verifier.run("true")
+    assert code == 1
+    assert "S3 answered 403 to the GET of the artifacts: <Code>AccessDenied" in message
+    verifier.files = {"log.txt": b"x"}
+    Bucket.answers = [(200, pack_artifacts(verifier.files))]
+    assert "no artifact 'workspace.tar.gz'" in verifier.run("true")[1]
+    assert (verifier.app / "old.txt").exists()
+
+
+def test_the_root_is_no_workspace(verifier, monkeypatch):
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/"))
+    code, message = verifier.run("true")
+    assert code == 1
+    assert "working directory is /: set WORKDIR" in message

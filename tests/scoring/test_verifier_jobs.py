@@ -1,0 +1,175 @@
+"""The verifiers of Harbor tasks on Kubernetes, against an unkind cluster. Containers are objects in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from agent_wrapper.contract import Artifact
+from agent_wrapper.verifier import ORDER, TESTS, VerifierOrder
+from agent_wrapper.workspace import WORKSPACE
+from kubernetes_bench import IMAGE, Containers
+from rollout_backend.collect.presign import Presigner
+from rollout_backend.config import AwsConfig, KubernetesConfig, ScoringConfig, StorageConfig
+from rollout_backend.core.task_container import CONTAINER_FIELD
+from rollout_backend.local.kubernetes_emulator import ApiFault, KubernetesEmulator
+from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
+from rollout_backend.scoring.verifier_jobs import VerifierJobs
+from rollouts import make_rollout
+
+TASK = "registry.example.com/tasks/t:1"
+
+
+class Verifiers:
+    """Verifier Jobs in a cluster, and what they report to the janitor."""
+
+    def __init__(self, cluster: KubernetesEmulator, containers: Containers, jobs: VerifierJobs) -> None:
+        self.cluster = cluster
+        self.containers = containers
+        self.jobs = jobs
+        self.open: list[str] = []
+
+    async def call(self, **private: Any) -> dict[str, Any]:
+        workspace = b"files"
+        rollout = make_rollout("t.0", reward=0.0, artifacts=[Artifact.of(WORKSPACE, workspace)])
+        harbor = {"tests": base64.b64encode(b"tests").decode(), "timeout_s": 30.0, "env": {"A": "b"}, **private}
+        request = {
+            "task_id": "t",
+            "payload": {CONTAINER_FIELD: {"image": TASK}},
+            "private": {"harbor": harbor},
+            "result": rollout.encode(),
+            "artifacts": {WORKSPACE: workspace},
+        }
+        return await self.jobs.call(msgpack.packb(request))
+
+    async def exit(self, code: int, message: str, nth: int = 0) -> None:
+        """End the container of the nth verifier, once it runs."""
+        async with asyncio.timeout(20):
+            while len(self.containers.started) <= nth:  # noqa: ASYNC110  # nothing tells when it is so
+                await asyncio.sleep(0.01)
+        self.containers.started[nth].exit(code, message)
+
+    def files(self) -> dict[str, bytes]:
+        """Return the content of the last Secret."""
+        secret = [each for each in self.cluster.created if each["kind"] == "Secret"][-1]
+        return {name: base64.b64decode(data) for name, data in secret["data"].items()}
+
+
+@pytest.fixture(scope="module")
+def presigner() -> Iterator[Presigner]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        yield Presigner(StorageConfig(bucket="results"), AwsConfig(region="us-east-1"))
+
+
+@pytest.fixture
+async def verifiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, presigner: Presigner
+) -> AsyncIterator[Verifiers]:
+    monkeypatch.setattr("rollout_backend.runtimes.kubernetes.runtime._EXIT_S", 0.05)
+    containers = Containers()
+    async with KubernetesEmulator({IMAGE: Containers(exit_code=0), TASK: containers}, tmp_path) as cluster:
+        config = KubernetesConfig(image=IMAGE, kubeconfig=cluster.kubeconfig, start_timeout_s=5)
+        runtime = await KubernetesRuntime.open(config)
+        jobs = VerifierJobs(
+            runtime,
+            presigner,
+            ScoringConfig(timeout_s=20.0),
+            on_open=lambda session: found.open.append(session),
+            on_closed=lambda session: found.open.remove(session),
+        )
+        found = Verifiers(cluster, containers, jobs)
+        yield found
+        await jobs.aclose()
+        await runtime.aclose()
+
+
+async def test_the_reward_comes_from_a_job_with_the_tests_and_a_url_of_the_artifacts(verifiers):
+    calling = asyncio.create_task(verifiers.call())
+    await verifiers.exit(0, json.dumps({"reward": 0.5, "passed": 2}))
+    score = await calling
+    assert (score["reward"], score["extras"], score["scorer"]) == (0.5, {"passed": 2}, "verify")
+    files = verifiers.files()
+    order = VerifierOrder.parse(json.loads(files[ORDER]))
+    assert files[TESTS] == b"tests"
+    assert "artifacts" in order.artifacts_url
+    assert "X-Amz-Signature" in order.artifacts_url
+    assert (order.timeout_s, order.env) == (20.0, {"A": "b"})  # scoring.timeout_s is the lower one
+    assert [each.name for each in order.artifacts] == [WORKSPACE]
+    [job] = [each for each in verifiers.cluster.created if each["kind"] == "Job"]
+    assert job["metadata"]["labels"]["rollout-backend/run"] == "run"
+    assert verifiers.open == []
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "words"),
+    [
+        (1, "the tests wrote no reward.txt", "has no reward: the tests wrote no reward.txt. Its log: kubectl logs"),
+        (2, "", "exit code 2"),
+        (0, "", "reported '', and no reward"),
+        (0, "[1]", "no reward: [1]"),
+        (0, '{"passed": 1}', "without 'reward'"),
+        (0, '{"reward": null}', "reward"),
+    ],
+)
+async def test_a_verifier_without_a_reward_is_a_failure_and_never_a_zero(verifiers, code, message, words):
+    calling = asyncio.create_task(verifiers.call())
+    await verifiers.exit(code, message)
+    answer = await calling
+    assert answer.keys() == {"error"}
+    assert words in answer["error"]
+    assert verifiers.open == []
+
+
+@pytest.mark.parametrize(
+    ("fate", "words"),
+    [
+        ("is killed for memory", "more memory than its limit"),
+        ("is evicted", "the node is drained"),
+        ("cannot pull its image", "the image cannot be pulled"),
+        ("cannot be started", "could not be started"),
+        ("exits with 1", "exit code 1"),
+    ],
+)
+async def test_a_lost_container_is_a_failure_and_its_job_is_deleted(verifiers, fate, words):
+    verifiers.cluster.fates.append(fate)
+    answer = await verifiers.call()
+    assert words in answer["error"]
+    assert verifiers.open == []
+    assert verifiers.cluster.running_pods() == []
+
+
+async def test_a_verifier_that_does_not_end_is_deleted(verifiers, monkeypatch):
+    monkeypatch.setattr("rollout_backend.runtimes.kubernetes.runtime.VERIFIER_SPARE_S", 0.1)
+    answer = await verifiers.call(timeout_s=0.1)
+    assert "has not ended within 0.2 s" in answer["error"]
+    assert verifiers.cluster.names("jobs") == verifiers.open == []
+
+
+async def test_a_cancelled_verifier_is_deleted_although_the_cluster_is_slow(verifiers):
+    verifiers.cluster.faults.append(ApiFault("unavailable", "DELETE"))
+    calling = asyncio.create_task(verifiers.call())
+    async with asyncio.timeout(20):
+        while not verifiers.containers.started:  # noqa: ASYNC110  # nothing tells when it is so
+            await asyncio.sleep(0.01)
+    assert len(verifiers.open) == 1
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    await verifiers.jobs.aclose()
+    assert verifiers.cluster.names("jobs") == verifiers.open == []
+
+
+async def test_what_is_no_harbor_task_is_named(verifiers):
+    request = {"task_id": "t", "payload": {}, "private": {}, "result": make_rollout("t.0").encode(), "artifacts": {}}
+    answer = await verifiers.jobs.call(msgpack.packb(request))
+    assert "is no Harbor task" in answer["error"]
+    assert verifiers.cluster.created == []
