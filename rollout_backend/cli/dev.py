@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeGuard
 
 import typer
 
@@ -25,7 +25,8 @@ _TASKS = "tasks.jsonl"
 def dev(
     app: Annotated[Path, typer.Argument(help="The Python file that starts the agent's app.")],
     tasks: Annotated[
-        Path | None, typer.Option(help=f"JSONL or parquet with tasks. Default: {_TASKS} in the agent's folder.")
+        Path | None,
+        typer.Option(help=f"JSONL or parquet with tasks, or harbor:FOLDER. Default: {_TASKS} in the agent's folder."),
     ] = None,
     task: Annotated[
         str | None,
@@ -44,7 +45,8 @@ def dev(
     source.
 
     A script answers instead of a model, unless you name one with --engine or --endpoint. The agent runs on a local
-    S3 and AgentCore, as in `rollout demo`. An error shows the traceback of the agent's own files. Ctrl-C ends it all.
+    S3 and AgentCore, as in `rollout demo`. The tests of a Harbor task score what it leaves. An error shows the
+    traceback of the agent's own files. Ctrl-C ends it all.
     """
     with exit_codes():
         if engine and endpoint is not None:
@@ -54,7 +56,7 @@ def dev(
         if not app.is_file() or app.suffix != ".py":
             raise ConfigError(f"there is no agent at {app}: name the Python file that starts its app")
         app = app.absolute()
-        file = (tasks or app.parent / _TASKS).absolute()
+        file = tasks if _is_harbor(tasks) else (tasks or app.parent / _TASKS).absolute()
         find_tasks(file, task, limit)  # an invalid file is refused now; it is read again after each change
         run_async(_dev(app, file, task, limit, engine, endpoint, override or []))
 
@@ -68,6 +70,8 @@ async def _dev(
     endpoint: str | None,
     overrides: Sequence[str],
 ) -> int:
+    from rollout_backend.core.harbor import fit_to_runtime
+
     try:
         from rollout_backend.local.dev import DevRunner, run_after_changes, source_changes
         from rollout_backend.local.harness import AgentHarness
@@ -92,7 +96,7 @@ async def _dev(
 
                 async def run() -> None:
                     try:
-                        wanted = find_tasks(file, task, limit)
+                        wanted = fit_to_runtime(find_tasks(file, task, limit), settings.runtime)
                     except (ConfigError, TaskFileError) as error:  # the next change may correct it
                         echo(str(error))
                         return
@@ -115,6 +119,12 @@ async def _serve(config: RolloutConfig, log_dir: Path) -> AsyncIterator[str]:
         yield engines.router_url
 
 
+def _is_harbor(tasks: Path | None) -> TypeGuard[Path]:
+    from rollout_backend.core.harbor import PREFIX
+
+    return str(tasks).startswith(PREFIX)
+
+
 def find_tasks(file: Path, wanted: str | None, limit: int) -> Sequence[Task]:
     """Return the first `limit` tasks of the file, the one that is `wanted` by its id, or a task of that payload.
 
@@ -129,7 +139,7 @@ def find_tasks(file: Path, wanted: str | None, limit: int) -> Sequence[Task]:
             return [Task("task", json.loads(wanted))]
         except ValueError as error:
             raise ConfigError(f"--task is not JSON ({error}): correct it, or give a task's id") from None
-    if not file.is_file():
+    if not (_is_harbor(file) or file.is_file()):
         raise ConfigError(f"there is no task file {file}: name one with --tasks, or give a payload with --task")
     found = read_tasks(file)
     if wanted is None:

@@ -56,6 +56,8 @@ def doctor(
     Run it where the trainer will run. It prints one line for each finding, with what to do, and exits with 2 if one
     of them is a problem. A run makes the quick ones of these checks first.
     """
+    from rollout_backend.core.harbor import fit_to_runtime
+
     with exit_codes():
         try:
             if config is None and stack is None:
@@ -66,7 +68,7 @@ def doctor(
                 raise
             print(json.dumps([each.fields() for each in _invalid_settings(error)], indent=1))
             raise typer.Exit(2) from None
-        wanted = None if tasks is None else read_limited(tasks, limit)
+        wanted = None if tasks is None else fit_to_runtime(read_limited(tasks, limit), settings.runtime)
         if services and engine:
             raise ConfigError("choose one of --services and --engine")
         run_async(_examine(settings, wanted, agent, services=services, engine=engine, as_json=as_json))

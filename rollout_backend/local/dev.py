@@ -21,12 +21,16 @@ from rich.console import Console
 from rich.text import Text
 
 from agent_wrapper.contract import Outcome, Rollout, readable
+from agent_wrapper.daemon_thread import in_thread
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.model_call import Message, ModelCall
 from rollout_backend.core.tasks import Task
 from rollout_backend.core.verdict import count
 from rollout_backend.gateway.conversations import RecordedTurn
 from rollout_backend.local.harness import AgentHarness, AgentRunError, Watcher
+from rollout_backend.scoring.rollout_scorer import scored
+from rollout_backend.scoring.scorer import ScoreInput, ScoringError, load_scorer
 
 SOURCES = (".py", ".js", ".mjs", ".ts", ".sh", ".go", ".rs", ".yaml", ".yml", ".toml")
 """Suffixes of source files. An agent may write other files into its folder."""
@@ -106,8 +110,21 @@ class DevRunner:
             )
         except AgentRunError as error:
             self._print_run_error(error)
-        else:
-            self._print_result(rollout, time.monotonic() - began)
+            return
+        took_s = time.monotonic() - began
+        if rollout.reward is not None and "harbor" in (task.private or {}):
+            try:
+                rollout = await self._score(task, rollout)
+            except ScoringError as error:
+                self._print(Text(f"the task's tests failed: {readable(str(error))}", "red"))
+                return
+        self._print_result(rollout, took_s)
+
+    async def _score(self, task: Task, rollout: Rollout) -> Rollout:
+        """Return the rollout of a Harbor task with the reward of the task's tests. Raises ScoringError."""
+        artifacts = await self._harness.artifacts(rollout)
+        given = ScoreInput(task.task_id, dict(task.payload), dict(task.private or {}), rollout, artifacts)
+        return scored(rollout, await in_thread(lambda: load_scorer(VERIFIER).score(given), "verifier"))
 
     def _print_result(self, rollout: Rollout, seconds: float) -> None:
         turns = sum(len(segment.turns) for segment in rollout.segments)

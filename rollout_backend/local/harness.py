@@ -34,6 +34,8 @@ from agent_wrapper.contract import (
     Rollout,
     RolloutRequest,
     Sampling,
+    artifacts_key,
+    unpack_artifacts,
 )
 from rollout_backend import aws
 from rollout_backend.config import RolloutConfig
@@ -183,6 +185,14 @@ class AgentHarness:
                 invoked = self._in_this_process(agent, payload)
             async with invoked as check:
                 return await self._result(request, check)
+
+    async def artifacts(self, rollout: Rollout) -> dict[str, bytes]:
+        """Return the files that a rollout has published."""
+        if not rollout.artifacts:
+            return {}
+        key = artifacts_key("", _RUN_ID, rollout.step, rollout.rollout_id, rollout.attempt)
+        reply = await self._s3.get_object(Bucket=self._storage.bucket, Key=key)
+        return unpack_artifacts(await reply["Body"].read(), rollout.artifacts)
 
     async def sessions(self, script: Path) -> dict[str, Any]:
         """Return what `LocalRuntime.sessions` does, of the runtime of this script."""

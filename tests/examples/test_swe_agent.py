@@ -22,9 +22,9 @@ from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.kubernetes_emulator import KubernetesEmulator
 from rollout_backend.local.kubernetes_images import FolderImage, can_make_containers
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
-from token_exact import is_token_exact, recorded_calls
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.serving.server_process import free_port
+from token_exact import is_token_exact, recorded_calls
 
 MODEL = f"model={{path: {BYTE_MODEL}, renderer: chatml, context_length: 32768}}"
 FIXED, GIVEN_UP = "chunks", "clamp"  # the first two tasks
@@ -99,7 +99,7 @@ def on_kubernetes(
         f"aws={{region: {storage.region}, endpoint_url: '{storage.endpoint_url}'}}",
         f"storage.bucket={storage.bucket}",
         f"runtime.kubeconfig={cluster.kubeconfig}",
-        "runtime.start_timeout_s=60",
+        "runtime.start_timeout_s=300",
     ]
     return ["run", str(example / "kubernetes.yaml"), *(part for each in overrides for part in ("-o", each))]
 
@@ -150,6 +150,7 @@ def tokens(folder: Path) -> dict[str, list[tuple[int, ...]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not can_make_containers(), reason="the kernel lets this user make no mount namespace")
 async def test_on_kubernetes_each_task_runs_in_its_image_and_is_scored_in_another_job(
     examples, made, tmp_path, storage

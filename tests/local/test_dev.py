@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import os
 import signal
@@ -16,16 +17,19 @@ import httpx
 import pytest
 from rich.console import Console
 
+from agent_wrapper.contract import Rollout
+from agent_wrapper.workspace import WORKSPACE, pack_folder
 from builders import assistant, function_call, user
 from rollout_backend.cli.dev import find_tasks
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.model_call import ModelCall
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import ConfigError
+from rollout_backend.errors import ConfigError, TaskFileError
 from rollout_backend.local.call_proxy import CallProxy
 from rollout_backend.local.dev import CallPrinter, DevRunner, agent_traceback, run_after_changes, source_changes
 from rollout_backend.local.harness import AgentHarness, AgentRunError
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
+from rollouts import make_rollout
 from stub_server import Request, StubServer
 
 AGENT = """
@@ -257,6 +261,35 @@ async def test_an_agent_whose_process_cannot_start_prints_why(tmp_path):
     assert console.file.getvalue() == "task paris\nthe app did not accept the task: no memory\n"
 
 
+async def test_the_tests_of_a_harbor_task_score_what_the_agent_left(tmp_path):
+    left, tests = tmp_path / "left", tmp_path / "tests"
+    left.mkdir()
+    tests.mkdir()
+    (left / "answer.txt").write_text("42")
+    (tests / "test.sh").write_text("cp answer.txt /logs/verifier/reward.txt")
+
+    class Harness:
+        published = True
+
+        async def run(self, *_: object, **__: object) -> Rollout:
+            return make_rollout("t.0", reward=0.0)
+
+        async def artifacts(self, rollout: Rollout) -> dict[str, bytes]:
+            return {WORKSPACE: pack_folder(left)} if self.published else {}
+
+    harbor = {"tests": base64.b64encode(pack_folder(tests)).decode(), "timeout_s": 30, "env": {}, "workdir": "/app"}
+    task = Task("t", {"instruction": "Answer."}, private={"harbor": harbor})
+    harness, console = Harness(), Console(file=io.StringIO(), width=200)
+    runner = DevRunner(harness, tmp_path / "agent.py", console, config(tmp_path))
+    await runner.run(task)
+    assert "reward 42  (" in console.file.getvalue()
+    harness.published = False
+    await runner.run(task)
+    assert (
+        "the task's tests failed: the agent has published no artifact 'workspace.tar.gz'" in console.file.getvalue()
+    )
+
+
 def test_a_traceback_keeps_the_agents_frames_only(tmp_path):
     (tmp_path / "agent.py").touch()
     own = f"""\
@@ -296,6 +329,8 @@ def test_a_task_is_the_first_one_or_named_or_given(tmp_path):
         find_tasks(file, "c", 1)
     with pytest.raises(ConfigError, match="--task is not JSON"):
         find_tasks(file, "{x}", 1)
+    with pytest.raises(TaskFileError, match="has no Harbor task"):
+        find_tasks(Path(f"harbor:{tmp_path}"), None, 1)
 
 
 @pytest.mark.slow
