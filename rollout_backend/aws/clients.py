@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
@@ -19,7 +19,6 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     CredentialRetrievalError,
-    HTTPClientError,
     NoCredentialsError,
 )
 from botocore.loaders import Loader, create_loader
@@ -27,14 +26,16 @@ from botocore.parsers import ResponseParserError
 from botocore.utils import deep_merge
 
 from rollout_backend.aws.call_log import log_call
+from rollout_backend.aws.connection import Response
 from rollout_backend.aws.errors import is_html
+from rollout_backend.aws.http_session import HTTPSession
 from rollout_backend.aws.repeated_call import RepeatedCall
 
 
 class Client:
     """An aiobotocore client, with all its methods."""
 
-    def __init__(self, client: Any, http: AIOHTTPSession, retries: int) -> None:
+    def __init__(self, client: Any, http: HTTPSession, retries: int) -> None:
         self._client = client
         self._http = http
         self._retries = retries
@@ -46,23 +47,6 @@ class Client:
         """Return a method that takes the arguments besides `fixed`, for calls that are made often. The endpoint must
         follow from `fixed`."""
         return RepeatedCall(self._client, self._http, method, fixed, retries=self._retries > 0)
-
-
-class _HTTPSession(AIOHTTPSession):
-    """Opens no connection once it is closed. aiobotocore's would, and a call that outlived its client would leave it
-    open."""
-
-    _closed = False
-
-    async def __aexit__(self, *exc_info: Any) -> None:
-        self._closed = True
-        await super().__aexit__(*exc_info)
-
-    async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
-        if self._closed:
-            raise HTTPClientError(error="the client is closed")
-        session: aiohttp.ClientSession = await super()._get_session(proxy_url)  # type: ignore[misc]  # not in its stubs
-        return session
 
 
 @asynccontextmanager
@@ -83,10 +67,10 @@ async def client(
     invoke. `newer_fields` is merged into botocore's model of the service: fields that this botocore does not know
     yet.
     """
-    sessions: list[AIOHTTPSession] = []
+    sessions: list[HTTPSession] = []
 
-    def http_session(**options: Any) -> AIOHTTPSession:
-        sessions.append(_HTTPSession(**options))
+    def http_session(**options: Any) -> HTTPSession:
+        sessions.append(HTTPSession(**options))
         return sessions[-1]
 
     config = AioConfig(
@@ -180,8 +164,7 @@ class _CredentialProvider:
         return getattr(self._chain, name)
 
     async def load_credentials(self) -> Any:
-        with _retrieval():
-            credentials = await self._chain.load_credentials()
+        credentials = await _retrieve(self._chain.load_credentials())
         return credentials and _Credentials(credentials)
 
 
@@ -195,21 +178,19 @@ class _Credentials:
         return getattr(self._credentials, name)
 
     async def get_frozen_credentials(self) -> Any:
-        with _retrieval(self.method):
-            return await self._credentials.get_frozen_credentials()
+        return await _retrieve(self._credentials.get_frozen_credentials(), self.method)
 
 
-@contextmanager
-def _retrieval(provider: str = "the AWS configuration") -> Iterator[None]:
+async def _retrieve(credentials: Awaitable[Any], provider: str = "the AWS configuration") -> Any:
     try:
-        yield
+        return await credentials
     except (BotoCoreError, ClientError):
         raise
     except Exception as error:
         raise CredentialRetrievalError(provider=provider, error_msg=f"{type(error).__name__}: {error}") from error
 
 
-async def read_up_to(reply: aiohttp.ClientResponse, limit: int) -> bytes:
+async def read_up_to(reply: Response | aiohttp.ClientResponse, limit: int) -> bytes:
     """Return the first `limit` bytes of a body, without reading the rest."""
     data = bytearray()
     async for piece in reply.content.iter_any():

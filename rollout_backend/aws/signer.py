@@ -1,4 +1,4 @@
-"""Sign requests by botocore's signature version 4, at a third of its CPU time."""
+"""Sign requests by botocore's signature version 4, at a quarter of its CPU time."""
 
 from __future__ import annotations
 

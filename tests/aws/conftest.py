@@ -29,6 +29,7 @@ class PlayedAws:
 
     def __init__(self, authority: trustme.CA) -> None:
         self.sent: list[Sent] = []
+        self.url = ""
         self.answer: Callable[[Sent], Answer] = lambda sent: (200, {}, b"{}")
         self._authority = authority
 
@@ -73,7 +74,7 @@ async def played_aws(
     """Send every request of AWS clients to a player."""
     played = PlayedAws(authority)
     server = await asyncio.start_server(played.serve, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    url = played.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     for name in ("NO_PROXY", "no_proxy", "AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)

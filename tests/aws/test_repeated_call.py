@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +15,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import ReadOnlyCredentials
 from botocore.exceptions import ClientError, HTTPClientError, NoCredentialsError, ParamValidationError
 from botocore.parsers import ResponseParserError
+from botocore.validate import ParamValidationDecorator
 from multidict import CIMultiDict
 
 from rollout_backend import aws
@@ -40,11 +43,12 @@ INVOKE = (
     {"runtimeSessionId": SESSION, "payload": b'{"q": 1}'},
 )
 STOP = ("bedrock-agentcore", "stop_runtime_session", RUNTIME, {"runtimeSessionId": SESSION, "clientToken": "t" * 33})
+ACCESS_POINT = ("s3", "get_object", {"Bucket": "arn:aws:s3:us-east-1:123456789012:accesspoint/mine"}, {"Key": KEY})
 CALLS = [
     GET,
     ("s3", "get_object", {"Bucket": "my-bucket"}, {"Key": "a b+c&d?e%f/ü//.."}),
     ("s3", "get_object", {"Bucket": "my.dotted.bucket"}, {"Key": KEY}),
-    ("s3", "get_object", {"Bucket": "arn:aws:s3:us-east-1:123456789012:accesspoint/mine"}, {"Key": KEY}),
+    ACCESS_POINT,
     RECEIVE,
     DELETE,
     (
@@ -87,10 +91,42 @@ async def test_a_request_equals_that_of_aiobotocore(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     async with opened(service) as client:
-        await getattr(client, method)(**fixed, **varying)
-        repeated = client.repeated(method, **fixed)
-        await repeated(**varying)
-        await repeated(**varying)
+        await compare(played_aws, client, method, fixed, varying)
+
+
+@pytest.mark.parametrize(("service", "method", "fixed", "varying"), [call for call in CALLS if call != ACCESS_POINT])
+async def test_a_request_without_a_proxy_equals_that_of_aiobotocore(
+    played_aws, frozen_clock, monkeypatch, service, method, fixed, varying
+):
+    """Such requests do not go through aiohttp. An access point is a host name, which the player has not."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    async with opened(service, endpoint_url=f"{played_aws.url}/path") as client:
+        await compare(played_aws, client, method, fixed, varying)
+
+
+async def test_a_call_without_a_proxy_verifies_the_certificate(played_aws, authority, monkeypatch):
+    monkeypatch.setenv("no_proxy", "localhost")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(tls)
+    server = await asyncio.start_server(played_aws.serve, "127.0.0.1", 0, ssl=tls)
+    url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
+    monkeypatch.delattr("aiohttp.ClientSession.request")
+    async with opened("bedrock-agentcore", endpoint_url=url) as client:
+        await client.repeated("stop_runtime_session", **RUNTIME)(**STOP[3])
+    assert len(played_aws.sent) == 1
+    monkeypatch.delenv("AWS_CA_BUNDLE")
+    async with opened("bedrock-agentcore", endpoint_url=url) as client:
+        with pytest.raises(aws.NO_CONNECTION, match="CERTIFICATE_VERIFY_FAILED"):
+            await client.repeated("stop_runtime_session", **RUNTIME)(**STOP[3])
+    server.close()
+    assert len(played_aws.sent) == 1
+
+
+async def compare(played_aws: Any, client: Any, method: str, fixed: dict[str, Any], varying: dict[str, Any]) -> None:
+    await getattr(client, method)(**fixed, **varying)
+    repeated = client.repeated(method, **fixed)
+    await repeated(**varying)
+    await repeated(**varying)
     for sent in played_aws.sent:  # ids, and the order of the user agent's parts is arbitrary
         del sent.headers["user-agent"], sent.headers["amz-sdk-invocation-id"]
     expected, *repeats = played_aws.sent
@@ -107,6 +143,40 @@ async def test_aiobotocore_prepares_one_request_and_sends_none(played_aws):
             await get(Key=name)
     assert len(prepared) == 1
     assert [sent.url for sent in played_aws.sent] == [f"https://my-bucket.s3.amazonaws.com/{name}" for name in "abc"]
+
+
+@pytest.mark.parametrize(("service", "method", "fixed", "varying"), CALLS)
+async def test_later_calls_do_without_botocores_serializer(played_aws, monkeypatch, service, method, fixed, varying):
+    async with opened(service) as client:
+        repeated = client.repeated(method, **fixed)
+        await repeated(**varying)
+        monkeypatch.delattr(ParamValidationDecorator, "serialize_to_request")
+        await repeated(**varying)
+    assert len(played_aws.sent) == 2
+
+
+async def test_arguments_without_a_plan_are_serialized_by_botocore(played_aws):
+    async with opened("s3") as client:
+        get = client.repeated("get_object", Bucket="my-bucket")
+        await get(Key="a")
+        await get(Key="a", Range="bytes=0-0")
+        await get(Key="b", VersionId="v")
+        await get(Key="b")
+    assert [(sent.url.rpartition("/")[2], sent.headers.get("range")) for sent in played_aws.sent] == [
+        ("a", None),
+        ("a", "bytes=0-0"),
+        ("b?versionId=v", None),
+        ("b", None),
+    ]
+
+
+async def test_a_line_break_in_a_header_is_not_sent(played_aws, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    async with opened("bedrock-agentcore", endpoint_url=played_aws.url) as client:
+        stop = client.repeated("stop_runtime_session", **RUNTIME)
+        with pytest.raises(HTTPClientError, match="line break"):
+            await stop(runtimeSessionId=f"{SESSION}\r\nX: y", clientToken="t" * 33)
+    assert played_aws.sent == []
 
 
 async def test_calls_of_one_client_are_kept_apart(played_aws):
