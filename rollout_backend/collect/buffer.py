@@ -14,6 +14,7 @@ Steps `attach` and `detach`; the receivers run as long as the run.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 from collections.abc import Awaitable, Callable
@@ -41,6 +42,7 @@ from rollout_backend.collect.sink import ResultSink
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.config import CollectConfig
 from rollout_backend.errors import CredentialsExpired, StoreError
+from rollout_backend.lazy_retry import retry
 
 log = logging.getLogger(__name__)
 
@@ -122,15 +124,16 @@ class RolloutBuffer:
 
     async def _receive(self, queue: MessageQueue, room: asyncio.Semaphore) -> None:
         """Receive batches for ever. Each batch holds `room` from before it is received until it is handled."""
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(AWS_ERRORS), wait=wait_exponential_jitter(multiplier=0.5, max=30)
+        retrying = functools.partial(
+            AsyncRetrying,
+            retry=retry_if_exception_type(AWS_ERRORS),
+            wait=wait_exponential_jitter(multiplier=0.5, max=30),
         )
         async with asyncio.TaskGroup() as handling:
             while True:
                 await room.acquire()
-                async for attempt in retrying:  # without an end: meanwhile results are found by listing
-                    with attempt:
-                        messages = await self._receive_once(queue)
+                # Without an end: meanwhile results are found by listing.
+                messages = await retry(lambda: self._receive_once(queue), retrying)
                 batch = handling.create_task(self.handle(queue, messages))
                 batch.add_done_callback(lambda _: room.release())
 

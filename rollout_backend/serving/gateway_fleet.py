@@ -31,6 +31,7 @@ from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import RolloutBackendError, ServingError
 from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.gateway.stats import GatewayStats
+from rollout_backend.lazy_retry import retry
 from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, public_url
 from rollout_backend.serving.model_endpoint import model_endpoint
 from rollout_backend.serving.supervisor import OnEvent, RestartLimits, Supervisor, SupervisorGroup, cancel_all
@@ -290,14 +291,15 @@ class GatewayFleet:
 
 async def _instruct(gateway: _GatewaySupervisor, send: Callable[[Shard], Awaitable[None]]) -> None:
     """Send an instruction to a shard, and retry while the shard restarts."""
-    async for attempt in AsyncRetrying(
-        retry=retry_if_exception(lambda error: isinstance(error, ServingError) and not gateway.gave_up),
-        stop=stop_after_delay(_INSTRUCT_S),
-        wait=wait_fixed(0.5),
-        reraise=True,
-    ):
-        with attempt:
-            await send(gateway.shard)
+    await retry(
+        lambda: send(gateway.shard),
+        lambda: AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error, ServingError) and not gateway.gave_up),
+            stop=stop_after_delay(_INSTRUCT_S),
+            wait=wait_fixed(0.5),
+            reraise=True,
+        ),
+    )
 
 
 def _raise_first(results: Iterable[BaseException | None]) -> None:
