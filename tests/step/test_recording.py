@@ -94,7 +94,7 @@ async def test_a_refusal_until_the_deadline_ends_the_step_and_nothing_was_dispat
     bench.replace(write_manifest=write)
     with pytest.raises(StoreError, match="503 SlowDown"):
         await bench.run("a")
-    assert len(tries) > 4
+    assert len(tries) > 1
     assert bench.agents.requests == []
 
 
