@@ -177,7 +177,8 @@ def _check_engines(config: RolloutConfig) -> Iterator[CheckResult]:
         else:
             yield CheckResult("ok", "serving.python", f"engines run with {python}")
         if serving.device == "cuda":
-            yield _check_gpus(serving.servers * serving.tensor_parallel)
+            assert serving.servers != "auto", "the settings refuse it"
+            yield _check_gpus(serving.servers * serving.gpus_per_server)
     for setting, kind in (("serving.kind", serving.kind), ("gateway.kind", config.gateway.kind)):
         if kind == "ray" and importlib.util.find_spec("ray") is None:
             yield CheckResult("problem", setting, "Ray is not installed in this environment: install the extra ray")
@@ -201,7 +202,7 @@ def _check_gpus(wanted: int) -> CheckResult:
         return CheckResult(
             "problem",
             "serving.device",
-            f"the engines need {count(wanted, 'GPU')} (serving.servers x serving.tensor_parallel), and this machine "
+            f"the engines need {count(wanted, 'GPU')} (serving.servers and the parallel sizes), and this machine "
             f"shows {found:g}: lower those settings, or set serving.device=cpu",
         )
     return CheckResult("ok", "serving.device", f"the engines use {count(wanted, 'GPU')}")

@@ -114,7 +114,10 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _gpus_are_counted(self) -> Self:
         if self.prices.gpu_hour is not None and self.gpus is None:
-            raise ValueError(f"prices.gpu_hour with serving.kind={self.serving.kind} also needs prices.gpus")
+            kind, servers = self.serving.kind, self.serving.servers
+            raise ValueError(
+                f"prices.gpu_hour with serving.kind={kind} and serving.servers={servers} also needs prices.gpus"
+            )
         return self
 
     @model_validator(mode="after")
@@ -146,8 +149,9 @@ class RolloutConfig(Section):
     def gpus(self) -> int | None:
         """Return how many GPUs the run pays for; None if the settings do not say."""
         serving = self.serving
-        known = serving.servers * serving.tensor_parallel if serving.kind in ("process", "ray") else None
-        return self.prices.gpus or known
+        if self.prices.gpus or serving.kind not in ("process", "ray") or serving.servers == "auto":
+            return self.prices.gpus
+        return serving.servers * serving.gpus_per_server
 
     @property
     def run_dir(self) -> Path:

@@ -7,9 +7,10 @@ package, such as `my_package.my_engine.MyEngineFactory`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -23,6 +24,31 @@ ENGINE_KINDS: Mapping[str, str] = {
 """Import path of the `EngineFactory` of each kind. It is imported when a run starts, because Ray is slow to
 import."""
 
+_PLACED_BY = {
+    "--tp-size": "serving.tensor_parallel",
+    "--tensor-parallel-size": "serving.tensor_parallel",
+    "--pp-size": "serving.pipeline_parallel",
+    "--pipeline-parallel-size": "serving.pipeline_parallel",
+    "--dp-size": "serving.data_parallel",
+    "--data-parallel-size": "serving.data_parallel",
+    "--attn-dp-size": "serving.attention_data_parallel",
+    "--attention-data-parallel-size": "serving.attention_data_parallel",
+    "--enable-dp-attention": "serving.attention_data_parallel",
+    "--ep-size": "serving.expert_parallel",
+    "--expert-parallel-size": "serving.expert_parallel",
+    "--nnodes": "serving.nodes_per_server",
+    "--node-rank": "serving.nodes_per_server",
+    "--dist-init-addr": "serving.nodes_per_server",
+    "--nccl-init-addr": "serving.nodes_per_server",
+    "--base-gpu-id": "serving.servers",
+    "--gpu-id-step": "serving.servers",
+    "--use-ray": "serving.kind",
+}
+"""Options of SGLang that decide on which GPUs a server runs, and the setting to use in place of each one."""
+
+_STARTUP_S = 300.0
+_LOADED_PER_S = 0.5e9  # bytes of weights; a slow network disk
+
 
 class ServingConfig(Section):
     kind: str = Field(
@@ -32,8 +58,12 @@ class ServingConfig(Section):
     """`process`: SGLang servers on this machine. `ray`: one actor per server, placed on the cluster's GPUs.
     `external`: servers at `urls` that somebody else operates. Any other value is the import path of an
     `EngineFactory` subclass in your own package."""
-    servers: int = Field(default=1, ge=1)
-    """Number of servers, for `process` and `ray`."""
+    servers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """Number of servers, for `process` and `ray`. With `ray` on GPUs also `auto`: as many servers as the free GPUs of
+    the cluster allow when the run starts."""
+    min_servers: int = Field(default=1, ge=1)
+    """Servers that must serve before the run begins. The run also awaits all other servers that are starting; those
+    that wait for machines of the Ray cluster, and those that failed to start, join later."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Device of the servers."""
     python: Path | None = None
@@ -42,7 +72,22 @@ class ServingConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of weights and computation."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs per server."""
+    """Tensor parallel size: the GPUs of one pipeline stage. A server uses `tensor_parallel` x `pipeline_parallel` x
+    `data_parallel` GPUs."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Pipeline stages per server."""
+    data_parallel: int = Field(default=1, ge=1)
+    """Copies of the model in one server, each on its own GPUs. More `servers` serve sessions better: the router keeps
+    a session on one server, and a server does not keep it on one copy. Not with `nodes_per_server` above 1."""
+    attention_data_parallel: int = Field(default=1, ge=1)
+    """Groups of tensor-parallel GPUs that each attend to other requests (data parallel attention). They share the
+    GPUs of `tensor_parallel`, which must be a multiple."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Expert parallel size of a mixture of experts. Experts share the GPUs of `tensor_parallel`, which must be a
+    multiple."""
+    nodes_per_server: int = Field(default=1, ge=1)
+    """Machines per server, for `ray`: for a model that needs more GPUs than one machine has. Each machine holds an
+    equal share of the server's GPUs."""
     threads: int = Field(default=1, ge=1)
     """Threads per server, on the CPU."""
     max_running_requests: int = Field(default=64, ge=1)
@@ -50,11 +95,16 @@ class ServingConfig(Section):
     max_total_tokens: int | None = Field(default=None, ge=1024)
     """Tokens in a server's cache. Default: 32,768 on the CPU, what fits on a GPU."""
     extra_args: tuple[str, ...] = ()
-    """Arguments appended to SGLang's command line."""
+    """Arguments appended to SGLang's command line. Options that decide on which GPUs a server runs are refused: each
+    one has a setting here."""
     urls: tuple[str, ...] = ()
     """URLs of the servers, for `external`."""
-    startup_timeout_s: Seconds = 300.0
-    """Timeout from a server's start until it answers."""
+    startup_timeout_s: Seconds | None = None
+    """Timeout from a server's start until it answers. Default: 300 s, and 2 s for each GB of weights in `model.path`,
+    so 580 s for 70 billion parameters in bfloat16."""
+    resources_timeout_s: Seconds = 600.0
+    """How long a server may wait for machines of the Ray cluster, for `ray`. The wait is reported; its end counts as
+    a failed start."""
     max_restarts: int = Field(default=3, ge=0)
     """Maximum restarts of one engine, router or gateway within `restart_window_s`. An engine that exceeds it stays
     down until the window allows another restart, while the other engines serve. The run stops, with the end of a log,
@@ -73,6 +123,56 @@ class ServingConfig(Section):
     def _kinds(self) -> Self:
         if (self.kind == "external") != bool(self.urls):
             raise ValueError("urls belong to kind=external, and only to it")
-        if self.kind == "ray" and self.device == "cpu":
-            raise ValueError("kind=ray places servers on GPUs; on the CPU use kind=process")
+        if self.servers == "auto" and (self.kind != "ray" or self.device == "cpu"):
+            raise ValueError(
+                "servers=auto counts the GPUs of a Ray cluster: set kind=ray and device=cuda, or a number"
+            )
+        if self.nodes_per_server > 1 and self.kind != "ray":
+            raise ValueError("nodes_per_server above 1 needs kind=ray, which places a server on several machines")
+        if self.kind != "external" and self.servers != "auto" and self.min_servers > self.servers:
+            raise ValueError(f"min_servers={self.min_servers} is more than servers={self.servers}")
         return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        tensor, stages, nodes = self.tensor_parallel, self.pipeline_parallel, self.nodes_per_server
+        for name in ("expert_parallel", "attention_data_parallel"):
+            if tensor % getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must divide tensor_parallel={tensor}, whose GPUs it uses"
+                )
+        if self.data_parallel > 1 and self.attention_data_parallel > 1:
+            raise ValueError(
+                "data_parallel and attention_data_parallel exclude each other in SGLang: set one of them"
+            )
+        if self.data_parallel > 1 and nodes > 1:
+            raise ValueError("data_parallel needs nodes_per_server=1: SGLang keeps copies of a model on one machine")
+        # A machine holds whole pipeline stages, or a stage spans whole machines.
+        if stages % nodes and (nodes % stages or tensor % (nodes // stages)):
+            raise ValueError(
+                f"nodes_per_server={nodes} does not divide tensor_parallel={tensor} x pipeline_parallel={stages} "
+                "GPUs into equal shares of whole pipeline stages, or of a stage"
+            )
+        if self.device == "cpu" and self.tensor_parallel * self.data_parallel > 1:
+            raise ValueError("tensor_parallel and data_parallel need GPUs: leave them at 1 with device=cpu")
+        return self
+
+    @field_validator("extra_args")
+    @classmethod
+    def _leave_placement_alone(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        for argument in arguments:
+            option = argument.partition("=")[0]
+            # SGLang accepts unique beginnings of options.
+            abbreviated = (name for name in _PLACED_BY if len(option) > 3 and name.startswith(option))
+            if (name := next(abbreviated, None)) is not None:
+                raise ValueError(f"{option} is not allowed here: set {_PLACED_BY[name]}")
+        return arguments
+
+    @property
+    def gpus_per_server(self) -> int:
+        """Return how many processes of a server compute, each on one GPU. Experts and attention groups share them."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    def startup_s(self, weight_bytes: int = 0) -> float:
+        """Return `startup_timeout_s`, or its default for a model of this size."""
+        return self.startup_timeout_s or math.ceil(_STARTUP_S + weight_bytes / _LOADED_PER_S)

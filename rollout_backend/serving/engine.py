@@ -6,9 +6,9 @@ An `Engine` is not restartable: its factory makes a new one. `rollout_backend.co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import aiohttp
 
@@ -38,6 +38,19 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class ReservingEngine(Protocol):
+    """An engine that needs machines before it can start."""
+
+    def reserve(self) -> AsyncIterator[str]:
+        """Reserve the machines, before `start`. Yield what the engine waits for, once it waits.
+
+        Raises:
+            StartupError: the machines did not become free in time.
+        """
+        ...
+
+
 MakeEngine = Callable[[int], Engine]
 """See `EngineFactory.make`."""
 
@@ -49,10 +62,10 @@ class EngineFactory(ABC):
 
     @abstractmethod
     def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
-        """Set `count`. Start nothing yet."""
+        """Set `count`, unless `open` does. Start nothing yet."""
 
     async def open(self) -> None:  # noqa: B027  # most kinds prepare nothing
-        """Prepare before the first engine is made. Raise StartupError or ConfigError."""
+        """Prepare before the first engine is made; `count` is final then. Raise StartupError or ConfigError."""
 
     @abstractmethod
     def make(self, number: int) -> Engine:

@@ -30,7 +30,7 @@ from rollout_backend.serving.engine_routing import EngineRouting, EngineSupervis
 from rollout_backend.serving.external_engine import ExternalEngine
 from rollout_backend.serving.registry import engine_factory
 from rollout_backend.serving.router import Router
-from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, SupervisorGroup
+from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, ServingEvent, SupervisorGroup
 
 _JOIN_S = 10.0
 
@@ -39,7 +39,8 @@ _JOIN_S = 10.0
 class ServerState:
     """The current state of one server.
 
-    `serving`: up, and, if it is an engine, known to the router. `asleep`: a trainer has its memory.
+    `serving`: up, and, if it is an engine, known to the router. `asleep`: a trainer has its memory. `waiting_for`:
+    the machines that it needs before it can start.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ServerState:
     serving: bool
     restarts: int
     asleep: bool = False
+    waiting_for: str = ""
 
 
 class EngineFleet:
@@ -64,15 +66,16 @@ class EngineFleet:
         """`make_engine` decides what an engine is; by default `serving.kind` does."""
         self._factory = engine_factory(config, log_dir)
         self._make_engine = make_engine or self._factory.make
-        self._startup_timeout_s = config.serving.startup_timeout_s
+        self._serving = config.serving
         self._on_event = on_event
+        self._changed = asyncio.Event()  # set by each event
         self._limits = RestartLimits(config.serving.max_restarts, config.serving.restart_window_s)
         self._router = Router(config.router, log_dir / "router.log", config.timeouts.model_call_s)
         self._routing = EngineRouting(self._router)
         self._probing = probing or Probing()
         self._router_supervisor = RouterSupervisor(self._routing, self._limits, on_event, self._probing)
         self._supervisors = SupervisorGroup()
-        self._next_number = self._factory.count
+        self._next_number = 0
         self._following = asyncio.Lock()
 
     @property
@@ -94,7 +97,10 @@ class EngineFleet:
         router, asleep = self._router_supervisor, self._routing.asleep
         return (
             ServerState(router.name, self._router.url, router.serving, router.restarts),
-            *(ServerState(each.name, each.url, each.serving, each.restarts, asleep) for each in self._engines),
+            *(
+                ServerState(each.name, each.url, each.serving, each.restarts, asleep, each.waiting_for)
+                for each in self._engines
+            ),
         )
 
     # --- start and end ------------------------------------------------------------------------------------
@@ -107,25 +113,26 @@ class EngineFleet:
         await self.stop()
 
     async def start(self) -> None:
-        """Start the router and all engines. Return once each engine gets requests or has failed to start.
+        """Start the router and all engines. Return once enough engines get requests, and no other one is starting.
+
+        Enough are `serving.min_servers`. Engines that wait for machines, or failed to start, join later.
 
         Raises:
-            StartupError: the router or every engine failed to start, and why. What had started is stopped.
+            StartupError: the router or too many engines failed to start, and why. What had started is stopped.
             ConfigError: the CPU engine is not installed.
         """
         try:
             await self._factory.open()
             make = self._make_engine
+            self._next_number = self._factory.count
             self._routing.engines = [self._supervisor(number, make) for number in range(self._factory.count)]
             await self._router_supervisor.start()
             self._router_supervisor.report("started")
             for engine in self._engines:
                 self._supervisors.add(engine)
-            await self._supervisors.first_starts(self._engines)
-            failed = [engine for engine in self._engines if not engine.serving]
-            if len(failed) == len(self._engines):
-                others = f" The other {len(failed) - 1} engines failed too." if len(failed) > 1 else ""
-                raise StartupError(failed[0].last_words + others)
+            await self._supervisors.run_until(self._started())
+            if len(self.engine_urls) < self._least:
+                raise StartupError(self._too_few())
         except BaseException:
             await self.stop()
             raise
@@ -149,7 +156,7 @@ class EngineFleet:
             joined = [self._join(url) for url in urls if url not in known]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_JOIN_S):
-                    await self._supervisors.first_starts(joined)
+                    await self._supervisors.run_until(_tried(joined))
 
     async def sleep(self) -> None:
         """End all generation before a trainer takes the engines' memory; return once every engine is idle.
@@ -183,13 +190,49 @@ class EngineFleet:
         """
         await self._supervisors.failed()
 
+    # --- parts ------------------------------------------------------------------------------------------------
+
+    @property
+    def _least(self) -> int:
+        """How many engines must serve before the run begins."""
+        return min(self._serving.min_servers, len(self._engines)) or 1
+
+    async def _started(self) -> None:
+        """Return once enough engines serve and no other one is starting, or too few are left for that."""
+        while True:
+            self._changed.clear()
+            serving = len(self.engine_urls)
+            starting = [each for each in self._engines if not each.tried.is_set()]
+            waiting = [each for each in starting if each.waiting_for]
+            if serving + len(starting) < self._least or (serving >= self._least and len(starting) == len(waiting)):
+                return
+            await self._changed.wait()
+
+    def _too_few(self) -> str:
+        """Return why too few engines serve."""
+        failed = [each for each in self._engines if not each.serving]
+        why = next((each.last_words for each in failed if each.last_words), "they did not start")
+        if len(failed) < len(self._engines):
+            return f"only {len(self.engine_urls)} engines serve, and serving.min_servers is {self._least}: {why}"
+        return why + (f" The other {len(failed) - 1} engines failed too." if len(failed) > 1 else "")
+
+    def _on_engine_event(self, event: ServingEvent) -> None:
+        self._changed.set()
+        self._on_event(event)
+
     def _supervisor(self, number: int, make: MakeEngine) -> EngineSupervisor:
-        return EngineSupervisor(number, make, self._routing, self._limits, self._on_event, self._probing)
+        return EngineSupervisor(number, make, self._routing, self._limits, self._on_engine_event, self._probing)
 
     def _join(self, url: str) -> EngineSupervisor:
-        timeout_s = self._startup_timeout_s
+        timeout_s = self._serving.startup_s()
         number, self._next_number = self._next_number, self._next_number + 1
         engine = self._supervisor(number, lambda i: ExternalEngine(f"engine-{i}", url, timeout_s))
         self._engines.append(engine)
         self._supervisors.add(engine)
         return engine
+
+
+async def _tried(engines: Sequence[EngineSupervisor]) -> None:
+    """Return once each engine was started or failed to start."""
+    for engine in engines:
+        await engine.tried.wait()

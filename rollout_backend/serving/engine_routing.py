@@ -10,7 +10,7 @@ import asyncio
 import logging
 
 from rollout_backend.errors import StartupError
-from rollout_backend.serving.engine import Engine, MakeEngine, is_responding
+from rollout_backend.serving.engine import Engine, MakeEngine, ReservingEngine, is_responding
 from rollout_backend.serving.generation_control import pause_generation, resume_generation
 from rollout_backend.serving.router import Router
 from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, Supervisor, first_of
@@ -135,6 +135,7 @@ class EngineSupervisor(Supervisor):
     ) -> None:
         super().__init__(f"engine-{number}", limits, on_event, probing)
         self.engine: Engine = make(number)
+        self.waiting_for = ""  # the machines that the engine needs before it can start, while it waits for them
         self.refused = asyncio.Event()  # set if a restarted router does not accept the engine
         self._number = number
         self._make = make
@@ -149,10 +150,20 @@ class EngineSupervisor(Supervisor):
     async def start_server(self) -> None:
         if self.tried.is_set():
             self.engine = self._make(self._number)
+        if isinstance(self.engine, ReservingEngine):
+            await self._reserve(self.engine)
         await self.engine.start()
         self.refused.clear()
         self._in_router = True
         await self._routing.add(self.url)
+
+    async def _reserve(self, engine: ReservingEngine) -> None:
+        try:
+            async for waiting_for in engine.reserve():
+                self.waiting_for = waiting_for
+                self.report("waiting", waiting_for)
+        finally:
+            self.waiting_for = ""
 
     async def wait_ended(self) -> str:
         return await first_of(self.engine.wait(), self._wait_refused())

@@ -19,7 +19,7 @@ class ExternalEngineFactory(EngineFactory):
         self._serving = config.serving
 
     def make(self, number: int) -> ExternalEngine:
-        return ExternalEngine(f"engine-{number}", self._serving.urls[number], self._serving.startup_timeout_s)
+        return ExternalEngine(f"engine-{number}", self._serving.urls[number], self._serving.startup_s())
 
 
 class ExternalEngine:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rollout_backend.config import ModelConfig, RolloutConfig, ServingConfig
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import EngineFactory, is_healthy
+from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.server_process import ServerProcess, free_port
 from rollout_backend.serving.sglang import Command, engine_command
 
@@ -18,26 +19,34 @@ _MEMORY_ADVICE = (
     "Lower serving.max_total_tokens, model.context_length or serving.servers, or raise serving.tensor_parallel"
 )
 
-MakeCommand = Callable[[ModelConfig, ServingConfig, str, int, int], Command]
-"""Like `engine_command`: model, serving, host, port, first GPU. Another one starts another kind of server."""
+MakeCommand = Callable[[ModelConfig, ServingConfig, ServerNode], Command]
+"""Like `engine_command`. Another one starts another kind of server."""
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def weight_bytes(model: Path) -> int:
+    """Return the size of the weight files in a model folder."""
+    return sum(file.stat().st_size for file in model.iterdir() if file.suffix in _WEIGHTS)
 
 
 class LocalEngineFactory(EngineFactory):
     """Makes the engines of `serving.kind=process`."""
 
     def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
+        assert config.serving.servers != "auto", "the settings refuse it"
         self.count = config.serving.servers
         self._config = config
         self._log_dir = log_dir
 
     def make(self, number: int) -> LocalEngine:
         name, serving = f"engine-{number}", self._config.serving
-        first_gpu = number * serving.tensor_parallel
+        first_gpu = number * serving.gpus_per_server
         return LocalEngine(name, self._config.model, serving, self._log_dir / f"{name}.log", first_gpu=first_gpu)
 
 
 class LocalEngine:
-    """A server process on this machine, on a free port of `host`."""
+    """A server process on this machine, on a free port of `host`; or one node of a server with several nodes."""
 
     def __init__(
         self,
@@ -48,6 +57,7 @@ class LocalEngine:
         *,
         host: str = "127.0.0.1",
         first_gpu: int = 0,
+        rank: int = 0,
         command: MakeCommand = engine_command,
     ) -> None:
         self._name = name
@@ -56,21 +66,28 @@ class LocalEngine:
         self._log = log
         self._host = host
         self._first_gpu = first_gpu
+        self._rank = rank
         self._command = command
         self._process: ServerProcess | None = None
         self.url = ""
 
-    async def start(self) -> None:
+    async def rendezvous(self) -> str:
+        """Return an address of this machine at which the nodes of a server can find each other."""
+        return f"{self._host}:{free_port(self._host)}"
+
+    async def start(self, rendezvous: str = "") -> None:
         if not (self._model.path / "config.json").is_file():  # SGLang reports it after 15 s, in 60 lines
             raise StartupError(
                 f"{self._name}: {self._model.path} is no model folder: it has no config.json; set model.path"
             )
         port = free_port(self._host)
         self.url = f"http://{self._host}:{port}"
-        argv, env = self._command(self._model, self._serving, self._host, port, self._first_gpu)
+        node = ServerNode(self._host, port, self._first_gpu, self._rank, rendezvous)
+        argv, env = self._command(self._model, self._serving, node)
         self._process = ServerProcess(self._name, argv, self._log, env, memory_advice=_MEMORY_ADVICE)
         await self._process.start()
-        await self._process.wait_healthy(lambda: is_healthy(self.url), self._serving.startup_timeout_s)
+        timeout_s = self._serving.startup_s(weight_bytes(self._model.path))
+        await self._process.wait_healthy(lambda: is_healthy(self.url), timeout_s)
 
     async def wait(self) -> str:
         assert self._process is not None, "not started"

@@ -25,15 +25,16 @@ async def join_cluster() -> None:
 class RayActor:
     """A server on the machine that Ray chose. The server has the coroutine methods `wait`, `stop` and `log_tail`."""
 
-    def __init__(self, name: str, make: Callable[[str], Any], *, num_gpus: int = 0, spread: bool = False) -> None:
+    def __init__(
+        self, name: str, make: Callable[[str], Any], *, cpus: float = 1.0, gpus: float = 0.0, strategy: Any = "SPREAD"
+    ) -> None:
         """`make` makes the server, on its machine, from the machine's address. `name` is for messages.
 
-        With `spread` Ray prefers a machine without such an actor.
+        `strategy` is Ray's scheduling strategy; by default Ray prefers a machine without such an actor.
         """
         self._name = name
         self._make = make
-        self._num_gpus = num_gpus
-        self._strategy = "SPREAD" if spread else "DEFAULT"
+        self._options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy, "max_restarts": 0}
         self._placed = False
         self.handle: Any = None
 
@@ -46,13 +47,7 @@ class RayActor:
         """
         import ray
 
-        options = {
-            "num_cpus": 1,
-            "num_gpus": self._num_gpus,
-            "max_restarts": 0,
-            "scheduling_strategy": self._strategy,
-        }
-        self.handle = ray.remote(_Host).options(**options).remote(self._make)
+        self.handle = ray.remote(_Host).options(**self._options).remote(self._make)
         async with asyncio.timeout(timeout_s):
             await self._result(self.handle.__ray_ready__.remote())
         self._placed = True

@@ -61,7 +61,7 @@ class RayGateway(RayActor):
     """A gateway on a machine of the cluster with a free CPU."""
 
     def __init__(self, config: GatewayConfig, shard: int, make: Callable[[str], GatewayProcess]) -> None:
-        super().__init__(gateway_name(config, shard), make, spread=True)
+        super().__init__(gateway_name(config, shard), make)
         self._config = config
         self.url = ""
         self.journal_id = ""

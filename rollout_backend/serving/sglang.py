@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.serving.install import find_engine
+from rollout_backend.serving.placement import ServerNode
 
 Command = tuple[list[str], dict[str, str]]
 """The arguments and the complete environment of a process."""
@@ -34,15 +35,13 @@ def interpreter(serving: ServingConfig) -> Path:
 def engine_command(
     model: ModelConfig,
     serving: ServingConfig,
-    host: str,
-    port: int,
-    first_gpu: int = 0,
+    node: ServerNode,
     inherited: Mapping[str, str] | None = None,
 ) -> Command:
-    """Return the command of a server of `model` that listens on `host:port`.
+    """Return the command of one node of a server of `model`.
 
-    `first_gpu` counts among the GPUs that the process sees. `inherited` is the environment to start from, by
-    default this process's; CUDA_VISIBLE_DEVICES and the like are kept.
+    `inherited` is the environment to start from, by default this process's; CUDA_VISIBLE_DEVICES and the like are
+    kept.
 
     Raises:
         ConfigError: on the CPU, `serving.python` is not set and the CPU engine is not installed.
@@ -69,8 +68,8 @@ def engine_command(
         *("-m", "sglang.launch_server"),
         *("--model-path", str(model.path)),
         *("--served-model-name", model.served_name),
-        *("--host", host),
-        *("--port", str(port)),
+        *("--host", node.host),
+        *("--port", str(node.port)),
         *("--device", serving.device),
         *("--dtype", serving.dtype),
         *("--tp-size", str(serving.tensor_parallel)),
@@ -81,10 +80,20 @@ def engine_command(
         *("--log-level-http", "warning"),  # no line for each request
         "--incremental-streaming-output",  # else each piece of a stream repeats all tokens and logprobs before it
     ]
+    sizes = {
+        "--pp-size": serving.pipeline_parallel,
+        "--dp-size": serving.data_parallel,
+        "--attn-dp-size": serving.attention_data_parallel,
+        "--ep-size": serving.expert_parallel,
+    }
+    argv += [word for option, size in sizes.items() if size > 1 for word in (option, str(size))]
+    if serving.nodes_per_server > 1:
+        argv += ["--nnodes", str(serving.nodes_per_server), "--node-rank", str(node.rank)]
+        argv += ["--dist-init-addr", node.rendezvous]
     if model.trust_remote_code:
         argv.append("--trust-remote-code")
     if not on_cpu:
-        argv += ["--base-gpu-id", str(first_gpu)]  # each server on a machine uses separate GPUs
+        argv += ["--base-gpu-id", str(node.first_gpu)]  # each server on a machine uses separate GPUs
     total_tokens = serving.max_total_tokens or (_CPU_TOTAL_TOKENS if on_cpu else None)
     if total_tokens is not None:  # on a GPU SGLang uses the free memory
         argv += ["--max-total-tokens", str(total_tokens)]
@@ -94,6 +103,9 @@ def engine_command(
         env["OMP_NUM_THREADS"] = str(serving.threads)  # else each server takes every core
         # Agents run on the same cores: threads that spin as they wait would slow them down.
         env["OMP_WAIT_POLICY"] = "PASSIVE"
+        if serving.gpus_per_server > 1:  # else SGLang refuses more processes than the machine has NUMA nodes
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * serving.gpus_per_server)
         argv += [
             *("--attention-backend", "torch_native"),  # the others are kernels for GPUs, or for AMX
             *("--mm-attention-backend", "sdpa"),

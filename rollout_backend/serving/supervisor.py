@@ -21,7 +21,7 @@ from rollout_backend.serving.restart_budget import RestartBudget
 
 _T = TypeVar("_T")
 
-EventKind = Literal["started", "died", "restarted", "gave_up", "left"]
+EventKind = Literal["waiting", "started", "died", "restarted", "gave_up", "left"]
 
 
 @dataclass(frozen=True)
@@ -183,14 +183,9 @@ class SupervisorGroup:
         self._tasks.clear()
         await cancel_all(tasks)
 
-    async def first_starts(self, supervisors: Iterable[Supervisor]) -> None:
-        """Return once each server was started or failed to start, or the fleet failed. Raise a failure by a bug."""
-
-        async def all_tried() -> None:
-            for supervisor in supervisors:
-                await supervisor.tried.wait()
-
-        await first_of(all_tried(), self._failed.wait())
+    async def run_until(self, reached: Coroutine[Any, Any, object]) -> None:
+        """Return once `reached` has, or the fleet has failed. Raise a failure by a bug."""
+        await first_of(reached, self._failed.wait())
         if self._failure is not None and not isinstance(self._failure, StartupError):
             raise self._failure
 

@@ -95,7 +95,7 @@ MISTAKES = {
     ),
     "no GPU": (
         {"serving": {"kind": "process", "servers": 9, "tensor_parallel": 8, "python": sys.executable}},
-        "problem serving.device: the engines need 72 GPUs (serving.servers x serving.tensor_parallel), and this",
+        "problem serving.device: the engines need 72 GPUs (serving.servers and the parallel sizes), and this",
     ),
     "engines without SGLang": (
         {"serving": {"kind": "process"}},

@@ -11,6 +11,7 @@ from builders import eventually, run_config
 from rollout_backend.config import RolloutConfig
 from rollout_backend.serving.engine import is_healthy
 from rollout_backend.serving.gateway_fleet import GatewayFleet
+from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.server_process import ServerProcess, free_port
 from rollout_backend.serving.sglang import Command
 
@@ -43,10 +44,10 @@ def fake_command() -> Callable[..., Callable[..., Command]]:
     def make(mode: Callable[[int], str] = lambda started: "healthy") -> Callable[..., Command]:
         started = 0
 
-        def command(model: object, serving: object, host: str, port: int, first_gpu: int) -> Command:
+        def command(model: object, serving: object, node: ServerNode) -> Command:
             nonlocal started
             started += 1
-            return fake_argv(host, port, mode(started - 1)), {}
+            return fake_argv(node.host, node.port, mode(started - 1)), {}
 
         return command
 

@@ -13,8 +13,15 @@ from rollout_backend.serving.local_engine import LocalEngine
 from rollout_backend.serving.registry import engine_factory
 
 
-def fake_engine(model, serving, host, port, first_gpu):
-    return [sys.executable, "-S", str(Path(__file__).with_name("fake_engine.py")), host, str(port), "healthy"], {}
+def fake_engine(model, serving, node):
+    return [
+        sys.executable,
+        "-S",
+        str(Path(__file__).with_name("fake_engine.py")),
+        node.host,
+        str(node.port),
+        "healthy",
+    ], {}
 
 
 class FakeEngineFactory(EngineFactory):

@@ -32,14 +32,19 @@ def command():
     """A command that Ray's workers get by value, because they cannot import this module."""
     python, script = sys.executable, str(FAKE_ENGINE)
 
-    def make(model, serving, host, port, first_gpu):
+    def make(model, serving, node):
         import os
 
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # the GPU that Ray assigned to the actor
-        assert first_gpu == 0  # the index among the assigned GPUs
-        return [python, "-S", script, host, str(port), model.name or "healthy"], {}
+        assert node.first_gpu == 0  # the index among the assigned GPUs
+        return [python, "-S", script, node.host, str(node.port), model.name or "healthy"], {}
 
     return make
+
+
+async def reserved(engine: RayEngine) -> list[str]:
+    """Reserve the engine's machines; return what it waited for."""
+    return [waiting_for async for waiting_for in engine.reserve()]
 
 
 async def is_gone(url: str) -> bool:
@@ -85,9 +90,10 @@ async def test_killed_ray_engine_is_restarted(ray, command, make_config, tmp_pat
 async def test_death_of_the_actor_ends_the_engine(ray, command, make_config, tmp_path):
     config = make_config(serving={"kind": "ray", "startup_timeout_s": 30})
     engine = RayEngine("engine-0", config.model, config.serving, tmp_path / "log", command)
+    await reserved(engine)
     await engine.start()
     waiting = asyncio.create_task(engine.wait())
-    ray.kill(engine.handle)
+    ray.kill(engine._nodes[0].handle)
     assert "Ray actor died" in await asyncio.wait_for(waiting, 20)
     assert "Ray actor died" in await engine.log_tail()
     assert await is_gone(engine.url)  # the server ends too
@@ -98,6 +104,7 @@ async def test_death_of_the_actor_ends_the_engine(ray, command, make_config, tmp
 async def test_ray_engine_that_does_not_start_reports_its_log(ray, command, make_config, tmp_path):
     config = make_config(model={"path": make_config().model.path, "name": "broken"}, serving={"kind": "ray"})
     engine = RayEngine("engine-0", config.model, config.serving, tmp_path / "log", command)
+    await reserved(engine)
     with pytest.raises(StartupError, match=r"ended with code 1 before it was up[\s\S]*made of cheese"):
         await engine.start()
     await engine.stop()
@@ -105,8 +112,9 @@ async def test_ray_engine_that_does_not_start_reports_its_log(ray, command, make
 
 @pytest.mark.slow
 async def test_missing_gpus_are_reported(ray, command, make_config, tmp_path):
-    config = make_config(serving={"kind": "ray", "tensor_parallel": 2, "startup_timeout_s": 0.5})
+    config = make_config(serving={"kind": "ray", "tensor_parallel": 2, "resources_timeout_s": 0.5})
     engine = RayEngine("engine-0", config.model, config.serving, tmp_path / "log", command)
-    with pytest.raises(StartupError, match=r"no machine of the Ray cluster had 2 GPUs free.*tensor_parallel"):
-        await engine.start()
+    message = r"did not have 2 GPUs on one machine free within 0\.5 s .*free are 1 GPUs on 1 machine.*parallel sizes"
+    with pytest.raises(StartupError, match=message):
+        await reserved(engine)
     await engine.stop()

@@ -8,10 +8,12 @@ import pytest
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.serving.install import find_engine
+from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.sglang import engine_command
 
 MODEL = ModelConfig(path=Path("/models/Qwen3-8B"), name="qwen", context_length=4096)
 PYTHON = Path("/opt/sglang/bin/python")
+NODE = ServerNode("127.0.0.1", 4000)
 
 
 def flags(argv: list[str]) -> dict[str, str]:
@@ -22,7 +24,7 @@ def flags(argv: list[str]) -> dict[str, str]:
 
 def test_command_of_a_gpu_server():
     serving = ServingConfig(python=PYTHON, tensor_parallel=2, extra_args=("--mem-fraction-static", "0.7"))
-    argv, env = engine_command(MODEL, serving, "10.0.0.3", 4000, first_gpu=2, inherited={})
+    argv, env = engine_command(MODEL, serving, ServerNode("10.0.0.3", 4000, first_gpu=2), inherited={})
     assert argv[:3] == ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]
     assert flags(argv) == {
         "model-path": "/models/Qwen3-8B",
@@ -48,7 +50,7 @@ def test_command_of_a_gpu_server():
 
 def test_command_of_a_cpu_server():
     serving = ServingConfig(device="cpu", python=PYTHON, dtype="float32", threads=2)
-    argv, env = engine_command(MODEL, serving, "127.0.0.1", 4000, inherited={})
+    argv, env = engine_command(MODEL, serving, NODE, inherited={})
     given = flags(argv)
     assert given["device"] == "cpu"
     assert given["max-total-tokens"] == "32768"
@@ -62,15 +64,15 @@ def test_command_of_a_cpu_server():
 
 def test_model_code_is_trusted_only_if_configured():
     serving = ServingConfig(python=PYTHON)
-    assert "trust-remote-code" not in flags(engine_command(MODEL, serving, "h", 1, inherited={})[0])
+    assert "trust-remote-code" not in flags(engine_command(MODEL, serving, NODE, inherited={})[0])
     trusted = MODEL.model_copy(update={"trust_remote_code": True})
-    assert "trust-remote-code" in flags(engine_command(trusted, serving, "h", 1, inherited={})[0])
+    assert "trust-remote-code" in flags(engine_command(trusted, serving, NODE, inherited={})[0])
 
 
 def test_cache_size_applies_to_gpu_and_cpu():
     for device in ("cpu", "cuda"):
         serving = ServingConfig(device=device, python=PYTHON, max_total_tokens=2048)
-        argv, _ = engine_command(MODEL, serving, "h", 1, inherited={})
+        argv, _ = engine_command(MODEL, serving, NODE, inherited={})
         assert flags(argv)["max-total-tokens"] == "2048"
 
 
@@ -84,18 +86,18 @@ def test_engine_inherits_only_needed_variables():
         "RAY_ADDRESS": "ray",
         "ROLLOUT__STORAGE__BUCKET": "b",
     }
-    _, env = engine_command(MODEL, ServingConfig(python=PYTHON), "h", 1, inherited=ours)
+    _, env = engine_command(MODEL, ServingConfig(python=PYTHON), NODE, inherited=ours)
     assert env["PATH"] == "/bin"
     assert env["CUDA_VISIBLE_DEVICES"] == "3"
     assert not {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS", "ROLLOUT__STORAGE__BUCKET"} & set(env)
 
 
 def test_interpreter_of_the_engine(monkeypatch, tmp_path):
-    argv, _ = engine_command(MODEL, ServingConfig(), "h", 1, inherited={})
+    argv, _ = engine_command(MODEL, ServingConfig(), NODE, inherited={})
     assert argv[0] == sys.executable
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match="rollout engine install"):
-        engine_command(MODEL, ServingConfig(device="cpu"), "h", 1, inherited={})
+        engine_command(MODEL, ServingConfig(device="cpu"), NODE, inherited={})
 
 
 @pytest.mark.engine
@@ -103,18 +105,23 @@ def test_interpreter_of_the_engine(monkeypatch, tmp_path):
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_sglang_accepts_the_command_line(device):
     """SGLang's own parser accepts it; that needs no GPU."""
-    serving = ServingConfig(device=device, python=find_engine(), tensor_parallel=2, max_total_tokens=4096)
-    argv, _ = engine_command(MODEL, serving, "0.0.0.0", 4000, first_gpu=4)
-    _, env = engine_command(MODEL, serving.model_copy(update={"device": "cpu"}), "0.0.0.0", 4000)  # for the import
+    sizes = {"tensor_parallel": 8, "attention_data_parallel": 4, "expert_parallel": 2} if device == "cuda" else {}
+    nodes = {"kind": "ray", "pipeline_parallel": 2, "nodes_per_server": 2}
+    serving = ServingConfig(device=device, python=find_engine(), max_total_tokens=4096, **nodes, **sizes)
+    argv, _ = engine_command(MODEL, serving, ServerNode("0.0.0.0", 4000, 4, 1, "10.0.0.1:5000"))
+    _, env = engine_command(MODEL, ServingConfig(device="cpu", python=find_engine()), NODE)  # for the import
     script = (
         "import json, sys; from sglang.srt.server_args import prepare_server_args;"
         "args = prepare_server_args(sys.argv[1:]);"
         "print(json.dumps([args.tp_size, args.device, args.base_gpu_id, args.context_length, args.sampling_defaults,"
-        "args.max_total_tokens, args.max_running_requests, args.log_level_http, args.served_model_name]))"
+        "args.max_total_tokens, args.max_running_requests, args.log_level_http, args.served_model_name,"
+        "args.pp_size, args.dp_size, args.attn_dp_size, args.ep_size, args.nnodes, args.node_rank,"
+        "args.dist_init_addr]))"
     )
     done = subprocess.run([argv[0], "-c", script, *argv[3:]], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    first_gpu = 4 if device == "cuda" else 0
+    tensor, first_gpu, attention, experts = (8, 4, 4, 2) if device == "cuda" else (1, 0, 1, 1)
     assert json.loads(done.stdout.splitlines()[-1]) == [
-        *(2, device, first_gpu, 4096, "openai", 4096, 64, "warning", "qwen")
+        *(tensor, device, first_gpu, 4096, "openai", 4096, 64, "warning", "qwen"),
+        *(2, 1, attention, experts, 2, 1, "10.0.0.1:5000"),
     ]

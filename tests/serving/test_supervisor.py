@@ -92,7 +92,7 @@ async def test_first_failure_ends_the_group():
     group, server, other = SupervisorGroup(), Server(max_restarts=0), Server()
     group.add(other)
     group.add(server)
-    await group.first_starts([server, other])
+    await group.run_until(asyncio.Event().wait())
     server.ended.put_nowait("ended with code 1")
     with pytest.raises(StartupError, match="ended with code 1"):
         await group.failed()
@@ -105,5 +105,5 @@ async def test_bug_during_the_first_starts_is_raised():
     server.start_server = lambda: 1 / 0
     group.add(server)
     with pytest.raises(ZeroDivisionError):
-        await group.first_starts([server])
+        await group.run_until(asyncio.Event().wait())
     await group.stop()

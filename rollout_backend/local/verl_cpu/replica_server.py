@@ -22,6 +22,7 @@ import aiohttp
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.serving.local_engine import LocalEngine, MakeCommand
+from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.sglang import Command, engine_command
 
 _CONTROL_S = 120.0
@@ -29,9 +30,9 @@ _UPDATE_S = 600.0
 _LAUNCHER = Path(__file__).with_name("launch_server.py")
 
 
-def server_command(model: ModelConfig, serving: ServingConfig, host: str, port: int, first_gpu: int) -> Command:
+def server_command(model: ModelConfig, serving: ServingConfig, node: ServerNode) -> Command:
     """Return the command of `engine_command`, with memory that can be released, and with verl's environment."""
-    argv, env = engine_command(model, serving, host, port, first_gpu)
+    argv, env = engine_command(model, serving, node)
     module = argv.index("-m")
     env.pop("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION")  # verl does not set it
     return [*argv[:module], str(_LAUNCHER), *argv[module + 2 :]], env
