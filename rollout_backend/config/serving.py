@@ -63,7 +63,7 @@ class ServingConfig(Section):
     the cluster allow when the run starts."""
     min_servers: int = Field(default=1, ge=1)
     """Servers that must serve before the run begins. The run also awaits all other servers that are starting; those
-    that wait for machines of the Ray cluster, and those that failed to start, join later."""
+    that wait for machines of the Ray cluster or for a URL to answer, and those that failed to start, join later."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Device of the servers."""
     python: Path | None = None

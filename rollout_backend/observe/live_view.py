@@ -275,7 +275,7 @@ def _takes_calls(server: ServerState) -> bool:
 def _state(server: ServerState, progress: Progress) -> str:
     load = load_of(server, progress)
     if not server.serving:
-        state = "waits for machines" if server.waiting_for else "not serving"
+        state = "waiting" if server.waiting_for else "not serving"
     elif server.asleep:
         state = "asleep"
     else:

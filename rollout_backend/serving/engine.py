@@ -40,13 +40,13 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ReservingEngine(Protocol):
-    """An engine that needs machines before it can start."""
+    """An engine that may have to wait for something else before it can start: a machine, or another one's server."""
 
     def reserve(self) -> AsyncIterator[str]:
-        """Reserve the machines, before `start`. Yield what the engine waits for, once it waits.
+        """Wait, before `start`. Yield what the engine waits for, once it has waited for `REPORT_WAIT_AFTER_S`.
 
         Raises:
-            StartupError: the machines did not become free in time.
+            StartupError: the wait was too long.
         """
         ...
 
@@ -71,6 +71,8 @@ class EngineFactory(ABC):
     def make(self, number: int) -> Engine:
         """Make the engine with a number, from 0; called again for each restart."""
 
+
+REPORT_WAIT_AFTER_S = 5.0
 
 PROBE = "/model_info"
 """The path that shows that a server is alive. Unlike `/health`, which generates a token unless

@@ -25,7 +25,7 @@ from typing import NoReturn, Self
 
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import StartupError
-from rollout_backend.serving.engine import MakeEngine
+from rollout_backend.serving.engine import EngineFactory, MakeEngine
 from rollout_backend.serving.engine_routing import EngineRouting, EngineSupervisor, RouterSupervisor
 from rollout_backend.serving.external_engine import ExternalEngine
 from rollout_backend.serving.registry import engine_factory
@@ -40,7 +40,7 @@ class ServerState:
     """The current state of one server.
 
     `serving`: up, and, if it is an engine, known to the router. `asleep`: a trainer has its memory. `waiting_for`:
-    the machines that it needs before it can start.
+    what it needs before it can start, such as a machine.
     """
 
     name: str
@@ -60,12 +60,11 @@ class EngineFleet:
         log_dir: Path,
         on_event: OnEvent = lambda event: None,
         *,
-        make_engine: MakeEngine | None = None,
+        factory: EngineFactory | None = None,
         probing: Probing | None = None,
     ) -> None:
-        """`make_engine` decides what an engine is; by default `serving.kind` does."""
-        self._factory = engine_factory(config, log_dir)
-        self._make_engine = make_engine or self._factory.make
+        """`factory` makes the engines, by default the one of `serving.kind`."""
+        self._factory = factory or engine_factory(config, log_dir)
         self._serving = config.serving
         self._on_event = on_event
         self._changed = asyncio.Event()  # set by each event
@@ -115,7 +114,7 @@ class EngineFleet:
     async def start(self) -> None:
         """Start the router and all engines. Return once enough engines get requests, and no other one is starting.
 
-        Enough are `serving.min_servers`. Engines that wait for machines, or failed to start, join later.
+        Enough are `serving.min_servers`. Engines that wait for something else, or failed to start, join later.
 
         Raises:
             StartupError: the router or too many engines failed to start, and why. What had started is stopped.
@@ -123,9 +122,9 @@ class EngineFleet:
         """
         try:
             await self._factory.open()
-            make = self._make_engine
-            self._next_number = self._factory.count
-            self._routing.engines = [self._supervisor(number, make) for number in range(self._factory.count)]
+            count, make = self._factory.count, self._factory.make
+            self._next_number = count
+            self._routing.engines = [self._supervisor(number, make) for number in range(count)]
             await self._router_supervisor.start()
             self._router_supervisor.report("started")
             for engine in self._engines:

@@ -135,7 +135,7 @@ class EngineSupervisor(Supervisor):
     ) -> None:
         super().__init__(f"engine-{number}", limits, on_event, probing)
         self.engine: Engine = make(number)
-        self.waiting_for = ""  # the machines that the engine needs before it can start, while it waits for them
+        self.waiting_for = ""  # what the engine needs before it can start, while it waits for it
         self.refused = asyncio.Event()  # set if a restarted router does not accept the engine
         self._number = number
         self._make = make

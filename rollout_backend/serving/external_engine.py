@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import StartupError
+from rollout_backend.serving import engine
 from rollout_backend.serving.engine import PROBE, EngineFactory, is_responding
 
 
@@ -30,15 +32,23 @@ class ExternalEngine:
         self._timeout_s = startup_timeout_s
         self.url = url.rstrip("/")
 
-    async def start(self) -> None:
-        deadline = time.monotonic() + self._timeout_s
+    async def reserve(self) -> AsyncIterator[str]:
+        """Wait until the server answers."""
+        began, reported = time.monotonic(), False
         while not await is_responding(self.url):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > self._timeout_s:
                 raise StartupError(
                     f"{self._name}: {self.url}{PROBE} did not answer 200 within {self._timeout_s:g} s: "
                     "start that server, or correct serving.urls"
                 )
+            if not reported and waited > engine.REPORT_WAIT_AFTER_S:
+                reported = True
+                yield f"waits for {self.url} to answer"
             await asyncio.sleep(0.5)
+
+    async def start(self) -> None:
+        pass
 
     async def wait(self) -> str:
         await asyncio.Event().wait()  # its process is not visible; only a probe shows its end

@@ -23,14 +23,13 @@ from typing import Any
 
 from rollout_backend.config import ModelConfig, RolloutConfig, ServingConfig
 from rollout_backend.errors import StartupError
-from rollout_backend.serving.engine import EngineFactory
+from rollout_backend.serving.engine import REPORT_WAIT_AFTER_S, EngineFactory
 from rollout_backend.serving.local_engine import LocalEngine, MakeCommand
 from rollout_backend.serving.placement import Placement
 from rollout_backend.serving.ray_actor import RayActor, join_cluster
 from rollout_backend.serving.sglang import engine_command
 from rollout_backend.serving.supervisor import first_of
 
-_REPORT_AFTER_S = 5.0  # a free machine is reserved within a second
 _POLL_S = 0.5
 _ACTOR_S = 120.0  # for a process of Ray to start on a reserved machine
 
@@ -81,7 +80,7 @@ class RayEngine:
         self.url = ""
 
     async def reserve(self) -> AsyncIterator[str]:
-        """Reserve the machines. Yield once, after 5 s, what the engine waits for.
+        """Reserve the machines. Yield once what the engine waits for.
 
         Raises:
             StartupError: the machines did not become free within `serving.resources_timeout_s`.
@@ -100,7 +99,7 @@ class RayEngine:
                     f"{await self._free()}: add machines, or lower serving.servers or "
                     "the parallel sizes"
                 )
-            if not reported and waited > min(_REPORT_AFTER_S, self._serving.resources_timeout_s / 2):
+            if not reported and waited > REPORT_WAIT_AFTER_S:
                 reported = True
                 yield f"waits for {self._placement}; free are {await self._free()}"
 

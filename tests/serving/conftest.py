@@ -59,8 +59,8 @@ async def start_engine(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[
     """Start a fake engine; return its URL and process."""
     processes: list[ServerProcess] = []
 
-    async def start() -> tuple[str, ServerProcess]:
-        port = free_port()
+    async def start(port: int = 0) -> tuple[str, ServerProcess]:
+        port = port or free_port()
         process = ServerProcess("fake", fake_argv("127.0.0.1", port), tmp_path / f"fake-{port}.log")
         processes.append(process)
         await process.start()

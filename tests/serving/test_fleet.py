@@ -7,10 +7,13 @@ import aiohttp
 import pytest
 
 from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.serving import engine as engine_module
 from rollout_backend.serving import router as router_module
 from rollout_backend.serving.engine import is_healthy
 from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.local_engine import LocalEngine
+from rollout_backend.serving.registry import engine_factory
+from rollout_backend.serving.server_process import free_port
 from rollout_backend.serving.supervisor import Probing
 
 QUICK = Probing(interval_s=0.1, timeout_s=1.0, failures=2)  # on a busy machine an answer takes half a second
@@ -29,7 +32,9 @@ def make_fleet(make_config, fake_command, tmp_path):
             engines.append(LocalEngine(f"engine-{i}", config.model, config.serving, log, command=command))
             return engines[-1]
 
-        fleet = EngineFleet(config, tmp_path, events.append, make_engine=make_engine, probing=probing)
+        factory = engine_factory(config, tmp_path)
+        factory.make = make_engine
+        fleet = EngineFleet(config, tmp_path, events.append, factory=factory, probing=probing)
         return fleet, events, engines
 
     return make
@@ -243,7 +248,9 @@ async def test_error_in_the_listener_ends_the_run(make_config, fake_command, tmp
         if event.kind == "died":
             raise RuntimeError("the display broke")
 
-    async with EngineFleet(config, tmp_path, listener, make_engine=lambda i: engine) as fleet:
+    factory = engine_factory(config, tmp_path)
+    factory.make = lambda number: engine
+    async with EngineFleet(config, tmp_path, listener, factory=factory) as fleet:
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="the display broke"):
             await asyncio.wait_for(fleet.failed(), 30)
@@ -268,6 +275,23 @@ async def test_external_engines_are_registered_and_left_running(make_config, sta
 
 
 @pytest.mark.slow
+async def test_a_run_begins_with_the_engines_that_answer_and_the_others_join(
+    make_config, start_engine, tmp_path, until, monkeypatch
+):
+    monkeypatch.setattr(engine_module, "REPORT_WAIT_AFTER_S", 0.1)
+    url, _ = await start_engine()
+    port = free_port()
+    events, late = [], f"http://127.0.0.1:{port}"
+    config = make_config(serving={"kind": "external", "urls": [url, late], "min_servers": 1})
+    async with EngineFleet(config, tmp_path, events.append) as fleet:
+        assert fleet.engine_urls == (url,)
+        assert [each.waiting_for for each in fleet.snapshot()] == ["", "", f"waits for {late} to answer"]
+        await start_engine(port)
+        await until(lambda: kinds(events, "engine-1") == ["waiting", "started"])
+        assert set(fleet.engine_urls) == {url, late}
+        assert not any(each.waiting_for for each in fleet.snapshot())
+
+
 async def test_follow_adds_and_removes_external_engines(make_config, start_engine, tmp_path):
     (first, _), (second, _) = await asyncio.gather(start_engine(), start_engine())
     events = []

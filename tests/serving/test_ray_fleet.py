@@ -65,8 +65,8 @@ def test_fleet_does_not_import_ray():
 async def test_killed_ray_engine_is_restarted(ray, command, make_config, tmp_path, until):
     config = make_config(serving={"kind": "ray", "startup_timeout_s": 30})
     events = []
-    make_engine = RayEngineFactory(config, tmp_path, command).make
-    async with EngineFleet(config, tmp_path, events.append, make_engine=make_engine) as fleet:
+    factory = RayEngineFactory(config, tmp_path, command)
+    async with EngineFleet(config, tmp_path, events.append, factory=factory) as fleet:
         assert ray.available_resources().get("GPU", 0) == 0  # the actor holds the GPU
         (url,) = fleet.engine_urls
         assert url.startswith(f"http://{ray.util.get_node_ip_address()}:")

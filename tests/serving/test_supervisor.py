@@ -92,7 +92,8 @@ async def test_first_failure_ends_the_group():
     group, server, other = SupervisorGroup(), Server(max_restarts=0), Server()
     group.add(other)
     group.add(server)
-    await group.run_until(asyncio.Event().wait())
+    await group.run_until(other.tried.wait())
+    await group.run_until(server.tried.wait())
     server.ended.put_nowait("ended with code 1")
     with pytest.raises(StartupError, match="ended with code 1"):
         await group.failed()
