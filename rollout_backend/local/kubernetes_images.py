@@ -1,7 +1,8 @@
 """Images of the Kubernetes emulator that are folders: each container has its own files under the image's paths.
 
-A container's root holds a copy of the folder, its volumes, an empty /tmp, and this machine's other files. It is a
-mount namespace, which needs Linux and the right to make one. Processes, network and users are this machine's.
+A container's root holds a copy of the folder, its volumes, and this machine's other files, of which only /tmp can be
+written. It is a mount namespace, which needs Linux and the right to make one. Processes, network and users are this
+machine's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from rollout_backend.serving.server_process import ServerProcess
 
-_OWN = ("tmp", "dev", "tests", "logs", "home")
+_OWN = ("dev", "tests", "logs")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ENTER = 'cd "$1" && shift && exec "$@"'
 
@@ -81,7 +82,7 @@ class FolderImage:
             elif entry.is_dir():
                 target.mkdir()
                 lines.append(f"mount --rbind {entry} {shlex.quote(str(target))}")
-                if entry.name != "proc":
+                if entry.name not in ("proc", "tmp"):
                     lines.append(f"mount -o remount,bind,ro {shlex.quote(str(target))} || true")
         for name in _OWN:
             (root / name).mkdir(exist_ok=True)

@@ -111,12 +111,12 @@ def images(tasks: Path, folder: Path, root: Path) -> dict[str, FolderImage]:
     # The option -I is left out: this checkout is found by PYTHONPATH.
     python.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={root} exec {sys.executable} -P "$@"\n')
     python.chmod(0o755)
-    env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HOME": "/home"}
+    env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HOME": "/logs"}
     found = {"registry.example.com/swe-agent:1": FolderImage(folder / "agent", env)}
     for task in tasks.iterdir():
-        shutil.copytree(task / "environment", folder / task.name / "app")
+        shutil.copytree(task / "environment", folder / task.name / "task-files")
         image = f"registry.example.com/tasks/{task.name}:1"
-        found[image] = FolderImage(folder / task.name, env, "/app")
+        found[image] = FolderImage(folder / task.name, env, "/task-files")
     return found
 
 

@@ -13,18 +13,20 @@ pytestmark = pytest.mark.skipif(not can_make_containers(), reason="the kernel le
 
 async def test_a_container_has_its_own_files_and_volumes(tmp_path):
     image, volume, log = tmp_path / "image", tmp_path / "volume", tmp_path / "job.log"
-    (image / "app").mkdir(parents=True)
+    (image / "task-files").mkdir(parents=True)
     volume.mkdir()
-    (image / "app" / "solve.py").write_text("print(1)")
+    (image / "task-files" / "solve.py").write_text("print(1)")
     script = "pwd; ls; echo x > new; echo y > /input/new; ls /tests; echo why > /dev/termination-log; echo $NAME"
     container = {"command": ["sh", "-c", script]}
     env = {"PATH": os.environ["PATH"], "NAME": "image's"}
-    process = await FolderImage(image, env, "/app").start(container, {"NAME": "pod's"}, {"/input": volume}, log)
+    process = await FolderImage(image, env, "/task-files").start(
+        container, {"NAME": "pod's"}, {"/input": volume}, log
+    )
     await process.wait()
-    assert log.read_text().splitlines() == ["/app", "solve.py", "pod's"]
+    assert log.read_text().splitlines() == ["/task-files", "solve.py", "pod's"]
     assert termination_file(log).read_text() == "why\n"
     assert [path.name for path in volume.iterdir()] == ["new"]
-    assert [path.name for path in (image / "app").iterdir()] == ["solve.py"]
+    assert [path.name for path in (image / "task-files").iterdir()] == ["solve.py"]
 
 
 async def test_a_folder_of_this_machine_is_no_working_directory(tmp_path):
