@@ -1,8 +1,9 @@
-"""verl's replay buffer, extended by metrics of what was left out and by a limit on the age of rollouts.
+"""verl's replay buffer, extended by metrics of what was left out, a limit on the age of rollouts, and stable steps.
 
     trainer.v1.sampler.custom_sampler.path=pkg://rollout_backend.verl.sampler
     trainer.v1.sampler.custom_sampler.name=RolloutSampler
     +trainer.v1.sampler.sampler_kwargs.max_staleness=2      # only with separate_async and colocate_async
+    +trainer.v1.sampler.sampler_kwargs.stable_steps=True
 
 The sampler wraps verl's own buffer and keeps all of its settings (off-policy drop or wait, group filtering, refill of
 failed groups). The v1 trainer logs the metrics that a sampler returns with a batch; `rollout_backend.verl.metrics`
@@ -12,6 +13,9 @@ lists ours.
 version that sampled the token; verl's own `max_off_policy_threshold` goes by the step that handed out the prompt. If
 fewer than two rollouts of a group remain, the whole group is dropped, because a single rollout has no baseline. Each
 dropped group is replaced by one of another prompt.
+
+With `stable_steps`, the number of optimizer steps does not depend on how many rows a batch has: see
+`rollout_backend.verl.optimizer_steps`.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.metrics import TALLY, TOO_OLD, as_metrics, staleness
+from rollout_backend.verl.optimizer_steps import StableSteps
 
 _KEY = "trainer.v1.sampler.sampler_kwargs"
 _POLL_S = 0.25  # verl's default of 2 s would delay a finished batch by 1 s on average
@@ -39,6 +44,8 @@ class SamplerOptions(BaseModel):
 
     max_staleness: int | None = Field(default=None, ge=0)
     """How many versions older than the weights being trained a token may be. Default: no limit."""
+    stable_steps: bool = False
+    """Whether the size of mini-batches follows the number of rows, so that the number of optimizer steps does not."""
 
 
 class RolloutSampler:
@@ -56,7 +63,10 @@ class RolloutSampler:
         Raises:
             ConfigError: a setting is wrong.
         """
-        self._max_staleness = _options(sampler_kwargs, trainer_mode).max_staleness
+        options = _options(sampler_kwargs, trainer_mode)
+        self._max_staleness = options.max_staleness
+        root = _root(sampler_kwargs)
+        self._stable_steps = StableSteps(root) if options.stable_steps and "actor_rollout_ref" in root else None
         self._refill = refill_fn
         make = ReplayBuffer if trainer_mode == "sync" else ReplayBufferAsync
         self._buffer = make(
@@ -85,7 +95,8 @@ class RolloutSampler:
         counts.update(too_old)
         parts = [(tag["trained_tokens"], tag["mean_version"], tag["min_global_steps"]) for tag in batch.tags]
         left_out = as_metrics(counts, len({_session(key) for key in batch.keys}))
-        return batch, {**metrics, **left_out, **staleness(parts, global_steps - 1)}
+        metrics = {**metrics, **left_out, **staleness(parts, global_steps - 1)}
+        return batch if self._stable_steps is None else self._stable_steps.apply(batch, batch_size), metrics
 
     def wait_for_sampleable(self, *args: Any, **kwargs: Any) -> Any:
         return self._buffer.wait_for_sampleable(*args, **kwargs)
@@ -168,9 +179,14 @@ def _options(given: Mapping[str, Any], trainer_mode: str) -> SamplerOptions:
     return options
 
 
+def _root(section: Any) -> Any:
+    """Return verl's whole tree of settings, of which verl passes one section; empty if the section is in none."""
+    return section._get_root() if hasattr(section, "_get_root") else {}
+
+
 def _withheld_settings(section: Any, trainer_mode: str) -> dict[str, Any]:
     """Return the buffer settings that verl passes to its own buffer but not to a custom sampler."""
-    root = section._get_root() if hasattr(section, "_get_root") else {}
+    root = _root(section)
     if "trainer" not in root:
         return {}
     refill = bool(root["trainer"]["v1"]["sampler"].get("sync_refill_failed_groups", False))

@@ -12,13 +12,14 @@ import pytest
 from hydra import compose, initialize_config_module
 from verl.trainer.ppo.v1 import replay_buffer
 from verl.trainer.ppo.v1.utils import MetricsAggregator
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from agent_wrapper.contract import Failure, Outcome, Rollout
 from rollout_backend.core.report import GroupResult, StepFailure
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.metrics import CLASSES, TALLY, PartitionCounts, as_metrics, count_group, staleness
-from rollout_backend.verl.row_formats import v1_tag
+from rollout_backend.verl.row_formats import v1_fields, v1_tag
 from rollout_backend.verl.rows import Rows, rows_of
 from rollouts import make_rollout, make_segment
 
@@ -169,6 +170,7 @@ class Trainer:
         self.asked: list[int] = []
         with initialize_config_module("verl.trainer.config", version_base=None):
             config = compose("ppo_trainer", [f"trainer.v1.trainer_mode={mode}", *overrides])
+        self.config = config
         sampler = config.trainer.v1.sampler
         self.sampler = RolloutSampler(  # the arguments that verl passes to a custom sampler
             trainer_mode=mode,
@@ -208,6 +210,7 @@ def clean_queue(request: pytest.FixtureRequest) -> Iterator[None]:
             tq.kv_clear(keys=keys, partition_id="train")
 
 
+MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 OLD = "+trainer.v1.sampler.sampler_kwargs.max_staleness=2"
 
 
@@ -266,6 +269,36 @@ def test_a_group_with_a_single_fresh_rollout_is_replaced(queue: Any) -> None:
     assert found["rollouts/left_out/too_old/sum"] == 4
     assert found["rollouts/groups_dropped/sum"] == 2
     assert trainer.left() == set(batch.keys)
+
+
+def test_a_batch_of_many_rows_is_padded_for_as_many_steps_as_one_of_few(queue: Any) -> None:
+    """Two prompts, mini-batches of one prompt, n = 2: seven rows become two mini-batches of four."""
+    sizes = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", f"{MINI_BATCH}=1", "critic.enable=False"]
+    for more, expected in (([], 7), (["+trainer.v1.sampler.sampler_kwargs.stable_steps=True"], 8)):
+        trainer = Trainer(queue, "sync", *sizes, *more)
+        for uid, segments in (("u1", [3, 2]), ("u2", [1, 1])):
+            rows = [
+                (f"{uid}_{session}_{row.index}", row)
+                for session, count in enumerate(segments)
+                for row in rows_of(make_rollout(segments=[make_segment(2, 3)] * count), 8, 8)
+            ]
+            base = {"uid": uid, "session_id": 0, "payload": "{}"}
+            fields = list_of_dict_to_tensordict([v1_fields(row, base) for _, row in rows])
+            tags = [v1_tag(row, 10) for _, row in rows]
+            queue.kv_batch_put(keys=[key for key, _ in rows], partition_id="train", fields=fields, tags=tags)
+            tag = {"is_prompt": True, "status": "finished", "global_steps": 10}
+            queue.kv_put(key=uid, partition_id="train", tag=tag)
+        batch, found = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=2)
+        assert len(batch) == expected
+        assert found["rollouts/trained/sum"] == 4
+        mask = queue.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["response_mask"])
+        trained = [int(row.sum()) for row in mask["response_mask"].unbind()]
+        real = [not tag.get("is_padding", False) for tag in batch.tags]
+        assert trained == [3 * each for each in real], "padding trains nothing"
+        if expected == 8:
+            assert trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size == 2
+            assert (sum(real[:4]), sum(real[4:])) == (3, 4)
+        queue.kv_clear(keys=[*trainer.left()], partition_id="train")
 
 
 def test_verls_buffer_keeps_all_its_settings(queue: Any) -> None:
