@@ -3,7 +3,7 @@
     trainer.v1.sampler.custom_sampler.path=pkg://rollout_backend.verl.sampler
     trainer.v1.sampler.custom_sampler.name=RolloutSampler
     +trainer.v1.sampler.sampler_kwargs.max_staleness=2      # only with separate_async and colocate_async
-    +trainer.v1.sampler.sampler_kwargs.stable_steps=True
+    +trainer.v1.sampler.sampler_kwargs.stable_steps=False
 
 The sampler wraps verl's own buffer and keeps all of its settings (off-policy drop or wait, group filtering, refill of
 failed groups). The v1 trainer logs the metrics that a sampler returns with a batch; `rollout_backend.verl.metrics`
@@ -14,7 +14,7 @@ version that sampled the token; verl's own `max_off_policy_threshold` goes by th
 fewer than two rollouts of a group remain, the whole group is dropped, because a single rollout has no baseline. Each
 dropped group is replaced by one of another prompt.
 
-With `stable_steps`, the number of optimizer steps does not depend on how many rows a batch has: see
+With `stable_steps`, the default, the number of optimizer steps does not depend on how many rows a batch has: see
 `rollout_backend.verl.optimizer_steps`.
 """
 
@@ -44,7 +44,7 @@ class SamplerOptions(BaseModel):
 
     max_staleness: int | None = Field(default=None, ge=0)
     """How many versions older than the weights being trained a token may be. Default: no limit."""
-    stable_steps: bool = False
+    stable_steps: bool = True
     """Whether the size of mini-batches follows the number of rows, so that the number of optimizer steps does not."""
 
 

@@ -274,7 +274,7 @@ def test_a_group_with_a_single_fresh_rollout_is_replaced(queue: Any) -> None:
 def test_a_batch_of_many_rows_is_padded_for_as_many_steps_as_one_of_few(queue: Any) -> None:
     """Two prompts, mini-batches of one prompt, n = 2: seven rows become two mini-batches of four."""
     sizes = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", f"{MINI_BATCH}=1", "critic.enable=False"]
-    for more, expected in (([], 7), (["+trainer.v1.sampler.sampler_kwargs.stable_steps=True"], 8)):
+    for more, expected in (([], 8), (["+trainer.v1.sampler.sampler_kwargs.stable_steps=False"], 7)):
         trainer = Trainer(queue, "sync", *sizes, *more)
         for uid, segments in (("u1", [3, 2]), ("u2", [1, 1])):
             rows = [

@@ -1,4 +1,5 @@
-"""verl's real trainer with a reward function of verl: it trains the function's rewards, not the agent's."""
+"""verl's real trainer with a reward function of verl: it trains the function's rewards, not the agent's, in as many
+optimizer steps as if each rollout had one row."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.scoring.scorer import ScoreInput
@@ -41,6 +43,8 @@ async def test_the_trained_rewards_are_those_of_the_reward_function(tmp_path: Pa
     settings = [
         f"reward.custom_reward_function.path={function}",
         "reward.custom_reward_function.name=compute_score",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",  # two steps; three for the 12 rows by verl alone
+        "trainer.save_freq=1",
     ]
     async with training(tmp_path, tasks, len(tasks), *settings) as run:
         await run.start()
@@ -62,3 +66,6 @@ async def test_the_trained_rewards_are_those_of_the_reward_function(tmp_path: Pa
         assert report.outcomes["completed"] == 2 * GROUP
         assert run.metrics()[0]["rollouts/trained/sum"] == 2 * GROUP
         await run.leaves_nothing()
+    [optimizer] = (tmp_path / "checkpoints").glob("global_step_1/actor/optim_world_size_1_rank_0.pt")
+    state = torch.load(optimizer, weights_only=False)["state"]
+    assert {int(parameter["step"]) for parameter in state.values()} == {2}
