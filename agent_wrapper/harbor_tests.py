@@ -3,7 +3,7 @@
 Invariants:
 
 - The tests and their children end with the call, and with this process.
-- The reward is what the tests wrote to their reward file. Without one there is no reward, whatever their exit code.
+- The reward is what the tests wrote to their reward file. Without one there is no reward.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Invariants:
 
 - A connection is used again only if its last response was complete, nothing followed it, and both sides keep it.
 - A response that is truncated or malformed raises. One without a length ends with its connection.
-- While nobody reads a body, about `_READ_AHEAD` bytes of it are held in memory.
+- While a body is not read, about `_READ_AHEAD` bytes of it are held in memory.
 - Without a byte for `read_timeout_s`, a call fails.
 
 Errors are aiohttp's, so callers need not know which client sent their call.
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _check_time(self) -> None:
-        """Fail a call without progress. The timer is not set anew for each call, for it rarely matters."""
+        """Fail a call without progress. The timer is not set again for each call, since it rarely matters."""
         self._timer = None
         if self._response is None:
             return

@@ -268,7 +268,7 @@ class KubernetesConfig(RuntimeConfig):
     kind: Literal["kubernetes"] = "kubernetes"
     image: str = Field(min_length=1)
     """The agent's container image. Its command must be an app that is served by `RolloutApp.run`. For Harbor tasks,
-    which run in images of their own, its folder /agent is copied into each container: see [harbor.md](harbor.md)."""
+    which run in their own images, its folder /agent is copied into each container: see [harbor.md](harbor.md)."""
     command: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """Command of the container: text, or a list. Default: the image's. Required for Harbor tasks, such as
     `[/agent/bin/python, -I, -m, agent_wrapper.exec, ...]`."""

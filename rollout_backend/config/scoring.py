@@ -24,7 +24,7 @@ class ScoringConfig(Section):
     """A scorer that fails is called again, with the same rollout, for this many seconds, and never beyond the step's
     deadline. Then the rollout ends as `scorer_failed`."""
     processes: int = Field(default=4, ge=1)
-    """Rollouts that are scored at once, each in a process of its own. Harbor tasks on Kubernetes: each in a Job."""
+    """Rollouts that are scored at once, each in a separate process. Harbor tasks on Kubernetes: each in a Job."""
     concurrency: int = Field(default=16, ge=1)
     """Calls of an `async` function at once, in each process. A plain function or a command has one."""
 

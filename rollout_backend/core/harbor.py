@@ -96,7 +96,7 @@ def _fit(task: Task, runtime: RuntimeConfig) -> Task:
         )
     if not runtime.command:
         raise ConfigError(
-            f"the Harbor task {task.task_id!r} runs in an image of its own, which does not name your agent: set "
+            f"the Harbor task {task.task_id!r} runs in its own image, which does not name your agent: set "
             "runtime.command to the agent's command, and runtime.image to an image with the agent in /agent "
             "(docs/harbor.md)"
         )

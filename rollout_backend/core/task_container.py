@@ -1,4 +1,4 @@
-"""The container of a task that has an image of its own, in the payload of its rollouts."""
+"""The container of a task that has its own image, in the payload of its rollouts."""
 
 from __future__ import annotations
 

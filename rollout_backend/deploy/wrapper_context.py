@@ -1,4 +1,4 @@
-"""The build context `wrapper` of an agent's image: the wrapper of this installation, as a package of its own.
+"""The build context `wrapper` of an agent's image: the wrapper of this installation, as a separate package.
 
 In a checkout, the checkout itself is such a context.
 """

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- The tests run in a new folder, in a process group of their own, within the task's time and memory, and without this
+- The tests run in a new folder, in a separate process group, within the task's time and memory, and without this
   process's environment. They end with the call, and with this process.
 """
 

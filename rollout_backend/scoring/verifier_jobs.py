@@ -1,4 +1,4 @@
-"""Score the results of Harbor tasks on Kubernetes: each in a Job of its own, in the image of its task.
+"""Score the results of Harbor tasks on Kubernetes: each in a separate Job, in the image of its task.
 
 The Job gets the tests in its Secret, so they are in no bucket that an agent may read. It gets the artifacts by a
 presigned URL, because they may be larger than a Secret. Its reward returns in the termination message of its

@@ -2,7 +2,7 @@
 
 An agent outlives the trainer that started it. While the trainer's gateway is down, it retries for a while. The
 wrapper publishes its result: a PUT to S3 that may fail, then an announcement that may be lost or repeated. If the run
-has a scorer, half of the agents publish an artifact before, with a PUT of its own.
+has a scorer, half of the agents publish an artifact before, with a separate PUT.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _ANY_TOKEN = 0  # of padding rows, which are masked
 
 
 class StableSteps:
-    """Scales verl's mini-batches with the rows of each batch. verl reads their size anew for each batch."""
+    """Scales verl's mini-batches with the rows of each batch. verl reads their size for each batch."""
 
     def __init__(self, config: Any) -> None:
         """`config` is verl's whole tree of settings, the one that its trainer reads."""

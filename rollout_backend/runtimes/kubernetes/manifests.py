@@ -5,7 +5,7 @@ Invariants:
 - Everything that an attempt creates is deleted with its Job, which owns it.
 - A Job starts one pod: Kubernetes replaces no pod that failed, because another attempt has another session.
 - The payload, which holds the session's key, is in the Secret only.
-- The pod of an attempt mounts its payload, the agent's files if its task has an image of its own, and nothing else.
+- The pod of an attempt mounts its payload, the agent's files if its task has its own image, and nothing else.
 """
 
 from __future__ import annotations
