@@ -105,7 +105,7 @@ class RayActor:
             if isinstance(error.cause, ServingError):
                 raise type(error.cause)(str(error.cause)) from None
             raise StartupError(str(error.cause)) from None
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayError as error:  # also if Ray has killed it, since memory was low
             raise StartupError(f"{self._name}: its Ray actor died: {error}") from None
 
 

@@ -65,12 +65,12 @@ def settings(model: Path, output: Path, **serving) -> dict[str, object]:
 async def test_a_killed_machine_loses_no_rollout(repository, tiny_model, tmp_path, monkeypatch):
     example, events = repository / "examples" / "arithmetic", list[ServingEvent]()
     tasks = read_tasks(example / "tasks.jsonl")[:16]
-    # Room for three engines and a gateway: wherever Ray puts them, an engine is alone on a machine that can be lost.
-    with ray_machines({"num_cpus": 2}, [{"num_cpus": 1}] * 2) as machines:
+    # Room for two engines and a gateway: wherever Ray puts them, an engine is alone on a machine that can be lost.
+    with ray_machines({"num_cpus": 1}, [{"num_cpus": 1}] * 2) as machines:
         async with LocalCloud(example / "agent.py", run_dir=tmp_path / "logs") as cloud:
             for name, value in cloud.environ.items():
                 monkeypatch.setenv(name, value)
-            base = settings(tiny_model, tmp_path, servers=3, min_servers=3)
+            base = settings(tiny_model, tmp_path, servers=2, min_servers=2)
             config = load_config(base=base, env={}, top=cloud.settings())
             async with RolloutManager(config, on_serving=events.append) as manager:
                 undisturbed = await _seconds(asyncio.create_task(manager.collect(tasks)), 4 * len(tasks))

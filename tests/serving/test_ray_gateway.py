@@ -1,6 +1,7 @@
 """Gateways as Ray actors on this machine."""
 
 import asyncio
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -12,6 +13,7 @@ from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet, Shard
 from rollout_backend.serving.gateway_process import GatewayProcess
+from rollout_backend.serving.ray_actor import RayActor
 
 
 @pytest.fixture
@@ -75,6 +77,18 @@ async def test_an_error_on_the_other_machine_is_reported(ray, engine, tmp_path):
     fleet = GatewayFleet(settings, engine.url, tmp_path)
     with pytest.raises(StartupError, match="holds no tokenizer"):
         await fleet.start()
+
+
+@pytest.mark.slow
+async def test_an_actor_that_is_killed_for_its_memory_has_died():
+    from ray.exceptions import OutOfMemoryError
+
+    async def call(method: str) -> None:
+        raise OutOfMemoryError("the node is low on memory")
+
+    actor = RayActor("engine-0", lambda host: None)
+    actor.handle = SimpleNamespace(call=SimpleNamespace(remote=call))
+    assert "engine-0: its Ray actor died: " in await actor.wait()
 
 
 @pytest.mark.slow

@@ -40,7 +40,9 @@ def ray_machines(first: dict[str, int], others: Sequence[dict[str, int]]) -> Ite
         stack.callback(cluster.shutdown)
         stack.callback(ray.shutdown)
         # Ray lowers the priority of its workers: on a busy machine an engine in an actor would take minutes to start.
-        stack.enter_context(mock.patch.dict(os.environ, {"RAY_worker_niceness": "0"}))
+        # The simulated machines share this one's memory, and Ray would kill engines when others use it.
+        environ = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
+        stack.enter_context(mock.patch.dict(os.environ, environ))
         cluster.add_node(include_dashboard=False, **first)
         for address, resources in zip(REMOVABLE, others, strict=False):
             cluster.add_node(node_ip_address=address, **resources)
