@@ -27,6 +27,7 @@ from rollout_backend.local.verl_cpu.replica_server import SGLangServer
 from rollout_backend.local.verl_cpu.replica_settings import ServerSettings, model_of
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
 from rollout_backend.serving.generation_control import pause_generation, resume_generation
+from rollout_backend.serving.placement import ServerNode
 
 pytestmark = [
     pytest.mark.engine,
@@ -289,10 +290,8 @@ def test_a_server_ends_with_its_actor(replica: Any) -> None:
 async def test_a_dead_server_is_reported(models: list[Path], tmp_path: Path) -> None:
     """SGLang crashes without a response if weights have a wrong shape."""
 
-    def command(
-        model: object, serving: object, host: str, port: int, first_gpu: int
-    ) -> tuple[list[str], dict[str, str]]:
-        return [sys.executable, "-S", str(FAKE_ENGINE), host, str(port)], {}
+    def command(model: object, serving: object, node: ServerNode) -> tuple[list[str], dict[str, str]]:
+        return [sys.executable, "-S", str(FAKE_ENGINE), node.host, str(node.port)], {}
 
     rollout = SimpleNamespace(max_model_len=64)
     model, log = model_of(rollout, SimpleNamespace(path=models[OLD])), tmp_path / "log"
