@@ -31,7 +31,8 @@ settings.load_profile("fixed")
 
 LONGEST = ("e2e", "infra", "serving", "simulation")  # folders of tests/ with the longest files
 
-# Tests that share what takes long to start, by the beginnings of their paths. They run in one process.
+# Tests that share what takes long to start, or take gigabytes, by the beginnings of their paths. They run in one
+# process, so not at the same time.
 GROUPS = {
     "real engine": (
         "tests/dialects/clients/",
@@ -39,6 +40,7 @@ GROUPS = {
         "tests/gateway/test_token_identity.py",
     ),
     "tokenizers": ("tests/rendering/families/",),
+    "several engines": ("tests/e2e/test_killed_machine.py", "tests/e2e/test_real_engine.py"),
 }
 
 
