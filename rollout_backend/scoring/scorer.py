@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
+import msgpack
 from pydantic import Field
 
 from agent_wrapper.contract import ContractObject, Rollout
@@ -53,6 +54,12 @@ class ScoreInput:
     private: dict[str, Any]  # the task's private part; empty if it has none
     rollout: Rollout  # the result, with its segments and turns
     artifacts: dict[str, bytes] = field(default_factory=dict)  # the files that the agent published, by name
+
+    @classmethod
+    def unpack(cls, request: bytes) -> Self:
+        """Read the msgpack that `RolloutScorer` sends. Raises ContractError if the result in it is invalid."""
+        fields = msgpack.unpackb(request)
+        return cls(rollout=Rollout.decode(fields.pop("result")), **fields)
 
     @property
     def messages(self) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgpack
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
 
 from agent_wrapper.contract import Rollout
@@ -76,8 +75,7 @@ class VerifierJobs:
 
     async def call(self, request: bytes) -> dict[str, Any]:
         """Return the score of a rollout, or an error."""
-        fields = msgpack.unpackb(request)
-        given = ScoreInput(rollout=Rollout.decode(fields.pop("result")), **fields)
+        given = ScoreInput.unpack(request)
         try:
             async with self._slots:
                 reward = await self._verify(given)

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from agent_wrapper.contract import ContractError, Rollout
+from agent_wrapper.contract import ContractError
 from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, command_scorer, load_scorer
 
@@ -80,7 +80,7 @@ async def _serve(scorer: Scorer, requests: _Requests, answers: BinaryIO, timeout
 
 def _score(scorer: Scorer, body: bytes) -> dict[str, Any]:
     try:
-        return scorer.score(_input(body)).model_dump()
+        return scorer.score(ScoreInput.unpack(body)).model_dump()
     except (ContractError, ScoringError) as error:
         return {"error": str(error)}
 
@@ -88,16 +88,11 @@ def _score(scorer: Scorer, body: bytes) -> dict[str, Any]:
 async def _score_async(scorer: Scorer, body: bytes, timeout_s: float) -> dict[str, Any]:
     try:
         async with asyncio.timeout(timeout_s):
-            return (await scorer.score_async(_input(body))).model_dump()
+            return (await scorer.score_async(ScoreInput.unpack(body))).model_dump()
     except (ContractError, ScoringError) as error:
         return {"error": str(error)}
     except TimeoutError:
         return {"error": f"the scorer took longer than scoring.timeout_s={timeout_s:g}"}
-
-
-def _input(body: bytes) -> ScoreInput:
-    fields = msgpack.unpackb(body)
-    return ScoreInput(rollout=Rollout.decode(fields.pop("result")), **fields)
 
 
 def _read_all(frames: BinaryIO, requests: _Requests) -> None:
