@@ -222,7 +222,7 @@ def _check_lifetime(described: Mapping[str, Any], session_s: float) -> list[Chec
 
 
 def _to_call_error(error: ClientError) -> RuntimeCallError:
-    text = f"{aws.code_of(error)}: {aws.message_of(error)}"
+    text = aws.reason(error)
     if aws.is_expired(error):
         return InvokeRejected(text, reason="credentials_expired")
     match aws.status_of(error):
