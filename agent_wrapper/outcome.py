@@ -64,7 +64,8 @@ _OF_COMMANDS: dict[type[Exception], tuple[Outcome, str]] = {
     RewardError: (Outcome.AGENT_ERROR, "bad_reward"),
     VerifierError: (Outcome.INFRA_ERROR, "verifier_failed"),
 }
-_MODEL_COULD_CAUSE = frozenset({"bad_reward", "command_failed", "status_code"})  # here no exception says so
+# Here no exception says so.
+_MODEL_COULD_CAUSE = frozenset({"bad_reward", "command_failed", "invocation_error", "status_code"})
 
 SDK_ERRORS = frozenset(
     {

@@ -17,8 +17,9 @@ from typing import Any, NoReturn, TypeVar
 
 from agent_wrapper.contract import RolloutRequest, Trajectory
 from agent_wrapper.trajectory import fetch_trajectory
+from rollout_backend.agent_protocols.base import PolledResults, WrittenResults
 from rollout_backend.agent_protocols.registry import agent_protocol
-from rollout_backend.agent_protocols.translator import Translator
+from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, Translator
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
@@ -32,6 +33,7 @@ from rollout_backend.core.heartbeats import Heartbeats
 from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import SessionEnds
+from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.errors import ServingError
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.observe.archive import RunArchive
@@ -276,12 +278,14 @@ class RunServices:
 
         presigner = Presigner(config.storage, config.aws) if config.storage.presigned else None
         calls: SessionCalls = FencedRuntime(janitor.watch(runtime), lease)
-        translator = self._translator(calls, store, buffer)
+        admission = CallQueue.from_config(self.limits)
+        translator = self._translator(calls, store, buffer, FencedRuntime(runtime, lease).invoke, admission)
         return StepServices.assemble(
             config,
             translator or calls,
             store,
             limits=self.limits,
+            calls=admission,
             fencing_token=lease.fencing_token,
             owner=str(lease.me),
             buffer=buffer,
@@ -302,7 +306,14 @@ class RunServices:
             scorer=scorer,
         )
 
-    def _translator(self, calls: SessionCalls, store: ResultStore, buffer: RolloutBuffer) -> Translator | None:
+    def _translator(
+        self,
+        calls: SessionCalls,
+        store: ResultStore,
+        buffer: RolloutBuffer,
+        poll: Callable[[str, bytes], Awaitable[bytes]],
+        admission: CallQueue,
+    ) -> Translator[Any] | None:
         """Start to translate for agents of another protocol; None for agents of the contract."""
         config, gateways = self._config, self.serving.gateways
         protocol = agent_protocol(config.runtime.agent_protocol)
@@ -316,15 +327,20 @@ class RunServices:
                 endpoint = endpoint.model_copy(update={"trajectory_url": url})
             return await fetch_trajectory(endpoint, _SEAL_S)
 
-        translator = Translator(
-            calls,
-            protocol,
-            store,
-            list_interval_s=config.collect.list_interval_s,
-            max_writes=config.collect.max_fetches,
-            seal=seal,
-            on_result=buffer.fetch_written,
-        )
+        more: dict[str, Any] = {
+            "max_writes": config.collect.max_fetches,
+            "seal": seal,
+            "on_result": buffer.fetch_written,
+        }
+        translator: Translator[Any]
+        if isinstance(protocol, PolledResults):
+            interval_s = config.runtime.poll_interval_s
+            translator = PollingTranslator(
+                calls, protocol, store, poll=poll, admission=admission, interval_s=interval_s, **more
+            )
+        else:
+            assert isinstance(protocol, WrittenResults)
+            translator = BucketTranslator(calls, protocol, store, interval_s=config.collect.list_interval_s, **more)
         self.background.append(asyncio.create_task(translator.run()))
         return translator
 

@@ -20,7 +20,7 @@ from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, Rollou
 from agent_wrapper.contract.codec import unpack
 from agent_wrapper.outcome import SDK_ERRORS, AgentResult, classify, failed
 from agent_wrapper.runner import Returned
-from rollout_backend.agent_protocols.base import AgentProtocol, results_prefix
+from rollout_backend.agent_protocols.base import WrittenResults, results_prefix
 from rollout_backend.core.ledger import TERMINATED
 from rollout_backend.errors import InvokeRejected
 
@@ -31,7 +31,7 @@ _STOPPED = frozenset({"CancelledError", "GeneratorExit", "KeyboardInterrupt", "S
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w+)(?::|$)", re.MULTILINE)
 
 
-class AgentCoreRlToolkit(AgentProtocol):
+class AgentCoreRlToolkit(WrittenResults):
     """The payload, the answer, the key layout and the result of `AgentCoreRLApp`."""
 
     names_key = True

@@ -1,9 +1,9 @@
-"""The interface of an agent protocol: how a framework's agents are invoked, and where they leave their results. Pure.
+"""The interfaces of agent protocols: how a framework's agents are invoked, and how their results are found. Pure.
 
 Invariants:
 
-- nothing that an agent wrote is taken for tokens: a result has a reward or an error, and the gateway has the tokens;
-- a result is found by its key, which contains the session's id. Only that session's container knows the id.
+- nothing that an agent reports is taken for tokens: a result has a reward or an error, the gateway has the tokens;
+- a result belongs to the session whose id is in its key, or that was polled. Only that container knows the id.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def results_prefix(request: RolloutRequest) -> str:
 
 
 class AgentProtocol(ABC):
-    """What differs between frameworks."""
+    """What differs between frameworks. Subclass `WrittenResults` or `PolledResults`."""
 
     @abstractmethod
     def payload(self, task: Mapping[str, Any], request: RolloutRequest) -> dict[str, Any]:
@@ -37,13 +37,29 @@ class AgentProtocol(ABC):
         """
 
     @abstractmethod
-    def result_key(self, request: RolloutRequest) -> str:
-        """Return the key under which this session's agent writes its result, below `results_prefix`."""
-
-    @abstractmethod
     def read_result(self, data: bytes, max_bytes: int) -> AgentResult:
         """Return what the agent's result says.
 
         Raises:
-            ContractError: the object is not a result of this protocol.
+            ContractError: this is not a result of this protocol.
         """
+
+
+class WrittenResults(AgentProtocol):
+    """Agents write each result to S3."""
+
+    @abstractmethod
+    def result_key(self, request: RolloutRequest) -> str:
+        """Return the key under which this session's agent writes its result, below `results_prefix`."""
+
+
+class PolledResults(AgentProtocol):
+    """Agents return their result in the answer to a later invoke of the same session."""
+
+    @abstractmethod
+    def poll(self, request: RolloutRequest) -> dict[str, Any]:
+        """Return the payload of the invoke that asks for the result."""
+
+    @abstractmethod
+    def has_ended(self, answer: bytes, request: RolloutRequest) -> bool:
+        """Return whether the answer to a poll holds the result, so that `read_result` reads it."""

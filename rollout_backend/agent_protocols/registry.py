@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit
+from rollout_backend.agent_protocols.agentcore_runtime_app import AgentCoreRuntimeApp
 from rollout_backend.agent_protocols.base import AgentProtocol
 from rollout_backend.agent_protocols.verl_4216 import Verl4216
 
 _PROTOCOLS: Mapping[str, Callable[[], AgentProtocol]] = {
     "agentcore-rl-toolkit": AgentCoreRlToolkit,
+    "agentcore-runtime-app": AgentCoreRuntimeApp,
     "verl-4216": Verl4216,
 }
 

@@ -2,10 +2,10 @@
 
 Invariants:
 
-- an agent's object is read only for a session that this run has open, so it counts for one rollout and attempt;
+- an agent's result is read only for a session that this run has open, so it counts for one rollout and attempt;
 - the tokens are the sealed trajectory of the gateway, which closes the session;
 - a rollout is written under the contract's key, once, before its step is told to fetch it;
-- "could not ask" is not "not there": while S3 fails, the objects are listed again until the session is closed.
+- "could not ask" is not "not there": while S3 or the runtime fails, the search continues until the session is closed.
 """
 
 from __future__ import annotations
@@ -14,23 +14,30 @@ import asyncio
 import json
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, RolloutRequest, Trajectory
 from agent_wrapper.outcome import build_rollout, failed
 from agent_wrapper.trajectory import TrajectoryUnavailable
-from rollout_backend.agent_protocols.base import AgentProtocol, results_prefix
+from rollout_backend.agent_protocols.base import AgentProtocol, PolledResults, WrittenResults, results_prefix
 from rollout_backend.collect.buffer import log_defects
 from rollout_backend.collect.inventory import MAX_KEYS
 from rollout_backend.collect.store import ObjectStore
-from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
+from rollout_backend.core.ledger import CallTally
+from rollout_backend.dispatch.call_queue import CallKind, CallQueue
+from rollout_backend.errors import ResultMissing, RuntimeCallError, StoreError, WriteConflict
 from rollout_backend.runtimes.base import SessionCalls
 
 log = logging.getLogger(__name__)
 
 _ACCEPTED = b'{"status": "accepted"}'
+_POLL_ARRIVES_S = 5.0  # a poll that a runtime receives after the session's stop would start a new container
+
+_P = TypeVar("_P", bound=AgentProtocol)
 
 
 @dataclass(frozen=True)
@@ -39,16 +46,16 @@ class _Session:
     began: float  # unix seconds
 
 
-class Translator:
+class Translator(ABC, Generic[_P]):
     """The calls of a runtime whose agents speak another protocol. `run` finds their results."""
 
     def __init__(
         self,
         calls: SessionCalls,
-        protocol: AgentProtocol,
+        protocol: _P,
         store: ObjectStore,
         *,
-        list_interval_s: float,
+        interval_s: float,
         max_writes: int,
         seal: Callable[[RolloutRequest], Awaitable[Trajectory]],
         on_result: Callable[[int, str, int], Awaitable[None]],
@@ -58,8 +65,8 @@ class Translator:
         Args:
             calls: The runtime's calls.
             protocol: What its agents speak.
-            store: Where agents write, and where rollouts are written.
-            list_interval_s: Interval between listings while a session is open.
+            store: Where rollouts are written.
+            interval_s: Interval between two looks for results while a session is open.
             max_writes: How many results are translated at once.
             seal: Closes a session and returns its trajectory. Raises TrajectoryUnavailable.
             on_result: Called with step, rollout and attempt once a rollout is written.
@@ -67,14 +74,27 @@ class Translator:
         self._calls = calls
         self._protocol = protocol
         self._store = store
-        self._interval_s = list_interval_s
+        self._interval_s = interval_s
         self._seal = seal
         self._on_result = on_result
         self._room = asyncio.Semaphore(max_writes)
         self._builder = ThreadPoolExecutor(1, "translator")  # several hostile results at once could exhaust memory
-        self._open: dict[str, _Session] = {}  # by the key of its result
-        self._keys: dict[str, str] = {}  # the same keys, by session
-        self._writing: set[str] = set()  # of the same keys
+        self._open: dict[str, _Session] = {}  # by id
+        self._writing: set[str] = set()  # ids
+
+    @abstractmethod
+    async def _candidates(self) -> list[str]:
+        """Return the ids of open sessions that may have a result now."""
+
+    @abstractmethod
+    async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
+        """Return a session's result, and how many seconds ago it was written.
+
+        Raises:
+            ResultMissing: there is none yet, or the session was closed meanwhile.
+            StoreError, RuntimeCallError: it could not be read.
+            ContractError: it cannot be a result.
+        """
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         fields = json.loads(payload)
@@ -90,14 +110,10 @@ class Translator:
         self._watch(RolloutRequest.parse(json.loads(payload)[REQUEST_FIELD]))
 
     def _watch(self, request: RolloutRequest) -> None:
-        key = self._protocol.result_key(request)
-        self._open[key], self._keys[request.session_id] = _Session(request, time.time()), key
+        self._open[request.session_id] = _Session(request, time.time())
 
     async def stop(self, session_id: str) -> None:
-        key = self._keys.pop(session_id, "")
-        session = self._open.get(key)
-        if session is not None and session.request.session_id == session_id:  # else another attempt's
-            del self._open[key]
+        self._open.pop(session_id, None)
         await self._calls.stop(session_id)
 
     async def run(self) -> None:
@@ -105,49 +121,33 @@ class Translator:
         async with asyncio.TaskGroup() as writing:
             while True:
                 await asyncio.sleep(self._interval_s)
-                for key in await self._finished():
-                    if key not in self._writing:
-                        self._writing.add(key)
-                        writing.create_task(log_defects(key, self._write_if_there(key), None))
+                for session_id in await self._candidates():
+                    if session_id not in self._writing:
+                        self._writing.add(session_id)
+                        writing.create_task(log_defects(session_id, self._write_if_there(session_id), None))
 
-    async def _finished(self) -> list[str]:
-        """Return the keys of open sessions' results, or of all that are expected if there are too many to list."""
-        found = []
-        for prefix in {results_prefix(session.request) for session in self._open.values()}:
-            listed = 0
-            try:
-                async for key in self._store.keys(prefix):
-                    listed += 1
-                    if listed > MAX_KEYS:  # a hostile agent may write any number
-                        return [*self._open]
-                    if key in self._open:
-                        found.append(key)
-            except StoreError as error:
-                log.warning("%s; it is listed again", error)
-        return found
-
-    async def _write_if_there(self, key: str) -> None:
-        """Write the rollout of the session with this result. It is tried again while the session is open."""
+    async def _write_if_there(self, session_id: str) -> None:
+        """Write the rollout of the session if it has a result. It is tried again while the session is open."""
         try:
             async with self._room:
-                session = self._open.get(key)
+                session = self._open.get(session_id)
                 if session is not None:  # else it was closed meanwhile
-                    await self._write(key, session)
+                    await self._write(session)
         except ResultMissing:
-            pass  # there were too many keys to list
-        except StoreError as error:
-            log.warning("the result %s is read again: %s", key, error)
+            pass
+        except (StoreError, RuntimeCallError) as error:
+            log.warning("session %s: its result is read again: %s", session_id, error)
         finally:
-            self._writing.discard(key)
+            self._writing.discard(session_id)
 
-    async def _write(self, key: str, session: _Session) -> None:
+    async def _write(self, session: _Session) -> None:
         request = session.request
         data: bytes | ContractError
         try:
-            stored = await self._store.fetch(key)
-            data, finished = stored.body, time.time() - stored.age_s
+            data, age_s = await self._fetch(request)
         except ContractError as error:
-            data, finished = error, time.time()
+            data, age_s = error, 0.0
+        finished = time.time() - age_s
         trajectory: Trajectory | TrajectoryUnavailable
         try:
             trajectory = await self._seal(request)
@@ -159,7 +159,7 @@ class Translator:
             await self._store.put_if_match(target, body, None)
         except WriteConflict:
             log.warning("%s: another attempt wrote its result first; this result is dropped", request.rollout_id)
-        self._open.pop(key, None)
+        self._open.pop(request.session_id, None)
         await self._on_result(request.step, request.rollout_id, request.attempt)
 
     def _build(
@@ -178,3 +178,77 @@ class Translator:
             result = failed(Outcome.INFRA_ERROR, "invalid_result", f"the agent's result cannot be read: {error}")
         rollout = build_rollout(session.request, result, trajectory, session.began, finished)
         return session.request.key_for(rollout.outcome), rollout.encode()
+
+
+class BucketTranslator(Translator[WrittenResults]):
+    """Finds results by listing the prefixes of open sessions."""
+
+    async def _candidates(self) -> list[str]:
+        """Return the sessions with a result, or all of them if there are too many objects to list."""
+        ids = {self._protocol.result_key(session.request): session_id for session_id, session in self._open.items()}
+        found = []
+        for prefix in {results_prefix(session.request) for session in self._open.values()}:
+            listed = 0
+            try:
+                async for key in self._store.keys(prefix):
+                    listed += 1
+                    if listed > MAX_KEYS:  # a hostile agent may write any number
+                        return [*self._open]
+                    if key in ids:
+                        found.append(ids[key])
+            except StoreError as error:
+                log.warning("%s; it is listed again", error)
+        return found
+
+    async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
+        stored = await self._store.fetch(self._protocol.result_key(request))
+        return stored.body, stored.age_s
+
+
+class PollingTranslator(Translator[PolledResults]):
+    """Finds results by invokes of open sessions. They are admitted by the queue of all calls, after all others."""
+
+    def __init__(
+        self,
+        calls: SessionCalls,
+        protocol: PolledResults,
+        store: ObjectStore,
+        *,
+        poll: Callable[[str, bytes], Awaitable[bytes]],
+        admission: CallQueue,
+        **more: Any,
+    ) -> None:
+        """`poll` is the runtime's invoke, and `admission` the queue of its calls. `more`: see `Translator`."""
+        super().__init__(calls, protocol, store, **more)
+        self._poll = poll
+        self._admission = admission
+        self._polls: dict[str, asyncio.Task[bytes]] = {}  # in flight, by session
+
+    async def stop(self, session_id: str) -> None:
+        self._open.pop(session_id, None)
+        if (poll := self._polls.get(session_id)) is not None:
+            await asyncio.wait([poll], timeout=_POLL_ARRIVES_S)
+        await super().stop(session_id)
+
+    async def _candidates(self) -> list[str]:
+        return [*self._open]
+
+    async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
+        await self._admission.admit(CallKind.POLL)
+        session_id = request.session_id
+        if session_id not in self._open:  # closed while it waited
+            raise ResultMissing(session_id)
+        self._polls[session_id] = poll = asyncio.create_task(self._send(request))
+        try:
+            answer = await poll
+        finally:
+            poll.cancel()
+            del self._polls[session_id]
+        if not self._protocol.has_ended(answer, request):
+            raise ResultMissing(session_id)
+        return answer, 0.0
+
+    async def _send(self, request: RolloutRequest) -> bytes:
+        payload = json.dumps(self._protocol.poll(request)).encode()
+        with self._admission.track(CallKind.POLL, CallTally()):
+            return await self._poll(request.session_id, payload)

@@ -103,6 +103,10 @@ class RolloutConfig(Section):
                 f"{where}: such agents are HTTP servers, and runtime.kind={self.runtime.kind} passes the payload in "
                 "a file: use the kind agentcore or http"
             )
+        if protocol == "agentcore-runtime-app":
+            if self.storage.presigned:
+                raise ValueError(f"{where}: such agents write nothing to S3: set storage.presigned=false")
+            return self
         if not self.gateway.key_in_path:
             raise ValueError(f"{where}: such agents send no API key of ours: set gateway.key_in_path=true")
         if self.storage.presigned:
@@ -141,7 +145,7 @@ class RolloutConfig(Section):
     def uses_queue(self) -> bool:
         """Return True if the run receives from a queue. Agents that announce nothing, and agents without credentials,
         cannot send to a queue that the run creates, so such a run has none."""
-        if self.runtime.agent_protocol == "agentcore-rl-toolkit":
+        if self.runtime.agent_protocol in ("agentcore-rl-toolkit", "agentcore-runtime-app"):
             return False
         return self.queue.enabled and not (self.storage.presigned and self.queue.url is None)
 

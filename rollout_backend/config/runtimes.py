@@ -62,10 +62,13 @@ class RuntimeConfig(Section):
 
     kind: str
     """Kind of the runtime."""
-    agent_protocol: Literal["rollout", "agentcore-rl-toolkit", "verl-4216"] = "rollout"
+    agent_protocol: Literal["rollout", "agentcore-rl-toolkit", "agentcore-runtime-app", "verl-4216"] = "rollout"
     """What agents are wrapped in. `rollout`: agent_wrapper, or the contract by hand. `agentcore-rl-toolkit`:
-    `AgentCoreRLApp`, unchanged. `verl-4216`: the app of verl's pull request 4216. See
-    [toolkit-agents.md](toolkit-agents.md)."""
+    `AgentCoreRLApp`, unchanged. `agentcore-runtime-app`: `AgentCoreRuntimeApp` of the same package. `verl-4216`: the
+    app of verl's pull request 4216. See [toolkit-agents.md](toolkit-agents.md)."""
+    poll_interval_s: Seconds = 10.0
+    """Interval between polls of a session for its result, with `agent_protocol: agentcore-runtime-app`. Each poll is
+    an invoke, and takes what `invoke_per_s` leaves over."""
     invoke_per_s: Rate = 100.0
     """Maximum sessions started per second. If the runtime refuses invokes (429, 402, 5xx), the rate adapts to what it
     grants, and the report shows that rate. Refused invokes are retried until the step's deadline."""

@@ -29,6 +29,7 @@ WHAT_TO_DO = {
     "no_model_call": "use the context's `base_url` and `api_key`",
     "bad_messages": "return lists in OpenAI's format, with the assistant's replies",
     "status_code": "read the message; see wrap-your-agent.md",
+    "invocation_error": "read the message, and the agent's log",
     "stop_reason": "read the message",
     "messages_only": "call the model at `base_url`, or set `collect.retokenize`",
     "model_unreachable": "the message names the address: set `gateway.public_url` to one that agents can reach",

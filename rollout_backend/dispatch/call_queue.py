@@ -1,4 +1,4 @@
-"""Admit calls to the runtime by priority and at the granted rates. A run has one queue, for invokes and stops.
+"""Admit calls to the runtime by priority and at the granted rates. A run has one queue for all of them.
 
 Invariants:
 
@@ -35,6 +35,10 @@ class CallKind(IntEnum):
     STOP = 0  # of a session whose rollout is settled: it frees a slot
     INVOKE = 1
     STOP_EARLIER = 2  # of a session that an earlier execution may have left open
+    POLL = 3  # an invoke of an open session, which asks for its result
+
+
+_INVOKES = (CallKind.INVOKE, CallKind.POLL)
 
 
 class CallQueue:
@@ -90,7 +94,7 @@ class CallQueue:
     def _refused(self, call: CallKind, error: RuntimeCallError, sent_at: float, tally: CallTally) -> None:
         rate, now = self._adaptive(call), asyncio.get_running_loop().time()
         if rate.rate == rate.ceiling:  # log once each time the rate drops below its ceiling
-            what = "invokes" if call is CallKind.INVOKE else "stops"
+            what = "invokes" if rate is self._invokes else "stops"
             log.warning("the runtime refuses %s (%s): they slow down and are retried", what, error)
         rate.refused(sent_at, now, error.retry_after_s)
         tally.refused(now)
@@ -102,13 +106,13 @@ class CallQueue:
         tally.granted(asyncio.get_running_loop().time())
 
     def _rates(self, call: CallKind) -> tuple[AdaptiveRate, ...]:
-        own = self._invokes if call is CallKind.INVOKE else self._stops
+        own = self._invokes if call in _INVOKES else self._stops
         return (own,) if self._shared is None else (own, self._shared)
 
     def _adaptive(self, call: CallKind) -> AdaptiveRate:
         """Return the rate that adapts to responses. A quota of new or active sessions may refuse an invoke, but no
         stop; only the quota of calls refuses a stop."""
-        return self._invokes if call is CallKind.INVOKE else self._shared or self._stops
+        return self._invokes if call in _INVOKES else self._shared or self._stops
 
     def _serve(self) -> None:
         """Admit the calls that are due, as far as this turn of the event loop allows, and set a timer for the next

@@ -77,17 +77,19 @@ class StepServices:
         store: ObjectStore,
         *,
         limits: RuntimeConfig | None = None,
+        calls: CallQueue | None = None,
         fencing_token: int = 0,
         owner: str = "",
         **services: Any,
     ) -> Self:
         """Make the services that every run has over a runtime and a bucket. `services` are the other fields.
 
-        `limits` are those of the runtime, where they differ from the configured ones. `fencing_token` and `owner`
-        name the manager in the manifests that it writes.
+        `limits` are those of the runtime, where they differ from the configured ones. `calls` admits its calls, if
+        others than the step's pass through it. `fencing_token` and `owner` name the manager in the manifests that it
+        writes.
         """
         limits, after = limits or config.runtime, config.group.block_task_after
-        calls = CallQueue.from_config(limits)
+        calls = calls or CallQueue.from_config(limits)
         manifests = ManifestStore(store, config.run_id, fencing_token, owner)
         return cls(
             config=config,

@@ -10,7 +10,8 @@ from agent_wrapper.contract import ContractError, Outcome
 from agent_wrapper.outcome import AgentResult
 from protocol_requests import KEY, make_request
 from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit
-from rollout_backend.agent_protocols.base import AgentProtocol, results_prefix
+from rollout_backend.agent_protocols.agentcore_runtime_app import AgentCoreRuntimeApp
+from rollout_backend.agent_protocols.base import WrittenResults, results_prefix
 from rollout_backend.agent_protocols.registry import agent_protocol
 from rollout_backend.agent_protocols.verl_4216 import Verl4216
 from rollout_backend.errors import InvokeRejected
@@ -57,7 +58,7 @@ def test_the_payload_of_the_pull_request_names_session_and_queue():
 
 
 @pytest.mark.parametrize("protocol", [TOOLKIT, VERL])
-def test_results_lie_where_the_steps_are_listed(protocol: AgentProtocol):
+def test_results_lie_where_the_steps_are_listed(protocol: WrittenResults):
     assert protocol.result_key(REQUEST).startswith(results_prefix(REQUEST))
 
 
@@ -134,3 +135,57 @@ def test_an_error_is_no_reward(fields: dict[str, object], outcome: Outcome, reas
 def test_other_objects_are_refused(data: bytes):
     with pytest.raises(ContractError):
         TOOLKIT.read_result(data, 10**6)
+
+
+RUNTIME_APP = AgentCoreRuntimeApp()
+
+
+def state(status: str, **more: object) -> bytes:
+    return json.dumps({"version": 1, "invocation_id": "session", "status": status, **more}).encode()
+
+
+def test_the_payload_of_a_runtime_app_starts_it_in_the_background():
+    assert RUNTIME_APP.payload({"question": "2 + 2?"}, REQUEST) == {
+        "question": "2 + 2?",
+        "_config": {"base_url": f"https://gateway/k/{KEY}/v1", "model_id": "m", "api_key": KEY},
+        "_agentcore_runtime": {"version": 1, "operation": "start", "invocation_id": "session", "background": True},
+    }
+    with pytest.raises(InvokeRejected, match="_config"):
+        RUNTIME_APP.payload({"_config": {}}, REQUEST)
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b'{"reward": 1.0}', b'{"status": "accepted"}', b"[" * 9_999])
+def test_an_answer_of_an_app_without_the_envelope_is_refused_by_name(answer: bytes):
+    with pytest.raises(InvokeRejected, match="AgentCoreRuntimeApp"):
+        RUNTIME_APP.check_accepted(answer, REQUEST)
+    assert not RUNTIME_APP.has_ended(answer, REQUEST)
+
+
+def test_a_running_invocation_is_accepted_and_polled_again():
+    RUNTIME_APP.check_accepted(state("in_progress"), REQUEST)
+    assert not RUNTIME_APP.has_ended(state("in_progress"), REQUEST)
+    assert not RUNTIME_APP.has_ended(state("completed", invocation_id="another", result=1.0), REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome", "reason"),
+    [
+        (state("completed", result={"reward": 0.5}), Outcome.COMPLETED, None),
+        (state("completed", result={"metrics": {}}), Outcome.AGENT_ERROR, "bad_reward"),
+        (state("completed", result=None), Outcome.AGENT_ERROR, "bad_reward"),
+        (state("completed", error="no such tool"), Outcome.AGENT_ERROR, "invocation_error"),
+        (state("interrupted"), Outcome.INFRA_ERROR, "terminated"),
+        (state("not_found"), Outcome.INFRA_ERROR, "terminated"),
+    ],
+)
+def test_the_state_of_an_invocation_becomes_a_result(answer: bytes, outcome: Outcome, reason: str | None):
+    assert RUNTIME_APP.has_ended(answer, REQUEST)
+    found = RUNTIME_APP.read_result(answer, 10**6)
+    assert (found.outcome, found.failure and found.failure.reason) == (outcome, reason)
+
+
+def test_a_state_that_was_cut_is_no_result():
+    cut = state("completed", result={"reward": 1.0, "log": "x" * 100_000})[:65_536]
+    assert RUNTIME_APP.has_ended(cut, REQUEST)
+    with pytest.raises(ContractError, match="64 KiB"):
+        RUNTIME_APP.read_result(cut, 10**6)

@@ -14,10 +14,19 @@ from agent_wrapper.contract import REQUEST_FIELD, Outcome, Rollout, RolloutReque
 from agent_wrapper.trajectory import TrajectoryUnavailable
 from protocol_requests import KEY, make_request
 from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit
-from rollout_backend.agent_protocols.translator import Translator
+from rollout_backend.agent_protocols.agentcore_runtime_app import AgentCoreRuntimeApp
+from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, Translator
 from rollout_backend.collect.store import StoredObject
 from rollout_backend.config import StorageConfig
-from rollout_backend.errors import InvokeRejected, ResultMissing, StoreError, WriteConflict
+from rollout_backend.dispatch.call_queue import CallQueue
+from rollout_backend.errors import (
+    InvokeRejected,
+    OutcomeUnknown,
+    ResultMissing,
+    StoreError,
+    Throttled,
+    WriteConflict,
+)
 from rollouts import make_segment
 
 REQUEST = make_request()
@@ -63,6 +72,8 @@ class Bucket:
 class Bench:
     """A runtime, a gateway, and the step that waits for results."""
 
+    translator: Translator[Any]
+
     def __init__(self) -> None:
         self.bucket = Bucket()
         self.sent: list[dict[str, Any]] = []
@@ -72,15 +83,13 @@ class Bench:
         self.trajectory: Trajectory | TrajectoryUnavailable = Trajectory(model="m", segments=(SEGMENT,), seal="s")
         self.written: asyncio.Queue[tuple[int, str, int]] = asyncio.Queue()
         store: Any = self.bucket
-        self.translator = Translator(
-            self,
-            AgentCoreRlToolkit(),
-            store,
-            list_interval_s=0.001,
-            max_writes=4,
-            seal=self.seal,
-            on_result=self.on_result,
-        )
+        self.given: dict[str, Any] = {
+            "interval_s": 0.001,
+            "max_writes": 4,
+            "seal": self.seal,
+            "on_result": self.on_result,
+        }
+        self.translator = BucketTranslator(self, AgentCoreRlToolkit(), store, **self.given)
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         self.sent.append(json.loads(payload))
@@ -242,3 +251,65 @@ async def test_an_app_of_another_protocol_is_refused():
     bench.invoke = invoke  # type: ignore[method-assign]
     with pytest.raises(InvokeRejected, match="leave out runtime"):
         await bench.translator.invoke("session", PAYLOAD)
+
+
+class PolledBench(Bench):
+    """A runtime whose agents answer polls, one answer after the other. The last one is repeated."""
+
+    def __init__(self, *answers: object) -> None:
+        super().__init__()
+        self.answers = list(answers)
+        self.polls: list[dict[str, Any]] = []
+        self.polled = asyncio.Event()
+        self.answering = asyncio.Event()
+        self.answering.set()
+        store: Any = self.bucket
+        self.translator = PollingTranslator(
+            self,
+            AgentCoreRuntimeApp(),
+            store,
+            poll=self.poll,
+            admission=CallQueue(1e6, 1e6),
+            **self.given,
+        )
+
+    async def poll(self, session_id: str, payload: bytes) -> bytes:
+        assert session_id not in self.stopped
+        self.polls.append(json.loads(payload))
+        self.polled.set()
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        await self.answering.wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return json.dumps(answer).encode()
+
+
+def state(status: str, **more: object) -> dict[str, object]:
+    return {"version": 1, "invocation_id": "session", "status": status, **more}
+
+
+async def test_the_result_of_a_polled_agent_is_found_after_failed_polls():
+    running, ended = state("in_progress"), state("completed", result={"reward": 1.0, "note": "x"})
+    bench = PolledBench(running, Throttled("429"), OutcomeUnknown("cut"), {"message": "of a proxy"}, running, ended)
+    bench.translator.watch(PAYLOAD)
+    rollout = await bench.rollout()
+    assert (rollout.outcome, rollout.reward, rollout.seal) == (Outcome.COMPLETED, 1.0, "s")
+    assert rollout.extras == {"note": "x"}
+    assert bench.polls[0] == {
+        "_agentcore_runtime": {"version": 1, "operation": "get", "invocation_id": "session"},
+    }
+
+
+async def test_a_session_is_not_polled_after_its_stop():
+    bench = PolledBench(state("in_progress"))
+    bench.answering.clear()
+    bench.translator.watch(PAYLOAD)
+    async with asyncio.timeout(10), bench.running():
+        await bench.polled.wait()
+        stopping = asyncio.create_task(bench.translator.stop("session"))
+        await asyncio.sleep(0)
+        assert bench.stopped == []  # the runtime could receive the stop before the poll
+        bench.answering.set()
+        await stopping
+    assert bench.stopped == ["session"]
+    assert len(bench.polls) == 1

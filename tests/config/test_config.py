@@ -219,6 +219,13 @@ def test_what_agents_of_another_protocol_cannot_do_is_refused(protocol):
     assert config.uses_queue == (protocol == "verl-4216")
 
 
+def test_polled_agents_need_neither_a_queue_nor_a_key_in_the_path():
+    agents = {"agent_protocol": "agentcore-runtime-app"}
+    refused("agentcore or http", runtime={"kind": "process", "app": "agent:app", **agents})
+    refused("presigned=false", runtime={**HTTP, **agents}, storage={"bucket": "b-1", "presigned": True})
+    assert not load_config(base={**MINIMAL, "runtime": {**HTTP, **agents}}, env={}).uses_queue
+
+
 def test_agents_that_must_announce_need_a_queue():
     agents = {**HTTP, "agent_protocol": "verl-4216"}
     refused("enabled=true", runtime=agents, gateway=KEYED, queue={"enabled": False})

@@ -1,4 +1,4 @@
-"""Agents in `AgentCoreRLApp`, with the real package, on the emulated runtime."""
+"""Agents in `AgentCoreRLApp` and `AgentCoreRuntimeApp`, with the real package, on the emulated runtime."""
 
 from __future__ import annotations
 
@@ -60,6 +60,40 @@ async def test_an_agent_of_the_toolkit_is_trained_token_exact(open_run, script):
     [failure] = result.failures
     assert (failure.task_id, failure.outcome, failure.reason) == ("fails", Outcome.AGENT_ERROR, "status_code")
     assert "no such tool" in failure.message
+
+
+async def test_an_agent_in_a_runtime_app_is_trained_token_exact(open_run, script):
+    settings = ("runtime.agent_protocol=agentcore-runtime-app", "runtime.poll_interval_s=0.2", "group.size=1")
+    script = [script[0], str(AGENT.parent / "runtime_app_agent.py")]
+    run = await open_run(*settings, "runtime.max_attempts=1", replies=answer, script=script)
+    tasks = [
+        Task("right", {"question": "2 + 2?", "answer": "4"}),
+        Task("wrong", {"question": "3 + 3?", "answer": "4"}),
+        Task("fails", {"question": "2 + 2?", "answer": "4", "fail": "no such tool"}),
+        Task("dies", {"question": "2 + 2?", "answer": "4", "die": True}),
+    ]
+    result = await run.manager.collect(tasks)
+    assert result.report.balanced, result.failures
+    rewards = {rollout.task_id: rollout.reward for rollout in result.rollouts if rollout.trainable}
+    assert rewards == {"right": 1.0, "wrong": 0.0}
+    completed = [rollout for rollout in result.rollouts if rollout.outcome is Outcome.COMPLETED]
+    assert len(recorded_calls(completed)) == 2
+    is_token_exact(completed, run.engine, answer)
+    failures = {failure.task_id: failure for failure in result.failures}
+    failed = failures["fails"]
+    assert (failed.outcome, failed.reason) == (Outcome.AGENT_ERROR, "invocation_error")
+    assert "no such tool" in failed.message
+    assert (failures["dies"].outcome, failures["dies"].reason) == (Outcome.INFRA_ERROR, "terminated")
+
+
+async def test_an_agent_in_a_runtime_app_that_hangs_ends_at_its_deadline(open_run, script):
+    settings = ("runtime.agent_protocol=agentcore-runtime-app", "runtime.poll_interval_s=0.2", "group.size=1")
+    limits = "timeouts={model_call_s: 1, agent_s: 2, publish_grace_s: 1, collection_s: 60, session_key_s: 100}"
+    script = [script[0], str(AGENT.parent / "runtime_app_agent.py")]
+    run = await open_run(*settings, limits, replies=answer, script=script)
+    result = await run.manager.collect([Task("hangs", {"question": "2 + 2?", "answer": "4", "hang": True})])
+    [failure] = result.failures
+    assert (failure.outcome, failure.reason) == (Outcome.TIMED_OUT, "no_result")
 
 
 async def test_an_agent_of_the_pull_request_is_trained_token_exact(open_run):

@@ -135,6 +135,7 @@ ONCE = {"s3:if-none-match": "*"}
     [
         ("rollout", {("steps", True), ("artifacts", True)}, True, False),
         ("agentcore-rl-toolkit", {("agents", True), ("agents", False)}, False, True),
+        ("agentcore-runtime-app", set(), False, True),
         ("verl-4216", {("agents", True), ("agents", False)}, True, True),
     ],
 )
@@ -167,7 +168,7 @@ def test_with_presigned_urls_an_agent_has_neither_s3_nor_sqs(template: dict[str,
     for entry in policy["PolicyDocument"]["Statement"]:
         for statement in branches(entry):
             if services & {action.partition(":")[0] for action in listed(statement["Action"])}:
-                assert entry["Fn::If"][0] in ("WritesResults", "Announces", "HasWrapper"), statement["Sid"]
+                assert entry["Fn::If"][0] in ("WritesResults", "Announces", "WritesReports"), statement["Sid"]
     for condition in ("WritesResults", "Announces"):
         assert {"Fn::Not": [{"Condition": "IsPresigned"}]} in template["Conditions"][condition]["Fn::And"]
 
