@@ -28,7 +28,7 @@ from rollout_backend.config.runtimes import (
 )
 from rollout_backend.config.scoring import ScoringConfig
 from rollout_backend.config.section import Seconds
-from rollout_backend.config.serving import ENGINE_KINDS, ServingConfig
+from rollout_backend.config.serving import ENGINE_KINDS, EngineName, ServingConfig
 from rollout_backend.config.storage import StorageConfig
 from rollout_backend.config.timeouts import TimeoutConfig
 
@@ -40,6 +40,7 @@ __all__ = [
     "AwsConfig",
     "CircuitBreakerConfig",
     "CollectConfig",
+    "EngineName",
     "GatewayConfig",
     "GroupConfig",
     "HttpConfig",

@@ -75,6 +75,15 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _no_router_for_vllm(self) -> Self:
+        if self.serving.engine == "vllm" and "policy" in self.router.model_fields_set:
+            raise ValueError(
+                f"router.policy={self.router.policy} has no effect with serving.engine=vllm, whose calls pass no "
+                "router: remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _urls_live_long_enough(self) -> Self:
         if self.storage.presigned and self.timeouts.session_key_s > MAX_URL_S:
             raise ValueError(

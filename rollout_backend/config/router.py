@@ -11,7 +11,7 @@ from rollout_backend.config.section import Seconds, Section
 
 class RouterConfig(Section):
     host: str = "127.0.0.1"
-    """Address to listen on."""
+    """Address to listen on. With `serving.engine=vllm` no router runs, and the list of servers is served here."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on. 0: any free port."""
     policy: Literal["manual", "cache_aware", "round_robin", "random"] = "manual"

@@ -16,6 +16,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rollout_backend.config.section import Seconds, Section, import_kind, kind_choices
 
+EngineName = Literal["sglang", "vllm"]
+
 ENGINE_KINDS: Mapping[str, str] = {
     "process": "rollout_backend.serving.local_engine.LocalEngineFactory",
     "ray": "rollout_backend.serving.ray_engine.RayEngineFactory",
@@ -55,9 +57,12 @@ class ServingConfig(Section):
         default="process",
         json_schema_extra={"anyOf": [{"enum": [*ENGINE_KINDS]}, {"type": "string", "format": "import path"}]},
     )
-    """`process`: SGLang servers on this machine. `ray`: one actor per server, placed on the cluster's GPUs.
+    """`process`: servers on this machine. `ray`: one actor per server, placed on the cluster's GPUs.
     `external`: servers at `urls` that somebody else operates. Any other value is the import path of an
     `EngineFactory` subclass in your own package."""
+    engine: EngineName = "sglang"
+    """The inference engine of the servers. `vllm`: not with `kind=ray`, and without images. Its calls pass no router:
+    gateways select a server by the session's id."""
     servers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """Number of servers, for `process` and `ray`. With `ray` on GPUs also `auto`: as many servers as the free GPUs of
     the cluster allow when the run starts."""
@@ -67,8 +72,8 @@ class ServingConfig(Section):
     device: Literal["cuda", "cpu"] = "cuda"
     """Device of the servers."""
     python: Path | None = None
-    """Python interpreter of the environment that has SGLang. Default: for `cpu` the one that `rollout engine install`
-    created, else the interpreter of this process."""
+    """Python interpreter of the environment that has the engine. Default: for `cpu` the one that `rollout engine
+    install` created, else the interpreter of this process."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of weights and computation."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -95,8 +100,8 @@ class ServingConfig(Section):
     max_total_tokens: int | None = Field(default=None, ge=1024)
     """Tokens in a server's cache. Default: 32,768 on the CPU, what fits on a GPU."""
     extra_args: tuple[str, ...] = ()
-    """Arguments appended to SGLang's command line. Options that decide on which GPUs a server runs are refused: each
-    one has a setting here."""
+    """Arguments appended to the engine's command line. Options that decide on which GPUs a server runs are refused:
+    each one has a setting here."""
     urls: tuple[str, ...] = ()
     """URLs of the servers, for `external`."""
     startup_timeout_s: Seconds | None = None
@@ -131,6 +136,17 @@ class ServingConfig(Section):
             raise ValueError("nodes_per_server above 1 needs kind=ray, which places a server on several machines")
         if self.kind != "external" and self.servers != "auto" and self.min_servers > self.servers:
             raise ValueError(f"min_servers={self.min_servers} is more than servers={self.servers}")
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_supports_them(self) -> Self:
+        if self.engine != "vllm":
+            return self
+        if self.kind == "ray":
+            raise ValueError("engine=vllm runs with kind=process or kind=external: servers on Ray need engine=sglang")
+        for name in ("data_parallel", "attention_data_parallel", "expert_parallel"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name}={getattr(self, name)} needs engine=sglang: leave it at 1 with engine=vllm")
         return self
 
     @model_validator(mode="after")

@@ -1,7 +1,8 @@
-"""Send calls that the router would truncate directly to an engine.
+"""Send calls that the router would truncate or not forward directly to an engine.
 
 sglang-router re-encodes the body of `/generate` with the fields it knows: 0.3.2 drops `structural_tag`, `logit_bias`
-and `return_prompt_token_ids`. A call that needs one of them bypasses the router.
+and `return_prompt_token_ids`. A call that needs one of them bypasses the router. Every call to vLLM does:
+sglang-router answers its token endpoint with 404.
 
 Invariants:
 
@@ -21,18 +22,20 @@ _DROPPED = frozenset({"structural_tag", "logit_bias"})
 
 
 class DirectRouting:
-    """Selects an engine of one router. `EngineLoadPoller` updates `urls`; `gate` pauses calls to all engines."""
+    """Selects an engine of one router, for every call if `all_calls`. `EngineLoadPoller` updates `urls`; `gate`
+    pauses calls to all engines."""
 
-    def __init__(self, gate: GenerationGate | None = None) -> None:
+    def __init__(self, gate: GenerationGate | None = None, all_calls: bool = False) -> None:
         self.urls: Collection[str] = ()
         self.gate = gate or GenerationGate()
+        self._all_calls = all_calls
 
     def for_call(self, params: Mapping[str, Any], routing_key: str, failed: Collection[str] = ()) -> str | None:
         """Return the engine for a call with these sampling parameters, or None to use the router.
 
         Engines in `failed` are used only if all engines are in it.
         """
-        if not _DROPPED & params.keys():
+        if not (self._all_calls or _DROPPED & params.keys()):
             return None
         ranked = sorted(self.urls, key=lambda url: hashlib.blake2b(f"{routing_key} {url}".encode()).digest())
         return next((url for url in ranked if url not in failed), ranked[0] if ranked else None)

@@ -1,4 +1,4 @@
-"""Call an engine's `/generate`: send token ids, receive token ids with logprobs and weight versions.
+"""Call an engine: send token ids, receive token ids with logprobs and weight versions.
 
 Invariants:
 
@@ -11,6 +11,7 @@ Invariants:
   sampled under the same prompt and keep their logprobs and weight versions. An abort without tokens is a plain retry.
   The same applies to an interrupted stream, whose tokens may already have been sent to the agent.
 - With stop strings, the engine streams and is disconnected at the token that completes one. Later tokens are dropped.
+- A reply whose end was received is complete, even if the rest of its stream is lost.
 """
 
 from __future__ import annotations
@@ -19,16 +20,13 @@ import asyncio
 import contextlib
 import io
 import json
-import math
 import time
-import uuid
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-import numpy as np
 import orjson
 from tenacity import (
     AsyncRetrying,
@@ -43,16 +41,15 @@ from agent_wrapper.contract import VersionSpan
 from rollout_backend.core.images import PlacedImage
 from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.gateway.direct_routing import DirectRouting
+from rollout_backend.gateway.engine_protocol import EngineProtocol, EngineRequest, ReplyReader
 from rollout_backend.gateway.generation_gate import GateClosed
+from rollout_backend.gateway.sglang_protocol import SglangProtocol
 from rollout_backend.lazy_retry import retry
-from rollout_backend.rendering.image_positions import collapse_images
-from rollout_backend.rendering.stop_strings import StopStrings
+from rollout_backend.rendering.stop_strings import Stop, StopStrings
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
 _RETRIED = frozenset({408, 429, 499})  # and every 5xx
 _MESSAGE_CHARS = 500
-_STREAM_INTERVAL = 4  # tokens per piece of a stream; each piece costs the engine a message
-_IMAGES_STREAM_INTERVAL = 32  # each piece repeats the prompt
 
 _exponential = wait_exponential_jitter(multiplier=0.25, max=15, jitter=0.25)
 _AFTER_ABORT_S = 1.0
@@ -63,10 +60,6 @@ Progress = Callable[[Sequence[int], Sequence[float | None]], None]
 
 class EngineRefused(ServingError):
     """The engine refused the request as invalid (4xx). The message is the engine's."""
-
-
-class PromptDiffers(ServingError):
-    """The engine built a different prompt from the images, so its reply cannot be recorded."""
 
 
 class _Retry(Exception):
@@ -134,46 +127,30 @@ class _Request:
 class _Attempt:
     """One request to the engine. `add` appends its tokens to `partial`; `close` adds their metadata."""
 
-    def __init__(self, partial: _Partial) -> None:
+    def __init__(self, partial: _Partial, reader: ReplyReader) -> None:
         self._partial = partial
+        self._reader = reader
         self._start = len(partial.token_ids)
-        self._received = 0  # tokens, including those after a stop string
-        self._meta: Mapping[str, Any] = {}
-        self._current: set[Any] = set()  # the engine's weight version at each piece
+
+    @property
+    def finish(self) -> Mapping[str, Any] | None:
+        return self._reader.finish
 
     def add(self, reply: Mapping[str, Any]) -> None:
-        """Add a whole reply, or a piece of a stream.
-
-        A piece has all tokens of this attempt, or those since the last piece, depending on the engine's settings.
-        `completion_tokens` distinguishes the two.
-        """
-        ids = [int(token) for token in reply["output_ids"]]
-        meta = reply["meta_info"]
-        logprobs = meta.get("output_token_logprobs") or []
-        had = self._received
-        total = meta.get("completion_tokens", len(ids))
-        if len(ids) == total:
-            ids, logprobs = ids[had:], logprobs[had:]
-        else:
-            ids = ids[: max(0, total - had)]  # an abort repeats the last token
+        """Add a whole reply, or the next piece of a stream."""
+        ids, logprobs = self._reader.read(reply)
         self._partial.token_ids += ids
-        self._partial.logprobs += _logprobs(logprobs, ids)
-        self._received += len(ids)
-        self._meta = meta
-        self._current.add(meta.get("weight_version"))
+        self._partial.logprobs += logprobs
 
-    def cut(self, tokens: int) -> None:
-        """Drop all tokens after this many, counted over all attempts."""
-        del self._partial.token_ids[tokens:], self._partial.logprobs[tokens:]
-
-    def close(self) -> None:
-        partial = self._partial
+    def close(self, stop: Stop | None) -> None:
+        """Drop the tokens after `stop`, which counts them over all attempts."""
+        partial, reader = self._partial, self._reader
+        if stop is not None:
+            del partial.token_ids[stop.tokens :], partial.logprobs[stop.tokens :]
         kept = len(partial.token_ids) - self._start
-        if partial.cached_tokens is None and self._received:
-            partial.cached_tokens = int(self._meta.get("cached_tokens") or 0)
-        spans = _spans(self._meta, self._received)
-        if not self._meta.get("weight_versions") and len(self._current) > 1:
-            spans = None  # an interrupted stream during which the weights changed
+        if partial.cached_tokens is None and reader.received:
+            partial.cached_tokens = reader.cached_tokens
+        spans = reader.spans()
         partial.versions_known &= spans is not None
         partial.versions += [
             VersionSpan(version=version, start=start + self._start, end=min(end, kept) + self._start)
@@ -183,21 +160,31 @@ class _Attempt:
 
 
 class EngineClient:
-    """Calls the router or the engine at `url`, or one of `engines` directly if the router would truncate the call.
+    """Calls the router or the engine at `url`, or one of `engines` directly if the router would not forward the call
+    or truncate it.
 
     `timeout_s` bounds one call including its retries.
     """
 
-    def __init__(self, url: str, timeout_s: float, attempts: int = 10, engines: DirectRouting | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float,
+        attempts: int = 10,
+        engines: DirectRouting | None = None,
+        protocol: EngineProtocol | None = None,
+    ) -> None:
         self._url = url.rstrip("/")
         self._engines = engines or DirectRouting()
+        self._protocol = protocol or SglangProtocol()
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._http: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # the gateway caps its calls
+            # The gateway caps its calls.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._protocol.keepalive_s),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
 
@@ -272,55 +259,54 @@ class EngineClient:
 
     async def _advance(self, url: str, partial: _Partial, request: _Request) -> None:
         """Send one request, and add what it samples to `partial`."""
-        params, images, progress, stops = request.params, request.images, request.progress, request.stops
+        params, progress, stops = request.params, request.progress, request.stops
         left = params["max_new_tokens"] - len(partial.token_ids)
         if left <= 0:  # aborted at its very last token
             partial.finish = {"type": "length"}
             return
-        params = {**params, "max_new_tokens": left}
         prompt = array("i", request.input_ids)
         prompt.extend(partial.token_ids)
-        body = {
-            "rid": uuid.uuid4().hex,
-            "input_ids": np.asarray(collapse_images(prompt, images), dtype=np.int32),
-            "sampling_params": params,
-            "return_logprob": True,
-            "logprob_start_len": -1,  # 0 would disable the prefix cache
-        }
-        if images:
-            body |= {"image_data": [placed.image.data_url for placed in images], "return_prompt_token_ids": True}
-        if progress is not None or stops is not None:
-            interval = _IMAGES_STREAM_INTERVAL if images else _STREAM_INTERVAL
-            body |= {"stream": True, "sampling_params": {**params, "stream_interval": interval}}
-        finish: Mapping[str, Any] | None = None
-        attempt = _Attempt(partial)
+        asked = EngineRequest(
+            prompt,
+            {**params, "max_new_tokens": left},
+            request.images,
+            stops.strings if stops is not None else (),
+            stream=progress is not None or stops is not None,
+        )
+        attempt = _Attempt(partial, self._protocol.reader(asked))
+        body = self._protocol.body(asked)
+        stop: Stop | None = None
         try:
             try:
                 async with contextlib.aclosing(self._post(url, body, request.routing_key)) as replies:
                     async for reply in replies:
-                        if images:
-                            _check_prompt(reply, prompt.tolist())
                         searched = len(partial.token_ids)
                         attempt.add(reply)
-                        finish = reply["meta_info"]["finish_reason"]
-                        stop = stops.find(partial.token_ids, searched) if stops is not None else None
-                        if stop is not None:
-                            attempt.cut(stop.tokens)
-                            finish = {"type": "stop", "matched": stop.string}
+                        if stops is not None and stop is None:
+                            stop = stops.find(partial.token_ids, searched)
+                        if stop is not None and attempt.finish is None:
                             break  # closes the connection, so the engine aborts
-                        if progress is not None and finish is None:
+                        if progress is not None and stop is None and attempt.finish is None:
                             progress(partial.token_ids, partial.logprobs)
+            except aiohttp.ClientError:
+                if stop is None and attempt.finish is None:
+                    raise
             finally:
-                attempt.close()
+                attempt.close(stop)
+            finish = attempt.finish if stop is None else {"type": "stop", "matched": stop.string}
             if finish is None:
                 raise _Retry("the engine's stream was interrupted")
             kind = finish["type"]
         except (LookupError, TypeError, ValueError) as error:
-            raise EngineUnavailable(f"an engine's reply is not what /generate answers: {error!r}") from None
+            raise EngineUnavailable(
+                f"an engine's reply is not what {self._protocol.path} answers: {error!r}"
+            ) from None
         if kind == "abort":
             if finish.get("status_code") == 400:
                 raise EngineRefused(finish.get("message") or "no reason given")
             raise _Aborted(f"generation was aborted: {finish.get('message') or 'no reason given'}")
+        if kind not in ("stop", "length"):
+            raise _Retry(f"generation ended with {kind}")
         partial.finish = finish
 
     async def _post(self, url: str, body: Mapping[str, Any], routing_key: str) -> AsyncGenerator[Any]:
@@ -329,7 +315,7 @@ class EngineClient:
         # Streamed, because images make it long.
         written = io.BytesIO(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
         headers = {ROUTING_HEADER: routing_key, "Content-Type": "application/json"}
-        async with self._http.post(f"{url}/generate", data=written, headers=headers) as response:
+        async with self._http.post(url + self._protocol.path, data=written, headers=headers) as response:
             if response.status != 200:
                 message = f"HTTP {response.status}: {_error_message(await response.text())}"
                 if response.status in _RETRIED or response.status >= 500:
@@ -388,48 +374,8 @@ def _stream_error(error: Any) -> Exception:
     )
 
 
-def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
-    if not reply["output_ids"]:
-        return  # aborted, perhaps before the prompt was built
-    saw = reply.get("prompt_token_ids")  # absent behind a router, which drops the request for them
-    length = len(saw) if saw is not None else reply["meta_info"].get("prompt_tokens")
-    if length is None:
-        raise PromptDiffers("the engine does not report the length of the prompt that it built from the images")
-    if length != len(prompt) or saw not in (None, prompt):
-        raise PromptDiffers(
-            f"the engine built a prompt of {length} tokens from the images, and the recorded one has {len(prompt)}"
-        )
-
-
 def _error_message(text: str) -> str:
     return " ".join(text.split())[:_MESSAGE_CHARS] or "(no message)"
-
-
-def _logprobs(given: Sequence[Any], ids: list[int]) -> list[float | None]:
-    """Return one logprob for each id; None if it is missing or belongs to another token."""
-    found: list[float | None] = [None] * len(ids)
-    for i, (entry, token) in enumerate(zip(given, ids, strict=False)):
-        logprob = entry[0]
-        if entry[1] == token and isinstance(logprob, (int, float)) and math.isfinite(logprob):
-            found[i] = float(logprob)
-    return found
-
-
-def _spans(meta: Mapping[str, Any], n: int) -> list[tuple[str, int, int]] | None:
-    """Return `(version, start, end)` spans that cover the `n` tokens in order; None if the engine gives none."""
-    if n == 0:
-        return []
-    listed = meta.get("weight_versions")
-    if not listed:
-        version = meta.get("weight_version")
-        return None if version is None else [(str(version), 0, n)]
-    spans = [(str(span["version"]), int(span["start"]), int(span["end"])) for span in listed]
-    at = 0
-    for _, start, end in spans:
-        if start != at or end < at:
-            return None
-        at = end
-    return spans if at == n else None
 
 
 def _merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:

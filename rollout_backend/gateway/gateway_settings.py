@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_backend.config import GatewayConfig, ModelConfig, Seconds
+from rollout_backend.config import EngineName, GatewayConfig, ModelConfig, Seconds
 from rollout_backend.core.session_key import MIN_SECRET_CHARS
 
 
@@ -21,7 +21,9 @@ class GatewaySettings(BaseModel):
     gateway: GatewayConfig = GatewayConfig()
     shard: int = Field(default=0, ge=0)
     """The process's number, below `gateway.processes`. Sessions of other shards are refused."""
+    engine_name: EngineName = "sglang"
     engine_url: str
+    """The router's URL, or an engine's."""
     model_call_s: Seconds = 300.0
     """Time limit of one model call, including all attempts."""
     session_key_s: Seconds = 5400.0

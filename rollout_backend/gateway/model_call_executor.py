@@ -24,7 +24,8 @@ from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway import journal_records
 from rollout_backend.gateway.conversations import Conversations, Prompt, RecordedTurn
 from rollout_backend.gateway.direct_routing import DirectRouting
-from rollout_backend.gateway.engine_client import Completion, EngineClient, EngineRefused, Progress, PromptDiffers
+from rollout_backend.gateway.engine_client import Completion, EngineClient, EngineRefused, Progress
+from rollout_backend.gateway.engine_protocol import EngineProtocol, PromptDiffers
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.in_flight_call import InFlightCall
 from rollout_backend.gateway.prefix_cache import is_cache_break
@@ -68,12 +69,19 @@ class ModelCallExecutor:
     """Executes the model calls of one gateway. Only the event loop changes sessions."""
 
     def __init__(
-        self, settings: GatewaySettings, bundle: RendererBundle, counters: Counters, engines: DirectRouting
+        self,
+        settings: GatewaySettings,
+        bundle: RendererBundle,
+        counters: Counters,
+        engines: DirectRouting,
+        protocol: EngineProtocol,
     ) -> None:
         self._settings = settings
         self._bundle = bundle
         self._counters = counters
-        self._engine = EngineClient(settings.engine_url, settings.model_call_s, settings.engine_attempts, engines)
+        self._engine = EngineClient(
+            settings.engine_url, settings.model_call_s, settings.engine_attempts, engines, protocol
+        )
         self._constraints = Constraints(bundle, settings.gateway.constrained_decoding == "allow")
         self._thread = RenderingThread(bundle, settings.gateway.session_image_bytes)
 

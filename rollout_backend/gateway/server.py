@@ -32,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 
 from starlette.applications import Starlette
@@ -43,12 +43,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agent_wrapper.contract import Trajectory
-from rollout_backend.config import GatewayConfig
+from rollout_backend.config import EngineName
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.seal import Sealer
 from rollout_backend.dialects.base import Dialect
 from rollout_backend.dialects.registry import DIALECTS, dialect_of_client
+from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_handler import CallHandler
@@ -56,17 +57,21 @@ from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.control_api import ControlApi
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_load_poller import EngineLoadPoller
+from rollout_backend.gateway.engine_protocol import EngineProtocol
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.generation_gate import GenerationGate
 from rollout_backend.gateway.journal import SessionJournal
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.path_keys import PathKeys
 from rollout_backend.gateway.session_registry import SessionRegistry
+from rollout_backend.gateway.sglang_protocol import SglangProtocol
 from rollout_backend.gateway.stats import Counters
+from rollout_backend.gateway.vllm_protocol import VllmProtocol
 from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 
 SERVER_NAME = "rollout-backend"
 """What /health says, by which a check recognizes a gateway behind a public address."""
+_PROTOCOLS: Mapping[EngineName, type[EngineProtocol]] = {"sglang": SglangProtocol, "vllm": VllmProtocol}
 _SWEEP_S = 5.0
 _PREFIXES = ("/v1", "/v1/v1", "")
 
@@ -91,7 +96,7 @@ class Gateway:
         self._settings = settings
         self._model_name = settings.model.served_name
         self._created = int(time.time())
-        limits = _image_limits(settings.gateway, bundle)
+        limits = _image_limits(settings, bundle)
         self._dialects = [dialect(limits) for dialect in dialects]
         self._journal = SessionJournal(settings.journal) if settings.journal is not None else None
         sealer = Sealer(settings.seal_secret) if settings.seal_secret is not None else None
@@ -99,8 +104,9 @@ class Gateway:
             bundle, self._model_name, settings.session_key_s, sealer=sealer, journal=self._journal
         )
         self._counters = Counters()
-        self._engines = DirectRouting(GenerationGate(is_open=not settings.paused))
-        self._executor = ModelCallExecutor(settings, bundle, self._counters, self._engines)
+        protocol = _PROTOCOLS[settings.engine_name]()
+        self._engines = DirectRouting(GenerationGate(is_open=not settings.paused), protocol.needs_direct_calls)
+        self._executor = ModelCallExecutor(settings, bundle, self._counters, self._engines, protocol)
         self._admission = Admission(settings.gateway.max_concurrent_calls, settings.gateway.max_queued_per_engine)
         self._authenticator = Authenticator(settings, self._journal.journal_id if self._journal is not None else "")
         self._traces = CallTraces(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
@@ -240,8 +246,11 @@ class Gateway:
         return await self._api_error(request, ApiError(500, "internal error of the gateway; its log says more"))
 
 
-def _image_limits(config: GatewayConfig, bundle: RendererBundle) -> ImageLimits | None:
-    """Return the limits on images; None if the model or the settings allow none."""
+def _image_limits(settings: GatewaySettings, bundle: RendererBundle) -> ImageLimits | None:
+    """Return the limits on images; None if the model or the settings allow none. Raise ConfigError with vLLM."""
+    config = settings.gateway
     if bundle.vision is None or not config.max_images:
         return None
+    if settings.engine_name == "vllm":
+        raise ConfigError("images are not supported with serving.engine=vllm: set gateway.max_images=0")
     return ImageLimits(config.max_images, config.max_image_pixels)

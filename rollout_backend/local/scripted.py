@@ -173,6 +173,9 @@ class ScriptedEngine:
         self._listener.close()
 
     def _app(self) -> Starlette:
+        return Starlette(routes=self._routes())
+
+    def _routes(self) -> list[Route]:
         async def healthy(_: Request) -> Response:
             return Response()
 
@@ -192,29 +195,23 @@ class ScriptedEngine:
         async def server_info(_: Request) -> Response:
             return JSONResponse({"model_path": str(self._model_path), "version": "scripted"})
 
-        return Starlette(
-            routes=[
-                *(Route(path, healthy, methods=["GET"]) for path in ("/health", "/health_generate")),
-                *(Route(path, model_info, methods=["GET"]) for path in ("/get_model_info", "/model_info")),
-                *(Route(path, server_info, methods=["GET"]) for path in ("/get_server_info", "/server_info")),
-                Route("/v1/models", models, methods=["GET"]),
-                Route("/flush_cache", healthy, methods=["GET", "POST"]),
-                # A pause has no effect: a client that pauses an engine sends it no calls.
-                Route("/pause_generation", healthy, methods=["POST"]),
-                Route("/continue_generation", healthy, methods=["POST"]),
-                Route("/generate", self._generate, methods=["POST"]),
-            ],
-        )
+        return [
+            *(Route(path, healthy, methods=["GET"]) for path in ("/health", "/health_generate")),
+            *(Route(path, model_info, methods=["GET"]) for path in ("/get_model_info", "/model_info")),
+            *(Route(path, server_info, methods=["GET"]) for path in ("/get_server_info", "/server_info")),
+            Route("/v1/models", models, methods=["GET"]),
+            Route("/flush_cache", healthy, methods=["GET", "POST"]),
+            # A pause has no effect: a client that pauses an engine sends it no calls.
+            Route("/pause_generation", healthy, methods=["POST"]),
+            Route("/continue_generation", healthy, methods=["POST"]),
+            Route("/generate", self._generate, methods=["POST"]),
+        ]
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
-        if self._skip_tokenizer_init and (refusal := _needs_tokenizer(body.get("sampling_params", {}))):
-            if self._version == "0.5.12":
-                await self._crash()
-            return JSONResponse({"error": {"message": refusal}}, status_code=400)
         try:
-            body = {**body, "input_ids": self._prompt(body)}
+            body = await self._translated(body)
         except ValueError as error:
             return JSONResponse({"error": {"message": str(error)}}, status_code=400)
         answer = asyncio.ensure_future(self._reply(request.headers.get("x-smg-routing-key", ""), body))
@@ -232,7 +229,19 @@ class ScriptedEngine:
             parts = reply.parts if isinstance(reply, Pieces) else (str(reply),)
             return StreamingResponse(self._events(parts, body), media_type="text/event-stream")
         text = await asyncio.to_thread("".join, reply.parts) if isinstance(reply, Pieces) else str(reply)
-        return JSONResponse(self._completion(text, body))
+        return JSONResponse(self._whole(text, body))
+
+    async def _translated(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the request in SGLang's form, with the whole prompt. Raise ValueError if the engine refuses it."""
+        if self._skip_tokenizer_init and (refusal := _needs_tokenizer(body.get("sampling_params", {}))):
+            if self._version == "0.5.12":
+                await self._crash()
+            raise ValueError(refusal)
+        return {**body, "input_ids": self._prompt(body)}
+
+    def _whole(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply to a request that does not stream."""
+        return self._completion(text, body)
 
     async def _crash(self) -> None:
         """End like a server whose scheduler raised: answer no request in flight, and close the port."""
@@ -274,7 +283,7 @@ class ScriptedEngine:
                         "output_token_logprobs": meta["output_token_logprobs"][start:n],
                         "weight_versions": [{"version": meta["weight_version"], "start": 0, "end": n}],
                     }
-                    yield _event({**prompt_ids, "output_ids": ids[start:n], "meta_info": piece})
+                    yield event({**prompt_ids, "output_ids": ids[start:n], "meta_info": piece})
                 sent = last
                 done = sent == len(ids)
             yield b"data: [DONE]\n\n"
@@ -346,7 +355,8 @@ def _needs_tokenizer(params: dict[str, Any]) -> str | None:
     return None
 
 
-def _event(data: dict[str, Any]) -> bytes:
+def event(data: dict[str, Any]) -> bytes:
+    """Return a server-sent event."""
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 

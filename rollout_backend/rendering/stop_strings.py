@@ -1,6 +1,6 @@
 """Find stop strings in the tokens of a reply while it is sampled. Pure.
 
-Engines never get stop strings. verl's servers run without a tokenizer (`skip_tokenizer_init`): SGLang 0.5.23 then
+SGLang never gets stop strings. verl's servers run without a tokenizer (`skip_tokenizer_init`): SGLang 0.5.23 then
 answers `stop` with 400, and 0.5.12 crashes.
 
 Invariants:
@@ -27,6 +27,7 @@ class StopStrings:
     def __init__(
         self, strings: Collection[str], token_bytes: Mapping[int, bytes], silent_tokens: Collection[int] = ()
     ) -> None:
+        self.strings = tuple(strings)
         self._strings = {string.encode(errors="surrogatepass"): string for string in strings}
         self._bytes = token_bytes
         self._silent = frozenset(silent_tokens)

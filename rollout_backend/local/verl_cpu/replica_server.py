@@ -21,9 +21,10 @@ import aiohttp
 
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import EngineUnavailable, ServingError
+from rollout_backend.serving.engine_environment import Command
 from rollout_backend.serving.local_engine import LocalEngine, MakeCommand
 from rollout_backend.serving.placement import ServerNode
-from rollout_backend.serving.sglang import Command, engine_command
+from rollout_backend.serving.sglang import engine_command
 
 _CONTROL_S = 120.0
 _UPDATE_S = 600.0

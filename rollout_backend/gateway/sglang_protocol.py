@@ -1,0 +1,112 @@
+"""SGLang's `/generate`, with token ids in and out."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout_backend.gateway.engine_protocol import EngineRequest, PromptDiffers, Span, Tokens, covering, finite
+from rollout_backend.rendering.image_positions import collapse_images
+
+_STREAM_INTERVAL = 4  # tokens per piece of a stream; each piece costs the engine a message
+_IMAGES_STREAM_INTERVAL = 32  # each piece repeats the prompt
+
+
+class SglangProtocol:
+    """See `EngineProtocol`."""
+
+    path = "/generate"
+    needs_direct_calls = False
+    keepalive_s = 15.0
+
+    def body(self, request: EngineRequest) -> dict[str, Any]:
+        images, params = request.images, request.params
+        body = {
+            "rid": uuid.uuid4().hex,
+            "input_ids": np.asarray(collapse_images(request.prompt, images), dtype=np.int32),
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": -1,  # 0 would disable the prefix cache
+        }
+        if images:
+            body |= {"image_data": [placed.image.data_url for placed in images], "return_prompt_token_ids": True}
+        if request.stream:
+            interval = _IMAGES_STREAM_INTERVAL if images else _STREAM_INTERVAL
+            body |= {"stream": True, "sampling_params": {**params, "stream_interval": interval}}
+        return body
+
+    def reader(self, request: EngineRequest) -> SglangReader:
+        return SglangReader(list(request.prompt) if request.images else None)
+
+
+class SglangReader:
+    """See `ReplyReader`. Compares the prompts of replies with `prompt`, unless it is None."""
+
+    def __init__(self, prompt: Sequence[int] | None) -> None:
+        self.finish: Mapping[str, Any] | None = None
+        self.received = 0
+        self._prompt = prompt
+        self._meta: Mapping[str, Any] = {}
+        self._current: set[Any] = set()  # the engine's weight version at each piece
+
+    def read(self, reply: Mapping[str, Any]) -> Tokens:
+        """Return the new tokens of a whole reply, or of the next piece.
+
+        A piece has all tokens of the reply, or those since the last piece, depending on the engine's settings.
+        `completion_tokens` distinguishes the two.
+        """
+        if self._prompt is not None:
+            _check_prompt(reply, self._prompt)
+        ids = [int(token) for token in reply["output_ids"]]
+        meta = reply["meta_info"]
+        logprobs = meta.get("output_token_logprobs") or []
+        had = self.received
+        total = meta.get("completion_tokens", len(ids))
+        if len(ids) == total:
+            ids, logprobs = ids[had:], logprobs[had:]
+        else:
+            ids = ids[: max(0, total - had)]  # an abort repeats the last token
+        self.received += len(ids)
+        self._meta = meta
+        self._current.add(meta.get("weight_version"))
+        self.finish = meta["finish_reason"]
+        return Tokens(ids, _logprobs(logprobs, ids))
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self._meta.get("cached_tokens") or 0)
+
+    def spans(self) -> list[Span] | None:
+        if self.received == 0:
+            return []
+        if listed := self._meta.get("weight_versions"):
+            return covering(listed, self.received)
+        if len(self._current) > 1:
+            return None  # an interrupted stream during which the weights changed
+        version = self._meta.get("weight_version")
+        return None if version is None else [(str(version), 0, self.received)]
+
+
+def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
+    if not reply["output_ids"]:
+        return  # aborted, perhaps before the prompt was built
+    saw = reply.get("prompt_token_ids")  # absent behind a router, which drops the request for them
+    length = len(saw) if saw is not None else reply["meta_info"].get("prompt_tokens")
+    if length is None:
+        raise PromptDiffers("the engine does not report the length of the prompt that it built from the images")
+    if length != len(prompt) or saw not in (None, prompt):
+        raise PromptDiffers(
+            f"the engine built a prompt of {length} tokens from the images, and the recorded one has {len(prompt)}"
+        )
+
+
+def _logprobs(given: Sequence[Any], ids: list[int]) -> list[float | None]:
+    """Return one logprob for each id; None if it is missing or belongs to another token."""
+    found: list[float | None] = [None] * len(ids)
+    for i, (entry, token) in enumerate(zip(given, ids, strict=False)):
+        if entry[1] == token:
+            found[i] = finite(entry[0])
+    return found

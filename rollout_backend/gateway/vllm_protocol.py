@@ -1,0 +1,112 @@
+"""vLLM's `/inference/v1/generate`, with token ids in and out (0.32.0, and 0.24.0, which verl 0.9.1 pins).
+
+vLLM ignores fields that it does not know, in the body and in the sampling parameters: a `max_new_tokens` would sample
+up to the end of the context. So each parameter is translated by name, and one without a translation is an error.
+
+Invariants:
+
+- Logprobs are of the distribution sampled from only if the server runs with `--logprobs-mode processed_logprobs`.
+- vLLM sends -9999.0 for a logprob that is missing or minus infinity. It is read as missing.
+- Stop strings are sent too, so that the engine ends the reply itself and its last piece has the weight versions. The
+  gateway decides all the same where a reply ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rollout_backend.gateway.engine_protocol import EngineRequest, Span, Tokens, covering, finite
+
+_STREAM_INTERVAL = 4  # tokens per piece of a stream; 0.24.0 ignores it
+_MISSING_LOGPROB = -9999.0
+_ID_PREFIX = "token_id:"  # of the tokens in 0.24.0's logprobs
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_PARAMETERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "temperature": ("temperature", _same),
+    "top_p": ("top_p", _same),
+    "top_k": ("top_k", _same),
+    "max_new_tokens": ("max_tokens", _same),
+    "stop_token_ids": ("stop_token_ids", _same),
+    "sampling_seed": ("seed", _same),
+    "logit_bias": ("logit_bias", _same),
+    "json_schema": ("structured_outputs", lambda schema: {"json": json.loads(schema)}),
+    "structural_tag": ("structured_outputs", lambda tag: {"structural_tag": tag}),
+}
+"""SGLang's name of each sampling parameter, vLLM's, and the function that translates its value."""
+
+
+class VllmProtocol:
+    """See `EngineProtocol`."""
+
+    path = "/inference/v1/generate"
+    needs_direct_calls = True  # sglang-router and smg answer this path with 404
+    keepalive_s = 3.0  # the server closes idle connections after 5 s
+
+    def body(self, request: EngineRequest) -> dict[str, Any]:
+        if request.images:
+            raise ValueError("images are not supported with serving.engine=vllm")
+        params: dict[str, Any] = {"logprobs": 0, "detokenize": bool(request.stop_strings)}
+        for name, value in request.params.items():
+            if name not in _PARAMETERS:
+                raise ValueError(f"the sampling parameter {name} has no translation for vLLM")
+            translated, convert = _PARAMETERS[name]
+            params[translated] = convert(value)
+        if request.stop_strings:
+            params["stop"] = list(request.stop_strings)
+        body = {"token_ids": np.asarray(request.prompt, dtype=np.int32), "sampling_params": params}
+        if request.stream:
+            params["stream_interval"] = _STREAM_INTERVAL
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body
+
+    def reader(self, request: EngineRequest) -> VllmReader:
+        return VllmReader()
+
+
+class VllmReader:
+    """See `ReplyReader`."""
+
+    def __init__(self) -> None:
+        self.finish: Mapping[str, Any] | None = None
+        self.cached_tokens = 0
+        self.received = 0
+        self._versions: list[Mapping[str, Any]] | None = None
+
+    def read(self, reply: Mapping[str, Any]) -> Tokens:
+        usage = reply.get("usage") or {}
+        self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or self.cached_tokens
+        choices = reply["choices"]
+        if not choices:  # a stream's last event, which only has the usage
+            return Tokens([], [])
+        [choice] = choices
+        ids = [int(token) for token in choice["token_ids"]]
+        entries = (choice.get("logprobs") or {}).get("content") or []
+        self.received += len(ids)
+        self._versions = choice.get("weight_versions") or self._versions
+        if (reason := choice["finish_reason"]) is not None:
+            self.finish = {"type": reason}
+        logprobs: list[float | None] = [None] * len(ids)
+        for i, (entry, token) in enumerate(zip(entries, ids, strict=False)):
+            if entry["logprob"] != _MISSING_LOGPROB and _id_of(entry) == token:
+                logprobs[i] = finite(entry["logprob"])
+        return Tokens(ids, logprobs)
+
+    def spans(self) -> list[Span] | None:
+        """Return the spans of the last piece. 0.24.0 gives none, nor does a stream that was interrupted."""
+        if self.received == 0:
+            return []
+        return None if self._versions is None else covering(self._versions, self.received)
+
+
+def _id_of(entry: Mapping[str, Any]) -> int:
+    token_id = entry.get("token_id")
+    return int(token_id if token_id is not None else entry["token"].removeprefix(_ID_PREFIX))

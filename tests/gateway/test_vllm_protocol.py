@@ -1,0 +1,221 @@
+"""The engine client with vLLM's protocol, before a scripted engine that speaks it, and the whole gateway."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from agent_wrapper.contract import VersionSpan
+from builders import user
+from rollout_backend.errors import ConfigError, EngineUnavailable
+from rollout_backend.gateway import engine_client
+from rollout_backend.gateway.engine_client import EngineClient, EngineRefused
+from rollout_backend.gateway.engine_protocol import EngineRequest
+from rollout_backend.gateway.gateway_settings import GatewaySettings
+from rollout_backend.gateway.server import create_app
+from rollout_backend.gateway.vllm_protocol import VllmProtocol
+from rollout_backend.local.scripted import LOGPROB, Fail, ToolCall
+from rollout_backend.local.scripted_vllm import ScriptedVllm
+from rollout_backend.rendering.stop_strings import StopStrings
+
+PARAMS = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "max_new_tokens": 40, "stop_token_ids": [2]}
+
+
+@pytest.fixture
+def engine():
+    with ScriptedVllm(["one two three"] * 4) as engine:
+        yield engine
+
+
+@pytest.fixture
+def generate(engine, monkeypatch):
+    monkeypatch.setattr(engine_client, "_AFTER_ABORT_S", 0.0)
+
+    async def call(params=PARAMS, attempts=3, **more):
+        client = EngineClient(engine.url, 20.0, attempts, protocol=VllmProtocol())
+        await client.start()
+        try:
+            return await client.generate([1, 2], params, "s", **more)
+        finally:
+            await client.close()
+
+    return call
+
+
+def ids_of(engine, text):
+    ids = engine.tokenizer.encode(text, add_special_tokens=False).ids
+    return (*ids, engine.tokenizer.token_to_id("<|im_end|>"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_completion_has_the_sampled_tokens_and_their_versions(engine, generate, stream):
+    engine.cached_tokens = 1
+    engine.weight_version = "7"
+    seen: list[int] = []
+    progress = (lambda ids, _: seen.append(len(ids))) if stream else None
+    completion = await generate(progress=progress)
+    ids = ids_of(engine, "one two three")
+    assert (completion.token_ids, completion.logprobs) == (ids, (LOGPROB,) * len(ids))
+    assert completion.weight_versions == (VersionSpan(version="7", start=0, end=len(ids)),)
+    assert (completion.finish_reason, completion.cached_tokens) == ("stop", 1)
+    assert bool(seen) is stream
+
+
+async def test_each_parameter_has_vllms_name(engine, generate):
+    params = {**PARAMS, "sampling_seed": 3, "logit_bias": {"5": -100.0}}
+    await generate(params)
+    await generate({**params, "json_schema": '{"type": "object"}'})
+    await generate({**params, "structural_tag": '{"type": "structural_tag"}'})
+    plain, schema, tag = (body["sampling_params"] for body in engine.requests)
+    assert plain == {
+        "temperature": 0.7, "top_p": 0.9, "top_k": -1, "max_tokens": 40, "stop_token_ids": [2], "seed": 3,
+        "logit_bias": {"5": -100.0}, "logprobs": 0, "detokenize": False,
+    }  # fmt: skip
+    assert schema["structured_outputs"] == {"json": {"type": "object"}}
+    assert tag["structured_outputs"] == {"structural_tag": '{"type": "structural_tag"}'}
+    assert engine.ignored == []
+    with pytest.raises(ValueError, match="ignore_eos has no translation"):
+        await generate({**PARAMS, "ignore_eos": True})
+
+
+async def test_the_limit_of_tokens_applies(generate):
+    completion = await generate({**PARAMS, "max_new_tokens": 5})
+    assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
+
+
+async def test_a_missing_logprob_is_none(engine, generate):
+    engine.missing_logprobs = frozenset({1})
+    assert (await generate()).logprobs[:3] == (LOGPROB, None, LOGPROB)
+    assert (await generate(progress=lambda *_: None)).logprobs[:3] == (LOGPROB, None, LOGPROB)
+
+
+@pytest.mark.parametrize("says_abort", [True, False])
+async def test_an_aborted_stream_is_resumed_from_its_tokens(engine, generate, says_abort):
+    """0.24.0 ends some aborted streams with `[DONE]` and without a finish_reason."""
+    engine.aborted_after, engine.says_abort = 3, says_abort
+    engine.replies = ["one two", " end"]
+
+    def progress(ids, _):
+        if len(ids) == 3:
+            engine.aborted_after = None
+
+    completion = await generate(progress=progress)
+    ids = ids_of(engine, "one two")[:3] + ids_of(engine, " end")
+    assert (completion.token_ids, completion.logprobs) == (ids, (LOGPROB,) * len(ids))
+    first, second = engine.requests
+    assert second["token_ids"] == [*first["token_ids"], *ids[:3]]
+    assert second["sampling_params"]["max_tokens"] == 37
+    assert bool(completion.weight_versions) is says_abort  # the end of a stream has them
+
+
+async def test_a_stop_string_ends_the_reply_at_the_engine(engine, generate):
+    bytes_of = {token: engine.tokenizer.decode([token]).encode() for token in range(259)}
+    completion = await generate(stops=StopStrings(["two"], bytes_of))
+    assert engine.tokenizer.decode(completion.token_ids) == "one two"
+    assert (completion.finish_reason, completion.matched) == ("stop", "two")
+    assert completion.weight_versions == (VersionSpan(version="0", start=0, end=7),)
+    assert engine.requests[0]["sampling_params"]["stop"] == ["two"]
+    assert engine.aborted == 0
+
+
+async def test_a_paused_engine_answers_after_it_has_resumed(engine, generate):
+    engine.paused = True
+    call = asyncio.create_task(generate())
+    done, _ = await asyncio.wait({call}, timeout=0.05)
+    assert not done
+    engine.paused = False
+    assert (await call).finish_reason == "stop"
+
+
+async def test_the_format_of_0_24():
+    with ScriptedVllm(["one"], old_format=True) as engine:
+        client = EngineClient(engine.url, 20.0, 1, protocol=VllmProtocol())
+        await client.start()
+        completion = await client.generate([1], PARAMS, "s")
+        await client.close()
+    assert completion.logprobs == (LOGPROB,) * 4
+    assert completion.weight_versions == ()
+
+
+async def test_failures(generate, engine):
+    engine.replies = [Fail(500, "busy"), Fail(400, "too long"), "late"]
+    with pytest.raises(EngineRefused, match="too long"):
+        await generate()
+    engine._scale_out = False
+    with pytest.raises(EngineRefused, match="--enable-scale-out"):
+        await generate()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"choices": [{"token_ids": ["x"], "finish_reason": "stop"}]},
+        {"output_ids": [1]},
+        {"choices": [{"token_ids": [1], "finish_reason": None, "logprobs": {"content": [{"token": "a"}]}}]},
+    ],
+)
+def test_replies_of_another_form_are_refused(reply):
+    with pytest.raises((LookupError, ValueError, TypeError)):
+        VllmProtocol().reader(EngineRequest([1], {})).read(reply)
+
+
+async def test_an_unknown_end_is_no_completion(engine, generate, monkeypatch):
+    monkeypatch.setattr(
+        engine, "_choice", lambda *_: {"token_ids": [5], "finish_reason": "repetition", "logprobs": None}
+    )
+    with pytest.raises(EngineUnavailable, match="ended with repetition"):
+        await generate(attempts=1)
+
+
+def test_the_prompt_is_sent_as_numbers():
+    body = VllmProtocol().body(EngineRequest([1, 2], PARAMS))
+    assert isinstance(body["token_ids"], np.ndarray)
+
+
+# --- the gateway ------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_with_a_tool_is_one_segment(serve):
+    script = [ToolCall("add", {"a": 1}), "It is 2.", "Done."]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    with ScriptedVllm(script) as engine:
+        gateway = serve(engine.url, engine_name="vllm")
+        messages = [user("1 + 1?")]
+        client = gateway.client()
+        for stream in (False, True, False):
+            answer = client.chat.completions.create(model="scripted", messages=messages, tools=tools, stream=stream)
+            if stream:
+                text = "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
+                messages += [{"role": "assistant", "content": text}, user("And?")]
+                continue
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or ():
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "2"})
+        (segment,) = gateway.trajectory().segments
+        assert [body["sampling_params"]["logprobs"] for body in engine.requests] == [0, 0, 0]
+    assert len(segment.turns) == 3
+    for turn in segment.turns:
+        assert all(logprob == LOGPROB for logprob in segment.logprobs[turn.start : turn.end])
+        assert [span.version for span in turn.weight_versions] == ["0"]
+
+
+def test_a_turn_without_a_logprob_is_recorded_as_unknown(serve):
+    with ScriptedVllm(["one"]) as engine:
+        engine.missing_logprobs = frozenset({0})
+        gateway = serve(engine.url, engine_name="vllm")
+        gateway.client().chat.completions.create(model="scripted", messages=[user("x")])
+        (segment,) = gateway.trajectory().segments
+    (turn,) = segment.turns
+    assert math.isnan(segment.logprobs[turn.start])
+    assert segment.logprobs[turn.start + 1] == LOGPROB
+
+
+def test_images_are_refused_at_the_start(byte_model, byte_bundle):
+    settings = GatewaySettings(
+        port=0, model=byte_model, engine_name="vllm", engine_url="", secret="s" * 40, control_key="c" * 40
+    )
+    with pytest.raises(ConfigError, match=r"serving\.engine=vllm: set gateway\.max_images=0"):
+        create_app(settings, replace(byte_bundle, vision=object()))
