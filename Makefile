@@ -15,8 +15,11 @@ INSPECT_READY := $(INSPECT)/.ready
 
 .PHONY: demo test test-slow test-all train train-smoke bench lint format audit setup engine verl inspect docs constraints clean
 
-demo: engine  ## 64 real rollouts of a real agent on this machine
-	$(RUN)/rollout demo
+# The engine of `make demo` and `make engine`: sglang or vllm.
+ENGINE ?= sglang
+
+demo: engine  ## 64 real rollouts of a real agent on this machine; `ENGINE=vllm` with vLLM
+	$(RUN)/rollout demo --engine $(ENGINE)
 
 # `make test ROOM=gateway` runs the tests of one folder of tests/, `ROOM=rendering/families` those of a folder in it.
 ROOM ?=
@@ -91,8 +94,8 @@ $(READY): pyproject.toml constraints/dev.txt
 	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints/dev.txt -e '.[dev]'
 	@touch $(READY)
 
-engine: setup  ## SGLang for the CPU and a small model, in the cache folder; at once if they are there
-	@$(RUN)/rollout engine install
+engine: setup  ## SGLang, or `ENGINE=vllm`, for the CPU and a small model, in the cache folder; at once if they are there
+	@$(RUN)/rollout engine install --engine $(ENGINE)
 
 verl: $(VERL_READY)
 

@@ -27,10 +27,11 @@ from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.verdict import count
 from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.serving.engine_environment import interpreter
 from rollout_backend.serving.gateway_process import check_certificate, gateway_name, is_loopback, public_url
+from rollout_backend.serving.install import CPU_ENGINES
 from rollout_backend.serving.relay_process import public_gateway_config
 from rollout_backend.serving.server_process import require_port
-from rollout_backend.serving.sglang import interpreter
 from rollout_backend.tracing import check_installed
 
 _LOW_BYTES, _FULL_BYTES = 1 << 30, 100 << 20
@@ -167,12 +168,12 @@ def _check_engines(config: RolloutConfig) -> Iterator[CheckResult]:
             return
         if serving.python is not None and not os.access(serving.python, os.X_OK):
             yield CheckResult("problem", "serving.python", f"{python} is no program that can be run")
-        elif serving.python is None and serving.device == "cuda" and importlib.util.find_spec("sglang") is None:
+        elif serving.python is None and serving.device == "cuda" and importlib.util.find_spec(serving.engine) is None:
             yield CheckResult(
                 "problem",
                 "serving.python",
-                "SGLang is not installed in this environment: install it, set serving.python to the interpreter of "
-                "an environment that has it, or set serving.device=cpu",
+                f"{CPU_ENGINES[serving.engine].title} is not installed in this environment: install it, set "
+                "serving.python to the interpreter of an environment that has it, or set serving.device=cpu",
             )
         else:
             yield CheckResult("ok", "serving.python", f"engines run with {python}")

@@ -152,7 +152,7 @@ class RolloutManager:
         serving = self.config.serving
         # verl's servers may sleep, and are in its own environment.
         ask = serving.kind == "external" and self._started_by != "verl"
-        engine = await reported_version(serving.urls[0].rstrip("/")) if ask else None
+        engine = await reported_version(serving.urls[0].rstrip("/"), serving.engine) if ask else None
         agent = run.agent if self._agent is None else self._agent
         return await asyncio.to_thread(RunStart.of, self.config, self._started_by, agent, engine)
 

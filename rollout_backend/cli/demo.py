@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from rollout_backend.cli.common import Json, Overrides, Quiet, Verbose, console, exit_codes, run_async, run_output
 from rollout_backend.cli.local_model import load_local_config, local_model
 from rollout_backend.cli.run import collect_step
-from rollout_backend.config import load_config
+from rollout_backend.config import EngineName, load_config
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,19 +34,20 @@ def demo(
     scripted: Annotated[
         bool, typer.Option("--scripted", help="Answer from a script, without a model: nothing is installed.")
     ] = False,
+    engine: Annotated[Literal["sglang", "vllm"], typer.Option(help="The engine to start.")] = "sglang",
     endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="Use this SGLang server, which already runs.")
+        str | None, typer.Option(metavar="URL", help="Use this SGLang or vLLM server, which already runs.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings; bucket and runtime are the local cloud's.")] = None,
-    servers: Annotated[int, typer.Option(min=1, help="SGLang servers to start.")] = 1,
+    servers: Annotated[int, typer.Option(min=1, help="Servers to start.")] = 1,
     override: Overrides = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Run an agent on this machine: real SGLang on the CPU, real router, local S3, SQS and AgentCore.
+    """Run an agent on this machine: a real engine on the CPU, local S3, SQS and AgentCore.
 
-    The first time, this installs SGLang and a small model, which takes about two minutes; with --scripted or
+    The first time, this installs the engine and a small model, which takes about two minutes; with --scripted or
     --endpoint it does not. Exit codes as for `rollout run`.
     """
     with exit_codes():
@@ -56,7 +57,7 @@ def demo(
         if agent is not None:
             _check_agent(agent)
         script, file = agent or EXAMPLE / "agent.py", tasks or EXAMPLE / "tasks.jsonl"
-        run_async(_demo(script, file, limit, scripted, endpoint, config, servers, override or [], output))
+        run_async(_demo(script, file, limit, scripted, engine, endpoint, config, servers, override or [], output))
 
 
 def _check_agent(agent: Path) -> None:
@@ -72,6 +73,7 @@ async def _demo(
     tasks: Path,
     limit: int,
     scripted: bool,
+    engine: EngineName,
     endpoint: str | None,
     config: Path | None,
     servers: int,
@@ -84,7 +86,7 @@ async def _demo(
 
     found = read_tasks(tasks)
     wanted = found[:limit]
-    async with local_model(scripted, endpoint, servers, output.status) as model:
+    async with local_model(scripted, endpoint, servers, output.status, engine) as model:
         base = {
             "group": {"size": 4},
             "sampling": {"temperature": 1.0, "max_tokens": 64},

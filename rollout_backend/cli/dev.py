@@ -37,7 +37,7 @@ def dev(
         bool, typer.Option("--engine", help="Use a small real model on the CPU instead of a script.")
     ] = False,
     endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="Use this SGLang server, which already runs.")
+        str | None, typer.Option(metavar="URL", help="Use this SGLang or vLLM server, which already runs.")
     ] = None,
     override: Overrides = None,
 ) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.config import EngineName, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
 
 Settings = Mapping[str, Any]
@@ -16,9 +16,13 @@ Settings = Mapping[str, Any]
 
 @asynccontextmanager
 async def local_model(
-    scripted: bool, endpoint: str | None, servers: int, echo: Callable[[str], None]
+    scripted: bool,
+    endpoint: str | None,
+    servers: int,
+    echo: Callable[[str], None],
+    engine: EngineName = "sglang",
 ) -> AsyncIterator[Settings]:
-    """Yield the settings of a model on this machine, and of what serves it: a script, `endpoint`, or SGLang here.
+    """Yield the settings of a model on this machine, and of what serves it: a script, `endpoint`, or an engine here.
 
     Raises:
         PreflightError: the endpoint cannot serve rollouts.
@@ -28,38 +32,47 @@ async def local_model(
         from rollout_backend.local.scripted_sums import ScriptedSums
 
         echo("a script answers instead of a model, and a third of its sums are wrong")
-        with ScriptedEngine(ScriptedSums()) as engine:
+        with ScriptedEngine(ScriptedSums()) as script:
             model = {"path": str(BYTE_MODEL), "renderer": "chatml", "context_length": 32_768}
-            yield {"model": model, "serving": {"kind": "external", "urls": [engine.url]}}
+            yield {"model": model, "serving": {"kind": "external", "urls": [script.url]}}
     elif endpoint is not None:
         from rollout_backend.serving.model_server import served_model
 
         url = endpoint.rstrip("/").removesuffix("/v1")
-        model_path = await served_model(url)
-        echo(f"{url} serves {model_path}")
-        yield {"model": {"path": model_path}, "serving": {"kind": "external", "urls": [url]}}
+        served = await served_model(url)
+        echo(f"{url} serves {served.path}")
+        serving = {"kind": "external", "engine": served.engine, "urls": [url]}
+        yield {"model": {"path": served.path}, "serving": serving}
     else:
-        model_path = _install(echo)
+        model_path = _install(engine, echo)
         threads = max(1, ((os.cpu_count() or 2) - 1) // servers)
         yield {
             "model": {"path": model_path, "renderer": "chatml", "context_length": 2048},
-            "serving": {"device": "cpu", "servers": servers, "threads": threads},
+            "serving": {"engine": engine, "device": "cpu", "servers": servers, "threads": threads},
         }
 
 
-def _install(echo: Callable[[str], None]) -> str:
+def _install(engine: EngineName, echo: Callable[[str], None]) -> str:
     """Install the engine and the model if they are missing, and return the model's folder."""
-    from rollout_backend.serving.install import cache_dir, find_engine, find_model, install_cpu_engine, prepare_model
+    from rollout_backend.serving.install import (
+        CPU_ENGINES,
+        cache_dir,
+        find_engine,
+        find_model,
+        install_cpu_engine,
+        prepare_model,
+    )
 
     cache = cache_dir()
     try:
-        find_engine(cache)
+        find_engine(cache, engine)
         find_model(cache)
     except ConfigError:
-        echo(f"SGLang for the CPU and a 135M model are installed once, in {cache}: two minutes, 3.5 GB")
+        title = CPU_ENGINES[engine].title
+        echo(f"{title} for the CPU and a 135M model are installed once, in {cache}: two minutes, 3.5 GB")
         echo("to use a script instead: `rollout demo --scripted`, or `rollout dev` without --engine")
-    install_cpu_engine(cache, echo=echo)
-    return str(prepare_model(cache, echo=echo))
+    install_cpu_engine(cache, engine, echo=echo)
+    return str(prepare_model(cache, engine, echo=echo))
 
 
 def load_local_config(file: Path | None, overrides: Sequence[str], base: Settings) -> RolloutConfig:

@@ -14,7 +14,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.open_files import needed_files
-from rollout_backend.serving.sglang import interpreter
+from rollout_backend.serving.engine_environment import interpreter
 
 _PACKAGE = "rollout-backend"
 _SHOWN = ("renderers", "sglang-router", "verl")
@@ -58,7 +58,7 @@ def _requirements(*extras: str) -> Iterator[tuple[Requirement, bool]]:
 
 async def check_engine_version(config: RolloutConfig) -> list[CheckResult]:
     """Compare the SGLang of the engines' interpreter with those that this package, or verl, names."""
-    if config.serving.kind != "process":
+    if config.serving.kind != "process" or config.serving.engine != "sglang":
         return []
     try:
         asked = await run_child([str(interpreter(config.serving)), "-c", _ASK_SGLANG])

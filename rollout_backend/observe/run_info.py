@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import itertools
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -135,15 +136,17 @@ def agent_of(file: Path) -> dict[str, str]:
 
 
 def _engine_version(config: RolloutConfig) -> str | None:
+    from rollout_backend.serving.install import CPU_ENGINES, cache_dir, engine_python
+
     python = config.serving.python
     if python is None and config.serving.device == "cpu":
-        from rollout_backend.serving.install import cache_dir, engine_python
-
-        python = engine_python(cache_dir())
+        python = engine_python(cache_dir(), config.serving.engine)
     if python is None:  # the engine runs with this interpreter
         return None
     path = [str(each) for each in python.parent.parent.glob("lib/python*/site-packages")]
-    return next((each.version for each in importlib.metadata.distributions(name="sglang", path=path)), None)
+    names = {config.serving.engine, CPU_ENGINES[config.serving.engine].distribution}
+    found = (importlib.metadata.distributions(name=name, path=path) for name in sorted(names))
+    return next((each.version for each in itertools.chain.from_iterable(found)), None)
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -6,13 +6,13 @@ An `Engine` is not restartable: its factory makes a new one. `rollout_backend.co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import aiohttp
 
-from rollout_backend.config import RolloutConfig
+from rollout_backend.config import EngineName, RolloutConfig
 
 
 class Engine(Protocol):
@@ -78,11 +78,18 @@ PROBE = "/model_info"
 """The path that shows that a server is alive. Unlike `/health`, which generates a token unless
 SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0, it never touches the GPU: generating on a server whose memory is released
 kills it."""
+_PROBES: Mapping[EngineName, str] = {"sglang": PROBE, "vllm": "/health"}  # vLLM's never generates
+_VERSIONS: Mapping[EngineName, str] = {"sglang": "/server_info", "vllm": "/version"}
 
 
-async def is_responding(url: str, timeout_s: float = 5.0) -> bool:
+def probe_url(url: str, engine: EngineName) -> str:
+    """Return the URL that shows that a server is alive."""
+    return url + _PROBES[engine]
+
+
+async def is_responding(url: str, engine: EngineName = "sglang", timeout_s: float = 5.0) -> bool:
     """Return whether the server answers a probe with 200 in time."""
-    return await _is_ok(url + PROBE, timeout_s)
+    return await _is_ok(probe_url(url, engine), timeout_s)
 
 
 async def is_healthy(url: str, timeout_s: float = 5.0) -> bool:
@@ -93,12 +100,12 @@ async def is_healthy(url: str, timeout_s: float = 5.0) -> bool:
     return await _is_ok(f"{url}/health", timeout_s)
 
 
-async def reported_version(url: str, timeout_s: float = 5.0) -> str | None:
-    """Return the version of SGLang that a server reports; None if it does not answer."""
+async def reported_version(url: str, engine: EngineName = "sglang", timeout_s: float = 5.0) -> str | None:
+    """Return the version of the engine that a server reports; None if it does not answer."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http,
-            http.get(f"{url}/server_info") as response,
+            http.get(url + _VERSIONS[engine]) as response,
         ):
             info = await response.json(content_type=None)
     except (aiohttp.ClientError, TimeoutError, ValueError):

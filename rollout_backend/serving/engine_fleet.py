@@ -1,5 +1,7 @@
 """All engines and the router in front of them: started together, watched, restarted, and stopped together.
 
+For vLLM an `EngineDirectory` takes the router's place.
+
     async with EngineFleet(config, log_dir, on_event) as fleet:
         ...  # fleet.router_url
         await fleet.failed()  # in a separate task
@@ -26,7 +28,8 @@ from typing import NoReturn, Self
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import EngineFactory, MakeEngine
-from rollout_backend.serving.engine_routing import EngineRouting, EngineSupervisor, RouterSupervisor
+from rollout_backend.serving.engine_directory import EngineDirectory
+from rollout_backend.serving.engine_routing import EngineRouter, EngineRouting, EngineSupervisor, RouterSupervisor
 from rollout_backend.serving.external_engine import ExternalEngine
 from rollout_backend.serving.registry import engine_factory
 from rollout_backend.serving.router import Router
@@ -69,8 +72,12 @@ class EngineFleet:
         self._on_event = on_event
         self._changed = asyncio.Event()  # set by each event
         self._limits = RestartLimits(config.serving.max_restarts, config.serving.restart_window_s)
-        self._router = Router(config.router, log_dir / "router.log", config.timeouts.model_call_s)
-        self._routing = EngineRouting(self._router)
+        self._router: EngineRouter = (
+            EngineDirectory(config.router)
+            if config.serving.engine == "vllm"
+            else Router(config.router, log_dir / "router.log", config.timeouts.model_call_s)
+        )
+        self._routing = EngineRouting(self._router, config.serving.engine)
         self._probing = probing or Probing()
         self._router_supervisor = RouterSupervisor(self._routing, self._limits, on_event, self._probing)
         self._supervisors = SupervisorGroup()
@@ -223,9 +230,8 @@ class EngineFleet:
         return EngineSupervisor(number, make, self._routing, self._limits, self._on_engine_event, self._probing)
 
     def _join(self, url: str) -> EngineSupervisor:
-        timeout_s = self._serving.startup_s()
         number, self._next_number = self._next_number, self._next_number + 1
-        engine = self._supervisor(number, lambda i: ExternalEngine(f"engine-{i}", url, timeout_s))
+        engine = self._supervisor(number, lambda i: ExternalEngine(f"engine-{i}", url, self._serving))
         self._engines.append(engine)
         self._supervisors.add(engine)
         return engine

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Protocol
 
+from rollout_backend.config import EngineName
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import Engine, MakeEngine, ReservingEngine, is_responding
 from rollout_backend.serving.generation_control import pause_generation, resume_generation
-from rollout_backend.serving.router import Router
 from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, Supervisor, first_of
 
 log = logging.getLogger(__name__)
@@ -20,11 +21,34 @@ log = logging.getLogger(__name__)
 _FOREVER_S = 10 * 365 * 86_400.0
 
 
+class EngineRouter(Protocol):
+    """A `Router`, or an `EngineDirectory`."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def running(self) -> bool: ...
+
+    async def start(self) -> None: ...
+
+    async def wait(self) -> str: ...
+
+    async def stop(self) -> None: ...
+
+    async def alive(self) -> bool: ...
+
+    async def add(self, url: str) -> None: ...
+
+    async def remove(self, url: str) -> None: ...
+
+
 class EngineRouting:
     """The router, and the engines that it sends requests to: those of `engines` that serve."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: EngineRouter, engine: EngineName = "sglang") -> None:
         self.router = router
+        self.engine = engine
         self.engines: list[EngineSupervisor] = []
         self._awake = asyncio.Event()
         self._awake.set()
@@ -78,11 +102,11 @@ class EngineRouting:
         self._awake.clear()
         async with self._changing:  # an addition in progress requests /health
             pass
-        await asyncio.gather(*(pause_generation(engine.url) for engine in self.engines))
+        await asyncio.gather(*(pause_generation(engine.url, self.engine) for engine in self.engines))
 
     async def wake(self) -> None:
         """Resume generation, and add every engine that serves."""
-        await asyncio.gather(*(resume_generation(engine.url) for engine in self.engines))
+        await asyncio.gather(*(resume_generation(engine.url, self.engine) for engine in self.engines))
         self._awake.set()
         async with self._changing:
             try:
@@ -179,7 +203,7 @@ class EngineSupervisor(Supervisor):
                 return str(error)
 
     async def is_responding(self) -> bool:
-        return self._routing.asleep or await is_responding(self.url, self._probe_timeout_s)
+        return self._routing.asleep or await is_responding(self.url, self._routing.engine, self._probe_timeout_s)
 
     async def log_tail(self) -> str:
         return await self.engine.log_tail()

@@ -7,10 +7,11 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from rollout_backend.config import RolloutConfig
-from rollout_backend.errors import StartupError
+from rollout_backend.config import RolloutConfig, ServingConfig
+from rollout_backend.errors import PreflightError, StartupError
 from rollout_backend.serving import engine
-from rollout_backend.serving.engine import PROBE, EngineFactory, is_responding
+from rollout_backend.serving.engine import EngineFactory, is_responding, probe_url
+from rollout_backend.serving.model_server import check_vllm
 
 
 class ExternalEngineFactory(EngineFactory):
@@ -21,25 +22,27 @@ class ExternalEngineFactory(EngineFactory):
         self._serving = config.serving
 
     def make(self, number: int) -> ExternalEngine:
-        return ExternalEngine(f"engine-{number}", self._serving.urls[number], self._serving.startup_s())
+        return ExternalEngine(f"engine-{number}", self._serving.urls[number], self._serving)
 
 
 class ExternalEngine:
     """A server at `url` that something else runs."""
 
-    def __init__(self, name: str, url: str, startup_timeout_s: float) -> None:
+    def __init__(self, name: str, url: str, serving: ServingConfig) -> None:
         self._name = name
-        self._timeout_s = startup_timeout_s
+        self._engine = serving.engine
+        self._timeout_s = serving.startup_s()
         self.url = url.rstrip("/")
 
     async def reserve(self) -> AsyncIterator[str]:
         """Wait until the server answers."""
         began, reported = time.monotonic(), False
-        while not await is_responding(self.url):
+        while not await is_responding(self.url, self._engine):
             waited = time.monotonic() - began
             if waited > self._timeout_s:
+                probed = probe_url(self.url, self._engine)
                 raise StartupError(
-                    f"{self._name}: {self.url}{PROBE} did not answer 200 within {self._timeout_s:g} s: "
+                    f"{self._name}: {probed} did not answer 200 within {self._timeout_s:g} s: "
                     "start that server, or correct serving.urls"
                 )
             if not reported and waited > engine.REPORT_WAIT_AFTER_S:
@@ -48,7 +51,12 @@ class ExternalEngine:
             await asyncio.sleep(0.5)
 
     async def start(self) -> None:
-        pass
+        """Raise StartupError for a vLLM server that was started without the options that rollouts need."""
+        if self._engine == "vllm":
+            try:
+                await check_vllm(self.url)
+            except PreflightError as error:
+                raise StartupError(f"{self._name}: {error}") from None
 
     async def wait(self) -> str:
         await asyncio.Event().wait()  # its process is not visible; only a probe shows its end

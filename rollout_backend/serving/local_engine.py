@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rollout_backend.config import ModelConfig, RolloutConfig, ServingConfig
+from rollout_backend.config import EngineName, ModelConfig, RolloutConfig, ServingConfig
 from rollout_backend.errors import StartupError
 from rollout_backend.serving.engine import EngineFactory, is_healthy
+from rollout_backend.serving.engine_environment import Command
 from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.server_process import ServerProcess, free_port
-from rollout_backend.serving.sglang import Command, engine_command
+from rollout_backend.serving.sglang import engine_command
+from rollout_backend.serving.vllm import vllm_command
 
-# SGLang checks for SIGTERM only every 5 s, and an engine that is stopped has nothing to finish.
+# SGLang checks for SIGTERM only every 5 s, vLLM drains, and an engine that is stopped has nothing to finish.
 _GRACE_S = 1.0
 
 _MEMORY_ADVICE = (
@@ -21,6 +23,8 @@ _MEMORY_ADVICE = (
 
 MakeCommand = Callable[[ModelConfig, ServingConfig, ServerNode], Command]
 """Like `engine_command`. Another one starts another kind of server."""
+
+_COMMANDS: Mapping[EngineName, MakeCommand] = {"sglang": engine_command, "vllm": vllm_command}
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -58,8 +62,9 @@ class LocalEngine:
         host: str = "127.0.0.1",
         first_gpu: int = 0,
         rank: int = 0,
-        command: MakeCommand = engine_command,
+        command: MakeCommand | None = None,
     ) -> None:
+        """`command` is by default that of `serving.engine`."""
         self._name = name
         self._model = model
         self._serving = serving
@@ -67,7 +72,7 @@ class LocalEngine:
         self._host = host
         self._first_gpu = first_gpu
         self._rank = rank
-        self._command = command
+        self._command = command or _COMMANDS[serving.engine]
         self._process: ServerProcess | None = None
         self.url = ""
 

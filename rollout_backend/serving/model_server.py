@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
+from rollout_backend.config import EngineName
 from rollout_backend.errors import PreflightError
 from rollout_backend.serving.engine import PROBE
 
 _TIMEOUT_S = 30.0  # the first generation of a server may compile kernels
 _NEEDS = (
-    "Rollouts need the ids and logprobs of sampled tokens, which /generate of an SGLang server returns. Servers that "
-    "only speak OpenAI's API (vLLM, Ollama, a hosted model) do not return them"
+    "Rollouts need the ids and logprobs of sampled tokens, which SGLang and vLLM return. Servers that only speak "
+    "OpenAI's API (Ollama, a hosted model) do not return them"
 )
+_VLLM_PATH = "/inference/v1/generate"
 
 
-async def served_model(url: str) -> str:
-    """Return the model of an SGLang server, as it was named or placed when the server started.
+class ServedModel(NamedTuple):
+    path: str
+    """The model, as it was named or placed when the server started."""
+    engine: EngineName
+
+
+async def served_model(url: str) -> ServedModel:
+    """Return the model of an SGLang or vLLM server.
 
     Raises:
         PreflightError: the server cannot be used, and why.
@@ -32,7 +40,11 @@ async def served_model(url: str) -> str:
                     f"{url} answers /get_model_info and not {PROBE}: it is a router, or an old SGLang. Name an "
                     "SGLang server; the run starts its own router"
                 )
-            raise PreflightError(f"{url}{PROBE} answers {status}: this is no SGLang server. {_NEEDS}")
+            models = (await _ask(http, f"{url}/v1/models"))[1].get("data") or [{}]
+            if (await _ask(http, f"{url}/version"))[1].get("version") and models[0].get("root"):
+                await check_vllm(url)
+                return ServedModel(str(models[0]["root"]), "vllm")
+            raise PreflightError(f"{url}{PROBE} answers {status}: this is no SGLang or vLLM server. {_NEEDS}")
         body = {
             "input_ids": [0],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -41,7 +53,32 @@ async def served_model(url: str) -> str:
         status, answer = await _ask(http, f"{url}/generate", body)
     if status != 200 or not (answer.get("meta_info") or {}).get("output_token_logprobs"):
         raise PreflightError(f"{url}/generate answers {status} without the logprob of a sampled token. {_NEEDS}")
-    return str(info["model_path"])
+    return ServedModel(str(info["model_path"]), "sglang")
+
+
+async def check_vllm(url: str) -> None:
+    """Check that a vLLM server returns token ids, and logprobs of the distribution that it samples from.
+
+    With `top_k=1` one token is left, whose logprob is 0 then. Before top_k it is below.
+
+    Raises:
+        PreflightError: the server cannot be used, and why.
+    """
+    params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http:
+        status, answer = await _ask(http, url + _VLLM_PATH, {"token_ids": [0], "sampling_params": params})
+    if status in (403, 404):
+        raise PreflightError(f"{url}{_VLLM_PATH} answers {status}: start vLLM 0.32.0 with --enable-scale-out")
+    try:
+        [entry] = answer["choices"][0]["logprobs"]["content"]
+        logprob = float(entry["logprob"])
+    except (LookupError, TypeError, ValueError):
+        raise PreflightError(f"{url}{_VLLM_PATH} answers {status} without the logprob of a sampled token") from None
+    if logprob != 0:
+        raise PreflightError(
+            f"{url} returns logprobs of another distribution than it samples from: start vLLM with --logprobs-mode "
+            "processed_logprobs"
+        )
 
 
 async def _ask(

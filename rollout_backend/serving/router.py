@@ -62,6 +62,11 @@ def router_command(config: RouterConfig, port: int, prometheus_port: int, model_
     ]
 
 
+def local_address(host: str) -> str:
+    """Return the address at which this machine reaches a server that listens on `host`."""
+    return _EVERYWHERE.get(host, host)
+
+
 class Router:
     """Enter it, or `start` and `stop` it. After a `start` that failed, `stop` it too."""
 
@@ -86,7 +91,7 @@ class Router:
 
     @property
     def url(self) -> str:
-        return f"http://{_EVERYWHERE.get(self._config.host, self._config.host)}:{self._port}"
+        return f"http://{local_address(self._config.host)}:{self._port}"
 
     @property
     def running(self) -> bool:

@@ -9,27 +9,16 @@ Invariants:
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from rollout_backend.config import ModelConfig, ServingConfig
-from rollout_backend.serving.install import find_engine
+from rollout_backend.serving.engine_environment import Command, base_environment, cpu_threads, interpreter
 from rollout_backend.serving.placement import ServerNode
-
-Command = tuple[list[str], dict[str, str]]
-"""The arguments and the complete environment of a process."""
 
 IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
 _CPU_TOTAL_TOKENS = 32_768
 _STUBS = Path(__file__).parent / "cpu_stubs"
-# Variables of this process that break one in another Python environment, outside Ray.
-_NOT_INHERITED = ("PYTHON", "RAY_", "VIRTUAL_ENV", "ROLLOUT__")
-
-
-def interpreter(serving: ServingConfig) -> Path:
-    """Return the Python interpreter of the engines. Raise ConfigError if it is the CPU engine's and not installed."""
-    return serving.python or (find_engine() if serving.device == "cpu" else Path(sys.executable))
 
 
 def engine_command(
@@ -47,22 +36,13 @@ def engine_command(
         ConfigError: on the CPU, `serving.python` is not set and the CPU engine is not installed.
     """
     on_cpu, python = serving.device == "cpu", interpreter(serving)
-    env = {
-        name: value
-        for name, value in (os.environ if inherited is None else inherited).items()
-        if not name.startswith(_NOT_INHERITED)
-    }
-    # Otherwise modules are imported from the working directory first.
-    env["PYTHONSAFEPATH"] = "1"
-    env["PYTHONUNBUFFERED"] = "1"  # otherwise the log lacks the last lines of a server that dies
+    env = base_environment(inherited)
     # Otherwise /health generates a token. While generation is paused for new weights it hangs for 20 s and answers
     # 503, and the router removes a healthy server.
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     # SGLang caches the encoder's output for an image by its pixels, and 0.5.23 never empties that cache: after new
     # weights a repeated image would still be encoded with the old ones.
     env[IMAGE_CACHE] = "0"
-    # A model is a folder; without these SGLang looks up a mistyped path on a model hub.
-    env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     argv = [
         str(python),
         *("-m", "sglang.launch_server"),
@@ -100,9 +80,7 @@ def engine_command(
     if on_cpu:
         env["SGLANG_USE_CPU_ENGINE"] = "1"  # else rotary embedding imports CUDA operations and dies
         env["PYTHONPATH"] = str(_STUBS)  # replaces two GPU packages: see its sitecustomize.py
-        env["OMP_NUM_THREADS"] = str(serving.threads)  # else each server takes every core
-        # Agents run on the same cores: threads that spin as they wait would slow them down.
-        env["OMP_WAIT_POLICY"] = "PASSIVE"
+        env |= cpu_threads(serving.threads)
         if serving.gpus_per_server > 1:  # else SGLang refuses more processes than the machine has NUMA nodes
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * serving.gpus_per_server)

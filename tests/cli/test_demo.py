@@ -27,8 +27,8 @@ def test_an_endpoint_that_cannot_serve_is_refused_before_anything_starts(rollout
     model = {"model_path": str(tmp_path)}
     sampled = {"meta_info": {"output_token_logprobs": [[-0.5, 7, None]]}}
     cases = (
-        ({}, "/model_info answers 404: this is no SGLang server. Rollouts need the ids and logprobs"),
-        ({"model_info": (200, [])}, "this is no SGLang server"),
+        ({}, "/model_info answers 404: this is no SGLang or vLLM server. Rollouts need the ids and logprobs"),
+        ({"model_info": (200, [])}, "this is no SGLang or vLLM server"),
         ({"get_model_info": (200, model)}, "it is a router, or an old SGLang"),
         ({"model_info": (200, model)}, "/generate answers 404 without the logprob of a sampled token"),
         ({"model_info": (200, model), "generate": (200, {"text": "7"})}, "without the logprob of a sampled token"),

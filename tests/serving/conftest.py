@@ -10,10 +10,10 @@ import pytest
 from builders import eventually, run_config
 from rollout_backend.config import RolloutConfig
 from rollout_backend.serving.engine import is_healthy
+from rollout_backend.serving.engine_environment import Command
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.server_process import ServerProcess, free_port
-from rollout_backend.serving.sglang import Command
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 

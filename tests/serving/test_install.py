@@ -37,7 +37,9 @@ def tiny_pins(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     requirements = tmp_path / "requirements.txt"
     requirements.write_text(f"tiny_engine @ {make_wheel(tmp_path, 'tiny_engine').as_uri()}\n")
-    monkeypatch.setattr(install, "_REQUIREMENTS", requirements)
+    monkeypatch.setitem(
+        install.CPU_ENGINES, "sglang", install.CPU_ENGINES["sglang"]._replace(requirements=requirements)
+    )
     monkeypatch.setattr(install, "TORCH", f"tiny_torch @ {make_wheel(tmp_path, 'tiny_torch').as_uri()}")
     return requirements
 
@@ -72,6 +74,8 @@ def test_missing_engine_or_model_names_the_install_command(tmp_path):
     for find in (find_engine, find_model, prepare_model):
         with pytest.raises(ConfigError, match="`rollout engine install`"):
             find(tmp_path)
+    with pytest.raises(ConfigError, match="`rollout engine install --engine vllm`"):
+        find_engine(tmp_path, "vllm")
 
 
 def test_pins_are_exact_without_build_or_location():

