@@ -39,9 +39,8 @@ from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.preflight import Preflight
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
-from rollout_backend.runtimes.base import AgentRuntime, SessionCalls
-from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
-from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.runtimes.base import AgentRuntime, SessionCalls, VerifierRuntime
+from rollout_backend.runtimes.registry import open_runtime, runtime_class
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.scoring.verifier_jobs import VerifierJobs
 from rollout_backend.scoring.worker_pool import WorkerPool
@@ -101,21 +100,28 @@ class RunServices:
         self.serving = ModelServing(config, self._archive.logs, self._on_serving)
         preflight = await self._check(stack, rollouts)
         store = preflight.store
-        in_jobs = config.runtime.kind == "kubernetes" and config.scoring.function == VERIFIER
-        scorer = await self._start_scorer(stack, store) if config.scoring.enabled and not in_jobs else None
+        in_containers = config.scoring.function == VERIFIER and issubclass(
+            runtime_class(config.runtime), VerifierRuntime
+        )
+        scorer = await self._start_scorer(stack, store) if config.scoring.enabled and not in_containers else None
         await self._begin_lease(stack, store)
         runtime = preflight.runtime or await self._make_runtime(stack)
         self.limits, self.agent = runtime.limits(), runtime.describe()
+        admission = CallQueue.from_config(self.limits)
         secret = run_secret(config)
         janitor = await self._start_janitor(stack, runtime)
-        if in_jobs:
-            assert isinstance(runtime, KubernetesRuntime)
-            scorer = self._verifier_jobs(stack, store, runtime, janitor)
+        verifiers = None
+        if in_containers:
+            assert isinstance(runtime, VerifierRuntime)
+            verifiers = self._verifier_jobs(stack, runtime, janitor, admission)
+            scorer = self._scorer(store, verifiers)
         queue = await self._open_queue(stack, janitor) if config.uses_queue else None
         retokenizer = await self._open_retokenizer(stack) if config.collect.retokenize else None
         stack.push_async_callback(self.serving.stop)
         await self.serving.start(secret, self._on_phase, self._on_status)
         await self.lease.claim()
+        if verifiers is not None:
+            await verifiers.stop_earlier(config.run_id)
         sealer = Sealer(secret) if config.gateway.require_seal else None
         buffer = RolloutBuffer(
             config.run_id,
@@ -128,7 +134,9 @@ class RunServices:
         )
         ends = SessionEnds()
         heartbeats = self._start_background(stack, buffer, runtime, ends)
-        self.for_steps = self._connect(store, runtime, janitor, queue, buffer, heartbeats, ends, sealer, scorer)
+        self.for_steps = self._connect(
+            store, runtime, admission, janitor, queue, buffer, heartbeats, ends, sealer, scorer
+        )
 
     # --- one service each ---------------------------------------------------------------------------------
 
@@ -152,23 +160,27 @@ class RunServices:
         pool = WorkerPool(self._config.scoring, self._archive.logs / "scorer.log")
         stack.push_async_callback(pool.close)
         await pool.start()
+        return self._scorer(store, pool)
+
+    def _scorer(self, store: ResultStore, calls: WorkerPool | VerifierJobs) -> RolloutScorer:
         return RolloutScorer(
-            store, self._config.run_id, pool.call, pool.name, pool.sha256, self._archive.write_artifacts
+            store, self._config.run_id, calls.call, calls.name, calls.sha256, self._archive.write_artifacts
         )
 
     def _verifier_jobs(
-        self, stack: AsyncExitStack, store: ResultStore, runtime: KubernetesRuntime, janitor: Janitor
-    ) -> RolloutScorer:
+        self, stack: AsyncExitStack, runtime: VerifierRuntime, janitor: Janitor, admission: CallQueue
+    ) -> VerifierJobs:
         config = self._config
         jobs = VerifierJobs(
             runtime,
             Presigner(config.storage, config.aws),
             config.scoring,
+            admission=admission,
             on_open=janitor.session_opened,
             on_closed=janitor.session_closed,
         )
         stack.push_async_callback(jobs.aclose)
-        return RolloutScorer(store, config.run_id, jobs.call, jobs.name, jobs.sha256, self._archive.write_artifacts)
+        return jobs
 
     async def _make_runtime(self, stack: AsyncExitStack) -> AgentRuntime:
         runtime = await open_runtime(self._config.run_runtime, self._on_status)
@@ -258,6 +270,7 @@ class RunServices:
         self,
         store: ResultStore,
         runtime: AgentRuntime,
+        admission: CallQueue,
         janitor: Janitor,
         queue: AnnouncementQueue | None,
         buffer: RolloutBuffer,
@@ -278,7 +291,6 @@ class RunServices:
 
         presigner = Presigner(config.storage, config.aws) if config.storage.presigned else None
         calls: SessionCalls = FencedRuntime(janitor.watch(runtime), lease)
-        admission = CallQueue.from_config(self.limits)
         translator = self._translator(calls, store, buffer, FencedRuntime(runtime, lease).invoke, admission)
         return StepServices.assemble(
             config,

@@ -25,6 +25,7 @@ from rollout_backend.config.runtimes import (
     KubernetesConfig,
     ProcessConfig,
     RuntimeConfig,
+    TaskImageConfig,
 )
 from rollout_backend.config.scoring import ScoringConfig
 from rollout_backend.config.section import Seconds
@@ -58,6 +59,7 @@ __all__ = [
     "Seconds",
     "ServingConfig",
     "StorageConfig",
+    "TaskImageConfig",
     "TimeoutConfig",
     "load_config",
     "merge_overrides",

@@ -262,22 +262,35 @@ class HttpConfig(RuntimeConfig):
         return urlsplit(self.url).hostname
 
 
-class KubernetesConfig(RuntimeConfig):
-    """Kubernetes: one Job per attempt, in a namespace of any cluster. See kubernetes.md."""
+class TaskImageConfig(RuntimeConfig):
+    """Settings of a runtime that runs a Harbor task in the task's own image, with the agent's files in /agent, and
+    its verifier in a second container of that image. The implementation is a `VerifierRuntime`."""
 
-    implementation: ClassVar[str] = "rollout_backend.runtimes.kubernetes.runtime.KubernetesRuntime"
-    payload_in_file: ClassVar[bool] = True
+    max_tests_bytes: ClassVar[int]
+    """How large the compressed tests of a task may be, which a verifier is started with."""
 
-    kind: Literal["kubernetes"] = "kubernetes"
-    image: str = Field(min_length=1)
-    """The agent's container image. Its command must be an app that is served by `RolloutApp.run`. For Harbor tasks,
-    which run in their own images, its folder /agent is copied into each container: see [harbor.md](harbor.md)."""
     command: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """Command of the container: text, or a list. Default: the image's. Required for Harbor tasks, such as
     `[/agent/bin/python, -I, -m, agent_wrapper.exec, ...]`."""
     task_image: str | None = Field(default=None, pattern=r"^[^{}]+\{task\}[^{}]*$")
     """Image of each Harbor task whose task.toml names none, such as `registry.example.com/tasks/{task}:1`. `{task}`
     is the name of the task's folder, in lower case."""
+    start_timeout_s: Seconds = 600.0
+    """Timeout from an invoke until its container runs: scheduling, a new node, pulling the image. Then the rollout
+    gets another attempt. Below timeouts.agent_s + timeouts.publish_grace_s."""
+
+
+class KubernetesConfig(TaskImageConfig):
+    """Kubernetes: one Job per attempt, in a namespace of any cluster. See kubernetes.md."""
+
+    implementation: ClassVar[str] = "rollout_backend.runtimes.kubernetes.runtime.KubernetesRuntime"
+    payload_in_file: ClassVar[bool] = True
+    max_tests_bytes: ClassVar[int] = 1_000_000  # a Secret holds 1 MiB, and the rest of it is the verifier's order
+
+    kind: Literal["kubernetes"] = "kubernetes"
+    image: str = Field(min_length=1)
+    """The agent's container image. Its command must be an app that is served by `RolloutApp.run`. For Harbor tasks,
+    which run in their own images, its folder /agent is copied into each container: see [harbor.md](harbor.md)."""
     namespace: str = Field(default="rollouts", pattern=_DNS_LABEL)
     """Namespace of the Jobs."""
     kubeconfig: Path | None = None
@@ -300,9 +313,6 @@ class KubernetesConfig(RuntimeConfig):
     """Secrets of the namespace with which the image is pulled."""
     environment: dict[str, str] = Field(default={})
     """Environment variables of the container. Never put secrets here: whoever may read the Jobs can read them."""
-    start_timeout_s: Seconds = 600.0
-    """Timeout from an invoke until its container runs: scheduling, a new node, pulling the image. Then the rollout
-    gets another attempt. Below timeouts.agent_s + timeouts.publish_grace_s."""
     keep_finished_s: int = Field(default=600, ge=0)
     """Time after which a Job that has finished is deleted, with its pod and its log. A Job that is stopped is deleted
     at once."""

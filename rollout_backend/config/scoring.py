@@ -24,7 +24,9 @@ class ScoringConfig(Section):
     """A scorer that fails is called again, with the same rollout, for this many seconds, and never beyond the step's
     deadline. Then the rollout ends as `scorer_failed`."""
     processes: int = Field(default=4, ge=1)
-    """Rollouts that are scored at once, each in a separate process. Harbor tasks on Kubernetes: each in a Job."""
+    """Rollouts that are scored at once, each in a separate process. Harbor tasks on Kubernetes: each in a Job, in
+    addition to the `runtime.max_sessions` of agents. These Jobs count towards `runtime.invoke_per_s` and
+    `runtime.stop_per_s`."""
     concurrency: int = Field(default=16, ge=1)
     """Calls of an `async` function at once, in each process. A plain function or a command has one."""
 

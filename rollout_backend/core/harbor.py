@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_wrapper.workspace import pack_folder
-from rollout_backend.config import KubernetesConfig, RuntimeConfig
+from rollout_backend.config import RuntimeConfig, TaskImageConfig
 from rollout_backend.core.task_container import CONTAINER_FIELD, TaskContainer
 from rollout_backend.errors import ConfigError, TaskFileError
 
@@ -31,7 +31,6 @@ PREFIX = "harbor:"
 VERIFIER = "rollout_backend.scoring.harbor:verify"
 """The value of scoring.function that runs a task's tests."""
 _MAX_BYTES = 8 * 1024 * 1024  # of a task's archives: each rollout's invoke carries the environment
-_MAX_SECRET_BYTES = 1_000_000  # of 1 MiB: the rest of a verifier's Secret is its order
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:-]*(/[a-z0-9][a-z0-9._-]*)*(:[\w][\w.-]{0,127})?(@sha256:[a-f0-9]{64})?")
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 _NOT_IN_WORKSPACE = frozenset({"Dockerfile", ".dockerignore", "docker-compose.yaml", "docker-compose.yml"})
@@ -68,7 +67,7 @@ def read_harbor_tasks(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def fit_to_runtime(tasks: Iterable[Task], runtime: RuntimeConfig) -> tuple[Task, ...]:
-    """Return the tasks as this runtime runs them: on Kubernetes, each Harbor task in its own image.
+    """Return the tasks as this runtime runs them: if it can, each Harbor task in its own image.
 
     Raises:
         ConfigError: the runtime cannot run a task; names it, and what to do.
@@ -80,7 +79,7 @@ def _fit(task: Task, runtime: RuntimeConfig) -> Task:
     assert task.private is not None
     harbor = task.private["harbor"]
     wanted = harbor.get("container", {})
-    if not isinstance(runtime, KubernetesConfig):
+    if not isinstance(runtime, TaskImageConfig):
         for name, field in (("docker_image", "image"), ("env", "env")):
             if wanted.get(field):
                 raise ConfigError(
@@ -89,10 +88,11 @@ def _fit(task: Task, runtime: RuntimeConfig) -> Task:
                 )
         return task
     tests = len(harbor["tests"]) * 3 // 4
-    if tests > _MAX_SECRET_BYTES:
+    if tests > runtime.max_tests_bytes:
         raise ConfigError(
-            f"tests/ of the Harbor task {task.task_id!r} has {tests:,} bytes compressed, and on Kubernetes a Secret "
-            f"carries it, with at most {_MAX_SECRET_BYTES:,}: make it smaller, or let tests/test.sh download the rest"
+            f"tests/ of the Harbor task {task.task_id!r} has {tests:,} bytes compressed, and runtime.kind="
+            f"{runtime.kind} carries at most {runtime.max_tests_bytes:,}: make it smaller, or let tests/test.sh "
+            "download the rest"
         )
     if not runtime.command:
         raise ConfigError(

@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from agent_wrapper.contract import Rollout
 from rollout_backend.aws import Permission
-from rollout_backend.config import RuntimeConfig
+from rollout_backend.config import RuntimeConfig, TaskImageConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.session_ends import SessionEnd
+from rollout_backend.core.task_container import TaskContainer
 
 
 class SessionCalls(Protocol):
@@ -136,3 +138,44 @@ class AgentRuntime(ABC):
 
     @abstractmethod
     async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class VerifierEnd:
+    """How a verifier has ended."""
+
+    succeeded: bool
+    """Its container has exited with code 0."""
+    message: str
+    """What it reported, or why it reported nothing."""
+
+
+class VerifierRuntime(AgentRuntime):
+    """A runtime that runs the verifier of a Harbor task, in the image of the task."""
+
+    @abstractmethod
+    def limits(self) -> TaskImageConfig: ...
+
+    @abstractmethod
+    async def run_verifier(
+        self,
+        session_id: str,
+        rollout: Rollout,
+        container: TaskContainer,
+        files: Mapping[str, bytes],
+        timeout_s: float,
+    ) -> VerifierEnd:
+        """Run `python -m agent_wrapper.verifier FOLDER` of /agent to its end, with `files` in FOLDER. `timeout_s`
+        limits its tests. It has a session of its own, which the caller stops.
+
+        Raises:
+            RuntimeCallError: its container has not started, or has not ended in time.
+        """
+
+    @abstractmethod
+    async def stop_verifiers(self, run_id: str) -> int:
+        """Stop the verifiers of a run that an earlier trainer has left running, and return how many.
+
+        Raises:
+            RuntimeCallError: some may still run.
+        """

@@ -1,14 +1,16 @@
-"""Score the results of Harbor tasks on Kubernetes: each in a separate Job, in the image of its task.
+"""Score the results of Harbor tasks in containers of a runtime: each in a separate one, of its task's image.
 
-The Job gets the tests in its Secret, so they are in no bucket that an agent may read. It gets the artifacts by a
-presigned URL, because they may be larger than a Secret. Its reward returns in the termination message of its
-container, which needs no permission in the cluster beyond those for attempts.
+A verifier is started with the tests, so they are in no bucket that an agent may read. It reads the artifacts by a
+presigned URL, because they may be large. On Kubernetes it is a Job, the tests are in its Secret, and its reward is
+the termination message of its container, which needs no permission in the cluster beyond those for attempts.
 
 Invariants:
 
 - The containers of agent and verifier share nothing but the artifacts.
-- A Job without a reward is a failure of the scorer, which is retried, and never a reward of 0.
-- A Job that may run is deleted, by the run or by its janitor. One that has ended is kept for its log, as of attempts.
+- A verifier without a reward is a failure of the scorer, which is retried, and never a reward of 0.
+- A verifier that may run is stopped: by the run, by its janitor, or by the next trainer of the run.
+- Starts and stops are admitted by the queue of all calls. `scoring.processes` limits how many verifiers run at once;
+  they hold no slot of an agent, because agents that wait for slots would delay every score.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,13 +31,16 @@ from agent_wrapper.workspace import WORKSPACE
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import ScoringConfig
 from rollout_backend.core.harbor import VERIFIER, resolve_variables
+from rollout_backend.core.ledger import CallTally
 from rollout_backend.core.task_container import CONTAINER_FIELD, TaskContainer
+from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import RuntimeCallError
-from rollout_backend.runtimes.kubernetes.pod_state import PodState
-from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
+from rollout_backend.runtimes.base import VerifierEnd, VerifierRuntime
 from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, load_scorer
 
-_STOP_S = 60.0  # of trying to delete a Job; then its deadline ends it
+log = logging.getLogger(__name__)
+
+_STOP_S = 60.0  # of trying to stop a verifier; then its deadline ends it
 _URL_S = 3600.0  # beyond the time to start
 
 
@@ -43,18 +49,20 @@ class VerifierJobs:
 
     def __init__(
         self,
-        runtime: KubernetesRuntime,
+        runtime: VerifierRuntime,
         presigner: Presigner,
         config: ScoringConfig,
         *,
+        admission: CallQueue,
         on_open: Callable[[str], object],
         on_closed: Callable[[str], object],
     ) -> None:
-        """`on_open` and `on_closed` are called with the session of each Job, before it is created and once it is
-        deleted."""
+        """`admission` is the queue of the runtime's calls. `on_open` and `on_closed` are called with the session of
+        each verifier, before it is started and once it is stopped."""
         self._runtime = runtime
         self._presigner = presigner
         self._timeout_s = config.timeout_s
+        self._admission = admission
         self._slots = asyncio.Semaphore(config.processes)
         self._on_open = on_open
         self._on_closed = on_closed
@@ -62,8 +70,18 @@ class VerifierJobs:
         self._scorer = load_scorer(VERIFIER)
 
     async def aclose(self) -> None:
-        """Wait until the Jobs of cancelled calls are deleted."""
+        """Wait until the verifiers of cancelled calls are stopped."""
         await asyncio.gather(*self._stopping, return_exceptions=True)
+
+    async def stop_earlier(self, run_id: str) -> None:
+        """Stop the verifiers that an earlier trainer of the run has left, before the first one of this trainer."""
+        try:
+            stopped = await self._runtime.stop_verifiers(run_id)
+        except RuntimeCallError as error:
+            log.warning("verifiers of the run's earlier trainer may run until their deadlines: %s", error)
+        else:
+            if stopped:
+                log.info("stopped %d verifiers of the run's earlier trainer", stopped)
 
     @property
     def name(self) -> str:
@@ -109,13 +127,15 @@ class VerifierJobs:
         session_id = f"verifier-{uuid.uuid4().hex}"
         self._on_open(session_id)
         try:
-            state = await self._runtime.run_verifier(session_id, rollout, container, files, timeout_s)
+            await self._admission.admit(CallKind.INVOKE)
+            with self._admission.track(CallKind.INVOKE, CallTally()):
+                end = await self._runtime.run_verifier(session_id, rollout, container, files, timeout_s)
         finally:
             stopping = asyncio.create_task(self._stop(session_id))
             self._stopping.add(stopping)
             stopping.add_done_callback(self._stopping.discard)
             await asyncio.shield(stopping)
-        return _read_reward(state, self._runtime.log_location(session_id))
+        return _read_reward(end, self._runtime.log_location(session_id))
 
     async def _stop(self, session_id: str) -> None:
         async for attempt in AsyncRetrying(
@@ -125,21 +145,22 @@ class VerifierJobs:
             reraise=True,
         ):
             with attempt:
-                await self._runtime.stop(session_id)
+                await self._admission.admit(CallKind.STOP)
+                with self._admission.track(CallKind.STOP, CallTally()):
+                    await self._runtime.stop(session_id)
         self._on_closed(session_id)
 
 
-def _read_reward(state: PodState, log: str) -> dict[str, Any]:
+def _read_reward(end: VerifierEnd, log_location: str) -> dict[str, Any]:
     """Return what the verifier reported. Raises ScoringError."""
-    if state.exit_code == 0:
+    if end.succeeded:
         try:
-            reported = json.loads(state.message)
+            reported = json.loads(end.message)
         except ValueError:
             raise ScoringError(
-                f"the verifier reported {state.message[:100]!r}, and no reward. Its log: {log}"
+                f"the verifier reported {end.message[:100]!r}, and no reward. Its log: {log_location}"
             ) from None
         if isinstance(reported, dict):
             return reported
-    lost = state.problem is not None and state.problem.reason != "container_lost"
-    said = state.problem.message if state.problem is not None and (lost or not state.message) else state.message
-    raise ScoringError(f"the verifier's Job has no reward: {said or 'its container is gone'}. Its log: {log}")
+    why = end.message or "its container is gone"
+    raise ScoringError(f"the verifier has no reward: {why}. Its log: {log_location}")

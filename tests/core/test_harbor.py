@@ -153,7 +153,7 @@ def test_on_kubernetes_what_a_task_needs_is_named(make, settings, message):
 
 
 def test_tests_that_no_secret_holds_are_refused(make, monkeypatch):
-    monkeypatch.setattr("rollout_backend.core.harbor._MAX_SECRET_BYTES", 100)
+    monkeypatch.setattr("rollout_backend.config.KubernetesConfig.max_tests_bytes", 100)
     with pytest.raises(ConfigError, match=r"tests/ of the Harbor task 'fix-sum' has .* bytes compressed"):
         fit_to_runtime(read_tasks(make()), kubernetes())
 

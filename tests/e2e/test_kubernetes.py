@@ -5,29 +5,36 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.config import load_config
+from kubernetes_bench import Containers
+from rollout_backend.config import KubernetesConfig, load_config
+from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.report import StepResult
+from rollout_backend.core.task_container import TaskContainer
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.kubernetes_emulator import ApiFault, KubernetesEmulator
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.local.spawner import PreforkSpawner
 from rollout_backend.manager import RolloutManager
+from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 from rollout_backend.serving.server_process import free_port
+from rollouts import make_rollout
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "examples" / "arithmetic" / "agent.py"
 IMAGE = "registry.example.com/arithmetic:1"
+FILES, OF_TASK = "registry.example.com/agent-files:1", "registry.example.com/tasks/t:1"
 TASKS = [Task(f"t{i}", {"question": f"What is {i} + 4?", "answer": str(i + 4)}) for i in range(4)]
 PLANNED = 8
 
@@ -40,9 +47,12 @@ class Cluster:
         self._settings = settings
 
     @asynccontextmanager
-    async def run(self, run_id: str, **more: Any) -> AsyncIterator[RolloutManager]:
+    async def run(
+        self, run_id: str, scoring: Mapping[str, Any] = MappingProxyType({}), **more: Any
+    ) -> AsyncIterator[RolloutManager]:
         runtime = {**self._settings["runtime"], **more}
-        config = load_config(base={**self._settings, "run_id": run_id, "runtime": runtime}, env={})
+        base = {**self._settings, "run_id": run_id, "runtime": runtime, "scoring": dict(scoring)}
+        config = load_config(base=base, env={})
         async with RolloutManager(config) as manager:
             yield manager
 
@@ -61,7 +71,8 @@ async def cluster(
     env = {**own, **storage.environ, "AWS_ENDPOINT_URL": storage.endpoint_url, "PYTHONPATH": str(ROOT)}
     spawner = PreforkSpawner(sys.executable, AGENT, [], env, tmp_path / "prefork.log")
     with ScriptedEngine(answer) as engine:
-        async with KubernetesEmulator({IMAGE: spawner}, tmp_path / "cluster") as emulator:
+        images = {IMAGE: spawner, FILES: Containers(exit_code=0), OF_TASK: Containers()}
+        async with KubernetesEmulator(images, tmp_path / "cluster") as emulator:
             port = free_port()
             assert await spawner.warm()
             settings = {
@@ -161,3 +172,22 @@ async def test_a_cancelled_step_deletes_its_jobs(cluster):
         with pytest.raises(asyncio.CancelledError):
             await collecting
         assert cluster.emulator.names("jobs") == cluster.emulator.names("secrets") == []
+
+
+async def test_a_run_that_is_taken_over_deletes_the_verifiers_of_its_killed_trainer(cluster):
+    emulator = cluster.emulator
+    settings = KubernetesConfig(image=FILES, kubeconfig=emulator.kubeconfig, start_timeout_s=30)
+    killed = await KubernetesRuntime.open(settings)
+    rollout = make_rollout("t0.0", run_id="taken-over")
+    verifying = asyncio.create_task(
+        killed.run_verifier("verifier-1", rollout, TaskContainer(image=OF_TASK), {}, timeout_s=60)
+    )
+    async with asyncio.timeout(30):
+        while not emulator.running_pods():  # noqa: ASYNC110  # the emulator tells nobody
+            await asyncio.sleep(0.05)
+    verifying.cancel()
+    await asyncio.gather(verifying, return_exceptions=True)
+    await killed.aclose()
+    assert emulator.names("jobs") == ["verifier-1"]
+    async with cluster.run("taken-over", scoring={"function": VERIFIER}):
+        assert emulator.names("jobs") == []

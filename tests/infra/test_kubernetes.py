@@ -93,6 +93,8 @@ def test_a_task_has_its_image_and_its_resources_and_the_agents_files() -> None:
     assert PAYLOAD_VARIABLE not in str(verifiers)
     assert "/var/run/rollout" in verifiers["containers"][0]["command"]
     assert job["metadata"]["labels"].keys() == verifier["metadata"]["labels"].keys()
+    components = [each["metadata"]["labels"]["app.kubernetes.io/component"] for each in (job, verifier)]
+    assert components == ["agent", "verifier"]
     assert verifier["spec"]["activeDeadlineSeconds"] == 600 + 600 + 240
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import pytest
 from agent_wrapper.contract import Artifact
 from agent_wrapper.verifier import ORDER, TESTS, VerifierOrder
 from agent_wrapper.workspace import WORKSPACE
-from kubernetes_bench import IMAGE, Containers
+from kubernetes_bench import IMAGE, Containers, payload
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, KubernetesConfig, ScoringConfig, StorageConfig
-from rollout_backend.core.task_container import CONTAINER_FIELD
+from rollout_backend.core.task_container import CONTAINER_FIELD, TaskContainer
+from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.local.kubernetes_emulator import ApiFault, KubernetesEmulator
 from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 from rollout_backend.scoring.verifier_jobs import VerifierJobs
@@ -27,11 +29,32 @@ from rollouts import make_rollout
 TASK = "registry.example.com/tasks/t:1"
 
 
+class Calls(CallQueue):
+    """Notes which calls were admitted, and which were refused."""
+
+    def __init__(self, invoke_per_s: float, stop_per_s: float) -> None:
+        super().__init__(invoke_per_s, stop_per_s)
+        self.admitted: list[CallKind] = []
+
+    async def admit(self, call: CallKind) -> None:
+        self.admitted.append(call)
+        await super().admit(call)
+
+
 class Verifiers:
     """Verifier Jobs in a cluster, and what they report to the janitor."""
 
-    def __init__(self, cluster: KubernetesEmulator, containers: Containers, jobs: VerifierJobs) -> None:
+    def __init__(
+        self,
+        cluster: KubernetesEmulator,
+        containers: Containers,
+        jobs: VerifierJobs,
+        runtime: KubernetesRuntime,
+        calls: Calls,
+    ) -> None:
         self.cluster = cluster
+        self.runtime = runtime
+        self.calls = calls
         self.containers = containers
         self.jobs = jobs
         self.open: list[str] = []
@@ -49,11 +72,14 @@ class Verifiers:
         }
         return await self.jobs.call(msgpack.packb(request))
 
+    async def until_started(self, verifiers: int) -> None:
+        async with asyncio.timeout(20):
+            while len(self.containers.started) < verifiers:  # noqa: ASYNC110  # nothing tells when it is so
+                await asyncio.sleep(0.01)
+
     async def exit(self, code: int, message: str, nth: int = 0) -> None:
         """End the container of the nth verifier, once it runs."""
-        async with asyncio.timeout(20):
-            while len(self.containers.started) <= nth:  # noqa: ASYNC110  # nothing tells when it is so
-                await asyncio.sleep(0.01)
+        await self.until_started(nth + 1)
         self.containers.started[nth].exit(code, message)
 
     def files(self) -> dict[str, bytes]:
@@ -79,14 +105,16 @@ async def verifiers(
     async with KubernetesEmulator({IMAGE: Containers(exit_code=0), TASK: containers}, tmp_path) as cluster:
         config = KubernetesConfig(image=IMAGE, kubeconfig=cluster.kubeconfig, start_timeout_s=5)
         runtime = await KubernetesRuntime.open(config)
+        calls = Calls(10.0, 10.0)
         jobs = VerifierJobs(
             runtime,
             presigner,
-            ScoringConfig(timeout_s=20.0),
+            ScoringConfig(timeout_s=20.0, processes=2),
+            admission=calls,
             on_open=lambda session: found.open.append(session),
             on_closed=lambda session: found.open.remove(session),
         )
-        found = Verifiers(cluster, containers, jobs)
+        found = Verifiers(cluster, containers, jobs, runtime, calls)
         yield found
         await jobs.aclose()
         await runtime.aclose()
@@ -157,15 +185,58 @@ async def test_a_verifier_that_does_not_end_is_deleted(verifiers, monkeypatch):
 async def test_a_cancelled_verifier_is_deleted_although_the_cluster_is_slow(verifiers):
     verifiers.cluster.faults.append(ApiFault("unavailable", "DELETE"))
     calling = asyncio.create_task(verifiers.call())
-    async with asyncio.timeout(20):
-        while not verifiers.containers.started:  # noqa: ASYNC110  # nothing tells when it is so
-            await asyncio.sleep(0.01)
+    await verifiers.until_started(1)
     assert len(verifiers.open) == 1
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await calling
     await verifiers.jobs.aclose()
     assert verifiers.cluster.names("jobs") == verifiers.open == []
+
+
+async def test_verifiers_are_as_many_as_scoring_allows_and_pass_through_the_queue_of_calls(verifiers):
+    calling = [asyncio.create_task(verifiers.call()) for _ in range(3)]
+    await verifiers.until_started(2)
+    assert len(verifiers.open) == 2  # the third one waits for a place
+    for nth in range(3):
+        await verifiers.exit(0, '{"reward": 1}', nth)
+    assert [(await call)["reward"] for call in calling] == [1.0, 1.0, 1.0]
+    counted = Counter(verifiers.calls.admitted)
+    assert counted == {CallKind.INVOKE: 3, CallKind.STOP: 3}
+
+
+async def test_a_refused_verifier_slows_all_starts_down(verifiers):
+    verifiers.cluster.faults.append(ApiFault("throttle", "POST", "*/jobs"))
+    answer = await verifiers.call()
+    assert answer.keys() == {"error"}
+    assert verifiers.calls.invoke_per_s < 10.0
+
+
+async def test_a_trainer_that_takes_a_run_over_stops_the_verifiers_of_the_killed_one(verifiers, presigner):
+    scored = asyncio.create_task(verifiers.call())
+    await verifiers.exit(0, '{"reward": 1}')
+    await scored  # its Job remains until its log has expired
+    earlier = asyncio.create_task(verifiers.call())
+    await verifiers.until_started(2)
+    await verifiers.runtime.invoke("rollout-1", payload("rollout-1"))  # an agent outlives its trainer
+    other = make_rollout("t.0", run_id="another")
+    elsewhere = asyncio.create_task(
+        verifiers.runtime.run_verifier("verifier-9", other, TaskContainer(image=TASK), {}, 30.0)
+    )
+    await verifiers.until_started(3)
+    [mine] = verifiers.open
+
+    verifiers.cluster.faults.append(ApiFault("unavailable", "GET", "*/pods"))
+    await verifiers.jobs.stop_earlier("run")  # it is a warning
+    assert mine in verifiers.cluster.names("jobs")
+    await verifiers.jobs.stop_earlier("run")
+    assert mine not in verifiers.cluster.names("jobs")
+    assert {"rollout-1", "verifier-9"} < set(verifiers.cluster.names("jobs"))
+    assert len(verifiers.cluster.names("jobs")) == 3
+    async with asyncio.timeout(20):
+        assert (await earlier).keys() == {"error"}  # of the killed trainer, if it still runs
+    elsewhere.cancel()
+    await asyncio.gather(elsewhere, return_exceptions=True)
 
 
 async def test_what_is_no_harbor_task_is_named(verifiers):

@@ -24,6 +24,8 @@ from rollout_backend.core.task_container import TaskContainer
 
 RUN_LABEL = "rollout-backend/run"
 SESSION_LABEL = "rollout-backend/session"
+COMPONENT_LABEL = "app.kubernetes.io/component"
+VERIFIER_COMPONENT = "verifier"
 CONTAINER = "agent"
 MAX_PAYLOAD_BYTES = 1_048_576  # of a Secret
 
@@ -54,10 +56,11 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _metadata(run_id: str, step: int, rollout_id: str, session_id: str) -> dict[str, Any]:
+def _metadata(component: str, run_id: str, step: int, rollout_id: str, session_id: str) -> dict[str, Any]:
     return {
         "labels": {
             "app.kubernetes.io/managed-by": "rollout-backend",
+            COMPONENT_LABEL: component,
             RUN_LABEL: label_value(run_id),
             SESSION_LABEL: label_value(session_id),
         },
@@ -74,7 +77,7 @@ def job_manifest(
     config: KubernetesConfig, session_id: str, request: RolloutRequest, container: TaskContainer | None = None
 ) -> dict[str, Any]:
     """Return the Job of an attempt. `container` is that of its task; None if it runs in the agent's image."""
-    metadata = _metadata(request.run_id, request.step, request.rollout_id, session_id)
+    metadata = _metadata("agent", request.run_id, request.step, request.rollout_id, session_id)
     alive_s = config.start_timeout_s + (request.remaining_s or 0) + (request.publish_grace_s or 0) + _SPARE_S
     environment = {PAYLOAD_VARIABLE: f"{_FOLDER}/{PAYLOAD_FILE}"}
     return _job(config, job_name(session_id), metadata, alive_s, config.command, environment, container)
@@ -84,7 +87,7 @@ def verifier_manifest(
     config: KubernetesConfig, session_id: str, rollout: Rollout, container: TaskContainer, timeout_s: float
 ) -> dict[str, Any]:
     """Return the Job that scores a result, in the image of its task. `timeout_s` limits its tests."""
-    metadata = _metadata(rollout.run_id, rollout.step, rollout.rollout_id, session_id)
+    metadata = _metadata(VERIFIER_COMPONENT, rollout.run_id, rollout.step, rollout.rollout_id, session_id)
     command = [f"{AGENT_FOLDER}/bin/python", "-I", "-m", "agent_wrapper.verifier", _FOLDER]
     alive_s = config.start_timeout_s + timeout_s + VERIFIER_SPARE_S
     return _job(config, job_name(session_id), metadata, alive_s, command, {}, container)

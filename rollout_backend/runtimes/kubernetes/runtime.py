@@ -33,18 +33,23 @@ from rollout_backend.errors import (
     RuntimeUnavailable,
     Throttled,
 )
-from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
+from rollout_backend.runtimes.base import CleanupSpec, VerifierEnd, VerifierRuntime
 from rollout_backend.runtimes.kubernetes.api import ApiError, KubernetesApi
 from rollout_backend.runtimes.kubernetes.manifests import (
+    COMPONENT_LABEL,
     MAX_PAYLOAD_BYTES,
     PAYLOAD_FILE,
+    RUN_LABEL,
+    SESSION_LABEL,
+    VERIFIER_COMPONENT,
     VERIFIER_SPARE_S,
     job_manifest,
     job_name,
+    label_value,
     secret_manifest,
     verifier_manifest,
 )
-from rollout_backend.runtimes.kubernetes.pod_state import PodState
+from rollout_backend.runtimes.kubernetes.pod_state import PodState, pod_state
 from rollout_backend.runtimes.kubernetes.pod_watch import PodWatch
 
 RULES = (
@@ -64,7 +69,7 @@ _EXIT_S = 2.0  # in which a container whose result has arrived exits
 _ACCEPTED = b'{"status": "accepted"}'
 
 
-class KubernetesRuntime(AgentRuntime):
+class KubernetesRuntime(VerifierRuntime):
     """A namespace of a cluster."""
 
     def __init__(self, config: KubernetesConfig, api: KubernetesApi) -> None:
@@ -181,20 +186,34 @@ class KubernetesRuntime(AgentRuntime):
         container: TaskContainer,
         files: Mapping[str, bytes],
         timeout_s: float,
-    ) -> PodState:
-        """Run the verifier of a result to its end, and return how it ended. Its Job remains until it is stopped.
-
-        Raises:
-            RuntimeCallError: its container has not started, or has not ended in time.
-        """
+    ) -> VerifierEnd:
+        """Run a verifier as a Job, which remains until it is stopped."""
         job = verifier_manifest(self._config, session_id, rollout, container, timeout_s)
         self._watch(rollout.run_id).expect(session_id, awaited=True)
         await self._start(session_id, rollout.run_id, job, files)
         watch, limit_s = self._watch(rollout.run_id), timeout_s + VERIFIER_SPARE_S
         state = await watch.wait(session_id, lambda state: state.finished, limit_s)
         if not state.finished:
-            raise RuntimeUnavailable(f"the verifier's container has not ended within {limit_s:g} s; {watch.trouble}")
-        return state
+            raise RuntimeCallError(f"the verifier's container has not ended within {limit_s:g} s; {watch.trouble}")
+        problem, message = state.problem, state.message
+        if state.exit_code != 0 and problem is not None and (problem.reason != "container_lost" or not message):
+            message = problem.message
+        return VerifierEnd(state.exit_code == 0, message)
+
+    async def stop_verifiers(self, run_id: str) -> int:
+        """Find the Jobs by the labels of their pods, because these credentials need not list Jobs."""
+        labels = f"{RUN_LABEL}={label_value(run_id)},{COMPONENT_LABEL}={VERIFIER_COMPONENT}"
+        stopped = 0
+        try:
+            found = await self._api.call("GET", self._api.path("pods"), labelSelector=labels)
+            for pod in found["items"]:
+                if not pod_state(pod).finished:
+                    stopped += await delete_job(self._api, pod["metadata"]["labels"][SESSION_LABEL])
+        except ApiError as error:
+            raise _to_call_error(error, "find and delete Jobs of verifiers") from error
+        except _NO_ANSWER as error:
+            raise RuntimeUnavailable(f"the API server did not answer: {_text(error)}") from error
+        return stopped
 
     async def _start(self, session_id: str, run_id: str, job: dict[str, Any], files: Mapping[str, bytes]) -> None:
         """Create a Job with its Secret, and return once its container has started."""
