@@ -40,12 +40,16 @@ if TYPE_CHECKING:
     from rollout_backend.errors import StartupError as StartupError
     from rollout_backend.errors import StoreError as StoreError
     from rollout_backend.errors import TaskFileError as TaskFileError
+    from rollout_backend.errors import WeightsMismatch as WeightsMismatch
+    from rollout_backend.errors import WeightUpdateFailed as WeightUpdateFailed
     from rollout_backend.manager import RolloutManager as RolloutManager
     from rollout_backend.observe.progress import Progress as Progress
+    from rollout_backend.serving.weights import WeightUpdate as WeightUpdate
 
 _MODULES = {
     "rollout_backend.manager": ("RolloutManager",),
     "rollout_backend.observe.progress": ("Progress",),
+    "rollout_backend.serving.weights": ("WeightUpdate",),
     "rollout_backend.config": ("RolloutConfig", "load_config"),
     "rollout_backend.core.tasks": ("Task", "read_tasks"),
     "rollout_backend.core.report": ("StepResult", "StepReport", "GroupResult"),
@@ -64,6 +68,8 @@ _MODULES = {
         "CircuitOpen",
         "ManifestError",
         "LedgerError",
+        "WeightsMismatch",
+        "WeightUpdateFailed",
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

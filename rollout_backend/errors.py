@@ -4,8 +4,10 @@
     ├── ConfigError            invalid settings: raised before anything is started
     ├── TaskFileError          an invalid task file; the message names the line
     ├── PreflightError         credentials, bucket, queue or runtime: raised before the first rollout
+    ├── WeightsMismatch        new weights have other names or shapes than the model; none was sent to an engine
     ├── ServingError           an engine, the router, a gateway or the dialer
     │   ├── StartupError           the process did not become healthy, or its port is taken
+    │   ├── WeightUpdateFailed     no engine loaded the new weights: all are restarted with the previous ones
     │   └── EngineUnavailable      no engine answered a model call
     ├── RuntimeCallError       one call to the agent runtime; the dispatcher acts on the subclass
     │   ├── Throttled              429: retried until the deadline, at a lower rate
@@ -52,6 +54,14 @@ class PreflightError(RolloutBackendError):
 
 class ServingError(RolloutBackendError):
     """An engine, the router, a gateway or the dialer has failed."""
+
+
+class WeightsMismatch(RolloutBackendError):
+    """New weights do not fit the served model. The message names tensors."""
+
+
+class WeightUpdateFailed(ServingError):
+    """No engine loaded the new weights. The message has the reason of each; all restart with the previous weights."""
 
 
 class StartupError(ServingError):

@@ -25,6 +25,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -49,10 +50,13 @@ from rollout_backend.serving.engine import reported_version
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.run_phase import RunPhase
 from rollout_backend.serving.supervisor import ServingEvent
+from rollout_backend.serving.weights import WeightUpdate
 from rollout_backend.step.step import Step
 from rollout_backend.tracing import SpanSender
 
 if TYPE_CHECKING:  # only a run with metrics loads prometheus_client
+    import torch
+
     from rollout_backend.gateway.stats import GatewayStats
     from rollout_backend.observe.metrics import RunMetrics
 
@@ -245,8 +249,8 @@ class RolloutManager:
         If a step with the same number and the same tasks was started before in this run, it resumes: finished
         rollouts are reused, running agents are awaited if the gateway has what they sampled, other sessions are
         closed, and only the remaining rollouts run. Pass `same_weights=False` if other weights are served now; then
-        all rollouts run again. `weights` names the version of the weights: results of another version or another
-        model are not reused.
+        all rollouts run again. `weights` names the version of the weights, by default `weight_version`: results of
+        another version or another model are not reused.
 
         Raises:
             TaskFileError: no task, or two with one id.
@@ -283,7 +287,8 @@ class RolloutManager:
         ramp, _ = check_ramp(self.config, run.limits, planned_rollouts(wanted, self.config.group))
         log.info("%s", ramp)
         number = next(self._numbers) if step is None else step
-        served = f"{self.config.model.path}@{weights}"
+        version = run.serving.weight_version
+        served = f"{self.config.model.path}@{weights or version or ''}"
         current = Step(number, wanted, run.for_steps, sampling, on_group, weights=served, same_weights=same_weights)
         self._steps[number] = current
         self.archive.write_tasks(number, wanted)
@@ -313,6 +318,34 @@ class RolloutManager:
             await self._report_step(current, records)
         self.archive.write_report(result.report)
         return result
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that the engines serve: the updates of this run, also by earlier trainers.
+
+        0 names the weights of `model.path`.
+        """
+        return self._started.serving.weight_version
+
+    async def update_weights(self, weights: Path | Mapping[str, torch.Tensor]) -> WeightUpdate:
+        """Serve new weights: a folder with safetensors, or the tensors themselves, such as `model.state_dict()`.
+
+        Names and shapes must be those of `model.path`. Tensors are written to `serving.weights_dir`, where the newest
+        ones are kept. A folder must stay as long as its weights are the newest, because engines that restart, also
+        for a later trainer of this run, load them again.
+
+        The engines keep sampling while the weights are checked and written. Then generation is paused until each
+        engine has loaded them. Model calls in flight resume from their tokens, and each token carries the version
+        that sampled it. An engine that does not load the weights is restarted, and loads them before it serves again.
+
+        Raises:
+            WeightsMismatch: names or shapes are not the model's. The engines were not paused.
+            ConfigError: `serving.kind` is not `process` or `ray`, or a folder is no model folder with safetensors.
+            WeightUpdateFailed: no engine loaded the weights. All restart with the previous weights.
+            ServingError: the weights could not be written.
+        """
+        with log_fields(run=self.config.run_id):
+            return await self._started.serving.update_weights(weights)
 
     async def follow_engines(self, urls: Sequence[str]) -> None:
         """Serve with these engines from now on; for `serving.kind=external`."""
@@ -429,6 +462,15 @@ class BlockingRolloutManager:
     ) -> StepResult:
         """Call `RolloutManager.collect`. An interrupt closes the step's sessions before it propagates."""
         return self.wait_for(self._manager.collect(tasks, step=step, sampling=sampling))
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that the engines serve."""
+        return self._manager.weight_version
+
+    def update_weights(self, weights: Path | Mapping[str, torch.Tensor]) -> WeightUpdate:
+        """Call `RolloutManager.update_weights`."""
+        return self.wait_for(self._manager.update_weights(weights))
 
     def wait_for(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of a manager's coroutine. An interrupt cancels the coroutine before it propagates."""

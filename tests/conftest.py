@@ -40,7 +40,11 @@ GROUPS = {
         "tests/gateway/test_token_identity.py",
     ),
     "tokenizers": ("tests/rendering/families/",),
-    "several engines": ("tests/e2e/test_killed_machine.py", "tests/e2e/test_real_engine.py"),
+    "several engines": (
+        "tests/e2e/test_killed_machine.py",
+        "tests/e2e/test_new_weights.py",
+        "tests/e2e/test_real_engine.py",
+    ),
 }
 
 

@@ -16,10 +16,11 @@ PUBLIC = {
     # a run
     "RolloutManager", "Progress", "RolloutConfig", "load_config", "Task", "read_tasks",
     # its results
-    "StepResult", "StepReport", "GroupResult", "Rollout", "Outcome", "Segment", "Turn", "Sampling",
+    "WeightUpdate", "StepResult", "StepReport", "GroupResult", "Rollout", "Outcome", "Segment", "Turn", "Sampling",
     # what it raises
     "RolloutBackendError", "ConfigError", "TaskFileError", "PreflightError", "ServingError", "StartupError",
     "RunHeld", "CloudLost", "StoreError", "CredentialsExpired", "CircuitOpen", "ManifestError", "LedgerError",
+    "WeightsMismatch", "WeightUpdateFailed",
 }  # fmt: skip
 HEAVY = {"aioboto3", "aiohttp", "boto3", "botocore", "numpy", "pydantic", "pyarrow", "ray", "torch", "transformers"}
 

@@ -104,9 +104,12 @@ class ServingConfig(Section):
     each one has a setting here."""
     urls: tuple[str, ...] = ()
     """URLs of the servers, for `external`."""
+    weights_dir: Path | None = None
+    """Folder in which `update_weights` writes tensors, in a folder for each run. Default: `weights` in the run's
+    folder. With `ray` on several machines it must be shared by all of them."""
     startup_timeout_s: Seconds | None = None
-    """Timeout from a server's start until it answers. Default: 300 s, and 2 s for each GB of weights in `model.path`,
-    so 580 s for 70 billion parameters in bfloat16."""
+    """Timeout from a server's start until it answers, and of loading new weights. Default: 300 s, and 2 s for each GB
+    of weights in `model.path`, so 580 s for 70 billion parameters in bfloat16."""
     resources_timeout_s: Seconds = 600.0
     """How long a server may wait for machines of the Ray cluster, for `ray`. The wait is reported; its end counts as
     a failed start."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import aiohttp
 
@@ -59,6 +59,8 @@ class EngineFactory(ABC):
     """Makes the engines of one `serving.kind`."""
 
     count: int  # how many to start with
+    takes_weights: ClassVar[bool] = False
+    """True if this side starts its engines, and they load new weights through SGLang's HTTP interface."""
 
     @abstractmethod
     def __init__(self, config: RolloutConfig, log_dir: Path) -> None:

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
 
 from rollout_backend.config import RolloutConfig
-from rollout_backend.errors import StartupError
+from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.serving.engine import EngineFactory, MakeEngine
 from rollout_backend.serving.engine_directory import EngineDirectory
 from rollout_backend.serving.engine_routing import EngineRouter, EngineRouting, EngineSupervisor, RouterSupervisor
@@ -34,6 +34,7 @@ from rollout_backend.serving.external_engine import ExternalEngine
 from rollout_backend.serving.registry import engine_factory
 from rollout_backend.serving.router import Router
 from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, ServingEvent, SupervisorGroup
+from rollout_backend.serving.weights import Weights
 
 _JOIN_S = 10.0
 
@@ -65,8 +66,13 @@ class EngineFleet:
         *,
         factory: EngineFactory | None = None,
         probing: Probing | None = None,
+        newest: Weights | None = None,
     ) -> None:
-        """`factory` makes the engines, by default the one of `serving.kind`."""
+        """Initialize.
+
+        `factory` makes the engines, by default the one of `serving.kind`. `newest`: the weights that they load before
+        they serve; None: those of `model.path`.
+        """
         self._factory = factory or engine_factory(config, log_dir)
         self._serving = config.serving
         self._on_event = on_event
@@ -77,7 +83,7 @@ class EngineFleet:
             if config.serving.engine == "vllm"
             else Router(config.router, log_dir / "router.log", config.timeouts.model_call_s)
         )
-        self._routing = EngineRouting(self._router, config.serving.engine)
+        self._routing = EngineRouting(self._router, config.serving, newest)
         self._probing = probing or Probing()
         self._router_supervisor = RouterSupervisor(self._routing, self._limits, on_event, self._probing)
         self._supervisors = SupervisorGroup()
@@ -176,6 +182,25 @@ class EngineFleet:
     async def wake(self) -> None:
         """Serve again after `sleep`."""
         await self._routing.wake()
+
+    @property
+    def takes_weights(self) -> bool:
+        """True if `update_weights` works with engines of this kind."""
+        return self._factory.takes_weights
+
+    async def update_weights(self, weights: Weights, commit: Callable[[], None]) -> Mapping[str, str]:
+        """Serve these weights from now on. Return the engines that did not load them, and why; they are restarted.
+
+        Tokens of calls in flight keep the version that sampled them. If an engine loaded the weights, `commit` is
+        called before it samples with them, and every engine that starts later loads them too. If none did, all
+        restart with the previous weights.
+
+        Raises:
+            ServingError: the engines are asleep, or `commit` raised it, and all restart with the previous weights.
+        """
+        if self._routing.asleep:
+            raise ServingError("the engines are paused: call resume_engines before update_weights")
+        return await self._routing.update(weights, commit)
 
     async def stop(self) -> None:
         """End all servers. May be called twice, and after a start that failed."""

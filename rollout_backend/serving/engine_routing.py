@@ -1,20 +1,27 @@
 """The router's list of engines: each engine that serves is on it, and each lost engine is removed.
 
-The router requests `/health` from a new engine, which may generate a token there. So no engine is added while a
-trainer has the engines' memory.
+Invariants:
+
+- No engine is added while a trainer has the engines' memory: the router requests `/health` from a new engine, which
+  may generate a token there.
+- An engine that is added has the newest weights. One that fails to load new weights samples nothing more: it is
+  removed and restarted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
 
-from rollout_backend.config import EngineName
-from rollout_backend.errors import StartupError
+from rollout_backend.config import ServingConfig
+from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.serving.engine import Engine, MakeEngine, ReservingEngine, is_responding
 from rollout_backend.serving.generation_control import pause_generation, resume_generation
+from rollout_backend.serving.local_engine import weight_bytes
 from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, Supervisor, first_of
+from rollout_backend.serving.weights import Weights, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +53,13 @@ class EngineRouter(Protocol):
 class EngineRouting:
     """The router, and the engines that it sends requests to: those of `engines` that serve."""
 
-    def __init__(self, router: EngineRouter, engine: EngineName = "sglang") -> None:
+    def __init__(self, router: EngineRouter, serving: ServingConfig, newest: Weights | None = None) -> None:
+        """`newest`: the weights that every engine loads before it is added; None: those that it starts with."""
         self.router = router
-        self.engine = engine
+        self.engine = serving.engine
         self.engines: list[EngineSupervisor] = []
+        self.newest = newest
+        self._serving = serving
         self._awake = asyncio.Event()
         self._awake.set()
         self._changing = asyncio.Lock()  # held while engines are added and while the router is restarted
@@ -58,19 +68,24 @@ class EngineRouting:
     def asleep(self) -> bool:
         return not self._awake.is_set()
 
-    async def add(self, url: str) -> None:
+    async def add(self, engine: EngineSupervisor) -> None:
         """Add an engine that has started, once the engines are awake. The caller then marks it as serving.
 
         Raises:
-            StartupError: the router runs and does not accept the engine.
+            StartupError: the engine did not load the newest weights, or the router runs and does not accept it.
         """
         while True:
             await self._awake.wait()
+            if self.newest is not None and engine.weights != self.newest:
+                try:
+                    await self._load(engine, self.newest)
+                except ServingError as error:
+                    raise StartupError(f"{engine.name}: {error}. {await engine.log_tail()}") from None
             async with self._changing:
-                if self.asleep:
+                if self.asleep or engine.weights != self.newest:
                     continue
                 try:
-                    await self.router.add(url)
+                    await self.router.add(engine.url)
                 except StartupError:
                     if self.router.running:
                         raise
@@ -99,14 +114,66 @@ class EngineRouting:
 
     async def sleep(self) -> None:
         """End all generation; return once every engine is idle."""
-        self._awake.clear()
-        async with self._changing:  # an addition in progress requests /health
-            pass
-        await asyncio.gather(*(pause_generation(engine.url, self.engine) for engine in self.engines))
+        await self._hold()
+        for engine, failure in (
+            await _on_each(self.engines, lambda engine: pause_generation(engine.url, self.engine))
+        ).items():
+            log.error("the server %s may die when its memory is released: %s", engine.url, failure)
 
     async def wake(self) -> None:
         """Resume generation, and add every engine that serves."""
-        await asyncio.gather(*(resume_generation(engine.url, self.engine) for engine in self.engines))
+        for engine, failure in (
+            await _on_each(self.engines, lambda engine: resume_generation(engine.url, self.engine))
+        ).items():
+            log.warning("the server %s: %s", engine.url, failure)
+        await self._release()
+
+    async def update(self, weights: Weights, commit: Callable[[], None]) -> Mapping[str, str]:
+        """Make these weights the newest, and return the reason of each engine that did not load them.
+
+        Calls in flight are aborted with their tokens, new ones wait in the engines. If an engine loaded the weights,
+        `commit` is called before it samples with them. If none did, the previous weights remain the newest.
+        """
+        await self._hold()
+        engines = {supervisor: supervisor.engine for supervisor in self.engines if supervisor.serving}
+        failed = dict.fromkeys(engines, "the update was interrupted")
+
+        async def replace(engine: EngineSupervisor) -> None:
+            await self._pause(engine)
+            await self._load(engine, weights)
+
+        try:
+            not_loaded = await _on_each(engines, replace)
+            if len(not_loaded) < len(engines) or not engines:
+                commit()
+                self.newest = weights
+            loaded = [engine for engine in engines if engine not in not_loaded]
+            failed = not_loaded | await _on_each(loaded, self._resume)
+        finally:
+            for supervisor, why in failed.items():
+                await self.remove(engines[supervisor].url)
+                supervisor.give_up_on(engines[supervisor], f"version {weights.version} of the weights: {why}")
+            await self._release()
+        return {engine.name: why for engine, why in failed.items()}
+
+    async def _pause(self, engine: EngineSupervisor) -> None:
+        await pause_generation(engine.url, self.engine)
+
+    async def _resume(self, engine: EngineSupervisor) -> None:
+        await resume_generation(engine.url, self.engine)
+
+    async def _load(self, engine: EngineSupervisor, weights: Weights) -> None:
+        """Raise ServingError if the engine does not load the weights."""
+        size = await asyncio.to_thread(weight_bytes, weights.folder)
+        await load_weights(engine.url, weights, self._serving.startup_s(size))
+        engine.weights = weights
+
+    async def _hold(self) -> None:
+        self._awake.clear()
+        async with self._changing:  # an addition in progress requests /health
+            pass
+
+    async def _release(self) -> None:
         self._awake.set()
         async with self._changing:
             try:
@@ -128,6 +195,23 @@ class EngineRouting:
         await asyncio.gather(*(add(engine) for engine in self.engines if engine.serving))
         if not self.router.running:
             raise StartupError("the router ended while its engines were added")
+
+
+async def _on_each(
+    engines: Iterable[EngineSupervisor], act: Callable[[EngineSupervisor], Awaitable[None]]
+) -> dict[EngineSupervisor, str]:
+    """Act on the engines concurrently. Return why, for those that failed."""
+
+    async def outcome(engine: EngineSupervisor) -> str:
+        try:
+            await act(engine)
+        except ServingError as error:
+            return str(error)
+        return ""
+
+    engines = list(engines)
+    outcomes = await asyncio.gather(*map(outcome, engines))
+    return {engine: why for engine, why in zip(engines, outcomes, strict=True) if why}
 
 
 class RouterSupervisor(Supervisor):
@@ -160,7 +244,10 @@ class EngineSupervisor(Supervisor):
         super().__init__(f"engine-{number}", limits, on_event, probing)
         self.engine: Engine = make(number)
         self.waiting_for = ""  # what the engine needs before it can start, while it waits for it
+        self.weights: Weights | None = None  # those it loaded since its start
         self.refused = asyncio.Event()  # set if a restarted router does not accept the engine
+        self._unfit = asyncio.Event()
+        self._why_unfit = ""
         self._number = number
         self._make = make
         self._routing = routing
@@ -177,9 +264,18 @@ class EngineSupervisor(Supervisor):
         if isinstance(self.engine, ReservingEngine):
             await self._reserve(self.engine)
         await self.engine.start()
+        self.weights = None
         self.refused.clear()
+        self._unfit.clear()
         self._in_router = True
-        await self._routing.add(self.url)
+        await self._routing.add(self)
+
+    def give_up_on(self, engine: Engine, why: str) -> None:
+        """Restart, unless another engine has replaced this one meanwhile."""
+        if self.engine is engine:
+            self.serving = False
+            self._why_unfit = why
+            self._unfit.set()
 
     async def _reserve(self, engine: ReservingEngine) -> None:
         try:
@@ -190,7 +286,11 @@ class EngineSupervisor(Supervisor):
             self.waiting_for = ""
 
     async def wait_ended(self) -> str:
-        return await first_of(self.engine.wait(), self._wait_refused())
+        return await first_of(self.engine.wait(), self._wait_unfit(), self._wait_refused())
+
+    async def _wait_unfit(self) -> str:
+        await self._unfit.wait()
+        return self._why_unfit
 
     async def _wait_refused(self) -> str:
         """Return why the router does not accept the engine, after a second attempt."""
@@ -198,7 +298,7 @@ class EngineSupervisor(Supervisor):
             await self.refused.wait()
             self.refused.clear()
             try:
-                await self._routing.add(self.url)
+                await self._routing.add(self)
             except StartupError as error:
                 return str(error)
 

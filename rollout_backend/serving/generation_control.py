@@ -1,15 +1,13 @@
-"""Pause and resume the generation of a server, for a trainer that takes its memory in between."""
+"""Pause and resume the generation of a server, while its memory or its weights belong to a trainer."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import aiohttp
 
 from rollout_backend.config import EngineName
-
-log = logging.getLogger(__name__)
+from rollout_backend.errors import ServingError
 
 _TIMEOUT_S = 60.0
 _POLL_S = 0.1
@@ -23,6 +21,9 @@ async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: f
     released.
 
     vLLM returns from `/pause` when it is idle. It has the endpoint only with VLLM_SERVER_DEV_MODE=1.
+
+    Raises:
+        ServingError: the server did not answer, or was not idle in time.
     """
     try:
         async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
@@ -33,23 +34,21 @@ async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: f
             while not await _post(http, f"{url}/flush_cache"):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        log.error(  # noqa: TRY400
-            "the server %s was not idle after %g s; it may die when its memory is released", url, timeout_s
-        )
+        raise ServingError(f"it was not idle {timeout_s:g} s after its generation was paused") from None
     except aiohttp.ClientError as error:
-        log.warning("the server %s did not pause its generation: %s", url, error or type(error).__name__)
+        raise ServingError(f"it did not pause its generation: {error or type(error).__name__}") from None
 
 
 async def resume_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
-    """Undo `pause_generation`."""
+    """Undo `pause_generation`. Raise ServingError if the server does not."""
     try:
         async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
             if engine == "vllm":
                 await _post(http, f"{url}/resume")
             elif not await _post(http, f"{url}/continue_generation"):
-                log.warning("the server %s refused to resume its generation", url)
+                raise ServingError("it refused to resume its generation")
     except (aiohttp.ClientError, TimeoutError) as error:
-        log.warning("the server %s did not resume its generation: %s", url, error or type(error).__name__)
+        raise ServingError(f"it did not resume its generation: {error or type(error).__name__}") from None
 
 
 async def _post(http: aiohttp.ClientSession, url: str, body: object = None) -> bool:

@@ -37,6 +37,8 @@ def weight_bytes(model: Path) -> int:
 class LocalEngineFactory(EngineFactory):
     """Makes the engines of `serving.kind=process`."""
 
+    takes_weights = True
+
     def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
         assert config.serving.servers != "auto", "the settings refuse it"
         self.count = config.serving.servers

@@ -8,18 +8,28 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_backend.config import RolloutConfig
+from rollout_backend.errors import ConfigError, WeightUpdateFailed
 from rollout_backend.serving.engine_fleet import EngineFleet, ServerState
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.relay_process import DialerProcess, public_gateway_config
 from rollout_backend.serving.run_phase import RunPhase
 from rollout_backend.serving.run_secret import key_secret
 from rollout_backend.serving.supervisor import OnEvent
+from rollout_backend.serving.weights import WeightStore, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
 
 
 class ModelServing:
@@ -28,8 +38,14 @@ class ModelServing:
     gateways: GatewayFleet
 
     def __init__(self, config: RolloutConfig, log_dir: Path, on_event: OnEvent = lambda event: None) -> None:
-        """Prepare the engines; nothing starts yet. Raise ConfigError if `serving.kind` names no engine factory."""
-        self.engines = EngineFleet(config, log_dir, on_event)
+        """Prepare the engines; nothing starts yet.
+
+        Raises:
+            ConfigError: `serving.kind` names no engine factory, or the weights that this run served last are gone.
+        """
+        self._weights = WeightStore(config)
+        self._updating = asyncio.Lock()
+        self.engines = EngineFleet(config, log_dir, on_event, newest=self._weights.current)
         self.dialer: DialerProcess | None = None
         self._config = config
         self._log_dir = log_dir
@@ -97,6 +113,42 @@ class ModelServing:
         """Let model calls reach the engines again. Raise ServingError if a gateway does not answer."""
         await self.engines.wake()
         await self.gateways.resume()
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the newest weights."""
+        return self._weights.current.version if self._weights.current is not None else 0
+
+    async def update_weights(self, source: Path | Mapping[str, torch.Tensor]) -> WeightUpdate:
+        """Serve new weights: see `RolloutManager.update_weights`."""
+        serving = self._config.serving
+        if not self.engines.takes_weights:
+            raise ConfigError(
+                f"update_weights needs serving.kind=process or ray, and it is {serving.kind}: update the weights "
+                "where those engines are started"
+            )
+        if serving.engine != "sglang":
+            raise ConfigError(f"update_weights needs serving.engine=sglang, and it is {serving.engine}")
+        async with self._updating:
+            weights = await asyncio.to_thread(self._weights.prepare, source)
+            began = time.monotonic()
+            try:
+                failed = await self.engines.update_weights(weights, lambda: self._weights.commit(weights))
+            finally:
+                paused_s = time.monotonic() - began
+                await asyncio.to_thread(self._weights.prune)
+        if self._weights.current != weights:
+            reasons = "; ".join(f"{engine}: {why}" for engine, why in failed.items())
+            raise WeightUpdateFailed(
+                f"no engine loaded version {weights.version} of the weights, so all restart with version "
+                f"{self.weight_version}. {reasons}"
+            )
+        for engine, why in failed.items():
+            log.warning(
+                "%s did not load version %d of the weights and is restarted: %s", engine, weights.version, why
+            )
+        log.info("the engines serve version %d of the weights, after a pause of %.1f s", weights.version, paused_s)
+        return WeightUpdate(weights.version, failed, paused_s)
 
     def snapshot(self) -> tuple[ServerState, ...]:
         """Return the state of the router and of each engine."""

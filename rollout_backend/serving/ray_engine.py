@@ -37,6 +37,8 @@ _ACTOR_S = 120.0  # for a process of Ray to start on a reserved machine
 class RayEngineFactory(EngineFactory):
     """Makes the engines of `serving.kind=ray`."""
 
+    takes_weights = True
+
     def __init__(self, config: RolloutConfig, log_dir: Path, command: MakeCommand = engine_command) -> None:
         servers = config.serving.servers
         self.count = 0 if servers == "auto" else servers

@@ -52,6 +52,7 @@ def engine_command(
         *("--port", str(node.port)),
         *("--device", serving.device),
         *("--dtype", serving.dtype),
+        *("--weight-version", "0"),  # of the weights in `model.path`; updates count from there
         *("--tp-size", str(serving.tensor_parallel)),
         *("--context-length", str(model.context_tokens)),
         *("--max-running-requests", str(serving.max_running_requests)),

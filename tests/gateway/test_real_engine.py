@@ -123,7 +123,7 @@ def test_generation_aborted_by_a_pause_continues_with_the_new_version(gateway, r
     (segment,) = gateway.trajectory().segments
     (turn,) = segment.turns
     # Aborted before its first token, a reply is of the new version alone.
-    assert [span.version for span in turn.weight_versions] in (["default", "7"], ["7"])
+    assert [span.version for span in turn.weight_versions] in (["0", "7"], ["7"])
     assert turn.end - turn.start == usage.completion_tokens
     assert not any(math.isnan(logprob) for logprob in segment.logprobs[turn.start : turn.end])
 

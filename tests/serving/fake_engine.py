@@ -1,7 +1,9 @@
-"""A stand-in for an SGLang server on a GPU: `fake_engine.py HOST PORT [healthy|sick|broken]`.
+"""A stand-in for an SGLang server on a GPU: `fake_engine.py HOST PORT [MODE]`.
 
-`sick` never becomes healthy, `broken` exits at once with an error. `/generate` returns the process id, so a test
-sees which engine served a request, and takes 10 ms per token. As on a GPU:
+The mode `sick` never becomes healthy, `broken` exits at once with an error. Other modes fail to load new weights:
+`refuses` (400), `lies` (200 with success false), `hangs`, `dies`, or `mislabels` (loads them, keeps the version).
+Each mode refuses a folder named `bad`. `/generate` returns the process id and the folder of the weights, so a test
+sees what served a request, and takes 10 ms per token. Every start serves the original weights. As on a GPU:
 
 - `/health` generates a token, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0;
 - a request that generates while the memory is released kills the server;
@@ -39,10 +41,11 @@ class Scheduler:
         self.aborts = 0
         self.paused = False
         self.asleep = False
-        self.version = "default"
+        self.version = "0"
+        self.folder = "original"
 
     def generate(self, tokens, wait_s=None):
-        """Generate; return how it ended, or None after a pause of `wait_s`."""
+        """Generate; return how it ended, with which version and weights, or None after a pause of `wait_s`."""
         with self.changed:
             if not self.changed.wait_for(lambda: not self.paused, wait_s):
                 return None
@@ -55,7 +58,7 @@ class Scheduler:
                 self.changed.wait(left)
             self.running -= 1
             self.changed.notify_all()
-            return "abort" if self.aborts > aborts else "length"
+            return "abort" if self.aborts > aborts else "length", self.version, self.folder
 
     def abort_all(self):
         with self.changed:
@@ -69,6 +72,23 @@ class Scheduler:
             self.changed.notify_all()
         if paused:
             self.abort_all()
+
+    def load(self, body):
+        """Load new weights; return the status and the answer. A failed load leaves weights that are of no version."""
+        with self.changed:
+            if self.running:  # SGLang has the new weights then, and a cache of the old ones
+                return 400, {"success": False, "message": "the cache was not flushed"}
+            self.folder = body["model_path"]
+            if mode == "hangs":
+                self.changed.wait_for(lambda: False)
+            if mode == "dies":
+                die("RuntimeError: The size of tensor a must match the size of tensor b")
+            if mode in ("refuses", "lies") or self.folder.endswith("/bad"):
+                self.folder = "half loaded"
+                return 200 if mode == "lies" else 400, {"success": False, "message": "Failed to update weights"}
+            if mode != "mislabels":
+                self.version = body["weight_version"]
+            return 200, {"success": True, "message": "Succeeded to update model weights."}
 
     def sleep(self, asleep):
         with self.changed:
@@ -104,9 +124,10 @@ class Handler(BaseHTTPRequestHandler):
         status, reply = 200, {}
         match self.path:
             case "/generate":
-                ended = scheduler.generate(body.get("sampling_params", {}).get("max_new_tokens", 1))
-                meta = {"id": "x", "weight_version": scheduler.version, "finish_reason": {"type": ended}}
-                reply = {"text": "", "output_ids": [1], "meta_info": meta, "pid": os.getpid()}
+                tokens = body.get("sampling_params", {}).get("max_new_tokens", 1)
+                ended, version, weights = scheduler.generate(tokens)
+                meta = {"id": "x", "weight_version": version, "finish_reason": {"type": ended}}
+                reply = {"text": "", "output_ids": [1], "meta_info": meta, "pid": os.getpid(), "weights": weights}
             case "/pause_generation":
                 scheduler.pause(True)
             case "/continue_generation":
@@ -117,6 +138,8 @@ class Handler(BaseHTTPRequestHandler):
                 status = 400 if scheduler.running else 200
             case "/update_weight_version":
                 scheduler.version = body["new_version"]
+            case "/update_weights_from_disk":
+                status, reply = scheduler.load(body)
             case "/release_memory_occupation":
                 scheduler.sleep(True)
             case "/resume_memory_occupation":

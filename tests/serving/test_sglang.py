@@ -33,6 +33,7 @@ def test_command_of_a_gpu_server():
         "port": "4000",
         "device": "cuda",
         "dtype": "bfloat16",
+        "weight-version": "0",
         "tp-size": "2",
         "context-length": "4096",
         "max-running-requests": "64",

@@ -20,13 +20,13 @@ import httpx
 import pytest
 import torch
 
-from rollout_backend.errors import ConfigError, EngineUnavailable
+from rollout_backend.errors import ConfigError, EngineUnavailable, WeightsMismatch
 from rollout_backend.local.verl_cpu.environment import ROLLOUT_NAME, overrides
-from rollout_backend.local.verl_cpu.model_folder import ModelFolder, WeightsMismatch
 from rollout_backend.local.verl_cpu.replica_server import SGLangServer
 from rollout_backend.local.verl_cpu.replica_settings import ServerSettings, model_of
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
 from rollout_backend.serving.generation_control import pause_generation, resume_generation
+from rollout_backend.serving.model_folder import ModelFolder
 from rollout_backend.serving.placement import ServerNode
 
 pytestmark = [
@@ -331,12 +331,12 @@ def test_weights_must_match_the_model(models, weights, tmp_path, change, message
     tensors = weights(NEW)
     change(tensors)
     with pytest.raises(WeightsMismatch, match=message):
-        ModelFolder.at(models[OLD]).write(tensors, tmp_path, torch.float32)
+        ModelFolder.at(models[OLD]).write(tensors, tmp_path, "float32")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_written_folder_is_the_model_in_another_dtype(models, weights, tmp_path):
-    ModelFolder.at(models[OLD]).write(weights(NEW), tmp_path, torch.bfloat16)
+    ModelFolder.at(models[OLD]).write(weights(NEW), tmp_path, "bfloat16")
     written, old = ModelFolder.at(tmp_path), ModelFolder.at(models[OLD])
     assert written.shapes == old.shapes  # without the tied output layer
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in models[OLD].iterdir()}

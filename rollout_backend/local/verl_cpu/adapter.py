@@ -15,14 +15,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
-import torch
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.local.verl_cpu.model_folder import ModelFolder
 from rollout_backend.local.verl_cpu.replica import actor_name
 from rollout_backend.local.verl_cpu.replica_settings import ServerSettings
+from rollout_backend.serving.model_folder import ModelFolder
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class DiskAdapter(BaseRollout):  # type: ignore[misc]
         self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
         self.is_leader_rank = True
         self._settings = ServerSettings.of(self.config)
-        self._dtype = getattr(torch, self.config.dtype)
+        self._dtype = self.config.dtype
         self._model = ModelFolder.at(self.model_config.path)
         self._server: Any = None
 

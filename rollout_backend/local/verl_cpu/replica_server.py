@@ -35,7 +35,9 @@ def server_command(model: ModelConfig, serving: ServingConfig, node: ServerNode)
     """Return the command of `engine_command`, with memory that can be released, and with verl's environment."""
     argv, env = engine_command(model, serving, node)
     module = argv.index("-m")
-    env.pop("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION")  # verl does not set it
+    env.pop("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION")  # verl sets neither this
+    version = argv.index("--weight-version")  # nor a version
+    del argv[version : version + 2]
     return [*argv[:module], str(_LAUNCHER), *argv[module + 2 :]], env
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 
-from rollout_backend.errors import ConfigError, RolloutBackendError
+from rollout_backend.errors import ConfigError, WeightsMismatch
+
+if TYPE_CHECKING:  # a manager whose trainer is another process needs no torch
+    import torch
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pt", ".pth")
 _OUTPUT = "lm_head.weight"
@@ -26,15 +27,11 @@ _NAMED = 5
 Shape = tuple[int, ...]
 
 
-class WeightsMismatch(RolloutBackendError):
-    """The trainer's weights do not fit the served model. The message names tensors."""
-
-
 class ModelFolder:
     """The names and shapes of the tensors in `path`; the tensors themselves are not read.
 
     Raises:
-        ConfigError: `path` is not a model folder, or has no safetensors.
+        ConfigError: `path` is not a model folder, or has no complete safetensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,8 +44,11 @@ class ModelFolder:
         self._tied = bool(config.get("tie_word_embeddings"))
         self.shapes: dict[str, Shape] = {}
         for file in sorted(path.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
-                self.shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            try:
+                with safe_open(file, framework="np") as tensors:
+                    self.shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{file} cannot be read ({error}): is it still being written?") from None
         if not self.shapes:
             raise ConfigError(f"{path} has no .safetensors: save the model with save_pretrained first")
 
@@ -58,7 +58,14 @@ class ModelFolder:
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise WeightsMismatch unless `tensors` have exactly the names and shapes of the model."""
-        got: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in tensors.items() if self._known(name)}
+        self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+
+    def check_folder(self, other: ModelFolder) -> None:
+        """Raise WeightsMismatch unless another folder has exactly the names and shapes of the model."""
+        self._check(other.shapes)
+
+    def _check(self, shapes: Mapping[str, Shape]) -> None:
+        got = {name: shape for name, shape in shapes.items() if self._known(name)}
         faults = [
             f"{name} is {got.get(name, 'missing')} and should be {self.shapes.get(name, 'absent')}"
             for name in sorted(self.shapes.keys() | got.keys())
@@ -71,19 +78,24 @@ class ModelFolder:
                 f"{'; '.join(faults[:_NAMED])}{more}. Does the server run the model that is trained?"
             )
 
-    def write(self, tensors: Mapping[str, torch.Tensor], into: Path, dtype: torch.dtype) -> None:
-        """Write a model folder like this one with other weights, in `dtype`, to the empty folder `into`.
+    def write(self, tensors: Mapping[str, torch.Tensor], into: Path, dtype: str) -> None:
+        """Write a model folder like this one with other weights, in torch's `dtype`, to the empty folder `into`.
 
         Raises:
             WeightsMismatch: as `check`; nothing is written.
         """
+        import torch
+        from safetensors.torch import save_file
+
         self.check(tensors)
         for file in self.path.iterdir():
             if file.is_file() and not file.name.endswith(_WEIGHTS):
                 (into / file.name).symlink_to(file)
         # Copies: safetensors refuses tensors that share memory, and the trainer keeps changing its tensors.
         copies = {
-            name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+            name: tensor.detach().to(
+                "cpu", getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype, copy=True
+            )
             for name, tensor in tensors.items()
             if self._known(name)
         }

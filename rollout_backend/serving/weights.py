@@ -1,0 +1,192 @@
+"""The weights of a run's engines: which ones are the newest, and how an engine loads them.
+
+Invariants:
+
+- A version names one set of weights of a run for good, also after a restart of the trainer. 0 names
+  `model.path`.
+- Only weights with exactly the names and shapes of the model reach an engine.
+- The newest weights stay on disk until newer ones are committed, because a restarted engine loads them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from rollout_backend.atomic_file import write_file
+from rollout_backend.config import RolloutConfig
+from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
+from rollout_backend.serving.engine import PROBE
+from rollout_backend.serving.model_folder import ModelFolder
+
+if TYPE_CHECKING:
+    import torch
+
+_MESSAGE_CHARS = 500
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model folder, and the version that its tokens carry. `digest` is that of names, sizes and times of files."""
+
+    version: int
+    folder: Path
+    digest: str
+
+    @classmethod
+    def of(cls, version: int, folder: Path) -> Weights:
+        return cls(version, folder, _digest(folder))
+
+    def check_unchanged(self) -> None:
+        """Raise ServingError if the folder was written to since."""
+        if _digest(self.folder) != self.digest:
+            raise ServingError(
+                f"{self.folder} has changed since it became version {self.version} of the weights: save each "
+                "checkpoint to its own folder, and keep it while its weights are the newest"
+            )
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """What `RolloutManager.update_weights` did.
+
+    `failed` maps each engine that did not load the weights to the reason. It is restarted, and gets requests once it
+    has loaded them. `paused_s` is how long the engines sampled nothing.
+    """
+
+    version: int
+    failed: Mapping[str, str]
+    paused_s: float
+
+
+class WeightStore:
+    """The newest weights of a run. `current` is None until the first update."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        """Read which weights an earlier trainer of this run committed.
+
+        Raises:
+            ConfigError: they are gone, changed or of another model, or the record of them cannot be read.
+        """
+        self._model = config.model.path
+        self._dtype = config.serving.dtype
+        shared = config.serving.weights_dir
+        self._folder = (shared / config.run_id if shared is not None else config.run_dir / "weights").absolute()
+        self._file = config.run_dir / "weights.json"
+        self.current = self._read()
+
+    def prepare(self, source: Path | Mapping[str, torch.Tensor]) -> Weights:
+        """Check new weights against the model, and write tensors to a folder. Blocks.
+
+        Raises:
+            ConfigError: a folder is no model folder with safetensors.
+            WeightsMismatch: names or shapes are not the model's; nothing was written.
+            ServingError: the tensors could not be written.
+        """
+        version = self.current.version + 1 if self.current is not None else 1
+        model = ModelFolder.at(self._model)
+        if isinstance(source, Path):
+            weights = Weights.of(version, source.absolute())
+            model.check_folder(ModelFolder.at(source))
+            return weights
+        folder, part = self._folder / str(version), self._folder / f".{version}"
+        try:
+            for leftover in (folder, part):
+                shutil.rmtree(leftover, ignore_errors=True)
+            part.mkdir(parents=True)
+            model.write(source, part, self._dtype)
+            part.rename(folder)
+        except OSError as error:
+            raise ServingError(
+                f"the new weights could not be written to {part} ({error}): free space, or set serving.weights_dir"
+            ) from None
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        return Weights.of(version, folder)
+
+    def commit(self, weights: Weights) -> None:
+        """Record these weights as the newest. Raise ServingError if that fails."""
+        record = {"version": weights.version, "folder": str(weights.folder), "digest": weights.digest}
+        try:
+            write_file(self._file, json.dumps(record).encode())
+        except OSError as error:
+            raise ServingError(f"the new weights could not be recorded in {self._file}: {error}") from None
+        self.current = weights
+
+    def prune(self) -> None:
+        """Delete the folders that this class wrote, except for the newest weights."""
+        if self._folder.is_dir():
+            for folder in self._folder.iterdir():
+                if folder.name.lstrip(".").isdecimal() and (self.current is None or folder != self.current.folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _read(self) -> Weights | None:
+        try:
+            record = json.loads(self._file.read_text())
+            weights = Weights(int(record["version"]), Path(record["folder"]), str(record["digest"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{self._file} cannot be read ({error}), so it is unknown which weights this run served last: "
+                "restore it, or use a new run_id"
+            ) from None
+        if not weights.folder.is_dir():
+            raise ConfigError(
+                f"this run served version {weights.version} of its weights from {weights.folder}, which is gone: "
+                "restore the folder, or use a new run_id"
+            )
+        try:
+            weights.check_unchanged()
+            ModelFolder.at(self._model).check_folder(ModelFolder.at(weights.folder))
+        except (ServingError, WeightsMismatch) as error:
+            raise ConfigError(f"this run cannot serve its newest weights again, use a new run_id: {error}") from None
+        return weights
+
+
+async def load_weights(url: str, weights: Weights, timeout_s: float) -> None:
+    """Make an SGLang server load these weights, and flush its cache. Nothing may be running on it.
+
+    Raises:
+        ServingError: the server did not, and may now have any weights: SGLang 0.5.23 restores them from the folder
+            that it failed to load.
+    """
+    await asyncio.to_thread(weights.check_unchanged)
+    body = {"model_path": str(weights.folder), "weight_version": str(weights.version), "flush_cache": True}
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
+        ):
+            async with http.post(f"{url}/update_weights_from_disk", json=body) as reply:
+                text = await reply.text()
+            if reply.status != 200 or not _succeeded(text):
+                raise ServingError(f"it answered {reply.status} to new weights: {text[:_MESSAGE_CHARS]}")
+            async with http.get(url + PROBE) as reply:
+                reported = json.loads(await reply.text()).get("weight_version")
+    except TimeoutError:
+        raise ServingError(f"it did not load new weights within {timeout_s:g} s") from None
+    except (aiohttp.ClientError, ValueError, AttributeError) as error:
+        raise ServingError(f"it did not answer to new weights: {error or type(error).__name__}") from None
+    if reported != body["weight_version"]:
+        raise ServingError(f"it reports version {reported!r} of its weights after loading {weights.version}")
+    await asyncio.to_thread(weights.check_unchanged)
+
+
+def _succeeded(text: str) -> bool:
+    answer = json.loads(text)
+    return isinstance(answer, dict) and answer.get("success") is True
+
+
+def _digest(folder: Path) -> str:
+    stats = sorted((file.name, file.stat()) for file in folder.glob("*.safetensors*"))
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return hashlib.blake2b(json.dumps(files).encode(), digest_size=16).hexdigest()

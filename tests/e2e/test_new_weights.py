@@ -1,0 +1,117 @@
+"""New weights for a real SGLang server while agents call it, on the CPU in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from agent_wrapper.contract import Segment
+from rollout_backend.config import load_config
+from rollout_backend.core.report import StepResult
+from rollout_backend.core.tasks import read_tasks
+from rollout_backend.local.cloud import LocalCloud
+from rollout_backend.manager import RolloutManager
+from rollout_backend.serving.forward_pass import reference_logprobs
+from rollout_backend.serving.install import find_engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+MAKE = (
+    "import sys; from pathlib import Path; from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model\n"
+    "for seed, folder in enumerate(sys.argv[1:]): make_tiny_model(Path(folder), seed)"
+)
+
+
+async def test_each_token_is_of_its_version_through_an_update_and_a_restart(repository, tmp_path, monkeypatch):
+    example = repository / "examples" / "arithmetic"
+    first, second = tmp_path / "first", tmp_path / "second"
+    subprocess.run(
+        [str(find_engine()), "-c", MAKE, str(first), str(second)],
+        env={**os.environ, "PYTHONPATH": str(repository)},
+        check=True,
+    )
+    async with LocalCloud(example / "agent.py", run_dir=tmp_path / "logs") as cloud:
+        for name, value in cloud.environ.items():
+            monkeypatch.setenv(name, value)
+        base = {
+            "run_id": "new-weights",
+            "model": {"path": str(first), "renderer": "chatml"},
+            "serving": {"device": "cpu", "dtype": "float32"},
+            "sampling": {"temperature": 1.0, "max_tokens": 400},
+            "group": {"size": 4, "policy": "strict"},
+            "timeouts": {
+                "model_call_s": 200, "agent_s": 240, "publish_grace_s": 60, "collection_s": 400, "session_key_s": 500,
+            },
+            "output_dir": str(tmp_path),
+        }  # fmt: skip
+        config = load_config(base=base, env={}, top=cloud.settings())
+        tasks = read_tasks(example / "tasks.jsonl")[:2]
+        async with RolloutManager(config) as manager:
+            collecting = asyncio.create_task(manager.collect(tasks))
+            await asyncio.wait_for(_requests_run(_engine(manager)), 120)
+            update = await manager.update_weights(second)
+            assert (update.version, update.failed) == (1, {})
+            crossed = await collecting
+            os.killpg(_listener(_engine(manager)), signal.SIGKILL)
+            restarted = await manager.collect(tasks)
+        async with RolloutManager(config) as manager:  # a restarted trainer
+            assert manager.weight_version == 1
+            resumed = await manager.collect(tasks, step=7)
+    assert ("0", "1") in _versions(crossed) <= {("0",), ("0", "1"), ("1",)}
+    assert _versions(restarted) == _versions(resumed) == {("1",)}
+    for step in (crossed, restarted, resumed):
+        assert len(step.rollouts) == 8
+        segments = [segment for rollout in step.rollouts for segment in rollout.segments]
+        await asyncio.to_thread(_check, segments, first, second)
+
+
+def _check(segments: Sequence[Segment], *models: Path) -> None:
+    """Compare each sampled token with the forward passes of all versions."""
+    sequences = [list(segment.token_ids) for segment in segments]
+    passes = [reference_logprobs(find_engine(), model, sequences) for model in models]
+    of_others = []
+    for number, segment in enumerate(segments):
+        for span in segment.turns[0].weight_versions:
+            own, other = passes[int(span.version)][number], passes[1 - int(span.version)][number]
+            for at in range(span.start, span.end):
+                assert abs(segment.logprobs[at] - own[at]) < 1e-3
+                of_others.append(abs(segment.logprobs[at] - other[at]))
+    assert sum(of_others) / len(of_others) > 0.05  # the comparison can tell the versions apart
+
+
+def _versions(step: StepResult) -> set[tuple[str, ...]]:
+    return {
+        tuple(span.version for span in segment.turns[0].weight_versions)
+        for rollout in step.rollouts
+        for segment in rollout.segments
+    }
+
+
+def _engine(manager: RolloutManager) -> str:
+    return next(server.url for server in manager.servers() if server.name == "engine-0")
+
+
+async def _requests_run(url: str) -> None:
+    async with aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"{url}/v1/loads") as reply:
+                if (await reply.json())["loads"][0]["num_running_reqs"] >= 4:
+                    return
+            await asyncio.sleep(0.1)
+
+
+def _listener(url: str) -> int:
+    """Return the pid of the server process that listens on the port. It leads its own process group."""
+    port = url.rpartition(":")[2].encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        argv = (folder / "cmdline").read_bytes().split(b"\0")
+        if b"sglang.launch_server" in argv and port in argv:
+            return int(folder.name)
+    raise AssertionError(f"no process serves {url}")

@@ -1,0 +1,186 @@
+"""New weights for engines that a run started, with engines that fail to load them in every way that was seen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import aiohttp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch, WeightUpdateFailed
+from rollout_backend.serving.engine_fleet import EngineFleet
+from rollout_backend.serving.local_engine import LocalEngine
+from rollout_backend.serving.model_serving import ModelServing
+from rollout_backend.serving.registry import engine_factory
+from rollout_backend.serving.weights import WeightStore
+
+SHAPES = {"embed.weight": (8, 4), "norm.weight": (4,)}
+
+
+def save(folder, value=0.0, shapes=SHAPES):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    save_file({name: np.full(shape, value, np.float32) for name, shape in shapes.items()}, folder / "m.safetensors")
+    return folder
+
+
+@pytest.fixture
+def config(make_config, model_folder, tmp_path):
+    save(model_folder)
+    return make_config(serving={"servers": 2, "startup_timeout_s": 2.0, "max_restarts": 2}, output_dir=tmp_path)
+
+
+@pytest.fixture
+def serve(config, fake_command, tmp_path):
+    """Serve with fake engines; `modes[i]` is the mode of the i-th start of any engine, healthy after the last."""
+
+    @asynccontextmanager
+    async def run(*modes):
+        serving, events, engines = ModelServing(config, tmp_path), [], []
+        command = fake_command(lambda started: modes[started] if started < len(modes) else "healthy")
+
+        def make(i):
+            log = tmp_path / "engines.log"  # of all engines
+            engines.append(LocalEngine(f"engine-{i}", config.model, config.serving, log, command=command))
+            return engines[-1]
+
+        factory = engine_factory(config, tmp_path)
+        factory.make = make
+        newest = WeightStore(config).current
+        serving.engines = EngineFleet(config, tmp_path, events.append, factory=factory, newest=newest)
+        async with serving.engines:
+            yield serving, events, engines
+
+    return run
+
+
+async def generate(serving, key, tokens=1):
+    """Return the version and the weights that sampled a reply of the router, and how it ended."""
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": tokens}}
+    headers = {"X-SMG-Routing-Key": key}
+    url = f"{serving.engines.router_url}/generate"
+    async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=headers) as reply:
+        answer = await reply.json()
+    return answer["meta_info"]["weight_version"], answer["weights"], answer["meta_info"]["finish_reason"]["type"]
+
+
+async def served(serving):
+    return {(await generate(serving, f"session-{i}"))[:2] for i in range(12)}
+
+
+def all_serve(serving, restarts):
+    engines = serving.snapshot()[1:]
+    return all(each.serving for each in engines) and sum(each.restarts for each in engines) == restarts
+
+
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [
+        ("lies", "answered 200 to new weights"),
+        pytest.param("refuses", "answered 400 to new weights", marks=pytest.mark.slow),
+        pytest.param("hangs", "did not load new weights within 2 s", marks=pytest.mark.slow),
+        pytest.param("dies", "did not answer to new weights", marks=pytest.mark.slow),
+        pytest.param("mislabels", "reports version '0'", marks=pytest.mark.slow),
+    ],
+)
+async def test_an_engine_that_fails_or_restarts_serves_only_the_new_weights(
+    serve, config, tmp_path, until, mode, why
+):
+    new = save(tmp_path / "new", 1.0)
+    async with serve("healthy", mode) as (serving, events, engines):
+        assert await served(serving) == {("0", "original")}
+        in_flight = [asyncio.create_task(generate(serving, f"session-{i}", tokens=9999)) for i in range(8)]
+        await until(lambda: (tmp_path / "engines.log").read_text().count("generates 9999") == 8)
+        update = await serving.update_weights(new)
+        assert update.version == 1 == serving.weight_version
+        [(failed, reason)] = update.failed.items()
+        assert why in reason
+        assert await served(serving) == {("1", str(new))}  # the other engine alone
+        assert set(await asyncio.gather(*in_flight)) == {("0", "original", "abort")}
+        await until(lambda: all_serve(serving, restarts=1))
+        assert [event.server for event in events if event.kind == "died"] == [failed]
+        assert await served(serving) == {("1", str(new))}
+        os.kill(engines[0].pid, signal.SIGKILL)
+        await until(lambda: all_serve(serving, restarts=2))
+        assert await served(serving) == {("1", str(new))}
+    assert WeightStore(config).current.version == 1
+
+
+@pytest.mark.slow
+async def test_weights_that_no_engine_loads_leave_the_previous_ones(serve, tmp_path, until):
+    old, bad, new = save(tmp_path / "old", 1.0), save(tmp_path / "bad", 2.0), save(tmp_path / "new", 3.0)
+    async with serve() as (serving, _, _):
+        await serving.update_weights(old)
+        with pytest.raises(WeightUpdateFailed, match=r"no engine loaded version 2 .* restart with version 1"):
+            await serving.update_weights(bad)
+        await until(lambda: all_serve(serving, restarts=2))
+        assert await served(serving) == {("1", str(old))}
+        assert (await serving.update_weights(new)).version == 2
+        assert await served(serving) == {("2", str(new))}
+
+
+@pytest.mark.slow
+async def test_a_restarted_trainer_serves_the_newest_weights_and_counts_on(serve, tmp_path):
+    new = save(tmp_path / "new", 1.0)
+    async with serve() as (serving, _, _):
+        await serving.update_weights(new)
+    async with serve() as (serving, _, _):
+        assert serving.weight_version == 1
+        assert await served(serving) == {("1", str(new))}
+        assert (await serving.update_weights(save(tmp_path / "newer", 2.0))).version == 2
+
+
+@pytest.mark.slow
+async def test_an_interrupted_update_restarts_the_engines_with_the_previous_weights(serve, tmp_path, until):
+    async with serve("hangs", "hangs") as (serving, _, _):
+        updating = asyncio.create_task(serving.update_weights(save(tmp_path / "new", 1.0)))
+        await until(lambda: serving.snapshot()[1].asleep)
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        await until(lambda: all_serve(serving, restarts=2))
+        assert await served(serving) == {("0", "original")}
+
+
+async def test_weights_that_do_not_fit_reach_no_engine(config, tmp_path, model_folder):
+    serving = ModelServing(config, tmp_path)  # no engine is started
+    with pytest.raises(WeightsMismatch, match=r"norm.weight is \(5,\) and should be \(4,\)"):
+        await serving.update_weights(save(tmp_path / "other", shapes={**SHAPES, "norm.weight": (5,)}))
+    with pytest.raises(ConfigError, match=r"is not a model folder.* for config\.json"):
+        await serving.update_weights(tmp_path / "missing")
+    cut = save(tmp_path / "cut")
+    (cut / "m.safetensors").write_bytes((cut / "m.safetensors").read_bytes()[:50])
+    with pytest.raises(ConfigError, match="is it still being written"):
+        await serving.update_weights(cut)
+    assert serving.weight_version == 0
+
+
+async def test_engines_of_others_are_refused(make_config, tmp_path):
+    config = make_config(serving={"kind": "external", "urls": ("http://127.0.0.1:1",)})
+    with pytest.raises(ConfigError, match=r"needs serving\.kind=process or ray, and it is external"):
+        await ModelServing(config, tmp_path).update_weights(tmp_path)
+
+
+def test_the_newest_weights_must_still_be_there(config, tmp_path):
+    folder = save(tmp_path / "checkpoint", 1.0)
+    store = WeightStore(config)
+    store.commit(weights := store.prepare(folder))
+    again = WeightStore(config)
+    assert again.current == weights
+    assert again.prepare(folder).version == 2
+    save(folder, 2.0, {**SHAPES, "more.weight": (1,)})
+    with pytest.raises(ServingError, match="each checkpoint to its own folder"):
+        weights.check_unchanged()
+    with pytest.raises(ConfigError, match="has changed since it became version 1"):
+        WeightStore(config)
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="checkpoint, which is gone: restore the folder"):
+        WeightStore(config)
+    (config.run_dir / "weights.json").write_text("{}")
+    with pytest.raises(ConfigError, match="unknown which weights this run served last"):
+        WeightStore(config)
