@@ -3,7 +3,7 @@
 Invariants:
 
 - a session is recorded in the run's folder before its first invoke, and as closed before its stop is sent;
-- the key of a session that is closed is revoked, once;
+- the key of a session that is closed is revoked once, within a second and before the step ends;
 - a session that is being closed is closed even if the caller is cancelled.
 """
 
@@ -22,6 +22,8 @@ from rollout_backend.step.services import StepServices
 
 log = logging.getLogger(__name__)
 
+_TOGETHER_S = 1.0  # keys of sessions that end within this time are revoked in one call
+
 
 class StepSessions:
     """The sessions of one step. While `leave_open` is set, none is closed: they belong to another manager, or the
@@ -37,6 +39,7 @@ class StepSessions:
         self._to_revoke: dict[str, None] = {}
         self._revoked: set[str] = set()
         self._revoking = asyncio.Lock()
+        self._revoke_timer: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     def register(self, session_id: str) -> None:
@@ -84,22 +87,29 @@ class StepSessions:
             return
         self.services.in_flight.record_closed(self.step, session_id)
         self._unwatch([session_id])
-        if not self._to_revoke and session_id not in self._revoked:
-            self.in_background(self._revoke_due())
         self._add_to_revoke([session_id])
+        if self._to_revoke and self._revoke_timer is None:
+            self._revoke_timer = asyncio.get_running_loop().call_later(_TOGETHER_S, self._revoke_later)
         if await self.services.closer.close(session_id, self.ledger, call):
             self.services.in_flight.record_stopped(self.step, session_id)
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
-        """Revoke each key once. Sessions that end during a call share the next one."""
+        """Revoke each key once, and those that wait to be revoked."""
         self._add_to_revoke(session_ids)
         await self._revoke_due()
 
     def _add_to_revoke(self, session_ids: Iterable[str]) -> None:
         self._to_revoke.update((each, None) for each in session_ids if each not in self._revoked)
 
+    def _revoke_later(self) -> None:
+        if not self.leave_open:
+            self.in_background(self._revoke_due())
+
     async def _revoke_due(self) -> None:
         async with self._revoking:
+            if self._revoke_timer is not None:
+                self._revoke_timer.cancel()
+                self._revoke_timer = None
             due, self._to_revoke = list(self._to_revoke), {}
             if not due:
                 return
@@ -108,6 +118,7 @@ class StepSessions:
                 await self.services.revoke(due)
             except ServingError as error:
                 self._revoked.difference_update(due)
+                self._add_to_revoke(due)  # with the next ones
                 log.warning("%d session keys could not be revoked and expire with their time: %s", len(due), error)
 
     async def revoke_all(self) -> None:
@@ -116,9 +127,10 @@ class StepSessions:
         self._unwatch(self.known)
 
     async def wait_closed(self) -> None:
-        """Wait until every session that is being closed is closed."""
+        """Wait until every session that is being closed is closed, and its key revoked."""
         while self._closing:
             await asyncio.gather(*self._closing)
+        await self._revoke_due()
 
     @property
     def closing(self) -> list[asyncio.Task[None]]:
