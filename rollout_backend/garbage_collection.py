@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_DURING_A_STEP = (2000, 10, 500)  # a full run after 10 million objects that were kept
+_DURING_A_STEP = (20000, 50, 10)  # a full run after 10 million objects that were kept
 # Older objects are visited after 5 million that were kept: a server's are rarely garbage, and 375 open sessions of a
 # gateway take 0.1 s to visit.
 _OF_A_SERVER = (5000, 1000, 10)
