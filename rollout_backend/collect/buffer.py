@@ -2,7 +2,7 @@
 
 Invariants:
 
-- A message is deleted only after its results were delivered, or if they can never be used.
+- A message is deleted only after its results were delivered, or if they can never be used; then within a second.
 - No message and no object can stop the receivers. Malformed ones are quarantined with the reason, and of the
   exceptions over one of them only CredentialsExpired leaves this module.
 - An announcement gives access to this run's results only. A message about another run that shares the queue is left
@@ -36,6 +36,7 @@ from agent_wrapper.contract.keys import ID_PATTERN
 from rollout_backend.collect.decode import ResultDecoder
 from rollout_backend.collect.fetcher import FetchStatus, ResultFetcher
 from rollout_backend.collect.inventory import MAX_KEYS, inventory
+from rollout_backend.collect.message_deleter import MessageDeleter
 from rollout_backend.collect.quarantine import Quarantine
 from rollout_backend.collect.queue import AWS_ERRORS, Message, MessageQueue
 from rollout_backend.collect.sink import ResultSink
@@ -50,6 +51,7 @@ IDLE_INTERVALS = 3  # a step is listed after this many `collect.list_after_idle_
 
 _T = TypeVar("_T")
 
+_LARGE_BATCH = 5  # of at most 10 messages: SQS often returns fewer than it has
 _RECEIVES = 20  # by then the run that a message is for has received it, or has ended
 
 
@@ -95,6 +97,7 @@ class RolloutBuffer:
         self._batches = max(1, 2 * max_fetches // 10)  # of 10 messages, so one waits for each that is being fetched
         self._sinks: dict[int, ResultSink] = {}
         self._flooded: set[int] = set()  # steps whose listing is too long to finish
+        self._deleter = MessageDeleter(queue) if queue is not None else None
         self.refused = 0  # malformed messages, and messages that name objects outside this run
         self.stale = 0  # announcements for steps that have ended or not begun
         self.dangling = 0  # announcements of objects that do not exist (yet)
@@ -110,6 +113,10 @@ class RolloutBuffer:
         self._fetcher.forget(sink.step)
         self._flooded.discard(sink.step)
 
+    def has_backlog(self) -> bool:
+        """Return whether results wait because as many as allowed are being fetched."""
+        return self._fetcher.is_busy
+
     # --- by announcement ----------------------------------------------------------------------------------
 
     async def run(self, receivers: int) -> None:
@@ -118,24 +125,38 @@ class RolloutBuffer:
             await asyncio.Event().wait()
             return
         room = asyncio.Semaphore(receivers + self._batches)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(receivers):
-                group.create_task(self._receive(self._queue, room))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(receivers):
+                    tasks.create_task(self._receive(self._queue, room, tasks))
+        finally:
+            assert self._deleter is not None
+            await self._deleter.aclose()
 
-    async def _receive(self, queue: MessageQueue, room: asyncio.Semaphore) -> None:
-        """Receive batches for ever. Each batch holds `room` from before it is received until it is handled."""
+    async def _receive(
+        self, queue: MessageQueue, room: asyncio.Semaphore, tasks: asyncio.TaskGroup, *, backlog: bool = False
+    ) -> None:
+        """Receive batches for ever, or only while there is a backlog. Each batch holds `room` from before it is
+        received until it is handled.
+
+        A large batch shows a backlog: if there is room, one more receiver helps with it.
+        """
         retrying = functools.partial(
             AsyncRetrying,
             retry=retry_if_exception_type(AWS_ERRORS),
             wait=wait_exponential_jitter(multiplier=0.5, max=30),
         )
-        async with asyncio.TaskGroup() as handling:
-            while True:
-                await room.acquire()
-                # Without an end: meanwhile results are found by listing.
-                messages = await retry(lambda: self._receive_once(queue), retrying)
-                batch = handling.create_task(self.handle(queue, messages))
-                batch.add_done_callback(lambda _: room.release())
+        while True:
+            await room.acquire()
+            # Without an end: meanwhile results are found by listing.
+            messages = await retry(lambda: self._receive_once(queue), retrying)
+            batch = tasks.create_task(self.handle(queue, messages))
+            batch.add_done_callback(lambda _: room.release())
+            if len(messages) >= _LARGE_BATCH:
+                if not room.locked():
+                    tasks.create_task(self._receive(queue, room, tasks, backlog=True))
+            elif backlog:
+                return
 
     async def _receive_once(self, queue: MessageQueue) -> list[Message]:
         try:
@@ -170,11 +191,12 @@ class RolloutBuffer:
         others = [
             message for message, state in zip(messages, done, strict=True) if state is MessageStatus.OF_ANOTHER_RUN
         ]
+        assert self._deleter is not None
+        await self._deleter.delete(finished)
         try:
-            await queue.delete(finished)
             await queue.release(others)
         except AWS_ERRORS as error:
-            log.warning("%d messages will be received again: %s", len(finished) + len(others), error)
+            log.warning("%d messages will be received again: %s", len(others), error)
 
     async def _keep_hidden(self, queue: MessageQueue, messages: list[Message]) -> None:
         """Extend the messages' visibility timeout while they are handled, so that none is received again."""

@@ -67,6 +67,10 @@ class ResultFetcher:
         self._locks = KeyLocks()
         self._refused_markers: dict[int, set[str]] = defaultdict(set)  # keys, by step
 
+    @property
+    def is_busy(self) -> bool:
+        return self._slots.locked()
+
     async def fetch(
         self, sink: ResultSink, name: ResultName, key: str, announced_at: float | None = None
     ) -> FetchStatus:

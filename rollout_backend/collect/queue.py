@@ -35,6 +35,7 @@ from rollout_backend.errors import PreflightError
 log = logging.getLogger(__name__)
 
 _RECEIVES_PER_PAUSE_S = 4  # the pause after a message was given back grows by 1 s with every fourth receive
+_CONNECTIONS = 32  # besides those of the receivers: a backlog is received and deleted in parallel
 _BATCH = 10  # SQS's limit for receive and delete
 _NAME_BLOCKED_S = 75.0  # SQS blocks a name for 60 s after the deletion
 _EXISTS = ("QueueAlreadyExists", "QueueNameExists")  # error codes if the attributes differ
@@ -104,7 +105,7 @@ class AnnouncementQueue:
                 region=aws_config.region,
                 endpoint_url=aws_config.endpoint_url,
                 read_timeout_s=config.wait_s + 15.0,
-                connections=config.receivers + 8,
+                connections=config.receivers + _CONNECTIONS,
                 retries=2,
             )
             sqs = await stack.enter_async_context(made)

@@ -8,7 +8,7 @@ from rollout_backend.config.section import Seconds, Section
 
 
 class CollectConfig(Section):
-    max_fetches: int = Field(default=32, ge=1)
+    max_fetches: int = Field(default=64, ge=1)
     """Concurrent fetches from S3. About as many further announcements are received and wait; the rest of a backlog
     stays in the queue."""
     list_after_idle_s: Seconds = 10.0

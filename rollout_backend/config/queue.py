@@ -14,7 +14,7 @@ class QueueConfig(Section):
     """URL of an existing queue. Default: the run creates a queue and a dead-letter queue and deletes both at its
     end."""
     receivers: int = Field(default=2, ge=1, le=32)
-    """Concurrent long polls."""
+    """Concurrent long polls. A backlog is received by more, as far as `collect.max_fetches` has room."""
     wait_s: int = Field(default=20, ge=0, le=20)
     """Maximum duration of one long poll."""
     visibility_s: int = Field(default=60, ge=5, le=43200)

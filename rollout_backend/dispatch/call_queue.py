@@ -5,8 +5,8 @@ Invariants:
 - a call is sent only after it was admitted, and its response is reported to the rate that admitted it;
 - a cancelled waiter leaves the queue and gives its place to the next one;
 - a rate change also applies to calls that already wait: no waiter sleeps for a time computed before the change;
-- one turn of the event loop admits at most `_PER_TURN` calls, so that results, which arrive on the same loop, never
-  wait for a burst of calls to be prepared and sent.
+- results come first: one turn of the event loop, on which they arrive too, admits at most `_PER_TURN` calls, and
+  while more results wait than are fetched at once, there are `_PAUSE_S` between two such turns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Self
@@ -27,6 +27,7 @@ from rollout_backend.errors import OutcomeUnknown, RuntimeCallError
 log = logging.getLogger(__name__)
 
 _PER_TURN = 2  # preparing and sending an invoke takes 0.3 ms
+_PAUSE_S = 0.02  # 100 calls per second go on, so that no backlog of results stops a run
 
 
 class CallKind(IntEnum):
@@ -49,11 +50,16 @@ class CallQueue:
         self._shared = AdaptiveRate(calls_per_s) if calls_per_s is not None else None
         self._waiting: dict[CallKind, deque[asyncio.Future[None]]] = {call: deque() for call in CallKind}
         self._timer: asyncio.TimerHandle | None = None
+        self._has_backlog: Callable[[], bool] = lambda: False
         self._admitted = 0  # in this turn of the event loop
 
     @classmethod
     def from_config(cls, rates: RuntimeConfig) -> Self:
         return cls(rates.invoke_per_s, rates.stop_per_s, rates.calls_per_s)
+
+    def yield_to(self, has_backlog: Callable[[], bool]) -> None:
+        """Slow calls down while `has_backlog`, which returns whether results wait."""
+        self._has_backlog = has_backlog
 
     @property
     def invoke_per_s(self) -> float:
@@ -135,7 +141,7 @@ class CallQueue:
                 if self._admitted == _PER_TURN:
                     return  # `_next_turn` comes
                 if not self._admitted:
-                    loop.call_soon(self._next_turn)
+                    loop.call_later(_PAUSE_S if self._has_backlog() else 0, self._next_turn)
                 self._admitted += 1
                 for rate in rates:
                     rate.take(now)

@@ -76,6 +76,7 @@ class StepServices:
         runtime: SessionCalls,
         store: ObjectStore,
         *,
+        buffer: RolloutBuffer,
         limits: RuntimeConfig | None = None,
         calls: CallQueue | None = None,
         fencing_token: int = 0,
@@ -90,11 +91,13 @@ class StepServices:
         """
         limits, after = limits or config.runtime, config.group.block_task_after
         calls = calls or CallQueue.from_config(limits)
+        calls.yield_to(buffer.has_backlog)
         manifests = ManifestStore(store, config.run_id, fencing_token, owner)
         return cls(
             config=config,
             dispatcher=Dispatcher(runtime, calls, max_sessions=limits.max_sessions, max_attempts=limits.max_attempts),
             closer=SessionCloser(runtime, calls),
+            buffer=buffer,
             read_manifest=manifests.read,
             write_manifest=manifests.write,
             blocklist=TaskBlocklist(store, config.run_id, after) if after is not None else NoBlocklist(),

@@ -164,6 +164,20 @@ async def test_the_rates_are_those_of_the_settings():
     assert max(await admitted(CallQueue.from_config(config), CallKind.INVOKE, 3)) == 2
 
 
+@in_virtual_time
+async def test_calls_go_on_slowly_while_results_wait_and_at_the_full_rate_after_that():
+    waiting = [True]
+    queue = CallQueue(invoke_per_s=10_000, stop_per_s=100)
+    queue.yield_to(lambda: waiting[0])
+    calls = asyncio.create_task(admitted(queue, CallKind.INVOKE, 300))
+    await asyncio.sleep(1)
+    waiting.clear()
+    waiting.append(False)
+    times = await calls
+    assert sum(at <= 1 for at in times) == pytest.approx(100, abs=4)
+    assert max(times) < 1.1
+
+
 def test_the_tally_reports_the_rate_granted_between_the_first_refusal_and_the_last():
     tally = CallTally()
     for at in range(5):
