@@ -1,108 +1,95 @@
-// An agent that follows docs/contract.md by hand, in one file without dependencies. It needs Node 20.3 or newer.
+// An agent that follows docs/contract.md by hand, without dependencies. It needs Node 20.3 and storage.presigned.
 import http from 'node:http'
 import { setTimeout as sleep } from 'node:timers/promises'
-import { announce, write } from './aws.mjs'
 
-const sessions = new Map() // by session id: how to stop its rollout, and whether it is over
-let changedAt = Math.floor(Date.now() / 1000) // of the status that /ping reports
-const busy = () => [...sessions.values()].some((session) => !session.over)
+const sessions = new Map() // the end of each rollout, by session id
+const stop = new AbortController() // aborted by SIGTERM
+const seconds = () => Date.now() / 1000
+let busy = 0 // rollouts that run
+let changedAt = seconds() // when the status that /ping reports has changed
 
-// The agent: one model call. The gateway counts a call that it could not answer, and then no reward is trained.
+// The agent: one model call. The gateway counts calls that it could not answer, and then no reward is trained.
 async function agent(task, endpoint, signal) {
-  const messages = [{ role: 'user', content: task.question }]
-  const body = JSON.stringify({ model: endpoint.name, messages })
-  const reply = await call(`${endpoint.base_url}/chat/completions`, endpoint.api_key, { body, signal })
-  const text = (await reply.json()).choices[0].message.content
+  const body = { model: endpoint.name, messages: [{ role: 'user', content: task.question }] }
+  const reply = await post(`${endpoint.base_url}/chat/completions`, endpoint, body, signal)
+  const text = reply.choices[0].message.content
   return { reward: text.match(/-?\d+/g)?.at(-1) === task.answer ? 1 : 0, extras: { reply: text } }
 }
 
-// POST to the gateway, and retry until the signal if it is restarting or overloaded. By the Idempotency-Key, a retry
-// gets the answer of the first request instead of a second sample.
-async function call(url, key, options) {
-  const headers = { Authorization: `Bearer ${key}`, 'Content-Type': 'application/json', Accept: 'application/json' }
+// By the Idempotency-Key, a retry gets the answer of the first request instead of a second sample.
+async function post(url, { api_key }, body, signal) {
+  const json = 'application/json'
+  const headers = { Authorization: `Bearer ${api_key}`, 'Content-Type': json, Accept: json }
   headers['Idempotency-Key'] = crypto.randomUUID()
+  return send(url, { method: 'POST', headers, body: JSON.stringify(body), signal }).then((reply) => reply.json())
+}
+
+// Retry until the signal. 412: the result exists, written by another attempt or by a request whose answer was lost.
+async function send(url, options) {
   for (let pause = 500; ; pause = Math.min(2 * pause, 8000)) {
-    const reply = await fetch(url, { method: 'POST', headers, ...options }).catch((error) => error)
+    const reply = await fetch(url, options).catch((error) => error)
     options.signal.throwIfAborted()
-    if (reply.ok) return reply
-    const final = reply.status < 500 && reply.status !== 429
+    if (reply.ok || reply.status === 412) return reply
+    const final = reply.status < 500 && ![408, 409, 429].includes(reply.status)
     if (final || reply.headers?.get('x-should-retry') === 'false') throw new Error(await reply.text())
     await sleep(pause, undefined, { signal: options.signal })
   }
 }
 
-const failure = (outcome, reason, error) => ({ outcome, failure: { reason, message: String(error) } })
-
-async function run(request, task, session) {
-  const started_at = Date.now() / 1000
-  const { endpoint, publish_grace_s = 60 } = request
-  const deadline = AbortSignal.timeout(1000 * (request.remaining_s ?? request.deadline - started_at))
-  const authorization = { Authorization: `Bearer ${endpoint.api_key}` }
-  const beat = () => fetch(endpoint.heartbeat_url, { method: 'POST', headers: authorization }).then(
-    (reply) => reply.status === 410 && session.stop.abort(), () => {}) // 410: the backend needs it no more
-  const beats = request.heartbeat_s && endpoint.heartbeat_url && setInterval(beat, 1000 * request.heartbeat_s)
-  let result
-  try {
-    const value = await agent(task, endpoint, AbortSignal.any([deadline, session.stop.signal]))
-    result = { outcome: 'completed', ...value }
-  } catch (error) {
-    if (session.stop.signal.aborted) result = failure('infra_error', 'terminated', 'the session was stopped')
-    else if (deadline.aborted) result = failure('timed_out', 'agent_deadline', 'no reward by the deadline')
-    else result = failure('agent_error', 'agent_exception', error)
-  }
-  let sampled = {}
-  try { // closes the session; the segments and the seal are copied unchanged
-    const signal = AbortSignal.timeout(250 * publish_grace_s)
-    const reply = await call(endpoint.trajectory_url, endpoint.api_key, { signal })
-    const { unanswered_calls, ...rest } = await reply.json()
-    sampled = rest
-    if (unanswered_calls && result.outcome !== 'timed_out') {
-      result = failure('infra_error', 'model_unavailable', `${unanswered_calls} model calls were not answered`)
-    }
+async function run({ endpoint, remaining_s, publish_grace_s, heartbeat_s, result: { urls }, ...request }, task) {
+  const { run_id, step, task_id, rollout_id, attempt, session_id } = request
+  const ids = { schema_version: 1, run_id, step, task_id, rollout_id, attempt, session_id, started_at: seconds() }
+  const failure = (outcome, reason, error) => ({ outcome, failure: { reason, message: String(error) } })
+  const deadline = AbortSignal.timeout(1000 * remaining_s)
+  const beat = () => post(endpoint.heartbeat_url, endpoint, {}, AbortSignal.timeout(5000)).catch(() => {})
+  const beats = heartbeat_s && setInterval(beat, 1000 * heartbeat_s)
+  let trajectory = {}
+  let result = await agent(task, endpoint, AbortSignal.any([deadline, stop.signal])).then(
+    (value) => ({ outcome: 'completed', ...value }),
+    (error) => {
+      if (stop.signal.aborted) return failure('infra_error', 'terminated', 'the container was stopped')
+      if (deadline.aborted) return failure('timed_out', 'agent_deadline', 'no reward by the deadline')
+      return failure('agent_error', 'agent_exception', error)
+    })
+  try { // closes the session; model, segments and seal are copied unchanged
+    const grace = AbortSignal.timeout(250 * publish_grace_s)
+    const { unanswered_calls: lost, ...sampled } = await post(endpoint.trajectory_url, endpoint, {}, grace)
+    trajectory = sampled
+    const failed = lost && result.outcome !== 'timed_out'
+    if (failed) result = failure('infra_error', 'model_unavailable', `${lost} model calls were not answered`)
   } catch (error) {
     if (result.outcome === 'completed') result = failure('infra_error', 'trajectory_unavailable', error)
   }
-  const { run_id, step, task_id, rollout_id, attempt, session_id } = request
-  const ids = { schema_version: 1, run_id, step, task_id, rollout_id, attempt, session_id }
-  const body = JSON.stringify({ ...ids, ...sampled, ...result, started_at, finished_at: Date.now() / 1000 })
-  const marker = result.outcome === 'infra_error' ? `~${attempt}` : ''
-  const { prefix, urls } = request.result
-  const key = `${prefix}runs/${run_id}/steps/${String(step).padStart(8, '0')}/${rollout_id}${marker}`
-  await write(request.result, key, marker ? urls?.failure_marker : urls?.result, body)
-  await announce(request.result, key)
+  const body = JSON.stringify({ ...ids, ...trajectory, ...result, finished_at: seconds() })
+  const url = result.outcome === 'infra_error' ? urls.failure_marker : urls.result
+  const headers = { 'Content-Type': 'application/octet-stream', 'If-None-Match': '*' } // both are signed
+  await send(url, { method: 'PUT', headers, body, signal: AbortSignal.timeout(500 * publish_grace_s) })
   clearInterval(beats)
 }
 
-const server = http.createServer(async (incoming, response) => {
-  const answer = (status, body) => {
-    response.writeHead(status, { 'Content-Type': 'application/json' }).end(JSON.stringify(body))
-  }
+function start(request, task) {
+  if (sessions.has(request.session_id)) return // a repeated invoke starts nothing
+  if (!request.result.urls) throw new Error('this agent has no credentials: set storage.presigned=true')
+  if (busy++ === 0) changedAt = seconds()
+  const ended = () => { if (--busy === 0) changedAt = seconds() }
+  sessions.set(request.session_id, run(request, task).catch(console.error).finally(ended))
+}
+
+http.createServer(async (incoming, response) => {
+  const answer = (code, body) => response.writeHead(code).end(JSON.stringify(body))
+  const status = busy ? 'HealthyBusy' : 'Healthy'
+  if (incoming.url === '/ping') return answer(200, { status, time_of_last_update: Math.floor(changedAt) })
   try {
-    if (incoming.url === '/ping') {
-      return answer(200, { status: busy() ? 'HealthyBusy' : 'Healthy', time_of_last_update: changedAt })
-    }
-    if (incoming.url === '/stop') {
-      const session = sessions.get(incoming.headers['x-amzn-bedrock-agentcore-runtime-session-id'])
-      session?.stop.abort()
-      return answer(session ? 200 : 404, { status: 'stopping' })
-    }
     const { _rollout: request, ...task } = JSON.parse(Buffer.concat(await incoming.toArray()))
-    if (!sessions.has(request.session_id)) { // a repeated invoke starts nothing
-      const session = { stop: new AbortController(), over: false }
-      sessions.set(request.session_id, session)
-      const update = () => { changedAt = Math.floor(Date.now() / 1000) }
-      update()
-      session.done = run(request, task, session).catch(console.error).finally(() => { session.over = true; update() })
-    }
-    answer(200, { status: 'accepted', rollout_id: request.rollout_id })
+    start(request, task)
+    answer(200, { status: 'accepted' })
   } catch (error) {
-    answer(400, { error: error.name, message: error.message })
+    answer(400, { error: error.message })
   }
-})
+}).listen(Number(process.env.PORT ?? 8080), process.env.HOST ?? '0.0.0.0')
 
 process.on('SIGTERM', async () => { // publish what is running as failures, then exit
-  for (const session of sessions.values()) session.stop.abort()
-  await Promise.all([...sessions.values()].map((session) => session.done))
+  stop.abort()
+  await Promise.all(sessions.values())
   process.exit(0)
 })
-server.listen(Number(process.env.PORT ?? 8080), process.env.HOST ?? '0.0.0.0')

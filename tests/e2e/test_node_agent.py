@@ -41,9 +41,8 @@ def answer(prompt: str) -> str:
     return "It is 4." if "2 + 2" in prompt else "It is 7."
 
 
-@pytest.mark.parametrize("presigned", [False, True], ids=["credentials", "presigned"])
-async def test_a_node_agent_is_trained_token_exact(open_run, node, presigned):
-    settings = (f"storage.presigned={str(presigned).lower()}", "collect.list_interval_s=0.2")
+async def test_a_node_agent_is_trained_token_exact(open_run, node):
+    settings = ("storage.presigned=true", "collect.list_interval_s=0.2")
     run = await open_run(*settings, "group.size=1", replies=answer, script=[node, str(AGENT)])
     tasks = [
         Task("right", {"question": "2 + 2?", "answer": "4"}),
@@ -63,10 +62,18 @@ async def test_a_node_agent_is_trained_token_exact(open_run, node, presigned):
 
 
 async def test_a_node_agent_publishes_that_it_reached_its_deadline(open_run, node, held_back):
-    run = await open_run(
-        "group.size=1", "timeouts.agent_s=2", "timeouts.model_call_s=1", replies=held_back, script=[node, str(AGENT)]
-    )
+    settings = ("storage.presigned=true", "collect.list_interval_s=0.2", "group.size=1")
+    limits = ("timeouts.agent_s=2", "timeouts.model_call_s=1")
+    run = await open_run(*settings, *limits, replies=held_back, script=[node, str(AGENT)])
     result = await run.manager.collect([Task("a", {"question": "2 + 2?", "answer": "4"})])
     [failure] = result.failures
     assert (failure.outcome, failure.reason) == (Outcome.TIMED_OUT, "agent_deadline")
     assert failure.message == "no reward by the deadline"
+
+
+async def test_a_node_agent_without_urls_says_what_to_set(open_run, node):
+    run = await open_run("group.size=1", "runtime.max_attempts=1", replies=answer, script=[node, str(AGENT)])
+    result = await run.manager.collect([Task("a", {"question": "2 + 2?", "answer": "4"})])
+    [failure] = result.failures
+    assert failure.outcome is Outcome.INFRA_ERROR
+    assert "storage.presigned=true" in failure.message
