@@ -48,7 +48,10 @@ def deploy(
         bool, typer.Option("--local", help="Deploy to S3, SQS and AgentCore on this machine, until `rollout down`.")
     ] = False,
     build: Annotated[
-        Build, typer.Option(help="Upload the code, or build an image and push it: in AWS CodeBuild, or here.")
+        Build,
+        typer.Option(
+            help="Upload the code, or build an image and push it: in AWS CodeBuild, or here. Images need --stack."
+        ),
     ] = Build.CODE,
     build_role: Annotated[
         str | None,
@@ -79,9 +82,15 @@ def deploy(
     with exit_codes():
         if local == (stack is not None):
             raise ConfigError("name the account's --stack, or deploy to this machine with --local")
-        if local and (build is not Build.CODE or subnets or security_groups):
+        if local and build is not Build.CODE:
             raise ConfigError(
-                "--local runs code in no network of its own: leave out --build, --subnet, --security-group"
+                f"--build {build.value}: --local runs the agent's code as processes of this machine, and no image: "
+                "omit it here, and give it with --stack"
+            )
+        if local and (subnets or security_groups):
+            raise ConfigError(
+                "--subnet, --security-group: --local runs the agent in this machine's network: omit them here, and "
+                "give them with --stack"
             )
         if build_role is not None and build is not Build.CODEBUILD:
             raise ConfigError("--build-role belongs to --build codebuild")

@@ -146,3 +146,8 @@ def test_a_run_over_http_is_shown_and_read_again(rollout, settings, tasks, agent
     code, output = rollout("show", "task-00000.0", "--run", folder, "--json")
     assert json.loads(output)["outcome"] == "completed"
     refused(rollout("show", "task-9", "--run", folder), "holds no task and no rollout 'task-9'")
+
+
+def test_a_local_deployment_names_the_option_that_needs_an_account(rollout, tmp_path):
+    for option, value in (("--build", "codebuild"), ("--subnet", "subnet-1")):
+        refused(rollout("deploy", tmp_path, "--local", option, value), option, "give", "with --stack")
