@@ -120,9 +120,9 @@ def images(tasks: Path, folder: Path, root: Path) -> dict[str, FolderImage]:
     return found
 
 
-async def run(argv: list[str], folder: Path, root: Path, **env: str) -> dict[str, dict]:
-    """Run `rollout` with two of the tasks. Return the records of their rollouts by task."""
-    common = ["--tasks", "harbor:tasks", "--limit", "2", "-o", "group.size=1", "-o", "run_id=r"]
+async def run(argv: list[str], folder: Path, root: Path, tasks: int, **env: str) -> dict[str, dict]:
+    """Run `rollout` with the first tasks. Return the records of their rollouts by task."""
+    common = ["--tasks", "harbor:tasks", "--limit", str(tasks), "-o", "group.size=1", "-o", "run_id=r"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -149,49 +149,55 @@ def tokens(folder: Path) -> dict[str, list[tuple[int, ...]]]:
     return {each.task_id: [tuple(segment.token_ids) for segment in each.segments] for each in found}
 
 
+def check_run(records: dict[str, dict], folder: Path, engine: ScriptedEngine, bugs: list) -> None:
+    """Check the rollouts of the first tasks: what their hidden tests find, and their tokens."""
+    names = [bug.name for bug in sorted(bugs, key=lambda bug: bug.name)][: len(records)]
+    assert sorted(records) == names
+    assert {record["outcome"] for record in records.values()} == {"completed"}
+    rewards = {name: float(name != GIVEN_UP) for name in names}
+    assert {name: record["result"]["reward"] for name, record in records.items()} == rewards
+    turns = {name: 1 if name == GIVEN_UP else 3 for name in names}
+    assert {name: record["result"]["turns"] for name, record in records.items()} == turns
+    assert all(record["trainable"] and record["result"]["segments"] == 1 for record in records.values())
+    stored = (folder / "runs" / "r" / "rollouts" / "00000000").glob("[!.]*")
+    rollouts = [Rollout.decode(file.read_bytes()) for file in stored]
+    assert len(recorded_calls(rollouts)) == sum(turns.values())
+    is_token_exact(rollouts, engine, script(bugs))
+
+
+@pytest.mark.slow
+async def test_the_hidden_tests_score_what_an_unmodified_agent_leaves_at_the_emulator(examples, made, tmp_path):
+    made.make_tasks(tmp_path / "tasks")
+    with ScriptedEngine(script(made.BUGS)) as engine:
+        records = await run(at_the_emulator(examples / "swe_agent", engine), tmp_path, examples.parent, 2)
+    check_run(records, tmp_path, engine, made.BUGS)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not can_make_containers(), reason="the kernel lets this user make no mount namespace")
-async def test_on_kubernetes_each_task_runs_in_its_image_and_is_scored_in_another_job(
-    examples, made, tmp_path, storage
-):
+async def test_the_ten_tasks_as_processes_and_on_kubernetes_sample_the_same_tokens(examples, made, tmp_path, storage):
     places = tmp_path / "processes", tmp_path / "kubernetes"
     for place in places:
         made.make_tasks(place / "tasks")
     with ScriptedEngine(script(made.BUGS)) as engine:
-        records = await run(as_processes(examples / "swe_agent", engine), places[0], examples.parent)
-        spawners = images(places[1] / "tasks", tmp_path / "images", examples.parent)
+        records = await run(as_processes(examples / "swe_agent", engine), places[0], examples.parent, 10)
+    check_run(records, places[0], engine, made.BUGS)
+    if not can_make_containers():
+        pytest.skip("the kernel lets this user make no mount namespace")
+    spawners = images(places[1] / "tasks", tmp_path / "images", examples.parent)
+    with ScriptedEngine(script(made.BUGS)) as engine:
         async with KubernetesEmulator(spawners, tmp_path / "cluster") as cluster:
             argv = on_kubernetes(examples / "swe_agent", engine, cluster, storage)
-            found = await run(argv, places[1], examples.parent, **storage.environ)
+            records = await run(argv, places[1], examples.parent, 10, **storage.environ)
             assert cluster.running_pods() == []
             jobs = [each for each in cluster.created if each["kind"] == "Job"]
             secrets = [each for each in cluster.created if each["kind"] == "Secret"]
-    assert {name: each["result"]["reward"] for name, each in found.items()} == {FIXED: 1.0, GIVEN_UP: 0.0}
+    check_run(records, places[1], engine, made.BUGS)
     assert tokens(places[1]) == tokens(places[0])
-    assert {name: each["result"]["turns"] for name, each in found.items()} == {
-        name: each["result"]["turns"] for name, each in records.items()
-    }
     verifiers = [each["metadata"]["name"].startswith("verifier-") for each in jobs]
-    assert sorted(verifiers) == [False, False, True, True]
-    assert ["tests.tar.gz" in each["data"] for each in secrets].count(True) == 2
+    assert (verifiers.count(False), verifiers.count(True)) == (
+        10,
+        10,
+    )  # each in its task's image, and one to score it
+    assert ["tests.tar.gz" in each["data"] for each in secrets].count(True) == 10
     assert all(("tests.tar.gz" in each["data"]) == ("payload.json" not in each["data"]) for each in secrets)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [at_the_emulator, as_processes])
-async def test_the_hidden_tests_score_what_an_unmodified_agent_leaves(examples, made, tmp_path, form):
-    made.make_tasks(tmp_path / "tasks")
-    with ScriptedEngine(script(made.BUGS)) as engine:
-        records = await run(form(examples / "swe_agent", engine), tmp_path, examples.parent)
-    assert {name: record["outcome"] for name, record in records.items()} == {
-        FIXED: "completed",
-        GIVEN_UP: "completed",
-    }
-    assert {name: record["result"]["reward"] for name, record in records.items()} == {FIXED: 1.0, GIVEN_UP: 0.0}
-    assert [records[name]["result"]["turns"] for name in (FIXED, GIVEN_UP)] == [3, 1]
-    assert all(record["trainable"] and record["result"]["segments"] == 1 for record in records.values())
-    stored = (tmp_path / "runs" / "r" / "rollouts" / "00000000").glob("[!.]*")
-    rollouts = [Rollout.decode(file.read_bytes()) for file in stored]
-    assert len(recorded_calls(rollouts)) == 4
-    is_token_exact(rollouts, engine, script(made.BUGS))
