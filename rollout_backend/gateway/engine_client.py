@@ -6,7 +6,7 @@ Invariants:
   absent; nothing is filled in.
 - A prompt with images equals the recorded one. The engine builds it from one token and the bytes of each image, and
   returns its ids, or through a router its length. If they differ, the reply is discarded.
-- A call ends within `timeout_s` and after at most `attempts` attempts.
+- A call ends within `timeout_s` and after at most `attempts` attempts without progress.
 - Generation that an engine aborts (for example to load new weights) resumes from the tokens sampled so far. They were
   sampled under the same prompt and keep their logprobs and weight versions. An abort without tokens is a plain retry.
   The same applies to an interrupted stream, whose tokens may already have been sent to the agent.
@@ -33,7 +33,6 @@ from tenacity import (
     RetryCallState,
     RetryError,
     retry_if_exception_type,
-    stop_after_attempt,
     wait_exponential_jitter,
 )
 
@@ -68,6 +67,10 @@ class _Retry(Exception):
 
 class _Aborted(_Retry):
     """A healthy engine aborted the generation, for example to pause."""
+
+
+class _Interrupted(_Aborted):
+    """An abort after more tokens, or by the gate: not counted, because a long call crosses many weight updates."""
 
 
 _TRANSIENT = (_Retry, aiohttp.ClientError, TimeoutError)  # errors that are retried
@@ -233,9 +236,10 @@ class EngineClient:
         """Sample until a reply is complete. Raises RetryError after the last attempt."""
         partial = _Partial()
         failed: set[str] = set()
+        fruitless = 0
 
         async def attempt() -> _Partial:
-            nonlocal partial
+            nonlocal partial, fruitless
             await self._engines.gate.wait()
             if not request.resumable:
                 partial = _Partial()
@@ -243,8 +247,11 @@ class EngineClient:
             try:
                 await self._engines.gate.run(self._advance(url, partial, request))
             except GateClosed:
-                raise _Aborted("the engines were put to sleep") from None
+                raise _Interrupted("the engines were put to sleep") from None
+            except _Interrupted:
+                raise
             except _TRANSIENT as error:
+                fruitless += 1
                 if not isinstance(error, _Aborted):
                     failed.add(url)
                 raise
@@ -253,7 +260,7 @@ class EngineClient:
         return await retry(
             attempt,
             lambda: AsyncRetrying(
-                retry=retry_if_exception_type(_TRANSIENT), stop=stop_after_attempt(self._attempts), wait=_wait
+                retry=retry_if_exception_type(_TRANSIENT), stop=lambda _: fruitless >= self._attempts, wait=_wait
             ),
         )
 
@@ -304,7 +311,9 @@ class EngineClient:
         if kind == "abort":
             if finish.get("status_code") == 400:
                 raise EngineRefused(finish.get("message") or "no reason given")
-            raise _Aborted(f"generation was aborted: {finish.get('message') or 'no reason given'}")
+            resumes = request.resumable and len(partial.token_ids) > len(prompt) - len(request.input_ids)
+            kind_of_abort = _Interrupted if resumes else _Aborted
+            raise kind_of_abort(f"generation was aborted: {finish.get('message') or 'no reason given'}")
         if kind not in ("stop", "length"):
             raise _Retry(f"generation ended with {kind}")
         partial.finish = finish
@@ -357,9 +366,11 @@ def _wait(state: RetryCallState) -> float:
     An engine that aborts may be about to pause. A retry that reaches it before the router knows would be held there
     until the engine resumes.
     """
+    error = state.outcome.exception() if state.outcome is not None else None
+    if isinstance(error, _Interrupted):
+        return _AFTER_ABORT_S
     wait = _exponential(state)
-    aborted = state.outcome is not None and isinstance(state.outcome.exception(), _Aborted)
-    return max(wait, _AFTER_ABORT_S) if aborted else wait
+    return max(wait, _AFTER_ABORT_S) if isinstance(error, _Aborted) else wait
 
 
 def _stream_error(error: Any) -> Exception:

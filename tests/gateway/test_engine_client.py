@@ -189,6 +189,13 @@ async def test_an_aborted_generation_continues_from_its_tokens(engine):
     assert [body["sampling_params"]["max_new_tokens"] for body, _ in engine.bodies] == [10, 8, 7]
 
 
+async def test_a_call_crosses_more_weight_updates_than_it_has_attempts(engine):
+    aborts = [reply([token], "abort", versions=[(str(token), 0, 1)]) for token in range(8)]
+    completion = await engine.generate([*aborts, reply([9], versions=[("9", 0, 1)])], attempts=2)
+    assert completion.token_ids == (*range(8), 9)
+    assert [span.version for span in completion.weight_versions] == [*"01234567", "9"]
+
+
 async def test_an_abort_at_the_last_token_ends_the_reply_with_length(engine):
     completion = await engine.generate([reply(range(10), "abort")])
     assert (len(completion.token_ids), completion.finish_reason) == (10, "length")
