@@ -19,7 +19,6 @@ from rollout_backend.config import ServingConfig
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.serving.engine import Engine, MakeEngine, ReservingEngine, is_responding
 from rollout_backend.serving.generation_control import pause_generation, resume_generation
-from rollout_backend.serving.local_engine import weight_bytes
 from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, Supervisor, first_of
 from rollout_backend.serving.weights import Weights, load_weights
 
@@ -164,8 +163,7 @@ class EngineRouting:
 
     async def _load(self, engine: EngineSupervisor, weights: Weights) -> None:
         """Raise ServingError if the engine does not load the weights."""
-        size = await asyncio.to_thread(weight_bytes, weights.folder)
-        await load_weights(engine.url, weights, self._serving.startup_s(size))
+        await load_weights(engine.url, weights, self._serving)
         engine.weights = weights
 
     async def _hold(self) -> None:

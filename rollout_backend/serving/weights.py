@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from rollout_backend.atomic_file import write_file
-from rollout_backend.config import RolloutConfig
+from rollout_backend.config import RolloutConfig, ServingConfig
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
 from rollout_backend.serving.engine import PROBE
+from rollout_backend.serving.local_engine import weight_bytes
 from rollout_backend.serving.model_folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ class Weights:
         return cls(version, folder, _digest(folder))
 
     def check_unchanged(self) -> None:
-        """Raise ServingError if the folder was written to since."""
+        """Raise ServingError if the folder was written to or deleted since."""
         if _digest(self.folder) != self.digest:
             raise ServingError(
-                f"{self.folder} has changed since it became version {self.version} of the weights: save each "
-                "checkpoint to its own folder, and keep it while its weights are the newest"
+                f"{self.folder} has changed or is gone since it became version {self.version} of the weights: save "
+                "each checkpoint to its own folder, and keep it while its weights are the newest"
             )
 
 
@@ -152,7 +153,7 @@ class WeightStore:
         return weights
 
 
-async def load_weights(url: str, weights: Weights, timeout_s: float) -> None:
+async def load_weights(url: str, weights: Weights, serving: ServingConfig) -> None:
     """Make an SGLang server load these weights, and flush its cache. Nothing may be running on it.
 
     Raises:
@@ -160,6 +161,7 @@ async def load_weights(url: str, weights: Weights, timeout_s: float) -> None:
             that it failed to load.
     """
     await asyncio.to_thread(weights.check_unchanged)
+    timeout_s = serving.startup_s(await asyncio.to_thread(weight_bytes, weights.folder))
     body = {"model_path": str(weights.folder), "weight_version": str(weights.version), "flush_cache": True}
     try:
         async with (
@@ -187,6 +189,10 @@ def _succeeded(text: str) -> bool:
 
 
 def _digest(folder: Path) -> str:
-    stats = sorted((file.name, file.stat()) for file in folder.glob("*.safetensors*"))
+    """Return a digest of the weight files; empty if there are none."""
+    try:
+        stats = sorted((file.name, file.stat()) for file in folder.glob("*.safetensors*"))
+    except OSError:  # one was deleted meanwhile
+        return ""
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.blake2b(json.dumps(files).encode(), digest_size=16).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from contextlib import asynccontextmanager
 
@@ -17,7 +18,7 @@ from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.local_engine import LocalEngine
 from rollout_backend.serving.model_serving import ModelServing
 from rollout_backend.serving.registry import engine_factory
-from rollout_backend.serving.weights import WeightStore
+from rollout_backend.serving.weights import WeightStore, load_weights
 
 SHAPES = {"embed.weight": (8, 4), "norm.weight": (4,)}
 
@@ -166,6 +167,13 @@ async def test_engines_of_others_are_refused(make_config, tmp_path):
         await ModelServing(config, tmp_path).update_weights(tmp_path)
 
 
+async def test_a_deleted_folder_is_a_failure_of_the_engine(config, tmp_path):
+    weights = WeightStore(config).prepare(save(tmp_path / "checkpoint"))
+    shutil.rmtree(weights.folder)
+    with pytest.raises(ServingError, match="has changed or is gone"):
+        await load_weights("http://127.0.0.1:1", weights, config.serving)
+
+
 def test_the_newest_weights_must_still_be_there(config, tmp_path):
     folder = save(tmp_path / "checkpoint", 1.0)
     store = WeightStore(config)
@@ -176,7 +184,7 @@ def test_the_newest_weights_must_still_be_there(config, tmp_path):
     save(folder, 2.0, {**SHAPES, "more.weight": (1,)})
     with pytest.raises(ServingError, match="each checkpoint to its own folder"):
         weights.check_unchanged()
-    with pytest.raises(ConfigError, match="has changed since it became version 1"):
+    with pytest.raises(ConfigError, match="has changed or is gone since it became version 1"):
         WeightStore(config)
     folder.rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match="checkpoint, which is gone: restore the folder"):
