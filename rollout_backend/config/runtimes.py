@@ -135,10 +135,10 @@ class AgentCoreConfig(RuntimeConfig):
     """Timeout until a runtime created from `image` is ready and its endpoint serves it."""
     qualifier: str = "DEFAULT"
     """Endpoint of the runtime. DEFAULT serves the newest version; a runtime created from `image` has no other."""
-    invoke_per_s: Rate = 6.5
-    """Maximum sessions started per second. Default: below the quota of 400 per minute for containers, or 24 if the
-    runtime is deployed as code, whose quota is 25 per second. If the runtime refuses invokes (429, 402, 5xx), the
-    rate adapts to what it grants, and the report shows that rate. Refused invokes are retried until the step's
+    invoke_per_s: Rate = 24.0
+    """Maximum sessions started per second. Default: below the quota of 25 per second and account. If your account
+    grants 400 containers per minute, as until August 2026, set 6.5. If the runtime refuses invokes (429, 402, 5xx),
+    the rate adapts to what it grants, and the report shows that rate. Refused invokes are retried until the step's
     deadline."""
     max_sessions: int = Field(default=5000, ge=1)
     """Maximum open sessions. Default: the quota of us-east-1 and us-west-2; 2,500 in other regions."""

@@ -49,7 +49,7 @@ class EmulatorLimits(BaseModel):
     calls_per_s: float | None = Field(default=None, gt=0)
     """Rate of invokes and stops together, as older accounts count them. None: separate rates."""
     new_sessions_per_s: float | None = Field(default=None, gt=0)
-    """None: as fast as the machine starts them. AWS: 400 per minute."""
+    """None: as fast as the machine starts them. AWS: 25."""
     startup_timeout_s: float = Field(default=120.0, gt=0)
     idle_timeout_s: float = Field(default=900.0, gt=0)
     max_life_s: float = Field(default=28_800.0, gt=0)

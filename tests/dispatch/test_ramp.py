@@ -13,53 +13,43 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.runtimes.agentcore.quotas import fit_limits
 from rollout_backend.runtimes.registry import open_runtime
 
-CONTAINER = {"agentRuntimeArtifact": {"containerConfiguration": {"containerUri": "image"}}}
-CODE = {"agentRuntimeArtifact": {"codeConfiguration": {"runtime": "PYTHON_3_13"}}}
-
 
 def config(region: str = "us-east-1", **limits: object) -> AgentCoreConfig:
     arn = f"arn:aws:bedrock-agentcore:{region}:123456789012:runtime/my_agent-0123456789"
     return AgentCoreConfig.model_validate({"arn": arn, **limits})
 
 
-@pytest.mark.parametrize(
-    ("region", "described", "per_s", "sessions"),
-    [
-        ("us-east-1", CONTAINER, 6.5, 5_000),
-        ("us-west-2", CODE, 24, 5_000),
-        ("eu-west-1", CONTAINER, 6.5, 2_500),
-        ("eu-west-1", {}, 6.5, 2_500),  # these credentials may not look at the runtime
-    ],
-)
-def test_limits_follow_from_the_runtimes_kind_and_region(region, described, per_s, sessions):
-    limits = fit_limits(config(region), described)
-    assert (limits.invoke_per_s, limits.max_sessions) == (per_s, sessions)
+@pytest.mark.parametrize(("region", "sessions"), [("us-east-1", 5_000), ("us-west-2", 5_000), ("eu-west-1", 2_500)])
+def test_limits_follow_from_the_runtimes_region(region, sessions):
+    limits = fit_limits(config(region))
+    assert (limits.invoke_per_s, limits.max_sessions) == (24, sessions)
 
 
-async def test_a_run_takes_its_limits_from_the_runtime_that_it_found(local_keys):
+async def test_a_run_takes_its_limits_from_the_runtime(local_keys):
     tree = {
         "model": {"path": "m"},
         "storage": {"bucket": "bucket"},
-        "runtime": config().model_dump(exclude_unset=True),
+        "runtime": config("eu-west-1").model_dump(exclude_unset=True),
     }
     settings = RolloutConfig.parse({**tree, "runtime": {"kind": "agentcore", **tree["runtime"]}})
     runtime = await open_runtime(settings.runtime)
     try:
-        runtime.described = CODE
-        assert runtime.limits().invoke_per_s == 24
+        assert runtime.limits().max_sessions == 2_500
         assert check_ramp(settings, runtime.limits(), 1024)[0].startswith("1,024 rollouts start within 43 s")
     finally:
         await runtime.aclose()
 
 
 def test_a_limit_that_is_set_wins():
-    limits = fit_limits(config("eu-west-1", invoke_per_s=2, max_sessions=100), CODE)
+    limits = fit_limits(config("eu-west-1", invoke_per_s=2, max_sessions=100))
     assert (limits.invoke_per_s, limits.max_sessions) == (2, 100)
 
 
-@pytest.mark.parametrize(("described", "quota", "window_s", "used"), [(CONTAINER, 400, 60, 0.95), (CODE, 25, 1, 0.9)])
-def test_a_limiter_at_the_default_rate_stays_below_the_quota_and_uses_it(described, quota, window_s, used):
-    limiter, now = AdaptiveRate(fit_limits(config(), described).invoke_per_s), 0.0
+@pytest.mark.parametrize(
+    ("limits", "quota", "window_s", "used"), [({"invoke_per_s": 6.5}, 400, 60, 0.95), ({}, 25, 1, 0.9)]
+)
+def test_a_limiter_stays_below_the_quota_and_uses_it(limits, quota, window_s, used):
+    limiter, now = AdaptiveRate(config(**limits).invoke_per_s), 0.0
     sent = []
     while now < 600:
         now += limiter.due(now)
@@ -72,9 +62,9 @@ def test_a_limiter_at_the_default_rate_stays_below_the_quota_and_uses_it(describ
     assert used * quota < max(windows) <= quota
 
 
-def test_a_batch_of_1024_starts_in_two_and_a_half_minutes():
+def test_a_batch_of_1024_starts_in_43_seconds():
     ramp = Ramp.of(1024, config())
-    assert str(ramp) == "1,024 rollouts start within 157 s, at 6.5 sessions per second (runtime.invoke_per_s)"
+    assert str(ramp) == "1,024 rollouts start within 43 s, at 24 sessions per second (runtime.invoke_per_s)"
     ramp.check(collection_s=3600)
 
 
@@ -85,7 +75,7 @@ def test_more_rollouts_than_sessions_run_in_waves():
 
 
 def test_a_batch_that_cannot_finish_is_refused_with_advice():
-    ramp = Ramp.of(1024, config())
+    ramp = Ramp.of(1024, config(invoke_per_s=6.5))
     with pytest.raises(ConfigError, match=r"1,024 rollouts cannot finish within timeouts\.collection_s \(157 s\)"):
         ramp.check(collection_s=157)
     ramp.check(collection_s=158)

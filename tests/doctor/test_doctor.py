@@ -519,7 +519,7 @@ async def test_the_version_of_the_engine(tmp_path, version, level):
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ((256, 1_000_000), "this process may open 256 files, and a run takes 546: raise that (`ulimit -n 546`)"),
+        ((256, 1_000_000), "this process may open 256 files, and a run takes 578: raise that (`ulimit -n 578`)"),
         ((1024, 1024), "takes 3,840 open files, and this machine allows a process 1,024: raise that (`ulimit -Hn`)"),
     ],
 )

@@ -7,31 +7,24 @@ dispatcher slows down if the runtime grants less.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rollout_backend import aws
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.check_result import CheckResult
 
 ACTIVE_SESSIONS, NEW_PER_S = "L-3E5722B2", "L-8EE2AEA2"  # the codes of Service Quotas
+OLDER_CONTAINERS_PER_MINUTE = "L-0B3AF7ED"  # until August 2026; NEW_PER_S was then of agents without a container
 _SETTING, _NAME = "runtime.max_sessions", "runtime-quotas"
 
-CODE_PER_S = 24.0  # quota: 25 new sessions per second of an agent that is deployed as code, without a container
 SMALL_REGION_SESSIONS = 2_500  # quota of active sessions outside the large regions
 LARGE_REGIONS = frozenset({"us-east-1", "us-west-2"})  # their quota is the default of the setting
 
 
-def fit_limits(config: AgentCoreConfig, described: Mapping[str, Any]) -> AgentCoreConfig:
-    """Return the settings with each unset limit adjusted to the runtime.
-
-    `described` is GetAgentRuntime's answer; empty if these credentials may not ask.
-    """
-    limits: dict[str, object] = {}
-    if "codeConfiguration" in described.get("agentRuntimeArtifact", {}):
-        limits["invoke_per_s"] = CODE_PER_S
-    if config.region not in LARGE_REGIONS:
-        limits["max_sessions"] = SMALL_REGION_SESSIONS
-    return config.model_copy(update={k: v for k, v in limits.items() if k not in config.model_fields_set})
+def fit_limits(config: AgentCoreConfig) -> AgentCoreConfig:
+    """Return the settings with each unset limit adjusted to the region."""
+    if config.region in LARGE_REGIONS or "max_sessions" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"max_sessions": SMALL_REGION_SESSIONS})
 
 
 async def account_quotas(region: str, endpoint_url: str | None) -> Mapping[str, float]:
@@ -57,6 +50,11 @@ def describe_quotas(limits: AgentCoreConfig, quotas: Mapping[str, float]) -> Che
         above.append(f"runtime.max_sessions={limits.max_sessions} is above {sessions:g} active sessions")
     if rate is not None and limits.invoke_per_s > rate:
         above.append(f"runtime.invoke_per_s={limits.invoke_per_s:g} is above {rate:g} new sessions per second")
+    older = quotas.get(OLDER_CONTAINERS_PER_MINUTE)
+    if older is not None and limits.invoke_per_s * 60 > older:
+        above.append(
+            f"runtime.invoke_per_s={limits.invoke_per_s:g} is above {older / 60:.1f} new containers per second"
+        )
     if above:
         text = (
             f"{', and '.join(above)}, which the account's quotas grant: lower the setting, or raise the quota. A run "
@@ -75,6 +73,6 @@ def describe_unknown_quotas(limits: AgentCoreConfig, why: str) -> CheckResult:
         sessions = SMALL_REGION_SESSIONS
     text = (
         f"the account's quotas are not known ({why}). AWS's defaults of November 2026 are {sessions:,} active "
-        "sessions, and 25 new ones per second, or 400 per minute of a container"
+        "sessions, and 25 new ones per second"
     )
     return CheckResult("unchecked", _SETTING, text, _NAME)

@@ -80,7 +80,7 @@ class AgentCoreRuntime(AgentRuntime):
 
     @classmethod
     def default_limits(cls, config: AgentCoreConfig) -> AgentCoreConfig:
-        return fit_limits(config, {})
+        return fit_limits(config)
 
     @classmethod
     def permissions(cls, config: AgentCoreConfig) -> Sequence[Permission]:
@@ -143,7 +143,7 @@ class AgentCoreRuntime(AgentRuntime):
         return {}, CheckResult("problem", setting, f"{name} is {described['status']}, not READY. {why}".rstrip())
 
     def limits(self) -> AgentCoreConfig:
-        return fit_limits(self._config, self.described)
+        return fit_limits(self._config)
 
     def describe(self) -> dict[str, str]:
         image = RuntimeSpec.read(self.described).image if self.described else None
