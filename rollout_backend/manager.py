@@ -62,7 +62,7 @@ if TYPE_CHECKING:  # only a run with metrics loads prometheus_client
 
 log = logging.getLogger(__name__)
 
-_FIRST_CALL_POLL_S = 5.0
+_GATEWAY_POLL_S = 5.0
 _METRICS_S = 5.0  # in which gateways must answer; Prometheus waits for 10 s
 
 _T = TypeVar("_T")
@@ -135,7 +135,7 @@ class RolloutManager:
             self.archive.write_start(self.config, await self._describe_start(run))
             setting = "relay.url" if self.config.relay is not None else "gateway.public_url"
             self._first_call = FirstCall(run.serving.gateways.public_urls[0], setting)
-            watching = asyncio.create_task(self._await_first_call(self._first_call))
+            watching = asyncio.create_task(self._watch_gateways(self._first_call))
             stack.callback(watching.cancel)
             self._run = run
             self._open_traces(stack)
@@ -211,14 +211,17 @@ class RolloutManager:
             collecting.cancel()
         await asyncio.gather(*self._collecting, return_exceptions=True)
 
-    async def _await_first_call(self, first_call: FirstCall) -> None:
-        """Log a warning if agents run for long and none of them has called the model."""
-        while not first_call.arrived:
-            await asyncio.sleep(_FIRST_CALL_POLL_S)
-            running = sum(step.ledger.phases()[Phase.RUNNING] for step in self._steps.values())
-            stats = await self._gateway_stats()
+    async def _watch_gateways(self, first_call: FirstCall) -> None:
+        """Sample the engines' load for the current steps. Log a warning if agents run for long and none of them has
+        called the model."""
+        while True:
+            await asyncio.sleep(_GATEWAY_POLL_S)
+            stats = await self._gateway_stats() if self._steps else None
             if stats is None:
                 continue
+            for step in self._steps.values():
+                step.results.engine_use.add(stats.engines)
+            running = sum(step.ledger.phases()[Phase.RUNNING] for step in self._steps.values())
             was_silent = bool(first_call.warning)
             first_call.observe(asyncio.get_running_loop().time(), running, stats)
             if first_call.warning and not was_silent:

@@ -10,6 +10,7 @@ from statistics import quantiles
 from pydantic import BaseModel, ConfigDict
 
 from agent_wrapper.contract import Outcome, Rollout, Segment
+from rollout_backend.core.engine_use import EngineUse
 from rollout_backend.core.ledger import CallTally, Ledger, LedgerEntry
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.tasks import Task
@@ -124,6 +125,7 @@ class StepReport(_Frozen):
     length_bias: LengthBias | None = None  # None unless something was cut off
     invoke_rate: CallRate | None = None  # None unless an invoke was refused
     stop_rate: CallRate | None = None  # None unless a stop was refused
+    engine_use: EngineUse | None = None  # None: no engine reported its load
     seconds: float
     deadline_reached: bool
 
@@ -210,6 +212,7 @@ def make_report(
     reattached: int = 0,
     seconds: float,
     deadline_reached: bool,
+    engine_use: EngineUse | None = None,
     took: Mapping[str, float] | None = None,
 ) -> StepReport:
     """`took`: seconds of each rollout that began in this execution, by its id."""
@@ -252,6 +255,7 @@ def make_report(
         length_bias=_length_bias(entries, rollouts, took or {}),
         invoke_rate=CallRate.of(ledger.invokes),
         stop_rate=CallRate.of(ledger.stops),
+        engine_use=engine_use,
         seconds=seconds,
         deadline_reached=deadline_reached,
     )

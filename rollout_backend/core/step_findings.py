@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from rollout_backend.core.engine_use import EngineUse
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import CallRate, LengthBias, StepReport
 from rollout_backend.core.summary import TAIL, StepSummary, duration, tail_share
 from rollout_backend.core.verdict import Finding, Level, count, judge, show_command
 
 _SLOW_TAIL, _LONG_WAIT, _LOW_CACHE_HIT = 0.25, 0.25, 0.3
+_LONG_QUEUE = 0.25  # of the requests that run
+_IDLE = 0.5  # part of the time
 
 
 def findings_of(
@@ -18,6 +21,7 @@ def findings_of(
 ) -> tuple[Finding, ...]:
     """Return the findings on a step, most important first. `report` is None if the step was interrupted."""
     found = [*_accounts(report, records), *_records(records, summary)]
+    found += _sessions(report.engine_use if report is not None else None, summary)
     return tuple(sorted(found, key=lambda finding: finding.level))
 
 
@@ -32,6 +36,7 @@ def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> It
         yield Finding(Level.BAD, "the ledger does not reconcile")
     if report.deadline_reached:
         yield Finding(Level.WARNING, "the step ended at its deadline", "timeouts.collection_s: raise it")
+    yield from engine_findings(report.engine_use)
     if report.unarchived:
         text = f"{count(report.unarchived, 'result')} could not be written to the run's folder; they are in S3"
         yield Finding(Level.WARNING, text, "output_dir: free space on its disk")
@@ -54,14 +59,42 @@ def _records(records: Sequence[RolloutRecord], summary: StepSummary) -> Iterator
         slowest = max(records, key=lambda record: duration(record) or 0.0)
         text = f"the last {1 - TAIL:.0%} of the rollouts took {tail:.0%} of the step"
         yield Finding(Level.NOTE, f"{text}; the slowest was {slowest.rollout_id}", f"group.straggler_after: {TAIL}")
-    spent = summary.spent
-    if spent.total and spent.waiting / spent.total > _LONG_WAIT:
-        text = f"rollouts spent {spent.waiting / spent.total:.0%} of their time waiting for an invoke"
-        yield Finding(Level.NOTE, text, "runtime.max_sessions, runtime.invoke_per_s")
     turns = sum(record.result.turns for record in records if record.result is not None)
     if summary.cache_hit is not None and turns > 2 * len(records) and summary.cache_hit < _LOW_CACHE_HIT:
         text = f"only {summary.cache_hit:.0%} of the prompt tokens were found in the prefix cache"
         yield Finding(Level.NOTE, text, "router.policy")
+
+
+def _sessions(use: EngineUse | None, summary: StepSummary) -> Iterator[Finding]:
+    """More sessions help only if engines have room for their calls."""
+    spent = summary.spent
+    if spent.total and spent.waiting / spent.total > _LONG_WAIT and not (use is not None and _has_queue(use)):
+        text = f"rollouts spent {spent.waiting / spent.total:.0%} of their time waiting for an invoke"
+        yield Finding(Level.NOTE, text, "runtime.max_sessions, runtime.invoke_per_s")
+
+
+def engine_findings(use: EngineUse | None) -> Iterator[Finding]:
+    """Say whether the engines were too few for the agents' calls, or had too few of them."""
+    if use is None:
+        return
+    if _has_queue(use) and use.needed is not None:
+        ran = f"on average {count(use.engines, 'engine')} ran {use.running:.0f} requests and {use.waiting:.0f} waited"
+        if use.needed == use.engines:
+            yield Finding(Level.NOTE, f"{ran}, while others had room", "router.policy")
+        else:
+            text = f"engines were the bottleneck: {ran}; {use.needed} would run all of them at once"
+            yield Finding(Level.NOTE, f"{text}{_kv(use)}", "serving.servers")
+    elif use.idle > _IDLE:
+        text = f"engines had no request {use.idle:.0%} of the time: use fewer, or more sessions"
+        yield Finding(Level.NOTE, text, "serving.servers, runtime.max_sessions")
+
+
+def _has_queue(use: EngineUse) -> bool:
+    return use.waiting > _LONG_QUEUE * use.running
+
+
+def _kv(use: EngineUse) -> str:
+    return f". {use.kv_used:.0%} of their KV caches was in use" if use.kv_used is not None else ""
 
 
 class CallRates(Protocol):

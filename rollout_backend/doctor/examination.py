@@ -38,7 +38,7 @@ async def examine(
         found += await check_public_address(config)
         found += await asyncio.to_thread(check_tools, config)
         found += [check_packages(), *await check_engine_version(config), check_open_files(config)]
-        found.append(await check_capture(config) if engine else _not_captured())
+        found += await check_capture(config) if engine else [_not_captured()]
     return found
 
 

@@ -1,4 +1,5 @@
-"""Check that what engines sample arrives with ids and log-probabilities: one model call, as an agent makes it."""
+"""Check that what engines sample arrives with ids and log-probabilities: one model call, as an agent makes it. The
+engines also say for how many conversations they have room."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import math
 import secrets
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import aiohttp
@@ -14,7 +16,9 @@ from agent_wrapper.contract import Trajectory
 from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.engine_use import EngineSample
 from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.core.verdict import count
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.serving.model_serving import ModelServing
 
@@ -22,15 +26,17 @@ _MAX_TOKENS = 16
 _NAME = "engine-capture"
 
 
-async def check_capture(config: RolloutConfig) -> CheckResult:
+async def check_capture(config: RolloutConfig) -> list[CheckResult]:
     """Start engines, router and gateway, or use the engines of `serving.urls`, and make one model call."""
     with tempfile.TemporaryDirectory(prefix="rollout-doctor-") as folder:
         serving = ModelServing(_alone(config, Path(folder)), Path(folder))
         try:
             await serving.start(secrets.token_urlsafe(48))
-            return await _call(config, serving)
+            found = await _call(config, serving)
+            return [found, judge_room(config, (await serving.gateways.stats()).engines.values())]
         except (RolloutBackendError, TrajectoryUnavailable, aiohttp.ClientError, TimeoutError) as error:
-            return CheckResult("problem", "serving", f"a model call failed: {error or type(error).__name__}", _NAME)
+            text = f"a model call failed: {error or type(error).__name__}"
+            return [CheckResult("problem", "serving", text, _NAME)]
         finally:
             await serving.stop()
 
@@ -96,3 +102,19 @@ def judge(trajectory: Trajectory) -> CheckResult:
         text += ", but without a weight version: staleness cannot be measured. Use SGLang 0.5 or newer"
         return CheckResult("warning", "serving", text, _NAME)
     return CheckResult("ok", "serving", f"{text}, of weights {', '.join(sorted(versions))}", _NAME)
+
+
+def judge_room(config: RolloutConfig, engines: Iterable[EngineSample]) -> CheckResult:
+    """Compare the engines' KV caches with the conversations that a run can have open."""
+    name, setting = "engine-room", "runtime.max_sessions"
+    rooms = [engine.kv_tokens for engine in engines]
+    if not rooms or not all(rooms):
+        return CheckResult("unchecked", setting, "not every engine reports the size of its KV cache", name)
+    sessions, context = config.runtime.max_sessions, config.model.context_tokens
+    text = f"{count(len(rooms), 'engine')} with KV caches for {sum(rooms):,} tokens"
+    if min(rooms) < context:
+        text += f", one of them for {min(rooms):,}: a conversation of model.context_length ({context:,}) does not fit"
+        advice = "lower model.context_length, or give each engine more memory: serving.tensor_parallel"
+        return CheckResult("warning", setting, f"{text}: {advice}", name)
+    each = f"{sum(rooms) // sessions:,} for each of {sessions:,} sessions"
+    return CheckResult("ok", setting, f"{text}, {each}; what does not fit waits, or is computed again", name)

@@ -22,12 +22,15 @@ _WEIGHT = 0.1  # of the latest call in the moving average of call times
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Requests of one engine from all clients: in its batch, waiting for a slot, and the free slots."""
+    """Requests of one engine from all clients: in its batch, waiting for a slot, and the free slots. `kv_used` of
+    the `kv_tokens` in its KV cache are in use; 0 of 0: unknown."""
 
     running: int
     waiting: int
     free: int
     url: str = field(default="", compare=False)
+    kv_used: int = field(default=0, compare=False)
+    kv_tokens: int = field(default=0, compare=False)
 
 
 class Admission:

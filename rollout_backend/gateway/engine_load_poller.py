@@ -28,6 +28,8 @@ class _Rank(BaseModel):
     num_running_reqs: int
     num_waiting_reqs: int
     max_running_requests: int = 0
+    num_used_tokens: int = 0  # in the KV cache
+    max_total_num_tokens: int = 0
 
 
 class _Loads(BaseModel):
@@ -98,6 +100,8 @@ class EngineLoadPoller:
             waiting=sum(rank.num_waiting_reqs for rank in ranks),
             free=sum(max(0, rank.max_running_requests - rank.num_running_reqs) for rank in ranks),
             url=engine,
+            kv_used=sum(rank.num_used_tokens for rank in ranks),
+            kv_tokens=sum(rank.max_total_num_tokens for rank in ranks),
         )
 
 

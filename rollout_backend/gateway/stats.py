@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
 
+from rollout_backend.core.engine_use import EngineSample
 from rollout_backend.gateway.admission import EngineLoad
 
-_OF_ENGINES = ("engine_running", "engine_waiting")
+_OF_ENGINES = ("engine_running", "engine_waiting", "engine_kv_used", "engine_kv_tokens")
 
 
 class GatewayStats(BaseModel):
@@ -36,6 +37,17 @@ class GatewayStats(BaseModel):
     errors: dict[str, int]  # error responses, by code
     engine_running: dict[str, int]  # current: requests in an engine's batch, of all its clients, by the engine's URL
     engine_waiting: dict[str, int]  # current: those in its queue
+    engine_kv_used: dict[str, int]  # current: tokens in its KV cache that are in use; 0 if it does not report them
+    engine_kv_tokens: dict[str, int]  # the tokens for which its KV cache has room; 0 if it does not report them
+
+    @property
+    def engines(self) -> dict[str, EngineSample]:
+        """Return the current load of each engine, by its URL."""
+        others = self.engine_waiting, self.engine_kv_used, self.engine_kv_tokens
+        return {
+            url: EngineSample(running, *(table.get(url, 0) for table in others))
+            for url, running in self.engine_running.items()
+        }
 
     @classmethod
     def total(cls, parts: Iterable[GatewayStats]) -> GatewayStats:
@@ -81,5 +93,7 @@ class Counters:
             calls_in_flight=calls_in_flight,
             engine_running={load.url: load.running for load in loads},
             engine_waiting={load.url: load.waiting for load in loads},
+            engine_kv_used={load.url: load.kv_used for load in loads},
+            engine_kv_tokens={load.url: load.kv_tokens for load in loads},
             **vars(self),
         )

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 from agent_wrapper.contract import ContractError, Rollout
+from rollout_backend.core.engine_use import EngineUseMeter
 from rollout_backend.core.records import RolloutRecord, records_of
 from rollout_backend.core.report import StepResult, failures_of, make_report
 from rollout_backend.core.trace import Delivery
@@ -40,6 +41,7 @@ class StepResults:
         self._groups = groups
         self.scoring = StepScoring(context, self._settle)
         self._archived: list[Future[bool]] = []
+        self.engine_use = EngineUseMeter()  # while the step runs
         self.latencies: list[float] = []  # seconds since the announcements of those that were announced
         self._lags: list[float] = []
 
@@ -126,6 +128,7 @@ class StepResults:
             reattached=self.adopted,
             seconds=seconds,
             deadline_reached=deadline_reached,
+            engine_use=self.engine_use.result(),
             took={each.rollout_id: each.took for each in self.rollouts.values() if each.took is not None},
         )
         records = tuple(self.records())

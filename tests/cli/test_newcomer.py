@@ -314,7 +314,7 @@ def test_an_engine_without_memory(rollout, config, tasks, tmp_path):
 @pytest.mark.slow
 def test_a_wrong_public_url(rollout, settings, tasks, agent_server, run_id, monkeypatch, caplog):
     monkeypatch.setattr(first_call, "WARN_AFTER_S", 0.5)
-    monkeypatch.setattr(manager, "_FIRST_CALL_POLL_S", 0.1)
+    monkeypatch.setattr(manager, "_GATEWAY_POLL_S", 0.1)
     monkeypatch.setattr(run_output, "_LINES_S", 0.2)
     url = f"http://127.0.0.1:{free_port()}"
     with ScriptedEngine(["7"]) as engine, caplog.at_level(logging.WARNING, "rollout_backend.manager"):

@@ -22,6 +22,7 @@ from rollout_backend import cli
 from rollout_backend.aws import Identity
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.engine_use import EngineSample
 from rollout_backend.doctor import token_capture
 from rollout_backend.doctor.account import describe_credentials
 from rollout_backend.doctor.examination import estimate_cost, examine
@@ -551,6 +552,23 @@ def test_tokens_without_a_weight_version():
     assert (found.level, "without a weight version" in found.text) == ("warning", True)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "level", "words"),
+    [
+        ([400_000, 400_000], "ok", "2 engines with KV caches for 800,000 tokens, 100,000 for each of 8 sessions"),
+        ([400_000, 2_000], "warning", "one of them for 2,000: a conversation of model.context_length (32,768)"),
+        ([400_000, 0], "unchecked", "not every engine reports"),
+        ([], "unchecked", "not every engine reports"),
+    ],
+)
+def test_the_room_for_conversations(tokens, level, words):
+    runtime = {"kind": "http", "url": "http://127.0.0.1:9", "max_sessions": 8}
+    config = run_config(runtime=runtime, model={"path": "m", "context_length": 32_768})
+    found = token_capture.judge_room(config, [EngineSample(0, 0, 0, each) for each in tokens])
+    assert (found.level, found.name) == (level, "engine-room")
+    assert words in found.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("reply", "level", "words"),
@@ -566,7 +584,7 @@ async def test_a_model_call_through_the_router(reply, level, words):
             timeouts={"model_call_s": 20},
             gateway={"public_url": "https://gateway.invalid"},
         )
-        found = await token_capture.check_capture(config)
+        found, *_ = await token_capture.check_capture(config)
     assert words in found.text
     assert found.level == level
 

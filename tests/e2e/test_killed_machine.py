@@ -88,11 +88,16 @@ async def test_a_killed_machine_loses_no_rollout(repository, tiny_model, tmp_pat
 
 
 async def _seconds(collecting: asyncio.Task[StepResult], rollouts: int) -> float:
-    """Return how long a step takes, and check that it loses no rollout."""
+    """Return how long a step takes. Check that it loses no rollout, and that its engines have reported their load."""
     began = time.monotonic()
     result = await collecting
     assert result.report.balanced
     assert result.report.outcomes[Outcome.COMPLETED] == rollouts, result.failures
+    use = result.report.engine_use
+    assert use is not None
+    assert use.engines in (1, 2)
+    assert use.running > 0
+    assert use.kv_used is not None
     return time.monotonic() - began
 
 
