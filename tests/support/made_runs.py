@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, VersionSpan
 from builders import function_call
+from rollout_backend.core.engine_use import EngineUse
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.records import records_of
 from rollout_backend.core.report import GroupResult, failures_of, make_report
@@ -37,6 +38,7 @@ class MadeRun:
     group: int = 8
     skill: float = 0.5
     lost: float = 0.06
+    engines: EngineUse | None = None
     steps: int = 1
     seed: int = 7
     stored: int = 1_000_000  # results that are stored per step
@@ -107,7 +109,7 @@ class _Step:
         ]
         report = make_report(
             self.archive.run_dir.name, self.ledger, groups, self.rollouts, [0.2], [0.3],
-            refused=0, seconds=end - self.began, deadline_reached=False,
+            refused=0, seconds=end - self.began, deadline_reached=False, engine_use=self.made.engines,
         )  # fmt: skip
         assert len(failures_of(self.ledger)) == report.planned - report.outcomes[Outcome.COMPLETED]
         self.archive.write_records(
