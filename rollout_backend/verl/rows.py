@@ -40,6 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_wrapper.contract import Rollout, Segment
+from rollout_backend.core.staleness import number_of
 from rollout_backend.verl.row_images import SeenImage
 
 
@@ -215,10 +216,10 @@ def _row(
     version_sum = 0  # over the trained tokens
     for turn in turns:
         spans = [span for span in turn.weight_versions if max(span.start, cut.start) < min(span.end, cut.end)]
-        versions += [_number(span.version) for span in spans] or [None]
+        versions += [number_of(span.version) for span in spans] or [None]
         for span in spans:
             of_span = cut.trained[max(span.start - cut.start, 0) : span.end - cut.start]
-            version_sum += (_number(span.version) or 0) * int(np.count_nonzero(of_span))
+            version_sum += (number_of(span.version) or 0) * int(np.count_nonzero(of_span))
     numbers = [version for version in versions if version is not None]
     known = len(numbers) == len(versions)
     trained_tokens = int(np.count_nonzero(cut.trained))
@@ -244,8 +245,3 @@ def _row(
         ),
         turn_rewards=turn_rewards,
     )
-
-
-def _number(version: str) -> int | None:
-    """Return a version's number. None for SGLang's "default", before the first weights are pushed with a number."""
-    return int(version) if version.isdecimal() else None

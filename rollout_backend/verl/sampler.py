@@ -9,10 +9,15 @@ The sampler wraps verl's own buffer and keeps all of its settings (off-policy dr
 failed groups). The v1 trainer logs the metrics that a sampler returns with a batch; `rollout_backend.verl.metrics`
 lists ours.
 
-`max_staleness` counts weight versions. A rollout with a trained token older than that is dropped, judged by the
-version that sampled the token; verl's own `max_off_policy_threshold` goes by the step that handed out the prompt. If
-fewer than two rollouts of a group remain, the whole group is dropped, because a single rollout has no baseline. Each
-dropped group is replaced by one of another prompt.
+`max_staleness` counts weight versions. The trainer waits for groups that would become older than that: it takes a
+batch only if each unfinished group still has a place in a later batch within the limit (`core.staleness`). So no
+group is dropped for its age, and long rollouts are trained as often as short ones. verl itself drops old groups
+(`max_off_policy_strategy=drop`), or waits only for groups that have reached the limit (`wait`): if more of them
+remain than the next batch has places, the others exceed it.
+
+After a restart of the trainer a rollout can still be too old, judged by the versions that sampled its trained tokens.
+It is dropped then. If fewer than two rollouts of a group remain, the whole group is dropped, because a single rollout
+has no baseline. Each dropped group is replaced by one of another prompt.
 
 With `stable_steps`, the default, the number of optimizer steps does not depend on how many rows a batch has: see
 `rollout_backend.verl.optimizer_steps`.
@@ -20,6 +25,8 @@ With `stable_steps`, the default, the number of optimizer steps does not depend 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,9 +36,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
+from rollout_backend.core.staleness import groups_to_await
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.metrics import TALLY, TOO_OLD, as_metrics, staleness
 from rollout_backend.verl.optimizer_steps import StableSteps
+
+log = logging.getLogger(__name__)
 
 _KEY = "trainer.v1.sampler.sampler_kwargs"
 _POLL_S = 0.25  # verl's default of 2 s would delay a finished batch by 1 s on average
@@ -43,7 +53,9 @@ class SamplerOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_staleness: int | None = Field(default=None, ge=0)
-    """How many versions older than the weights being trained a token may be. Default: no limit."""
+    """How many versions older than the weights being trained a token may be. Default: no limit.
+
+    The trainer waits for rollouts that would become older, instead of dropping them."""
     stable_steps: bool = True
     """Whether the size of mini-batches follows the number of rows, so that the number of optimizer steps does not."""
 
@@ -65,6 +77,10 @@ class RolloutSampler:
         """
         options = _options(sampler_kwargs, trainer_mode)
         self._max_staleness = options.max_staleness
+        if options.max_staleness is not None:
+            _check_pace(options.max_staleness, trainer_mode, verl_arguments)
+        self._batches_per_step = int(verl_arguments["trainer_config"].get("parameter_sync_step", 1))
+        self._taken: Counter[int] = Counter()  # batches by step
         root = _root(sampler_kwargs)
         self._stable_steps = StableSteps(root) if options.stable_steps and "actor_rollout_ref" in root else None
         self._refill = refill_fn
@@ -85,6 +101,8 @@ class RolloutSampler:
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
         """Wait for a batch of `batch_size` prompts and remove it. Step `global_steps` trains version
         `global_steps` - 1."""
+        if partition_id == "train" and self._max_staleness is not None:
+            self._await_old_groups(global_steps, batch_size, self._max_staleness)
         batch, metrics = self._take(global_steps, partition_id, batch_size)
         if partition_id != "train":
             return batch, metrics
@@ -103,6 +121,18 @@ class RolloutSampler:
 
     def get_sampleable_count(self, *args: Any, **kwargs: Any) -> Any:
         return self._buffer.get_sampleable_count(*args, **kwargs)
+
+    def _await_old_groups(self, step: int, batch_size: int, max_staleness: int) -> None:
+        """Wait until each group that is left unfinished can be trained later within the age limit."""
+        self._taken[step] += 1
+        left_in_step = (self._batches_per_step - self._taken[step]) * batch_size
+        size = self._batches_per_step * batch_size
+        logged = False
+        while count := groups_to_await(_unfinished(), step, max_staleness, size, left_in_step):
+            if not logged:
+                log.info("step %d waits for %d groups that would be too old in a later step", step, count)
+                logged = True
+            time.sleep(_POLL_S)
 
     def _take(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
         batch, metrics = self._buffer.sample(
@@ -132,6 +162,12 @@ class RolloutSampler:
             self._refill(groups)
             batch, more = self._take(global_steps, batch.partition_id, groups)
             metrics = _merged(metrics, more)
+
+
+def _unfinished() -> list[int]:
+    """Return the step in which each unfinished group was requested."""
+    tags = (tq.kv_list("train") or {}).get("train", {}).values()
+    return [tag["global_steps"] for tag in tags if tag.get("is_prompt") and tag["status"] in ("pending", "running")]
 
 
 def _split_stale(batch: KVBatchMeta, oldest: int, counts: Counter[str]) -> tuple[dict[str, dict[str, Any]], int]:
@@ -177,6 +213,23 @@ def _options(given: Mapping[str, Any], trainer_mode: str) -> SamplerOptions:
             "trained; remove it, or choose separate_async"
         )
     return options
+
+
+def _check_pace(max_staleness: int, trainer_mode: str, verl_arguments: Mapping[str, Any]) -> None:
+    """Refuse settings of verl with which groups would be too old, or dropped, however fast they are."""
+    ahead = verl_arguments["trainer_config"].get("num_warmup_batches", 0)
+    if ahead > max_staleness:
+        raise ConfigError(
+            f"trainer.v1.{trainer_mode}.num_warmup_batches={ahead}: verl requests that many batches ahead, so "
+            f"rollouts are that many versions old when they are trained, and {_KEY}.max_staleness={max_staleness} "
+            "allows less: make one of them fit the other"
+        )
+    threshold = verl_arguments["max_off_policy_threshold"]
+    if verl_arguments["max_off_policy_strategy"] == "drop" and threshold is not None and threshold <= max_staleness:
+        raise ConfigError(
+            f"trainer.v1.sampler.max_off_policy_threshold={threshold}: verl would drop rollouts that are {threshold} "
+            f"versions old, and {_KEY}.max_staleness={max_staleness} admits them: set it to null"
+        )
 
 
 def _root(section: Any) -> Any:

@@ -244,6 +244,37 @@ def test_a_batch_has_metrics_of_left_out_rollouts_and_staleness(queue: Any) -> N
     assert TALLY.take("train") == Counter()
 
 
+def test_a_batch_waits_for_groups_that_would_become_too_old(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of step 8 and one of step 9 are unfinished: a batch of one leaves no place for one of them."""
+    from rollout_backend.verl import sampler
+
+    trainer = Trainer(queue, "separate_async", OLD, "trainer.v1.separate_async.parameter_sync_step=1")
+    trainer.finish("young", [9, 9], step=10)
+    for uid, step in (("u1", 8), ("u2", 9), ("u3", 9)):
+        trainer.finish(uid, [], step=step, status="running")
+    awaited = []
+
+    def finish_one(seconds: float) -> None:
+        awaited.append(uids := sorted(uid for uid in trainer.left() if uid in ("u1", "u2", "u3")))
+        trainer.finish(uids[len(awaited) - 1], [step - 1 for step in (8, 8)], step=7 + len(awaited))
+
+    monkeypatch.setattr(sampler, "time", types.SimpleNamespace(sleep=finish_one))
+    batch, found = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=1)
+    assert len(awaited) == 2
+    assert set(batch.keys) == {"u1_0_0", "u1_1_0"}, "the oldest group is not trained first"
+    assert found["rollouts/left_out/too_old/sum"] == 0
+    assert found["rollouts/staleness/max"] == 2
+
+
+def test_batches_of_one_step_leave_places_to_each_other(queue: Any) -> None:
+    """The first of four batches need not wait for a group that a later one can train."""
+    trainer = Trainer(queue, "separate_async", OLD, "trainer.v1.separate_async.parameter_sync_step=4")
+    trainer.finish("u1", [9, 9], step=10)
+    trainer.finish("u2", [], step=8, status="running")
+    batch, _ = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=1)
+    assert set(batch.keys) == {"u1_0_0", "u1_1_0"}
+
+
 def test_rollouts_older_than_the_limit_are_dropped_and_counted(queue: Any) -> None:
     trainer = Trainer(queue, "separate_async", OLD)
     trainer.finish("u1", [9, 7, 6], step=7)  # the oldest version that step 10 may train is 7
@@ -324,6 +355,16 @@ def test_verls_group_filter_is_configured() -> None:
         ("sync", OLD, r"sampler_kwargs\.max_staleness: with trainer\.v1\.trainer_mode=sync nothing"),
         ("separate_async", "+trainer.v1.sampler.sampler_kwargs.max_stalenes=2", "sampler_kwargs.max_stalenes: "),
         ("separate_async", "+trainer.v1.sampler.sampler_kwargs.max_staleness=-1", "greater than or equal to 0"),
+        (
+            "colocate_async",
+            "+trainer.v1.sampler.sampler_kwargs.max_staleness=0",
+            "colocate_async.num_warmup_batches=1:",
+        ),
+        (
+            "separate_async",
+            "+trainer.v1.sampler.sampler_kwargs.max_staleness=8",
+            "max_off_policy_threshold=8: verl would",
+        ),
     ],
 )
 def test_a_wrong_sampler_setting_is_named(mode: str, override: str, message: str) -> None:
