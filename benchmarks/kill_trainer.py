@@ -1,10 +1,14 @@
 """Kill a trainer at random times, restart it each time, and count rollouts lost, run twice, or left open.
 
     python benchmarks/kill_trainer.py --steps 50 --kills 100
+    python benchmarks/kill_trainer.py --steps 50 --kills 50 --asynchronous
 
 Everything except the model is real: a trainer process with router and gateway, agent processes, S3 and SQS. The model
 answers by rule, so the same task gives the same tokens, and the rows of the disturbed run can be compared with those
 of an undisturbed one.
+
+With `--asynchronous` the trainer requests batches ahead, as verl's `separate_async` does (`async_trainer.py`), and
+the model's answers take 0.1 s, some of them up to 20 times as long.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -73,6 +79,30 @@ def steps_done(checkpoint: Path) -> int:
     return len(checkpoint.read_text().splitlines())
 
 
+async def train_asynchronously(settings: Path, checkpoint: Path, steps: int, tasks: int, save_every: int) -> None:
+    """Run an asynchronous trainer until all steps are done. It may be killed at any time."""
+    from async_trainer import AsyncTrainer
+
+    def task_of(index: int) -> Task:
+        [task] = tasks_of(index, 1)
+        return task
+
+    async with RolloutManager(load_config(settings)) as manager:
+        print(READY, flush=True)
+        await AsyncTrainer(manager, checkpoint, tasks, save_every, task_of, rows_of).train(steps)
+
+
+def answers(version: Path, engine: ScriptedEngine) -> Callable[[str], str]:
+    """Return a script whose answers take long for some prompts, and have the version in this file."""
+
+    def reply(prompt: str) -> str:
+        time.sleep(min(2.0, 0.1 * random.Random(prompt).paretovariate(1.0)))
+        engine.weight_version = version.read_text() if version.exists() else "0"
+        return answer(prompt)
+
+    return reply
+
+
 async def train(settings: Path, checkpoint: Path, steps: int, tasks: int) -> None:
     """Run the trainer: a step, then a checkpoint, until all steps are done. It may be killed at any time."""
     async with RolloutManager(load_config(settings)) as manager:
@@ -95,12 +125,15 @@ async def train(settings: Path, checkpoint: Path, steps: int, tasks: int) -> Non
                 os.fsync(file.fileno())
 
 
-async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -> dict[str, Any]:
+async def supervise(work: Path, options: argparse.Namespace, kills: int) -> dict[str, Any]:
     """Run the trainer with the given number of kills and return the counts."""
+    steps, tasks, seed = options.steps, options.tasks, options.seed
     checkpoint = work / "checkpoint.jsonl"
     draw = random.Random(seed)
     began, killed = time.monotonic(), 0
     with ScriptedEngine(answer) as engine:
+        if options.asynchronous:
+            engine.replies = answers(checkpoint.with_suffix(".version"), engine)
         async with LocalCloud(AGENT, run_dir=work / "cloud", limits=EmulatorLimits(grace_s=2.0)) as cloud:
             base: dict[str, Any] = {
                 "run_id": RUN,
@@ -119,7 +152,8 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
             settings.write_text(yaml.safe_dump({**base, **cloud.settings()}))
             command = [
                 *(sys.executable, __file__, "--trainer", str(settings), str(checkpoint)),
-                *("--steps", str(steps), "--tasks", str(tasks)),
+                *("--steps", str(steps), "--tasks", str(tasks), "--save-every", str(options.save_every)),
+                *(["--asynchronous"] if options.asynchronous else []),
             ]
             due = sorted(draw.choices(range(steps), k=kills))  # the number of steps before each kill, at least
             while True:
@@ -144,7 +178,7 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
                 killed += 1
                 print(f"  kill {killed}: {after:.1f} s into step {at}; {steps_done(checkpoint)} are done", flush=True)
             open_sessions = (await cloud.sessions())["sessions"]
-            twice = await _run_twice(cloud, steps)
+            twice = await _run_twice(cloud)
     lines = [json.loads(line) for line in checkpoint.read_text().splitlines()]
     outcomes: Counter[str] = Counter()
     for line in lines:
@@ -160,23 +194,24 @@ async def supervise(work: Path, steps: int, tasks: int, kills: int, seed: int) -
         "finished and run again": twice,
         "sessions open at the end": len(open_sessions),
         "seconds": round(time.monotonic() - began),
-        "rows": [line["rows"] for line in lines],
+        **({"oldest": max(line["age"] for line in lines)} if options.asynchronous else {}),
+        "rows": sorted(row for line in lines for row in line["rows"])
+        if options.asynchronous
+        else [line["rows"] for line in lines],
     }
 
 
-async def _run_twice(cloud: LocalCloud, steps: int) -> int:
+async def _run_twice(cloud: LocalCloud) -> int:
     """Count sessions that, by the agents' logs, started after their rollout's result was already in S3."""
     finished: dict[str, float] = {}
     async with cloud.storage.s3() as s3:
-        for step in range(steps):
-            pages = s3.get_paginator("list_objects_v2").paginate(
-                Bucket=cloud.storage.bucket, Prefix=step_prefix("", RUN, step)
-            )
-            async for page in pages:
-                for item in page.get("Contents", ()):
-                    name = parse_result_key("", RUN, item["Key"])
-                    if name.attempt is None:
-                        finished[name.rollout_id] = item["LastModified"].timestamp()
+        folder = step_prefix("", RUN, 0).rstrip("/").rpartition("/")[0] + "/"
+        pages = s3.get_paginator("list_objects_v2").paginate(Bucket=cloud.storage.bucket, Prefix=folder)
+        async for page in pages:
+            for item in page.get("Contents", ()):
+                name = parse_result_key("", RUN, item["Key"])
+                if name.attempt is None:
+                    finished[name.rollout_id] = item["LastModified"].timestamp()
     accepted = re.compile(r"^(\S+ \S+) INFO agent_wrapper: rollout (\S+) accepted in session", re.MULTILINE)
     return sum(
         datetime.strptime(when, "%Y-%m-%d %H:%M:%S,%f").timestamp() > finished.get(rollout_id, math.inf) + 1.0
@@ -192,18 +227,25 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("runs/kill_trainer"))
+    parser.add_argument("--asynchronous", action="store_true")
+    parser.add_argument("--save-every", type=int, default=1, help="steps; with --asynchronous")
     parser.add_argument("--trainer", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trainer:
-        asyncio.run(train(*options.trainer, options.steps, options.tasks))
+        if options.asynchronous:
+            work = train_asynchronously(*options.trainer, options.steps, options.tasks, options.save_every)
+        else:
+            work = train(*options.trainer, options.steps, options.tasks)
+        asyncio.run(work)
         return
     for name in ("calm", "killed"):
-        (options.work / name).mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(options.work / name, ignore_errors=True)
+        (options.work / name).mkdir(parents=True)
         (options.work / name / "checkpoint.jsonl").write_text("")
     print("undisturbed:")
-    calm = asyncio.run(supervise(options.work / "calm", options.steps, options.tasks, 0, options.seed))
+    calm = asyncio.run(supervise(options.work / "calm", options, 0))
     print("disturbed:")
-    wild = asyncio.run(supervise(options.work / "killed", options.steps, options.tasks, options.kills, options.seed))
+    wild = asyncio.run(supervise(options.work / "killed", options, options.kills))
     same = calm.pop("rows") == wild.pop("rows")
     print(json.dumps({"undisturbed": calm, "disturbed": wild, "same training rows": same}, indent=1))
     bad = wild["unaccounted"] or wild["finished and run again"] or wild["sessions open at the end"] or not same

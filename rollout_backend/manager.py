@@ -33,6 +33,7 @@ from agent_wrapper.contract import Sampling
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.harbor import fit_to_runtime
 from rollout_backend.core.ledger import Phase
+from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.tasks import Task, check_private, check_unique, planned_rollouts
@@ -51,6 +52,7 @@ from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.run_phase import RunPhase
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.serving.weights import WeightUpdate
+from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.step import Step
 from rollout_backend.tracing import SpanSender
 
@@ -243,6 +245,7 @@ class RolloutManager:
         on_group: Callable[[GroupResult], None] = lambda group: None,
         weights: str = "",
         same_weights: bool = True,
+        allow_subset: bool = False,
     ) -> StepResult:
         """Run the tasks' rollouts, and return once the group policy is satisfied or the step's deadline has passed.
 
@@ -253,7 +256,8 @@ class RolloutManager:
         rollouts are reused, running agents are awaited if the gateway has what they sampled, other sessions are
         closed, and only the remaining rollouts run. Pass `same_weights=False` if other weights are served now; then
         all rollouts run again. `weights` names the version of the weights, by default `weight_version`: results of
-        another version or another model are not reused.
+        another version or another model are not reused. With `allow_subset`, the tasks may be some of those that the
+        step had before.
 
         Raises:
             TaskFileError: no task, or two with one id.
@@ -269,7 +273,7 @@ class RolloutManager:
             LedgerError: the ledger does not reconcile.
         """
         with rare_full_collections(), log_fields(run=self.config.run_id):
-            work = self._collect(tasks, step, sampling, on_group, weights, same_weights)
+            work = self._collect(tasks, step, sampling, on_group, weights, same_weights, allow_subset)
             collecting = asyncio.create_task(work)
             self._collecting.add(collecting)
             collecting.add_done_callback(self._collecting.discard)
@@ -283,6 +287,7 @@ class RolloutManager:
         on_group: Callable[[GroupResult], None],
         weights: str,
         same_weights: bool,
+        allow_subset: bool,
     ) -> StepResult:
         run, wanted = self._started, check_unique(tasks)
         check_private(wanted, self.config.scoring.enabled)
@@ -292,7 +297,16 @@ class RolloutManager:
         number = next(self._numbers) if step is None else step
         version = run.serving.weight_version
         served = f"{self.config.model.path}@{weights or version or ''}"
-        current = Step(number, wanted, run.for_steps, sampling, on_group, weights=served, same_weights=same_weights)
+        current = Step(
+            number,
+            wanted,
+            run.for_steps,
+            sampling,
+            on_group,
+            weights=served,
+            same_weights=same_weights,
+            allow_subset=allow_subset,
+        )
         self._steps[number] = current
         self.archive.write_tasks(number, wanted)
         running = asyncio.create_task(current.run())
@@ -349,6 +363,17 @@ class RolloutManager:
         """
         with log_fields(run=self.config.run_id):
             return await self._started.serving.update_weights(weights)
+
+    async def manifests_from(self, step: int) -> list[Manifest]:
+        """Return the manifests in S3 of this step and of all steps with larger numbers.
+
+        Raises:
+            ManifestError: a manifest cannot be read.
+            StoreError: S3 did not answer within `timeouts.collection_s`.
+        """
+        plan = StepPlan(step, self._started.for_steps)
+        plan.deadline = asyncio.get_running_loop().time() + self.config.timeouts.collection_s
+        return await plan.retry(lambda: self._started.for_steps.read_manifests_from(step))
 
     async def follow_engines(self, urls: Sequence[str]) -> None:
         """Serve with these engines from now on; for `serving.kind=external`."""

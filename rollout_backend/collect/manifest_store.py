@@ -57,6 +57,14 @@ class ManifestStore:
         self._etags[step] = stored.etag
         return manifest
 
+    async def read_from(self, first: int) -> list[Manifest]:
+        """Return the manifests of this step and of all steps with larger numbers, in order. Raises as `read` does."""
+        folder = self._key(0).rpartition("/")[0] + "/"
+        names = [key.removeprefix(folder).removesuffix(".json") async for key in self._store.keys(folder)]
+        numbers = sorted(int(name) for name in names if name.isdecimal())
+        found = [await self.read(number) for number in numbers if number >= first]
+        return [manifest for manifest in found if manifest is not None]
+
     async def write(self, manifest: Manifest) -> None:
         """Replace the manifest that was last read or written.
 

@@ -14,6 +14,16 @@ def batch_number(global_step: int, validate: bool, position: int) -> int:
     return (global_step * 2 + validate) * POSITIONS + position % POSITIONS
 
 
+def global_step_of(number: int) -> int:
+    """Return the trainer's global step of a batch by its step number."""
+    return number // (2 * POSITIONS)
+
+
+def validates(number: int) -> bool:
+    """Return whether the batch with this step number validates."""
+    return number // POSITIONS % 2 == 1
+
+
 def describe_batch(number: int) -> tuple[str, bool]:
     """Return the name of a batch by its step number, and whether it validates."""
     kind, position = divmod(number, POSITIONS)

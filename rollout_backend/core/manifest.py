@@ -76,12 +76,14 @@ class Manifest(ContractObject):
         gateway: str = "",
         before: Manifest | None = None,
         same_weights: bool = True,
+        allow_subset: bool = False,
     ) -> Self:
         """Return the manifest of a step. `tasks` come with their group sizes and sampling.
 
         `before` is the manifest in S3 under this step's number. If it describes the same step, the step is resumed
         with the rollouts that it planned. Otherwise the rollouts get unused ids. If other `weights` were served then,
-        or `same_weights` is False, the earlier results are not reused.
+        or `same_weights` is False, the earlier results are not reused. With `allow_subset`, a step with some of its
+        tasks is still the same step.
         """
         groups = [
             PlannedTask(
@@ -102,7 +104,8 @@ class Manifest(ContractObject):
         }
         if before is None:
             return cls.model_validate({**fields, "tasks": groups})
-        taken = before.matched(groups) if same_weights and before.weights == weights else None
+        same = same_weights and before.weights == weights
+        taken = before.matched(groups, allow_subset) if same else None
         if taken is not None:
             return cls.model_validate(
                 {
@@ -122,17 +125,23 @@ class Manifest(ContractObject):
             renamed.append(group.model_copy(update={"rollouts": ids}))
         return cls.model_validate({**fields, "generation": generation, "tasks": renamed})
 
-    def matched(self, groups: Iterable[PlannedTask]) -> list[PlannedTask] | None:
-        """Return each group with this manifest's rollouts of the same content; None if it is not the same step."""
+    def matched(self, groups: Iterable[PlannedTask], allow_subset: bool = False) -> list[PlannedTask] | None:
+        """Return each group with this manifest's rollouts of the same content; None if it is not the same step.
+
+        Of several groups with the same content, one with the same task id is preferred.
+        """
         known: dict[str, list[PlannedTask]] = defaultdict(list)
         for task in self.tasks:
             known[task.digest].append(task)
         found = []
         for group in groups:
-            if not known[group.digest]:
+            same = known[group.digest]
+            if not same:
                 return None
-            found.append(group.model_copy(update={"rollouts": known[group.digest].pop(0).rollouts}))
-        return None if any(known.values()) else found
+            chosen = next((task for task in same if task.task_id == group.task_id), same[0])
+            same.remove(chosen)
+            found.append(group.model_copy(update={"rollouts": chosen.rollouts}))
+        return None if any(known.values()) and not allow_subset else found
 
     @property
     def resumed(self) -> bool:

@@ -46,10 +46,12 @@ class StepPlan:
         tasks: Sequence[tuple[Task, int, Sampling]],
         weights: str,
         can_resume: Callable[[Manifest | None], bool],
+        allow_subset: bool,
     ) -> Manifest | None:
         """Write the step's first manifest, for tasks with their group's size. Return the one that S3 held before.
 
-        `can_resume`: whether results of a step with that manifest can be used.
+        `can_resume`: whether results of a step with that manifest can be used. `allow_subset`: whether the tasks may
+        be some of that step's.
         """
         services = self.services
         while True:
@@ -66,6 +68,7 @@ class StepPlan:
                 gateway=services.gateway,
                 before=before,
                 same_weights=can_resume(before),
+                allow_subset=allow_subset,
             )
             try:
                 await self.retry(self.record)

@@ -97,9 +97,11 @@ async def resume(
     kept = {attempts[each.rollout_id].session_id: None for each in adopted}
     for session_id in kept:
         sessions.watch(session_id)
+    tasks_before = before.tasks if before is not None and manifest.resumed else ()
+    planned_before = [rollout_id for task in tasks_before for rollout_id in task.rollouts]
     left_open = [
         session_id
-        for rollout_id in rollouts  # a session that has finished its rollout stays open as well
+        for rollout_id in planned_before  # a session that has finished its rollout stays open as well
         for session_id in manifest.earlier_sessions(rollout_id, besides=left.complete_attempts)
     ]
     unused = [each for each in dict.fromkeys((*left.session_ids, *left_open)) if each not in kept]

@@ -55,6 +55,7 @@ class StepServices:
     archive: Callable[[Rollout, bytes], Future[bool]]  # see `RunArchive.write_rollout`
     read_manifest: Callable[[int], Awaitable[Manifest | None]]
     write_manifest: Callable[[Manifest], Awaitable[None]]
+    read_manifests_from: Callable[[int], Awaitable[list[Manifest]]]
     wall: Callable[[], float] = time.time  # unix seconds
     sealed_by: str = ""  # fingerprint of the secret behind the seals that the buffer checks; empty: it checks none
     presign: Callable[[SessionClaims], ResultUrls] | None = None  # how agents write without credentials
@@ -100,6 +101,7 @@ class StepServices:
             buffer=buffer,
             read_manifest=manifests.read,
             write_manifest=manifests.write,
+            read_manifests_from=manifests.read_from,
             blocklist=TaskBlocklist(store, config.run_id, after) if after is not None else NoBlocklist(),
             **services,
         )

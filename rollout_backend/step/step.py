@@ -55,11 +55,12 @@ class Step:
         *,
         weights: str = "",
         same_weights: bool = True,
+        allow_subset: bool = False,
     ) -> None:
         """`on_group` is called with each group once: when all of it is settled, or the step is over.
 
         `weights` names the weights that are served now. If `same_weights` is False, results of an earlier trainer
-        were sampled from others and are not used.
+        were sampled from others and are not used. `allow_subset`: the tasks may be some of an earlier trainer's.
         """
         self.step = number
         self.ledger = Ledger(number, services.wall)
@@ -69,6 +70,7 @@ class Step:
         self._services = services
         self._weights = weights
         self._same_weights = same_weights
+        self._allow_subset = allow_subset
         self._on_group = on_group
         self._policy = GroupPolicy.from_config(services.config.group)
         self._plan = StepPlan(number, services)
@@ -158,6 +160,7 @@ class Step:
             [(group.task, group.planned, group.task.sampling or sampling) for group in groups],
             weights=self._weights,
             can_resume=lambda before: self._same_weights and can_verify_seals(before, self._services.sealed_by),
+            allow_subset=self._allow_subset,
         )
         for planned in self._plan.manifest.tasks:
             group = self.groups[planned.task_id]

@@ -32,6 +32,7 @@ import ray
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.report import GroupResult, StepResult
+from rollout_backend.core.staleness import AbandonedWeights
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
@@ -39,6 +40,7 @@ from rollout_backend.report.files import try_to_write_report
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.verl import preflight, row_formats
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
+from rollout_backend.verl.async_batches import AsyncBatches
 from rollout_backend.verl.dataset import payload_of, private_of
 from rollout_backend.verl.masking import mask_group
 from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
@@ -58,6 +60,7 @@ from rollout_backend.verl.v1_batch import (
 )
 from rollout_backend.verl.verl_settings import (
     engine_urls,
+    is_asynchronous,
     resumes_steps,
     sampling_of,
     settings_of,
@@ -69,7 +72,6 @@ log = logging.getLogger(__name__)
 _FOLLOW_EVERY_S = 0.25  # one call to verl's load balancer actor, which answers from memory
 _CLOSE_S = 60.0
 _GREEDY = "-greedy"
-_CONTROL_COLUMNS = ("validate", "__rollout_n__", "__do_sample__")  # verl's instructions, not data for the agent
 
 
 class CloudAgentLoopManager:
@@ -80,6 +82,7 @@ class CloudAgentLoopManager:
         self._llm_client = llm_client
         addresses = self._addresses()
         self.settings = settings_of(config, addresses)
+        self._asynchronous = is_asynchronous(config.trainer)
         self._step_numbers = StepNumbers(resumes_steps(config.trainer))
         self._row_uids = needs_row_uids(str(config.algorithm.adv_estimator))
         self._own_turns_only = takes_rows_for_rollouts(str(config.algorithm.adv_estimator))
@@ -89,6 +92,7 @@ class CloudAgentLoopManager:
         self._vision = load_vision_inputs(self.settings.model.path, wanted=self.settings.gateway.max_images > 0)
         self._blocking = BlockingRolloutManager(self.settings, _log_serving_event, started_by="verl")
         manager = self._blocking.manager
+        self._async_batches = AsyncBatches(self._blocking, self.settings, config.trainer)
         self._servers = ServerList(engine_urls(addresses), self._urls, manager.follow_engines)
         self._sleeps = sleeps_between_batches(config.trainer)
         self._batches_in_flight = 0
@@ -150,25 +154,27 @@ class CloudAgentLoopManager:
     # --- v1 -----------------------------------------------------------------------------------------------
 
     def _roll_out_v1(self, prompts: Any) -> None:
-        validate = is_validation(prompts)
-        batch = V1Batch("val" if validate else "train")
+        step, validate = global_step(prompts), is_validation(prompts)
         default_n = int(self._rollout.val_kwargs.n if validate else self._rollout.n)
-        ids, tasks, version = TaskIds(), [], 0
+        ids, requests = TaskIds(), []
         for row in rows_of_tensordict(prompts):
             payload = payload_of(row, scored=self.settings.scoring.enabled)
-            task = self._task(row, ids.of(row, payload), payload, validate, default_n)
-            batch.prompts[task.task_id] = {key: value for key, value in row.items() if key not in _CONTROL_COLUMNS}
-            version = _weight_version(row["global_steps"], validate)
-            tasks.append(task)
-        for task_id in batch.prompts:
-            set_status(batch.uid(task_id), batch.partition, "running")
+            requests.append((row, self._task(row, ids.of(row, payload), payload, validate, default_n)))
+        if self._asynchronous:
+            batches = self._async_batches.divide(requests, step, validate)
+        else:
+            number, same_weights = self._step_numbers.next(step, validate)
+            batches = [(V1Batch(number, requests, validate), same_weights)]
+        for batch, resumes in batches:
+            batch.set_running()
+            self._start_v1(batch, _weight_version(step, validate), resumes)
 
+    def _start_v1(self, batch: V1Batch, version: int, resumes: bool) -> None:
         def on_group(group: GroupResult) -> None:
             if batch.report(group):
                 self._writer.submit(self._write_group, batch, group)
 
-        number = self._step_numbers.next(global_step(prompts), validate)
-        future = self._blocking.submit(self._collect(tasks, number, version, on_group))
+        future = self._blocking.submit(self._collect(batch.tasks, (batch.number, resumes), version, on_group))
         future.add_done_callback(lambda done: self._on_v1_end(batch, done))
 
     def _write_group(self, batch: V1Batch, group: GroupResult) -> None:
@@ -184,7 +190,9 @@ class CloudAgentLoopManager:
         status = "failure"
         try:
             rows_by_rollout = (
-                self._rows_of_group(group, batch.validates, self._own_turns_only) if group.usable else []
+                self._rows_of_group(group, batch.validates, self._own_turns_only, batch.abandoned)
+                if group.usable
+                else []
             )
             TALLY.add(batch.partition, count_group(group, rows_by_rollout))
             for session, (rollout, made) in enumerate(zip(group.rollouts, rows_by_rollout, strict=False)):
@@ -312,7 +320,12 @@ class CloudAgentLoopManager:
         async with self._engines_awake():
             await self._servers.begin_batch(version)
             return await self._blocking.manager.collect(
-                tasks, step=step, weights=str(version), same_weights=same_weights, on_group=on_group
+                tasks,
+                step=step,
+                weights="" if self._asynchronous else str(version),  # they change while the step runs
+                same_weights=same_weights,
+                allow_subset=self._asynchronous,
+                on_group=on_group,
             )
 
     @contextlib.asynccontextmanager
@@ -339,8 +352,15 @@ class CloudAgentLoopManager:
         except RolloutBackendError as error:
             log.warning("model calls may reach servers that verl has put to sleep: %s", error)
 
-    def _rows_of_group(self, group: GroupResult, validate: bool, own_turns_only: bool = False) -> list[Rows]:
-        made = [self._make_rows(rollout, validate, own_turns_only) for rollout in group.rollouts]
+    def _rows_of_group(
+        self,
+        group: GroupResult,
+        validate: bool,
+        own_turns_only: bool = False,
+        abandoned: AbandonedWeights | None = None,
+    ) -> list[Rows]:
+        rollouts = group.rollouts if abandoned is None else [abandoned.relabel(each) for each in group.rollouts]
+        made = [self._make_rows(rollout, validate, own_turns_only) for rollout in rollouts]
         masks = () if validate else self.settings.training.mask
         return mask_group(group.rollouts, made, masks, self.settings.group.needed)
 

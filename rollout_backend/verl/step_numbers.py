@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 
 from rollout_backend.core.batch_numbers import batch_number
 
@@ -29,9 +30,14 @@ class StepNumbers:
         self._seen: Counter[tuple[int, bool]] = Counter()
         self._first: dict[bool, int] = {}
 
-    def next(self, global_step: int, validate: bool) -> tuple[int, bool]:
-        """Return the next batch's number, and whether an earlier process sampled it with the same weights."""
-        position = self._seen[global_step, validate]
-        self._seen[global_step, validate] += 1
+    def next(self, global_step: int, validate: bool, besides: Container[int] = ()) -> tuple[int, bool]:
+        """Return the next batch's number that is not in `besides`, and whether an earlier process sampled it with the
+        same weights."""
+        while True:
+            position = self._seen[global_step, validate]
+            self._seen[global_step, validate] += 1
+            number = batch_number(global_step, validate, position)
+            if number not in besides:
+                break
         first = self._first.setdefault(validate, global_step)
-        return batch_number(global_step, validate, position), self._resumes and global_step == first
+        return number, self._resumes and global_step == first

@@ -11,29 +11,56 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from rollout_backend.core.earlier_batches import Origin
 from rollout_backend.core.report import GroupResult
+from rollout_backend.core.staleness import AbandonedWeights
+from rollout_backend.core.tasks import Task
+
+Request = tuple[dict[str, Any], Task]  # a row of verl's batch, and its task
+
+_CONTROL_COLUMNS = ("validate", "__rollout_n__", "__do_sample__")  # verl's instructions, not data for the agent
 
 
 class V1Batch:
-    """A batch in flight.
+    """A batch in flight, or the part of one that resumes an earlier step.
 
     `prompts` holds verl's columns by task id. `reported` holds the ids of tasks that have a result.
     """
 
-    def __init__(self, partition: str) -> None:
-        self.partition = partition
+    def __init__(
+        self,
+        number: int,
+        requests: Iterable[Request],
+        validates: bool = False,
+        abandoned: AbandonedWeights | None = None,
+    ) -> None:
+        """`number` is the step's. `abandoned` are weights that may have sampled the rollouts that it resumes."""
+        self.number = number
+        self.validates = validates
+        self.abandoned = abandoned
+        self.tasks: list[Task] = []
         self.prompts: dict[str, dict[str, Any]] = {}
+        for row, task in requests:
+            self.tasks.append(task)
+            self.prompts[task.task_id] = {key: value for key, value in row.items() if key not in _CONTROL_COLUMNS}
         self.reported: set[str] = set()
         self.last: GroupResult | None = None
 
     @property
-    def validates(self) -> bool:
-        return self.partition == "val"
+    def partition(self) -> str:
+        return "val" if self.validates else "train"
+
+    def set_running(self) -> None:
+        """Set each prompt's status, with its origin, for a trainer that resumes from verl's checkpoint."""
+        for task_id, columns in self.prompts.items():
+            origin = Origin(self.number, task_id).as_tag()
+            requested = {"global_steps": int(columns["global_steps"])}  # verl counts a prompt that it repeats as new
+            set_status(self.uid(task_id), self.partition, "running", **origin, **requested)
 
     def uid(self, task_id: str) -> str:
         """Return verl's uid of the prompt."""
@@ -70,11 +97,20 @@ class QueueWriter:
                 self._on_error(error)
 
 
-def set_status(uid: str, partition: str, status: str) -> None:
-    """Set a prompt's status in TransferQueue."""
+def set_status(uid: str, partition: str, status: str, **more: object) -> None:
+    """Set a prompt's status in TransferQueue, and `more` fields of its tag. Other fields keep their values."""
     import transfer_queue as tq
 
-    tq.kv_put(key=uid, partition_id=partition, tag={"status": status})
+    tq.kv_put(key=uid, partition_id=partition, tag={"status": status, **more})
+
+
+def read_origins() -> dict[str, Origin]:
+    """Return the origins of the prompts that verl's checkpoint holds as unfinished, by uid."""
+    import transfer_queue as tq
+
+    tags = (tq.kv_list("train") or {}).get("train", {})
+    origins = {uid: Origin.read(tag) for uid, tag in tags.items() if tag.get("is_prompt", False)}
+    return {uid: origin for uid, origin in origins.items() if origin is not None}
 
 
 def rows_of_tensordict(prompts: Any) -> Iterator[dict[str, Any]]:

@@ -87,13 +87,19 @@ def sampling_of(rollout: Any, *, validate: bool, greedy: bool) -> Sampling:
 
 
 def resumes_steps(trainer: Any) -> bool:
-    """Return whether a restarted trainer may reuse rollouts of an earlier process. `trainer` is verl's section.
+    """Return whether a restarted trainer may reuse rollouts of an earlier process. `trainer` is verl's section."""
+    return str(trainer.get("resume_mode", "auto")) != "disable"
 
-    False in asynchronous modes: sampling continues while weights change, and weights after the checkpoint are
-    trained again. Rollouts finished before the checkpoint are then part of verl's own checkpoint.
-    """
-    asynchronous = trainer.get("use_v1", True) and trainer.v1.trainer_mode != "sync"
-    return not asynchronous and str(trainer.get("resume_mode", "auto")) != "disable"
+
+def is_asynchronous(trainer: Any) -> bool:
+    """Return whether sampling continues while the weights change. `trainer` is verl's section."""
+    return bool(trainer.get("use_v1", True)) and trainer.v1.trainer_mode != "sync"
+
+
+def max_staleness_of(trainer: Any) -> int | None:
+    """Return the age limit of `rollout_backend.verl.sampler`; None if there is none. `trainer` is verl's section."""
+    limit = trainer.v1.sampler.sampler_kwargs.get("max_staleness")
+    return None if limit is None else int(limit)
 
 
 def sleeps_between_batches(trainer: Any) -> bool:
@@ -101,7 +107,7 @@ def sleeps_between_batches(trainer: Any) -> bool:
 
     False in asynchronous modes: generation continues while verl trains, and verl pauses its servers itself.
     """
-    return not trainer.get("use_v1", True) or trainer.v1.trainer_mode == "sync"
+    return not is_asynchronous(trainer)
 
 
 def _user_settings(rollout: Any) -> tuple[str | None, dict[str, Any]]:

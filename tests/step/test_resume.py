@@ -90,6 +90,17 @@ async def test_neither_ids_nor_order_of_the_tasks_matter(open_bench):
     assert by_task == {"a-2": {"a-1.0", "a-1.1"}, "b-2": {"b-1.0", "b-1.1"}}
 
 
+async def test_a_step_may_be_resumed_with_some_of_its_tasks(open_bench):
+    """The sessions of the other tasks are closed, and their rollouts neither run nor count."""
+    bench = await open_bench()
+    await begin_and_die(bench, "a", "b")
+    before = Manifest.parse(await bench.manifest())
+    result = await bench.run("b", allow_subset=True)
+    assert bench.agents.rollouts == ["b.1"]
+    assert (result.report.planned, result.report.resumed) == (2, 1)
+    assert {before.session_id(f"{task}.{i}", 1) for task in "ab" for i in (0, 1)} <= set(bench.agents.stopped)
+
+
 @pytest.mark.parametrize(
     ("tasks", "more"),
     [

@@ -213,6 +213,10 @@ class Training:
                 rows[name].append(row)
         return dict(rows)
 
+    def finished(self) -> list[str]:
+        """Return the ids of all rollouts that were collected."""
+        return [file.name for file in (self.run_dir / "rollouts").glob("*/[!.]*")]
+
     def rollouts(self, step: int) -> list[Rollout]:
         """Return the collected rollouts of the first batch of verl's step. verl counts steps from 1."""
         return [Rollout.decode(file.read_bytes()) for file in self._of_step("rollouts", step).glob("[!.]*")]

@@ -227,11 +227,11 @@ def test_an_old_verl_is_refused(monkeypatch):
         ([], True),
         (["trainer.resume_mode=resume_path"], True),
         (["trainer.resume_mode=disable"], False),
-        (["trainer.v1.trainer_mode=separate_async"], False),
-        (["trainer.v1.trainer_mode=separate_async", "trainer.use_v1=False"], True),
+        (["trainer.v1.trainer_mode=separate_async"], True),
+        (["trainer.v1.trainer_mode=separate_async", "trainer.resume_mode=disable"], False),
     ],
 )
-def test_a_step_is_resumed_only_where_its_weights_are_served(overrides, takes):
+def test_a_run_is_resumed_unless_verl_does_not_load_its_checkpoint(overrides, takes):
     with initialize_config_module("verl.trainer.config", version_base=None):
         assert resumes_steps(compose("ppo_trainer", overrides).trainer) is takes
 

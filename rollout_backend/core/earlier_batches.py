@@ -1,0 +1,81 @@
+"""Assign prompts of a restarted asynchronous trainer to the steps in which a killed one ran them. Pure.
+
+A synchronous trainer repeats its first batch after a restart. An asynchronous one does not: verl puts the prompts
+that its checkpoint holds as unfinished into one new batch, whichever batches they came from. It requests the later
+prompts again from the dataset, in batches that may be cut differently.
+
+Invariants:
+
+- A prompt that the checkpoint holds is assigned to the step that ran it. What that step finished for other prompts is
+  part of the checkpoint, or is trained already.
+- Another prompt is assigned to a step that was requested after the checkpoint and has a group of the same content.
+  Each such group is assigned once.
+- A step whose rollouts would be too old is not resumed. It is planned again, which closes its sessions.
+- A process begins each step once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollout_backend.core.batch_numbers import global_step_of
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.core.staleness import AbandonedWeights
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The step in which a prompt was run, and its task there. Stored in the prompt's tag in TransferQueue."""
+
+    step: int
+    task_id: str
+
+    @classmethod
+    def read(cls, tag: Mapping[str, object]) -> Origin | None:
+        """Return the origin of a prompt with this tag; None if it has none."""
+        step, task_id = tag.get("rollout_step"), tag.get("rollout_task")
+        return cls(step, task_id) if isinstance(step, int) and isinstance(task_id, str) else None
+
+    def as_tag(self) -> dict[str, object]:
+        return {"rollout_step": self.step, "rollout_task": self.task_id}
+
+
+class EarlierBatches:
+    """The steps of killed trainers that this one may resume."""
+
+    def __init__(self, manifests: Iterable[Manifest], checkpoint: int, max_staleness: int | None) -> None:
+        """`manifests` are those of the training steps that were requested after step `checkpoint`."""
+        self._digests = {each.step: [task.digest for task in each.tasks] for each in manifests}
+        self._max_staleness = max_staleness
+        self._begun: set[int] = set()
+        last = max(map(global_step_of, self._digests), default=0) - 1
+        self.abandoned = AbandonedWeights(checkpoint, last)
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """The numbers that no other batch may have."""
+        return frozenset(self._digests)
+
+    def requested_in(self, step: int) -> int:
+        """Return the global step that requested this step's groups, by the age of the weights that it began with."""
+        return self.abandoned.equivalent(global_step_of(step) - 1) + 1
+
+    def can_resume(self, step: int, global_step: int) -> bool:
+        """Return whether rollouts of this step can be young enough for a batch of `global_step`."""
+        return self._max_staleness is None or global_step - self.requested_in(step) <= self._max_staleness
+
+    def assign(self, prompts: Sequence[tuple[str, Origin | None]]) -> list[int | None]:
+        """Return the step of each prompt of a batch, which is given by digest and origin; None for a new one."""
+        unclaimed = {step: [*digests] for step, digests in sorted(self._digests.items()) if step not in self._begun}
+        found: list[int | None] = []
+        for digest, origin in prompts:
+            if origin is not None:
+                found.append(origin.step if origin.step not in self._begun else None)
+                continue
+            step = next((step for step, digests in unclaimed.items() if digest in digests), None)
+            if step is not None:
+                unclaimed[step].remove(digest)
+            found.append(step)
+        self._begun.update(step for step in found if step is not None)
+        return found

@@ -1,0 +1,78 @@
+"""Divide the batches of verl's asynchronous trainers into steps, and resume the steps of a killed trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.batch_numbers import batch_number, validates
+from rollout_backend.core.earlier_batches import EarlierBatches, Origin
+from rollout_backend.core.manifest import digest_of
+from rollout_backend.core.tasks import Task
+from rollout_backend.manager import BlockingRolloutManager
+from rollout_backend.step.group import Group
+from rollout_backend.verl.step_numbers import StepNumbers
+from rollout_backend.verl.v1_batch import Request, V1Batch, read_origins
+from rollout_backend.verl.verl_settings import max_staleness_of, resumes_steps
+
+
+class AsyncBatches:
+    """The batches of one process. `trainer` is verl's section of settings."""
+
+    def __init__(self, manager: BlockingRolloutManager, settings: RolloutConfig, trainer: Any) -> None:
+        self._manager = manager
+        self._settings = settings
+        self._resumes = resumes_steps(trainer)
+        self._max_staleness = max_staleness_of(trainer)
+        self._earlier: EarlierBatches | None = None  # read with the first training batch
+        self._origins: dict[str, Origin] = {}
+        self._numbers = StepNumbers(resumes=False)
+
+    def divide(self, requests: Sequence[Request], step: int, validate: bool) -> list[tuple[V1Batch, bool]]:
+        """Return the parts of verl's batch of a global step, each with whether it resumes an earlier step.
+
+        Raises:
+            ManifestError, StoreError: the steps of an earlier process could not be read.
+        """
+        if validate:
+            own, _ = self._numbers.next(step, validate)
+            return [(V1Batch(own, requests, validates=True), False)]
+        if self._earlier is None:
+            self._earlier = self._read_earlier(checkpoint=step - 1)
+        earlier = self._earlier
+        origins = [self._origins.get(str(row["uid"])) for row, _ in requests]
+        digests = [self._digest(task) for _, task in requests]
+        parts: dict[int | None, list[Request]] = {}
+        numbers = earlier.assign([*zip(digests, origins, strict=True)])
+        for (row, task), origin, number in zip(requests, origins, numbers, strict=True):
+            if origin is not None:
+                task = dataclasses.replace(task, task_id=origin.task_id)
+            parts.setdefault(number, []).append((row, task))
+        divided = []
+        for found, part in parts.items():
+            if found is None:
+                new, _ = self._numbers.next(step, validate, besides=earlier.steps)
+                divided.append((V1Batch(new, part), False))
+            elif earlier.can_resume(found, step):
+                requested = {"global_steps": earlier.requested_in(found)}
+                aged = [({**row, **requested}, task) for row, task in part]
+                divided.append((V1Batch(found, aged, abandoned=earlier.abandoned), True))
+            else:
+                divided.append((V1Batch(found, part), False))
+        return divided
+
+    def _read_earlier(self, checkpoint: int) -> EarlierBatches:
+        """Return the steps that an earlier process began after verl's checkpoint."""
+        if not self._resumes:
+            return EarlierBatches((), checkpoint, self._max_staleness)
+        self._origins = read_origins()
+        first = batch_number(checkpoint + 1, validate=False, position=0)
+        manifests = self._manager.wait_for(self._manager.manager.manifests_from(first))
+        training = [manifest for manifest in manifests if not validates(manifest.step)]
+        return EarlierBatches(training, checkpoint, self._max_staleness)
+
+    def _digest(self, task: Task) -> str:
+        assert task.sampling is not None
+        return digest_of(task, Group(task, self._settings.group).planned, task.sampling)

@@ -1,0 +1,55 @@
+"""Prompts of a restarted asynchronous trainer are assigned to the steps that ran them."""
+
+from __future__ import annotations
+
+from rollout_backend.core.batch_numbers import batch_number
+from rollout_backend.core.earlier_batches import EarlierBatches, Origin
+from rollout_backend.core.manifest import Manifest, PlannedTask
+
+
+def number(global_step: int, position: int = 0) -> int:
+    return batch_number(global_step, validate=False, position=position)
+
+
+def manifest(global_step: int, *digests: str, position: int = 0) -> Manifest:
+    tasks = tuple(PlannedTask(task_id=f"task-{i}", digest=digest, rollouts=()) for i, digest in enumerate(digests))
+    step = number(global_step, position)
+    return Manifest(run_id="run", step=step, written_at=0.0, deadline=1.0, tasks=tasks)
+
+
+def fresh(*digests: str) -> list[tuple[str, Origin | None]]:
+    return [(digest, None) for digest in digests]
+
+
+def test_a_prompt_of_the_checkpoint_returns_to_its_own_step() -> None:
+    """The same content in a later step belongs to another prompt."""
+    earlier = EarlierBatches([manifest(6, "a", "b")], checkpoint=5, max_staleness=None)
+    prompts = [("a", Origin(number(4), "task-7")), ("b", Origin(number(5, 1), "task-0"))]
+    assert earlier.assign(prompts) == [number(4), number(5, 1)]
+    assert earlier.assign(fresh("a", "b")) == [number(6), number(6)]
+
+
+def test_prompts_are_found_in_batches_that_are_cut_differently() -> None:
+    steps = [manifest(7, "c", "d"), manifest(6, "a", "b"), manifest(6, "x", position=1)]
+    earlier = EarlierBatches(steps, checkpoint=5, max_staleness=None)
+    assert earlier.assign(fresh("a", "b", "c")) == [number(6), number(6), number(7)]
+    assert earlier.assign(fresh("d", "e")) == [None, None], "a step is begun once"
+    assert earlier.steps == {number(6), number(7), number(6, 1)}
+
+
+def test_each_group_is_assigned_once() -> None:
+    earlier = EarlierBatches([manifest(6, "a"), manifest(7, "a")], checkpoint=5, max_staleness=None)
+    assert earlier.assign(fresh("a", "a", "a")) == [number(6), number(7), None]
+
+
+def test_a_step_that_began_with_abandoned_weights_is_as_old_as_the_way_to_them() -> None:
+    earlier = EarlierBatches([manifest(step, "a") for step in (6, 7, 8)], checkpoint=5, max_staleness=2)
+    assert [earlier.requested_in(number(step)) for step in (4, 6, 7, 8)] == [4, 6, 5, 4]
+    assert earlier.can_resume(number(7), 7)
+    assert not earlier.can_resume(number(8), 8), "four updates: two back to the checkpoint, two forward"
+    assert (earlier.abandoned.checkpoint, earlier.abandoned.last) == (5, 7)
+
+
+def test_an_origin_is_kept_in_a_tag() -> None:
+    assert Origin.read({"status": "running", **Origin(3000, "task-1").as_tag()}) == Origin(3000, "task-1")
+    assert Origin.read({"status": "running"}) is None

@@ -1,0 +1,83 @@
+"""The batches of an asynchronous trainer become steps, and those of a killed trainer are resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from agent_wrapper.contract import Sampling
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.batch_numbers import batch_number
+from rollout_backend.core.earlier_batches import Origin
+from rollout_backend.core.manifest import Manifest, PlannedTask, digest_of
+from rollout_backend.core.tasks import Task
+from rollout_backend.verl import async_batches
+from rollout_backend.verl.async_batches import AsyncBatches
+
+CONFIG = RolloutConfig.parse(
+    {
+        "run_id": "run",
+        "model": {"path": Path("model")},
+        "storage": {"bucket": "bucket"},
+        "runtime": {"kind": "http", "url": "http://agents"},
+        "group": {"size": 2},
+    }
+)
+
+
+def number(step: int, position: int = 0, validate: bool = False) -> int:
+    return batch_number(step, validate, position)
+
+
+def request(uid: str, step: int) -> tuple[dict[str, Any], Task]:
+    return {"uid": uid, "global_steps": step}, Task(f"new-{uid}", {"q": uid}, 2, Sampling())
+
+
+def manifest(step: int, *uids: str) -> Manifest:
+    digests = [digest_of(request(uid, 0)[1], 2, Sampling()) for uid in uids]
+    tasks = tuple(PlannedTask(task_id=f"old-{i}", digest=each, rollouts=()) for i, each in enumerate(digests))
+    return Manifest(run_id="run", step=step, written_at=0.0, deadline=1.0, tasks=tasks)
+
+
+def batches(
+    monkeypatch: pytest.MonkeyPatch, *manifests: Manifest, mode: str = "auto", **origins: Origin
+) -> AsyncBatches:
+    monkeypatch.setattr(async_batches, "read_origins", lambda: origins)
+    manager: Any = SimpleNamespace(manifests_from=lambda step: [each for each in manifests if each.step >= step])
+    blocking: Any = SimpleNamespace(manager=manager, wait_for=lambda found: found)
+    sampler = {"sampler_kwargs": {"max_staleness": 2}}
+    trainer = OmegaConf.create({"resume_mode": mode, "v1": {"sampler": sampler}})
+    return AsyncBatches(blocking, CONFIG, trainer)
+
+
+def divided(made: AsyncBatches, step: int, *uids: str, validate: bool = False) -> list[Any]:
+    parts = made.divide([request(uid, step) for uid in uids], step, validate)
+    return [(part.number, [*part.prompts], resumes) for part, resumes in parts]
+
+
+def test_prompts_of_the_checkpoint_and_of_the_batch_after_it_are_resumed(monkeypatch) -> None:
+    validation = manifest(number(6, validate=True), "c")
+    made = batches(monkeypatch, manifest(number(6), "b", "c"), validation, a=Origin(number(4), "old-7"))
+    assert divided(made, 6, "a") == [(number(4), ["old-7"], True)]
+    assert divided(made, 6, "b", "c") == [(number(6), ["new-b", "new-c"], True)]
+    assert divided(made, 6, "b") == [(number(6, 1), ["new-b"], False)], "the number of another batch"
+    assert divided(made, 6, "b", validate=True) == [(number(6, validate=True), ["new-b"], False)]
+
+
+def test_a_resumed_prompt_is_as_old_as_its_first_request(monkeypatch) -> None:
+    made = batches(monkeypatch, manifest(number(7), "b"), manifest(number(8), "c"), a=Origin(number(4), "old"))
+    [(part, _)] = made.divide([request("a", 6)], 6, validate=False)
+    assert part.prompts["old"]["global_steps"] == 4
+    [(part, _)] = made.divide([request("b", 7)], 7, validate=False)
+    assert part.prompts["new-b"]["global_steps"] == 5, "it began with weights that are trained again"
+    [(part, resumes)] = made.divide([request("c", 8)], 8, validate=False)
+    assert (part.prompts["new-c"]["global_steps"], resumes) == (8, False), "too old to be trained"
+
+
+def test_nothing_is_resumed_without_verls_checkpoint(monkeypatch) -> None:
+    made = batches(monkeypatch, manifest(number(1), "a"), mode="disable")
+    assert divided(made, 1, "a") == [(number(1), ["new-a"], False)]
