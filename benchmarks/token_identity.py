@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_wrapper.contract import Sampling, Segment, Trajectory
-from rollout_backend.config import ModelConfig, ServingConfig
+from rollout_backend.config import EngineName, ModelConfig, ServingConfig
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.server import create_app
@@ -220,12 +220,14 @@ def check_logprobs(results: Sequence[Measured], model: Path) -> None:
 # --- gateway and engine -----------------------------------------------------------------------------------
 
 
-async def measure(renderer: str, rollouts: int, engine_url: str, model_path: Path) -> Measured:
+async def measure(
+    renderer: str, rollouts: int, engine_url: str, model_path: Path, engine: EngineName = "sglang"
+) -> Measured:
     """Run the agent's rollouts, `AT_ONCE` at a time, each with its own seed."""
     model = ModelConfig(path=model_path, name="model", renderer=renderer, context_length=CONTEXT_LENGTH)
     bundle = load_renderer(model)
     began = time.monotonic()
-    async with serve_gateway(model, bundle, engine_url) as url:
+    async with serve_gateway(model, bundle, engine_url, engine) as url:
         free = asyncio.Semaphore(AT_ONCE)
 
         async def roll(number: int) -> Trajectory:
@@ -261,10 +263,18 @@ def claims(number: int) -> SessionClaims:
 
 
 @contextlib.asynccontextmanager
-async def serve_gateway(model: ModelConfig, bundle: RendererBundle, engine_url: str) -> AsyncIterator[str]:
+async def serve_gateway(
+    model: ModelConfig, bundle: RendererBundle, engine_url: str, engine: EngineName
+) -> AsyncIterator[str]:
     port = free_port()
     settings = GatewaySettings(
-        port=port, model=model, engine_url=engine_url, secret=SECRET, control_key=CONTROL_KEY, model_call_s=600
+        port=port,
+        model=model,
+        engine_name=engine,
+        engine_url=engine_url,
+        secret=SECRET,
+        control_key=CONTROL_KEY,
+        model_call_s=600,
     )
     server = uvicorn.Server(
         uvicorn.Config(create_app(settings, bundle), port=port, log_level="warning", access_log=False)

@@ -32,7 +32,7 @@ class _Rule:
 _RULES = (
     _Rule(
         "actor_rollout_ref.rollout.name",
-        "the gateway needs token ids in and out of SGLang's /generate: set it to sglang",
+        "the gateway calls verl's servers over HTTP, which is only tried with SGLang's: set it to sglang",
         allowed=("sglang", "sglang_cpu"),
     ),
     _Rule(

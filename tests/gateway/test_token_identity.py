@@ -23,8 +23,10 @@ def benchmark(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(500)  # conversations on the real engine, then a plain forward pass
-async def test_the_trained_tokens_are_the_sampled_tokens(benchmark, real_engine):
-    measured = await benchmark.measure(benchmark.BRIDGED, ROLLOUTS, real_engine, find_model())
+@pytest.mark.parametrize(("engine", "server"), [("sglang", "real_engine"), ("vllm", "real_vllm")])
+async def test_the_trained_tokens_are_the_sampled_tokens(benchmark, request, engine, server):
+    url = request.getfixturevalue(server)
+    measured = await benchmark.measure(benchmark.BRIDGED, ROLLOUTS, url, find_model(), engine)
     assert (measured.rows, measured.breaks, measured.repeated_tokens) == (ROLLOUTS, 0, 0)
     assert measured.turns >= ROLLOUTS * benchmark.QUESTIONS
     assert measured.tool_calls > 0

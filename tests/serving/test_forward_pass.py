@@ -1,14 +1,15 @@
-"""The logprobs of a real engine behind the router equal the model's."""
+"""The logprobs of a real engine equal the model's."""
 
 import asyncio
 import math
 import sys
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from rollout_backend.errors import ServingError
+from rollout_backend.gateway.engine_client import EngineClient
+from rollout_backend.gateway.vllm_protocol import VllmProtocol
 from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine, find_model
@@ -21,14 +22,29 @@ def test_failed_forward_pass_reports_its_output(tmp_path):
         reference_logprobs(Path(sys.executable), tmp_path, [[1, 2]])
 
 
-@pytest.fixture
-async def fleet(make_config, tmp_path):
+@pytest.fixture(params=["sglang", "vllm"])
+async def sampled_by(request, make_config, tmp_path):
+    """A client of a fleet with one engine."""
+    if request.param == "vllm":
+        request.getfixturevalue("vllm_python")
     config = make_config(
         model={"path": find_model()},
-        serving={"device": "cpu", "dtype": "float32", "threads": 1, "max_running_requests": 8},
+        serving={
+            "engine": request.param,
+            "device": "cpu",
+            "dtype": "float32",
+            "threads": 1,
+            "max_running_requests": 8,
+        },
     )
     async with EngineFleet(config, tmp_path) as fleet:
-        yield fleet
+        if request.param == "vllm":
+            client = EngineClient(fleet.engine_urls[0], 200.0, protocol=VllmProtocol())
+        else:
+            client = EngineClient(fleet.router_url, 200.0)
+        await client.start()
+        yield client
+        await client.close()
 
 
 def test_invalid_temperatures_are_refused(tmp_path):
@@ -40,7 +56,7 @@ def test_invalid_temperatures_are_refused(tmp_path):
 @pytest.mark.engine
 @pytest.mark.slow  # the gateway's test of token identity compares the same values
 @pytest.mark.timeout(400)  # a real engine and a forward pass, on cores that other processes may use
-async def test_logprobs_equal_those_of_a_plain_forward_pass(fleet):
+async def test_logprobs_equal_those_of_a_plain_forward_pass(sampled_by):
     """The engine reports a token's logprob at its sampling temperature."""
     prompts = [
         [1, 4093, 198, 1780, 314, 216, 35, 1232, 216, 36, 47, 2, 198, 1, 520, 9531, 198],
@@ -48,33 +64,18 @@ async def test_logprobs_equal_those_of_a_plain_forward_pass(fleet):
     ]
     cases = [(prompt, temperature) for prompt in prompts for temperature in (1.0, 0.7)]
 
-    async with aiohttp.ClientSession() as http:
-
-        async def generate(prompt, temperature):
-            body = {
-                "input_ids": prompt,
-                "sampling_params": {"max_new_tokens": 24, "temperature": temperature, "ignore_eos": True},
-                "return_logprob": True,
-            }
-            headers = {"X-SMG-Routing-Key": "session"}
-            async with http.post(f"{fleet.router_url}/generate", json=body, headers=headers) as response:
-                assert response.status == 200, await response.text()
-                return await response.json()
-
-        replies = await asyncio.gather(*(generate(*case) for case in cases))
-
-    sequences, reported = [], []
-    for (prompt, _), reply in zip(cases, replies, strict=True):
-        pairs = reply["meta_info"]["output_token_logprobs"]
-        assert [token for _, token, *_ in pairs] == reply["output_ids"]
-        assert len(pairs) == 24
-        sequences.append([*prompt, *reply["output_ids"]])
-        reported.append([logprob for logprob, *_ in pairs])
+    params = {"max_new_tokens": 24, "top_p": 1.0, "top_k": -1}
+    calls = (
+        sampled_by.generate(prompt, {**params, "temperature": temperature}, "s") for prompt, temperature in cases
+    )
+    replies = await asyncio.gather(*calls)
+    sequences = [[*prompt, *reply.token_ids] for (prompt, _), reply in zip(cases, replies, strict=True)]
     temperatures = [temperature for _, temperature in cases]
     rows = await asyncio.to_thread(reference_logprobs, find_engine(), find_model(), sequences, temperatures)
 
-    for row, ids, logprobs in zip(rows, sequences, reported, strict=True):
+    for row, ids, reply in zip(rows, sequences, replies, strict=True):
         assert len(row) == len(ids)
         assert math.isnan(row[0])
-        differences = [abs(math.exp(a) - math.exp(b)) for a, b in zip(row[-24:], logprobs, strict=True)]
+        computed = row[-len(reply.token_ids) :]
+        differences = [abs(math.exp(a) - math.exp(b)) for a, b in zip(computed, reply.logprobs, strict=True)]
         assert max(differences) < WORST_DIFFERENCE

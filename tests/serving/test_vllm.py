@@ -1,5 +1,6 @@
 """vLLM's command line, the list of its servers, and the checks of a server that is already running."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rollout_backend.errors import ConfigError, PreflightError, StartupError
 from rollout_backend.local.scripted_vllm import ScriptedVllm
 from rollout_backend.serving.engine_directory import EngineDirectory
 from rollout_backend.serving.engine_fleet import EngineFleet
-from rollout_backend.serving.install import CPU_ENGINES, find_engine
+from rollout_backend.serving.install import CPU_ENGINES
 from rollout_backend.serving.model_server import check_vllm, served_model
 from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.vllm import vllm_command
@@ -139,21 +140,18 @@ async def test_a_running_server_is_recognized():
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_vllm_accepts_the_command_line():
+def test_vllm_accepts_the_command_line(vllm_python):
     """vLLM's own parser accepts it; that needs no GPU."""
-    try:
-        python = find_engine(engine="vllm")
-    except ConfigError as error:
-        pytest.skip(str(error))
-    config = ServingConfig(engine="vllm", python=python, tensor_parallel=2, pipeline_parallel=2)
-    for each in (config, ServingConfig(engine="vllm", python=python, device="cpu")):
-        argv, env = vllm_command(MODEL, each, NODE)
-        script = (
-            "import sys; from vllm.entrypoints.launchers.cli_args import make_arg_parser;"
-            "from vllm.utils.argparse_utils import FlexibleArgumentParser;"
-            "print(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]).logprobs_mode)"
-        )
-        done = subprocess.run(
-            [argv[0], "-c", script, *argv[3:]], env=env, capture_output=True, text=True, check=False
-        )
-        assert done.stdout.splitlines()[-1:] == ["processed_logprobs"], done.stderr
+    config = ServingConfig(engine="vllm", python=vllm_python, tensor_parallel=2, pipeline_parallel=2)
+    argv, _ = vllm_command(MODEL, config, NODE)
+    on_cpu, env = vllm_command(MODEL, ServingConfig(engine="vllm", python=vllm_python, device="cpu"), NODE)
+    script = (
+        "import json, sys; from vllm.entrypoints.launchers.cli_args import make_arg_parser;"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser;"
+        "parsed = [make_arg_parser(FlexibleArgumentParser()).parse_args(argv) for argv in json.load(sys.stdin)];"
+        "print([(each.logprobs_mode, each.tensor_parallel_size) for each in parsed])"
+    )
+    given = json.dumps([argv[3:], on_cpu[3:]])
+    done = subprocess.run([argv[0], "-c", script], input=given, env=env, capture_output=True, text=True, check=False)
+    expected = "[('processed_logprobs', 2), ('processed_logprobs', 1)]"
+    assert done.stdout.splitlines()[-1:] == [expected], done.stderr

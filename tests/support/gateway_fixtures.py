@@ -10,7 +10,8 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from rollout_backend.config import GatewayConfig, ModelConfig, RouterConfig, ServingConfig
-from rollout_backend.serving.install import cache_dir, find_model, model_path
+from rollout_backend.errors import ConfigError
+from rollout_backend.serving.install import cache_dir, find_engine, find_model, model_path
 
 # A CPU engine starts without grammars. Without the second option, a small model fills JSON with blanks.
 GRAMMARS = ("--grammar-backend", "xgrammar", "--constrained-json-disable-any-whitespace")
@@ -113,7 +114,7 @@ def real_model() -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def run_engine(tmp_path_factory) -> Callable[..., AbstractContextManager[str]]:
-    """`run_engine(model, within_s, **serving)` is a context: a real SGLang on the CPU, in float32; its URL."""
+    """`run_engine(model, within_s, **serving)` is a context: a real engine on the CPU, in float32; its URL."""
     from rollout_backend.serving.local_engine import LocalEngine
 
     @contextmanager
@@ -136,6 +137,23 @@ def run_engine(tmp_path_factory) -> Callable[..., AbstractContextManager[str]]:
 def real_engine(real_model, run_engine) -> Iterator[str]:
     """Start one real SGLang with the small model for all tests; return its URL."""
     with run_engine(real_model, 170.0, max_total_tokens=8192, extra_args=GRAMMARS) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """Return vLLM's interpreter. Skip the tests that need it if it is not installed: `make engine ENGINE=vllm`."""
+    try:
+        return find_engine(engine="vllm")
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def real_vllm(real_model, run_engine, vllm_python) -> Iterator[str]:
+    """Start one real vLLM with the small model for all tests; return its URL."""
+    grammars = ("--structured-outputs-config", '{"disable_any_whitespace": true}')  # see GRAMMARS
+    with run_engine(real_model, 170.0, engine="vllm", max_total_tokens=8192, extra_args=grammars) as url:
         yield url
 
 
