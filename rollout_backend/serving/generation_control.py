@@ -1,4 +1,7 @@
-"""Pause and resume the generation of a server, while its memory or its weights belong to a trainer."""
+"""Pause and resume the generation of a server, while its memory or its weights belong to a trainer.
+
+And set the version of its weights, which vLLM takes from no option.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,16 @@ async def resume_generation(url: str, engine: EngineName = "sglang", timeout_s: 
                 raise ServingError("it refused to resume its generation")
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ServingError(f"it did not resume its generation: {error or type(error).__name__}") from None
+
+
+async def set_weight_version(url: str, version: str, timeout_s: float = _TIMEOUT_S) -> None:
+    """Set the version that a server reports of its weights. Raise ServingError if it refuses."""
+    try:
+        async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
+            if not await _post(http, f"{url}/update_weight_version", {"new_version": version}):
+                raise ServingError("it refused to set the version of its weights")
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ServingError(f"it did not set the version of its weights: {error or type(error).__name__}") from None
 
 
 async def _post(http: aiohttp.ClientSession, url: str, body: object = None) -> bool:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rollout_backend.config import EngineName, ModelConfig, RolloutConfig, ServingConfig
-from rollout_backend.errors import StartupError
+from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.serving.engine import EngineFactory, is_healthy
 from rollout_backend.serving.engine_environment import Command
+from rollout_backend.serving.generation_control import set_weight_version
 from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.server_process import ServerProcess, free_port
 from rollout_backend.serving.sglang import engine_command
@@ -95,6 +96,11 @@ class LocalEngine:
         await self._process.start()
         timeout_s = self._serving.startup_s(weight_bytes(self._model.path))
         await self._process.wait_healthy(lambda: is_healthy(self.url), timeout_s)
+        if self._serving.engine == "vllm":
+            try:
+                await set_weight_version(self.url, "0")  # as SGLang's `--weight-version`
+            except ServingError as error:
+                raise StartupError(f"{self._name}: {error}. {self._process.log_tail()}") from None
 
     async def wait(self) -> str:
         assert self._process is not None, "not started"

@@ -25,6 +25,8 @@ from starlette.routing import Route
 
 from agent_wrapper.contract import Sampling, Trajectory
 from rollout_backend.core.session_key import SessionClaims, issue
+from rollout_backend.gateway.engine_protocol import EngineProtocol, EngineRequest, ReplyReader
+from rollout_backend.gateway.sglang_protocol import SglangProtocol
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import Script, ScriptedEngine
 from rollout_backend.serving.server_process import free_port
@@ -198,24 +200,29 @@ class Sampled:
 
     prompt: list[int]
     constrained: bool
+    reader: ReplyReader
     ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finished: bool = False
+    logprobs: list[float | None] = field(default_factory=list)
 
     def add(self, reply: dict[str, Any]) -> None:
         """Add a whole answer, or the next piece of a stream."""
-        self.ids += reply["output_ids"]
-        self.logprobs += [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
-        self.finished = reply["meta_info"]["finish_reason"] is not None
+        ids, logprobs = self.reader.read(reply)
+        self.ids += ids
+        self.logprobs += logprobs
+
+    @property
+    def finished(self) -> bool:
+        return self.reader.finish is not None
 
 
 class Witness(ServerThread):
-    """Forward `/generate` to the engine, and record every answer."""
+    """Forward requests for tokens to the engine, and record every answer."""
 
-    def __init__(self, engine_url: str) -> None:
-        super().__init__(Starlette(routes=[Route("/generate", self._generate, methods=["POST"])]))
+    def __init__(self, engine_url: str, protocol: EngineProtocol | None = None) -> None:
+        self._protocol = protocol or SglangProtocol()
+        super().__init__(Starlette(routes=[Route(self._protocol.path, self._generate, methods=["POST"])]))
         self._calls: list[Sampled] = []
-        self._generate_url = f"{engine_url}/generate"
+        self._generate_url = engine_url + self._protocol.path
 
     @property
     def sampled(self) -> list[Sampled]:
@@ -227,7 +234,9 @@ class Witness(ServerThread):
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         params = body["sampling_params"]
-        call = Sampled(body["input_ids"], "structural_tag" in params or "json_schema" in params)
+        prompt = body.get("input_ids") or body["token_ids"]
+        constrained = not {"structural_tag", "json_schema", "structured_outputs"}.isdisjoint(params)
+        call = Sampled(prompt, constrained, self._protocol.reader(EngineRequest(prompt, params)))
         self._calls.append(call)
         if body.get("stream"):
             return StreamingResponse(self._stream(body, call), media_type="text/event-stream")

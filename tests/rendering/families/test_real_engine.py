@@ -1,4 +1,4 @@
-"""Conversations with tools on the real engine, with each family's real vocabulary.
+"""Conversations with tools on real engines, with each family's real vocabulary.
 
 The models are tiny and random, but sample pieces of their family's format: most replies are plain text or a broken
 tool call, and some are right. Qwen3, Llama 3 and GLM (the dense GLM-4) have their real architecture. SGLang's CPU
@@ -19,6 +19,8 @@ import pytest
 
 from gateway_server import Witness
 from rollout_backend.config import ModelConfig
+from rollout_backend.gateway.sglang_protocol import SglangProtocol
+from rollout_backend.gateway.vllm_protocol import VllmProtocol
 from rollout_backend.serving.install import find_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -88,10 +90,17 @@ def model(family, model_folder) -> ModelConfig:
     return ModelConfig(path=model_folder(family), name="m", renderer=family.renderer, context_length=CONTEXT_LENGTH)
 
 
-@pytest.fixture(scope="session")
-def engine(model, run_engine):
-    with run_engine(model, 300.0, max_total_tokens=16384) as url:
-        yield url
+@pytest.fixture(scope="session", params=["sglang", "vllm"])
+def witness(request, model, run_engine):
+    """A witness of a real engine with the family's model, and the engine's name."""
+    if request.param == "vllm":
+        request.getfixturevalue("vllm_python")
+    protocol = {"sglang": SglangProtocol, "vllm": VllmProtocol}[request.param]()
+    with (
+        run_engine(model, 300.0, engine=request.param, max_total_tokens=16384) as url,
+        Witness(url, protocol) as seen,
+    ):
+        yield seen, request.param
 
 
 def converse(client: openai.OpenAI, tools, seen: Counter) -> None:
@@ -119,27 +128,27 @@ def converse(client: openai.OpenAI, tools, seen: Counter) -> None:
             messages.append({"role": "user", "content": "And?"})
 
 
-def test_conversations_with_tools_are_recorded_as_sampled(family, bundle, engine, model, serve, tools):
+def test_conversations_with_tools_are_recorded_as_sampled(family, bundle, witness, model, serve, tools):
     seen: Counter[str] = Counter()
-    with Witness(engine) as witness:
-        gateway = serve(witness.url, model=model, bundle=bundle, model_call_s=300)
-        for session in range(SESSIONS):
-            witness.clear()
-            converse(gateway.client(f"s{session}", temperature=1.0, seed=session), tools, seen)
-            segments = gateway.trajectory(f"s{session}").segments
-            turns = [
-                (
-                    segment.token_ids[: turn.start].tolist(),
-                    segment.token_ids[turn.start : turn.end].tolist(),
-                    pytest.approx(segment.logprobs[turn.start : turn.end].tolist(), abs=1e-6),
-                )
-                for segment in segments
-                for turn in segment.turns
-            ]
-            sampled = [(call.prompt, call.ids, call.logprobs) for call in witness.sampled]
-            assert sorted(turns, key=lambda turn: turn[:2]) == sorted(sampled, key=lambda call: call[:2])
-            assert sum(sum(segment.response_mask) for segment in segments) == sum(len(ids) for _, ids, _ in sampled)
-        malformed = gateway.stats().malformed_tool_calls
+    witness, engine = witness
+    gateway = serve(witness.url, engine_name=engine, model=model, bundle=bundle, model_call_s=300)
+    for session in range(SESSIONS):
+        witness.clear()
+        converse(gateway.client(f"s{session}", temperature=1.0, seed=session), tools, seen)
+        segments = gateway.trajectory(f"s{session}").segments
+        turns = [
+            (
+                segment.token_ids[: turn.start].tolist(),
+                segment.token_ids[turn.start : turn.end].tolist(),
+                pytest.approx(segment.logprobs[turn.start : turn.end].tolist(), abs=1e-6),
+            )
+            for segment in segments
+            for turn in segment.turns
+        ]
+        sampled = [(call.prompt, call.ids, call.logprobs) for call in witness.sampled]
+        assert sorted(turns, key=lambda turn: turn[:2]) == sorted(sampled, key=lambda call: call[:2])
+        assert sum(sum(segment.response_mask) for segment in segments) == sum(len(ids) for _, ids, _ in sampled)
+    malformed = gateway.stats().malformed_tool_calls
     assert set(seen) <= {"stop", "length", "tool_calls", "context_length_exceeded", "unrenderable"}
     answered = seen["stop"] + seen["length"] + seen["tool_calls"]
     print(f"{family}: {dict(seen)}, {malformed} malformed calls")
