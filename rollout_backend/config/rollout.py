@@ -81,6 +81,12 @@ class RolloutConfig(Section):
                 f"router.policy={self.router.policy} has no effect with serving.engine=vllm, whose calls pass no "
                 "router: remove it"
             )
+        if self.serving.engine == "vllm" and self.serving.kind == "process" and self.gateway.kind == "ray":
+            raise ValueError(
+                "gateway.kind=ray puts gateways on other machines, which must reach each vLLM server: with "
+                "serving.kind=process they listen on 127.0.0.1 only, so use gateway.kind=process or "
+                "serving.kind=external"
+            )
         return self
 
     @model_validator(mode="after")

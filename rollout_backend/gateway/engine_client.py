@@ -295,7 +295,7 @@ class EngineClient:
                             break  # closes the connection, so the engine aborts
                         if progress is not None and stop is None and attempt.finish is None:
                             progress(partial.token_ids, partial.logprobs)
-            except aiohttp.ClientError:
+            except (aiohttp.ClientError, _Retry):
                 if stop is None and attempt.finish is None:
                     raise
             finally:

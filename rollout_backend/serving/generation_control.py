@@ -31,7 +31,8 @@ async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: f
     try:
         async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
             if engine == "vllm":
-                await _post(http, f"{url}/pause?mode=abort")
+                if not await _post(http, f"{url}/pause?mode=abort"):
+                    raise ServingError("it refused to pause: vLLM needs VLLM_SERVER_DEV_MODE=1 for that")
                 return
             await _post(http, f"{url}/pause_generation", {"mode": "abort"})
             while not await _post(http, f"{url}/flush_cache"):  # noqa: ASYNC110
@@ -47,8 +48,10 @@ async def resume_generation(url: str, engine: EngineName = "sglang", timeout_s: 
     try:
         async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
             if engine == "vllm":
-                await _post(http, f"{url}/resume")
-            elif not await _post(http, f"{url}/continue_generation"):
+                resumed = await _post(http, f"{url}/resume")
+            else:
+                resumed = await _post(http, f"{url}/continue_generation")
+            if not resumed:
                 raise ServingError("it refused to resume its generation")
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ServingError(f"it did not resume its generation: {error or type(error).__name__}") from None

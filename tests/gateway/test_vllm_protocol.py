@@ -219,3 +219,23 @@ def test_images_are_refused_at_the_start(byte_model, byte_bundle):
     )
     with pytest.raises(ConfigError, match=r"serving\.engine=vllm: set gateway\.max_images=0"):
         create_app(settings, replace(byte_bundle, vision=object()))
+
+
+async def test_a_reply_whose_end_was_received_is_complete_without_the_rest(engine, generate, monkeypatch):
+    """Sampling on from there would add tokens after the end of the turn."""
+
+    async def cut(*_):
+        raise ConnectionResetError
+
+    original = engine._events
+
+    async def events(parts, body):
+        async for piece in original(parts, body):
+            yield piece
+            if b'"finish_reason": "stop"' in piece:
+                await cut()
+
+    monkeypatch.setattr(engine, "_events", events)
+    completion = await generate(progress=lambda *_: None)
+    assert completion.token_ids == ids_of(engine, "one two three")
+    assert len(engine.requests) == 1

@@ -78,6 +78,10 @@ def test_pins_are_exact():
         ({"serving": {"engine": "vllm", "kind": "ray"}}, "engine=vllm runs with kind=process or kind=external"),
         ({"serving": {"engine": "vllm", "data_parallel": 2}}, "data_parallel=2 needs engine=sglang"),
         ({"serving": {"engine": "vllm"}, "router": {"policy": "random"}}, r"router\.policy=random has no effect"),
+        (
+            {"serving": {"engine": "vllm"}, "gateway": {"kind": "ray"}, "router": {"host": "0.0.0.0"}},
+            "must reach each vLLM server",
+        ),
     ],
 )
 def test_settings_that_vllm_does_not_support_are_refused(sections, words):

@@ -152,7 +152,10 @@ def vllm_python() -> Path:
 @pytest.fixture(scope="session")
 def real_vllm(real_model, run_engine, vllm_python) -> Iterator[str]:
     """Start one real vLLM with the small model for all tests; return its URL."""
-    grammars = ("--structured-outputs-config", '{"disable_any_whitespace": true}')  # see GRAMMARS
+    grammars = (
+        "--structured-outputs-config",
+        '{"backend": "xgrammar", "disable_any_whitespace": true}',
+    )  # see GRAMMARS
     with run_engine(real_model, 170.0, engine="vllm", max_total_tokens=8192, extra_args=grammars) as url:
         yield url
 
