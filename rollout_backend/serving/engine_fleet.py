@@ -235,7 +235,10 @@ class EngineFleet:
             serving = len(self.engine_urls)
             starting = [each for each in self._engines if not each.tried.is_set()]
             waiting = [each for each in starting if each.waiting_for]
-            if serving + len(starting) < self._least or (serving >= self._least and len(starting) == len(waiting)):
+            restarting = [each for each in self._engines if each.has_served and not (each.serving or each.gave_up)]
+            if serving >= self._least and len(starting) == len(waiting):
+                return
+            if serving + len(starting) + len(restarting) < self._least:
                 return
             await self._changed.wait()
 

@@ -66,6 +66,7 @@ class Supervisor(ABC):
         """Initialize. Without `probing`, only the server's end counts as its loss."""
         self.name = name
         self.serving = False
+        self.has_served = False
         self.restarts = 0
         self.gave_up = False
         self.tried = asyncio.Event()  # set after the first start, whether it succeeded or failed
@@ -107,7 +108,7 @@ class Supervisor(ABC):
     async def start(self) -> None:
         """Start the server for the first time, before `run`, and report nothing. Raise StartupError on failure."""
         await self.start_server()
-        self.serving = True
+        self.serving = self.has_served = True
         self.tried.set()
 
     async def run(self) -> NoReturn:
@@ -139,7 +140,7 @@ class Supervisor(ABC):
         except StartupError as error:
             self._lost(str(error))
         else:
-            self.serving = True
+            self.serving = self.has_served = True
             self.report(kind)
         self.tried.set()
 

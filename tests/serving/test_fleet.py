@@ -292,6 +292,28 @@ async def test_a_run_begins_with_the_engines_that_answer_and_the_others_join(
         assert not any(each.waiting_for for each in fleet.snapshot())
 
 
+@pytest.mark.slow
+async def test_an_engine_that_is_lost_while_others_start_is_awaited_again(make_config, start_engine, tmp_path, until):
+    url, process = await start_engine()
+    port = free_port()
+    events, late = [], f"http://127.0.0.1:{port}"
+    fleet = EngineFleet(
+        make_config(serving={"kind": "external", "urls": [url, late], "min_servers": 2}),
+        tmp_path, events.append, probing=QUICK,
+    )  # fmt: skip
+    starting = asyncio.create_task(fleet.start())
+    await until(lambda: kinds(events, "engine-0") == ["started"])
+    os.kill(process.pid, signal.SIGSTOP)
+    await until(lambda: kinds(events, "engine-0") == ["started", "died"])
+    os.kill(process.pid, signal.SIGCONT)
+    await until(lambda: kinds(events, "engine-0")[-1] == "restarted")
+    assert not starting.done()
+    await start_engine(port)
+    await starting
+    assert set(fleet.engine_urls) == {url, late}
+    await fleet.stop()
+
+
 async def test_follow_adds_and_removes_external_engines(make_config, start_engine, tmp_path):
     (first, _), (second, _) = await asyncio.gather(start_engine(), start_engine())
     events = []
