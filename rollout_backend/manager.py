@@ -39,7 +39,7 @@ from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.tasks import Task, check_private, check_unique, planned_rollouts
 from rollout_backend.core.trace import Span, rollout_spans
 from rollout_backend.dispatch.ramp import check_ramp
-from rollout_backend.errors import CircuitOpen, RunHeld, ServingError
+from rollout_backend.errors import CircuitOpen, ConfigError, RunHeld, ServingError
 from rollout_backend.garbage_collection import rare_full_collections
 from rollout_backend.logs import log_fields
 from rollout_backend.observe.archive import RunArchive
@@ -376,7 +376,9 @@ class RolloutManager:
         return await plan.retry(lambda: self._started.for_steps.read_manifests_from(step))
 
     async def follow_engines(self, urls: Sequence[str]) -> None:
-        """Serve with these engines from now on; for `serving.kind=external`."""
+        """Serve with these engines from now on; for `serving.kind=external` without `serving.follow_dns`."""
+        if self.config.serving.follow_dns:
+            raise ConfigError("serving.follow_dns follows the engines already: remove it to call follow_engines")
         await self._started.serving.follow_engines(urls)
 
     async def pause_engines(self) -> None:

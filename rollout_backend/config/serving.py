@@ -104,6 +104,9 @@ class ServingConfig(Section):
     each one has a setting here."""
     urls: tuple[str, ...] = ()
     """URLs of the servers, for `external`."""
+    follow_dns: bool = False
+    """Take each address of the hosts in `urls` as a server, and follow them as they come and go: for a headless
+    service of Kubernetes."""
     weights_dir: Path | None = None
     """Folder in which `update_weights` writes tensors, in a folder for each run. Default: `weights` in the run's
     folder. With `ray` on several machines it must be shared by all of them."""
@@ -131,6 +134,8 @@ class ServingConfig(Section):
     def _kinds(self) -> Self:
         if (self.kind == "external") != bool(self.urls):
             raise ValueError("urls belong to kind=external, and only to it")
+        if self.follow_dns and (not self.urls or any(url.startswith("https:") for url in self.urls)):
+            raise ValueError("follow_dns needs urls, with http: a certificate is not valid for a single address")
         if self.servers == "auto" and (self.kind != "ray" or self.device == "cpu"):
             raise ValueError(
                 "servers=auto counts the GPUs of a Ray cluster: set kind=ray and device=cuda, or a number"

@@ -5,10 +5,11 @@ An `Engine` is not restartable: its factory makes a new one. `rollout_backend.co
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NoReturn, Protocol, runtime_checkable
 
 import aiohttp
 
@@ -68,6 +69,11 @@ class EngineFactory(ABC):
 
     async def open(self) -> None:  # noqa: B027  # most kinds prepare nothing
         """Prepare before the first engine is made; `count` is final then. Raise StartupError or ConfigError."""
+
+    async def follow(self, serve_with: Callable[[Sequence[str]], Awaitable[None]]) -> NoReturn:
+        """Call `serve_with` with the URLs of all engines whenever they change; by default they never do."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
 
     @abstractmethod
     def make(self, number: int) -> Engine:

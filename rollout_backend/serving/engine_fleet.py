@@ -33,7 +33,14 @@ from rollout_backend.serving.engine_routing import EngineRouter, EngineRouting, 
 from rollout_backend.serving.external_engine import ExternalEngine
 from rollout_backend.serving.registry import engine_factory
 from rollout_backend.serving.router import Router
-from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, ServingEvent, SupervisorGroup
+from rollout_backend.serving.supervisor import (
+    OnEvent,
+    Probing,
+    RestartLimits,
+    ServingEvent,
+    SupervisorGroup,
+    first_of,
+)
 from rollout_backend.serving.weights import Weights
 
 _JOIN_S = 10.0
@@ -219,7 +226,8 @@ class EngineFleet:
         Raises:
             StartupError: the router or the last engine is gone; the message carries the end of its log.
         """
-        await self._supervisors.failed()
+        await first_of(self._supervisors.failed(), self._factory.follow(self.follow))
+        raise AssertionError("unreachable")
 
     # --- parts ------------------------------------------------------------------------------------------------
 

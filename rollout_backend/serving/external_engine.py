@@ -4,25 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rollout_backend.config import RolloutConfig, ServingConfig
 from rollout_backend.errors import PreflightError, StartupError
 from rollout_backend.serving import engine
 from rollout_backend.serving.engine import EngineFactory, is_responding, probe_url
 from rollout_backend.serving.model_server import check_vllm
+from rollout_backend.serving.service_addresses import ServiceAddresses
+
+_LOOK_UP_S = 1.0
 
 
 class ExternalEngineFactory(EngineFactory):
     """Makes the engines of `serving.kind=external`."""
 
     def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
-        self.count = len(config.serving.urls)
         self._serving = config.serving
+        self._urls: Sequence[str] = config.serving.urls
+        self._addresses = ServiceAddresses(self._urls) if config.serving.follow_dns else None
+        self.count = len(self._urls)
+
+    async def open(self) -> None:
+        """With `serving.follow_dns`, wait for an address. Raises StartupError."""
+        if self._addresses is None:
+            return
+        try:
+            async with asyncio.timeout(self._serving.startup_s()):
+                while True:
+                    if found := await self._addresses.look_up():
+                        self._urls, self.count = found, len(found)
+                        return
+                    await asyncio.sleep(_LOOK_UP_S)
+        except TimeoutError:
+            names = ", ".join(self._serving.urls)
+            raise StartupError(f"no address of {names} was found: correct serving.urls") from None
+
+    async def follow(self, serve_with: Callable[[Sequence[str]], Awaitable[None]]) -> NoReturn:
+        if self._addresses is not None:
+            await self._addresses.follow(serve_with)
+        await super().follow(serve_with)
 
     def make(self, number: int) -> ExternalEngine:
-        return ExternalEngine(f"engine-{number}", self._serving.urls[number], self._serving)
+        return ExternalEngine(f"engine-{number}", self._urls[number], self._serving)
 
 
 class ExternalEngine:
