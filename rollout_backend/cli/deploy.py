@@ -201,7 +201,7 @@ def _print_plan(deployment: Deployment, config: Path) -> None:
     console.print("[bold]plan[/]")
     for step in (*deployment.plan(), f"write {config}"):
         echo(f"  {step}")
-    console.print("[bold]AWS calls[/]")
+    console.print(f"[bold]{'calls of services on this machine' if deployment.native else 'AWS calls'}[/]")
     for call in deployment.calls():
         echo(f"  {call.name}: {call.why} ({', '.join(call.actions)})")
 

@@ -54,6 +54,8 @@ async def _down(config: Path | None, stack: str | None, delete_results: bool, ye
         echo(f"stays: {line}")
     if config is not None:
         echo(f"stays: {config}, which may hold settings of yours")
+        if (runs := load_config(config).output_dir).is_dir():
+            echo(f"stays: {runs}, the records and reports of runs on this machine")
     if not yes:
         echo("nothing was changed; --yes deletes")
         return 0
@@ -63,7 +65,7 @@ async def _down(config: Path | None, stack: str | None, delete_results: bool, ye
     left = [] if cloud is not None else (await teardown.find()).ours
     for resource in left:
         echo(f"left: {resource} appeared meanwhile; run the command again")
-    echo("nothing that this backend made is left" if not left else f"{len(left)} are left")
+    echo("nothing else that this backend made is left" if not left else f"{len(left)} are left")
     return 1 if left else 0
 
 

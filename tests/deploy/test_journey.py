@@ -45,6 +45,7 @@ def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path, example):
     agent = ROOT / "examples" / example
     told = rollout(tmp_path, "deploy", str(agent), "--local")
     assert "the process ends in time after SIGTERM" in told
+    assert "DescribeStacks" not in told
     assert "accepts a rollout, and writes its result" in told
     cloud = json.loads((tmp_path / ".rollout" / "local-cloud" / STATE).read_text())
     try:
@@ -62,7 +63,9 @@ def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path, example):
         planned = rollout(tmp_path, "down", "rollout.yaml")
         assert f"would delete: runtime rollout_{example}" in planned
         assert "nothing was changed" in planned
-        assert "nothing that this backend made is left" in rollout(tmp_path, "down", "rollout.yaml", "--yes")
+        removed = rollout(tmp_path, "down", "rollout.yaml", "--yes")
+        assert "stays: runs, the records and reports of runs on this machine" in removed
+        assert "nothing else that this backend made is left" in removed
     finally:
         if Path(f"/proc/{cloud['pid']}").exists():
             os.kill(cloud["pid"], 15)
