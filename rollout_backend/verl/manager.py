@@ -279,6 +279,7 @@ class CloudAgentLoopManager:
         counts["left_out_tokens"] = batch.left_out_tokens
         counts["moved_turn_rewards"] += batch.moved_turn_rewards
         parts = [row.versions(fallback=version) for of_rollout in slots for row in of_rollout or ()]
+        counts["trained_tokens"] = sum(tokens for tokens, _, _ in parts)
         lag = result.report.lag
         return DataProto(
             batch=batch.tensors,

@@ -12,6 +12,7 @@
 | `retokenized` | rollouts trained on tokens that were rendered from messages |
 | `truncated_tokens`, `unknown_logprobs` | sampled tokens not trained because they do not fit or lack a logprob |
 | `unknown_versions` | trained tokens whose weight version is unknown |
+| `too_old_tokens` | sampled tokens of rollouts that are `too_old`; `trained_tokens` are those in the batch |
 | `moved_turn_rewards` | rewards of turns without a trained token, which are on a token of another turn |
 
 The classes are the outcomes of rollouts other than `completed`, and four for rollouts that have a reward:
@@ -50,6 +51,8 @@ _ALWAYS = (
     "truncated_tokens",
     "unknown_logprobs",
     "unknown_versions",
+    "too_old_tokens",
+    "trained_tokens",
     "moved_turn_rewards",
     *(f"left_out/{name}" for name in CLASSES),
 )

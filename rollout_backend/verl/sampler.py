@@ -112,6 +112,7 @@ class RolloutSampler:
         counts = TALLY.take(partition_id)
         counts.update(too_old)
         parts = [(tag["trained_tokens"], tag["mean_version"], tag["min_global_steps"]) for tag in batch.tags]
+        counts["trained_tokens"] = sum(tokens for tokens, _, _ in parts)
         left_out = as_metrics(counts, len({_session(key) for key in batch.keys}))
         metrics = {**metrics, **left_out, **staleness(parts, global_steps - 1)}
         return batch if self._stable_steps is None else self._stable_steps.apply(batch, batch_size), metrics
@@ -180,8 +181,9 @@ def _split_stale(batch: KVBatchMeta, oldest: int, counts: Counter[str]) -> tuple
     out = old | {session for group in dropped for session in sessions[group]}
     counts[f"left_out/{TOO_OLD}"] += len(out)
     counts["groups_dropped"] += len(dropped)
-    rows = zip(batch.keys, batch.tags, strict=True)
-    return {key: tag for key, tag in rows if _session(key) not in out}, len(dropped)
+    rows = dict(zip(batch.keys, batch.tags, strict=True))
+    counts["too_old_tokens"] += sum(tag["trained_tokens"] for key, tag in rows.items() if _session(key) in out)
+    return {key: tag for key, tag in rows.items() if _session(key) not in out}, len(dropped)
 
 
 def _session(key: str) -> str:

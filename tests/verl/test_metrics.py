@@ -282,6 +282,7 @@ def test_rollouts_older_than_the_limit_are_dropped_and_counted(queue: Any) -> No
     batch, found = trainer.sampler.sample(global_steps=10, partition_id="train", batch_size=2)
     assert set(batch.keys) == {"u1_0_0", "u1_1_0", "u2_0_0", "u2_1_0"}
     assert found["rollouts/left_out/too_old/sum"] == found["rollouts/left_out/sum"] == 1
+    assert (found["rollouts/too_old_tokens/sum"], found["rollouts/trained_tokens/sum"]) == (4, 16)
     assert found["rollouts/groups_dropped/sum"] == 0
     assert found["rollouts/trained/sum"] == 4
     assert found["rollouts/staleness/max"] == 2
