@@ -7,8 +7,8 @@ Everything except the model is real: a trainer process with router and gateway, 
 answers by rule, so the same task gives the same tokens, and the rows of the disturbed run can be compared with those
 of an undisturbed one.
 
-With `--asynchronous` the trainer requests batches ahead, as verl's `separate_async` does (`async_trainer.py`), and
-the model's answers take 0.1 s, some of them up to 20 times as long.
+With `--asynchronous` the trainer requests batches ahead, as verl's `separate_async` does, and the model's answers
+take 0.1 s, some of them up to 20 times as long.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def steps_done(checkpoint: Path) -> int:
 
 async def train_asynchronously(settings: Path, checkpoint: Path, steps: int, tasks: int, save_every: int) -> None:
     """Run an asynchronous trainer until all steps are done. It may be killed at any time."""
-    from async_trainer import AsyncTrainer
+    from rollout_backend.simulation.async_trainer import AsyncTrainer
 
     def task_of(index: int) -> Task:
         [task] = tasks_of(index, 1)

@@ -1,4 +1,4 @@
-"""An asynchronous trainer without a model, for `kill_trainer.py --asynchronous`.
+"""An asynchronous trainer without a model. It may be killed at any time.
 
 It requests, samples, saves and restores as verl's `separate_async` does: a checkpoint holds the finished groups and
 the prompts of the unfinished ones. After a restart it requests these in one batch, and later ones again from the
@@ -12,20 +12,20 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from rollout_backend.config import RolloutConfig
 from rollout_backend.core.batch_numbers import batch_number
 from rollout_backend.core.earlier_batches import EarlierBatches, Origin
-from rollout_backend.core.manifest import digest_of
-from rollout_backend.core.report import GroupResult
-from rollout_backend.core.staleness import groups_to_await
+from rollout_backend.core.manifest import Manifest, digest_of
+from rollout_backend.core.report import GroupResult, StepResult
+from rollout_backend.core.staleness import groups_to_await, number_of
 from rollout_backend.core.tasks import Task
-from rollout_backend.manager import RolloutManager
 
-AHEAD = 2  # batches
+AHEAD = 2  # batches, and the age limit
 TRAINING_S = 0.3
 
 
@@ -39,12 +39,30 @@ class Prompt:
     result: dict[str, Any] | None = None  # of its group, once that is finished
 
 
+class Collector(Protocol):
+    """What the trainer needs of a `RolloutManager`."""
+
+    config: RolloutConfig
+
+    async def collect(
+        self,
+        tasks: Iterable[Task],
+        *,
+        step: int,
+        on_group: Callable[[GroupResult], None],
+        same_weights: bool,
+        allow_subset: bool,
+    ) -> StepResult: ...
+
+    async def manifests_from(self, step: int) -> list[Manifest]: ...
+
+
 class AsyncTrainer:
     """Trains until `steps` are done. `task_of` makes a task from its index, `rows_of` rows from rollouts."""
 
     def __init__(
         self,
-        manager: RolloutManager,
+        manager: Collector,
         checkpoint: Path,
         batch_size: int,
         save_every: int,
@@ -62,7 +80,7 @@ class AsyncTrainer:
         self._step, self._next, self._prompts = self._load()
         self._earlier = EarlierBatches((), 0, None)
         self._positions: Counter[int] = Counter()
-        self._collecting: list[asyncio.Task[None]] = []
+        self.collecting: list[asyncio.Task[None]] = []  # the steps in flight
         self._changed = asyncio.Event()
         self._counts: Counter[str] = Counter()
 
@@ -85,7 +103,7 @@ class AsyncTrainer:
             if step % self._save_every == 0 or step == steps:
                 self._save()
             self._write(self._version, str(step))
-        await asyncio.gather(*self._collecting)
+        await asyncio.gather(*self.collecting)
         self._report([prompt.result for prompt in self._prompts], steps)
 
     async def _sample(self, step: int) -> list[Prompt]:
@@ -97,11 +115,11 @@ class AsyncTrainer:
             if len(finished) >= self._batch_size and not groups_to_await(unfinished, step, AHEAD, self._batch_size):
                 return sorted(finished, key=lambda prompt: prompt.requested_in)[: self._batch_size]
             changed = asyncio.create_task(self._changed.wait())
-            await asyncio.wait({changed, *self._collecting}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({changed, *self.collecting}, return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
-            for done in (task for task in self._collecting if task.done()):
+            for done in (task for task in self.collecting if task.done()):
                 done.result()
-            self._collecting = [task for task in self._collecting if not task.done()]
+            self.collecting = [task for task in self.collecting if not task.done()]
 
     def _request_new(self, count: int, step: int) -> None:
         prompts = [Prompt(self._next + i, step) for i in range(max(0, count))]
@@ -125,7 +143,7 @@ class AsyncTrainer:
             for task_id, prompt in part.items():
                 prompt.origin = Origin(number, task_id)
                 prompt.requested_in = self._earlier.requested_in(number) if resumes else step
-            self._collecting.append(asyncio.create_task(self._collect(number, part, resumes)))
+            self.collecting.append(asyncio.create_task(self._collect(number, part, resumes)))
 
     def _new_number(self, step: int) -> int:
         while True:
@@ -140,13 +158,14 @@ class AsyncTrainer:
         def on_group(group: GroupResult) -> None:
             rollouts = [abandoned.relabel(rollout) if resumes else rollout for rollout in group.rollouts]
             turns = [turn for each in rollouts for segment in each.segments for turn in segment.turns]
+            versions = [number_of(span.version) for turn in turns for span in turn.weight_versions]
             outcomes = Counter({"completed": len(rollouts)})
             outcomes.update(str(failure.outcome) for failure in group.failures)
             prompts[group.task.task_id].result = {
                 "planned": group.planned,
                 "outcomes": dict(outcomes),
                 "rows": self._rows_of(group.rollouts),
-                "oldest": min(int(span.version) for turn in turns for span in turn.weight_versions),
+                "oldest": min((version for version in versions if version is not None), default=0),
             }
             self._changed.set()
 
