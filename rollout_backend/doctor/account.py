@@ -149,7 +149,12 @@ async def check_permissions(
             )
         except aws.CALL_ERRORS as error:
             if not aws.is_denied(error):
-                why = f"IAM cannot simulate policies here ({aws.reason(error)})"
+                stands_in = config.aws.endpoint_url is not None  # for AWS; most have no such call
+                why = (
+                    "aws.endpoint_url simulates no policies"
+                    if stands_in
+                    else f"IAM cannot simulate policies here ({aws.reason(error)})"
+                )
     return [_permission_line(each, decisions.get(each), calls.get(each.operation), why) for each in permissions]
 
 
