@@ -28,7 +28,7 @@ def waits(name: str, **sessions: str) -> dict[str, Any]:
 async def test_a_killed_asynchronous_trainer_trains_each_group_once(tmp_path: Path, training: Any, mode: str) -> None:
     """verl is killed in step 2, with two groups in flight that its checkpoint holds and two that it does not."""
     tasks = [
-        normal("first-0"),
+        waits("first-0", _0="start"),
         normal("first-1"),
         waits("half", _1="go", _2="end", _3="end"),
         waits("none", **dict.fromkeys(("_0", "_1", "_2", "_3"), "end")),
@@ -49,6 +49,8 @@ async def test_a_killed_asynchronous_trainer_trains_each_group_once(tmp_path: Pa
     how = {"rollout_devices": MODES[mode], "timeouts": TIMEOUTS, "backend": {"janitor": {"grace_s": 300}}}
     async with training(tmp_path, tasks, 2, *settings, **how) as run:
         await run.start()
+        await run.until(lambda: len(run.begun()) == 4 * GROUP, "at work in step 1")
+        run.say("start")
         await run.until(lambda: run.steps_done() == 1, "done with step 1")
         await run.until(lambda: len(run.begun()) == 6 * GROUP, "at work in step 2")
         run.say("go")  # the weights are of version 1 by now
