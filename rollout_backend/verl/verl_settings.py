@@ -97,8 +97,11 @@ def is_asynchronous(trainer: Any) -> bool:
 
 
 def max_staleness_of(trainer: Any) -> int | None:
-    """Return the age limit of `rollout_backend.verl.sampler`; None if there is none. `trainer` is verl's section."""
-    limit = trainer.v1.sampler.sampler_kwargs.get("max_staleness")
+    """Return how old rollouts may be, by our sampler or else by verl. None: no limit. `trainer` is verl's section."""
+    sampler = trainer.v1.sampler
+    limit, span = sampler.sampler_kwargs.get("max_staleness"), sampler.get("max_off_policy_threshold")
+    if limit is None and span is not None and sampler.max_off_policy_strategy == "drop":
+        limit = span - 1
     return None if limit is None else int(limit)
 
 

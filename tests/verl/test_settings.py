@@ -10,7 +10,13 @@ from omegaconf import OmegaConf
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.preflight import check_image_cache
-from rollout_backend.verl.verl_settings import resumes_steps, sampling_of, settings_of, sleeps_between_batches
+from rollout_backend.verl.verl_settings import (
+    max_staleness_of,
+    resumes_steps,
+    sampling_of,
+    settings_of,
+    sleeps_between_batches,
+)
 
 ROOT = Path(__file__).parents[2]
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-a1B2c3D4e5"
@@ -234,6 +240,20 @@ def test_an_old_verl_is_refused(monkeypatch):
 def test_a_run_is_resumed_unless_verl_does_not_load_its_checkpoint(overrides, takes):
     with initialize_config_module("verl.trainer.config", version_base=None):
         assert resumes_steps(compose("ppo_trainer", overrides).trainer) is takes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limit"),
+    [
+        ([], 7),  # verl's default drops groups that span more than 8 versions
+        (["trainer.v1.sampler.max_off_policy_threshold=null"], None),
+        (["trainer.v1.sampler.max_off_policy_strategy=wait"], None),
+        (["+trainer.v1.sampler.sampler_kwargs.max_staleness=2"], 2),
+    ],
+)
+def test_rollouts_are_resumed_only_if_verl_would_not_drop_them(overrides, limit):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        assert max_staleness_of(compose("ppo_trainer", overrides).trainer) == limit
 
 
 @pytest.mark.parametrize(
