@@ -34,7 +34,8 @@ async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: f
                 if not await _post(http, f"{url}/pause?mode=abort"):
                     raise ServingError("it refused to pause: vLLM needs VLLM_SERVER_DEV_MODE=1 for that")
                 return
-            await _post(http, f"{url}/pause_generation", {"mode": "abort"})
+            if not await _post(http, f"{url}/pause_generation", {"mode": "abort"}):
+                raise ServingError("it refused to pause its generation")
             while not await _post(http, f"{url}/flush_cache"):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:

@@ -128,7 +128,10 @@ class ModelServing:
                 "where those engines are started"
             )
         if serving.engine != "sglang":
-            raise ConfigError(f"update_weights needs serving.engine=sglang, and it is {serving.engine}")
+            raise ConfigError(
+                f"update_weights needs serving.engine=sglang, and it is {serving.engine}, which reloads some models "
+                "incompletely"
+            )
         async with self._updating:
             weights = await asyncio.to_thread(self._weights.prepare, source)
             began = time.monotonic()
