@@ -51,11 +51,12 @@ def make_tasks(digits: random.Random) -> list[Task]:
 
 
 def make_rows(result: StepResult) -> list[Row]:
-    """Compare each rollout with its group: a lost rollout has no reward, so it is in no mean."""
+    """Compare each rollout with its group. A lost rollout has no reward, so it is in no mean; equal rewards teach
+    nothing."""
     rows = []
     for group in result.groups:
         rewards = torch.tensor([rollout.reward for rollout in group.rollouts], dtype=torch.float32)
-        if not group.usable or len(rewards) < 2:
+        if not group.usable or len(rewards.unique()) < 2:
             continue
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):
