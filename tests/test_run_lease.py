@@ -231,7 +231,10 @@ def collect(monkeypatch, tmp_path) -> Callable[[RunLease], Awaitable[StepResult]
     monkeypatch.setattr(made.archive, "write_report", lambda report: None)
 
     async def run(lease: RunLease) -> StepResult:
-        made._run = SimpleNamespace(for_steps=None, lease=lease, limits=made.config.runtime, background=[])
+        serving = SimpleNamespace(weight_version=None)
+        made._run = SimpleNamespace(
+            for_steps=None, lease=lease, limits=made.config.runtime, serving=serving, background=[]
+        )
         return await made.collect([Task("a", {})])
 
     return run

@@ -133,7 +133,7 @@ class WeightStore:
         try:
             record = json.loads(self._file.read_text())
             weights = Weights(int(record["version"]), Path(record["folder"]), str(record["digest"]))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
