@@ -40,9 +40,10 @@ def is_trained_well(metrics: dict[str, float]) -> None:
 
 
 def rollouts(metrics: dict[str, float], prefix: str = "rollouts/") -> dict[str, float]:
-    """Return our non-zero metrics among verl's."""
+    """Return our non-zero metrics among verl's that count rollouts."""
     ours = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     assert {"left_out/sum", "left_out/infra_error/sum", "groups_dropped/sum", "staleness/max"} <= ours.keys()
+    assert ours.pop("trained_tokens/sum") > 0
     return {key: value for key, value in ours.items() if value}
 
 
