@@ -7,6 +7,8 @@ import os
 import secrets
 from pathlib import Path
 
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
 
 def write_file(path: Path, data: bytes, *, private: bool = False, keep: bool = False) -> None:
     """Replace a file atomically, and create its folder if needed.
@@ -16,16 +18,24 @@ def write_file(path: Path, data: bytes, *, private: bool = False, keep: bool = F
     Raises:
         OSError: the file could not be written; its previous content is unchanged.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    mode = 0o600 if private else 0o666
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        if keep:
-            with contextlib.suppress(FileExistsError):
-                os.link(part, path)
-        else:
+        descriptor = os.open(part, _NEW, mode)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(part, _NEW, mode)
+    try:
+        with os.fdopen(descriptor, "wb", buffering=0) as file:  # unbuffered, so that the file is not asked what it is
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
+        if not keep:
             part.replace(path)
-    finally:
+            return
+        with contextlib.suppress(FileExistsError):
+            os.link(part, path)
+    except BaseException:
         part.unlink(missing_ok=True)
+        raise
+    part.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from dataclasses import dataclass, field
 
 import pytest
@@ -254,6 +255,14 @@ def test_a_truncated_line_hides_no_other(tmp_path):
         file.write('\n{"closed": "s')
     InFlightLog(StepFiles(tmp_path)).record_running(0, note("s2"))
     assert InFlightLog(StepFiles(tmp_path)).running_attempts(0) == [note("s1"), note("s2")]
+
+
+def test_a_record_is_written_after_its_file_was_deleted(tmp_path):
+    notes = InFlightLog(StepFiles(tmp_path / "steps"))
+    notes.record_running(0, note("s1"))
+    shutil.rmtree(tmp_path / "steps")
+    notes.record_running(0, note("s2"))
+    assert InFlightLog(StepFiles(tmp_path / "steps")).running_attempts(0) == [note("s2")]
 
 
 def test_a_log_that_cannot_be_written_is_dropped(tmp_path, monkeypatch):
