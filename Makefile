@@ -66,10 +66,11 @@ test-all: lint engine verl inspect  ## every test, with property tests on new ex
 train: engine verl  ## verl trains a small model on sums: some 15 minutes
 	$(VERL)/bin/python examples/train_arithmetic/train.py
 
-train-smoke: engine verl  ## two steps of a tiny model, on both of verl's trainers and in a plain loop
+train-smoke: engine verl  ## two steps of a tiny model, on both of verl's trainers, in a plain loop and with TRL
 	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --work runs/smoke-v1
 	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --trainer legacy --work runs/smoke-legacy
 	$(VERL)/bin/python examples/plain_loop/train.py --tiny
+	$(VERL)/bin/python examples/trl_loop/train.py --tiny
 
 bench: engine verl  ## all benchmarks, against other projects: half an hour; the tables and a picture are in runs/bench
 	$(RUN)/python benchmarks/run_all.py
