@@ -214,7 +214,7 @@ class Turn(ContractObject):
     end: int = Field(ge=0)
     finish_reason: str
     weight_versions: tuple[VersionSpan, ...]  # covers [start, end) without a gap; empty if the engine reported none
-    cached_tokens: int = Field(default=0, ge=0)  # prompt tokens found in the engine's prefix cache
+    cached_tokens: int | None = Field(default=None, ge=0)  # prompt tokens in the engine's prefix cache; None: unknown
     seconds: float = Field(default=0.0, ge=0)  # from the gateway's request to the engine's last token
 
 

@@ -82,8 +82,7 @@ def _cut(record: RolloutRecord) -> float | None:
 
 
 def _hit(record: RolloutRecord) -> float | None:
-    result = record.result
-    return result.cached_tokens / result.prompt_tokens if result and result.prompt_tokens else None
+    return record.result.cache_hit if record.result is not None else None
 
 
 _MEASURES: tuple[tuple[str, Measure, int], ...] = (

@@ -30,6 +30,7 @@ class EngineUse(BaseModel):
     waiting: float  # mean requests in all queues together
     idle: float  # part of the samples of single engines that had no request
     full_batch: float | None = None  # mean requests in the batch of an engine that had a queue; None: too few had one
+    imbalance: float | None = None  # mean requests of the busiest engine, relative to all engines' mean; 1 is even
     kv_used: float | None = None  # mean part of the KV cache in use; None: unknown
 
     @property
@@ -48,6 +49,7 @@ class EngineUseMeter:
         self._samples = 0  # of all engines together
         self._most = 0
         self._each: list[EngineSample] = []
+        self._busiest, self._mean = 0.0, 0.0  # requests, added up over the samples of several engines
 
     def add(self, engines: Mapping[str, EngineSample]) -> None:
         """Add a sample of every engine that reports. Without any, do nothing."""
@@ -55,6 +57,10 @@ class EngineUseMeter:
             self._samples += 1
             self._most = max(self._most, len(engines))
             self._each.extend(engines.values())
+        if len(engines) > 1:
+            requests = [sample.running + sample.waiting for sample in engines.values()]
+            self._busiest += max(requests)
+            self._mean += sum(requests) / len(requests)
 
     def result(self) -> EngineUse | None:
         """Return how busy the engines were; None without a sample."""
@@ -68,5 +74,6 @@ class EngineUseMeter:
             waiting=sum(sample.waiting for sample in self._each) / self._samples,
             idle=sum(not sample.running and not sample.waiting for sample in self._each) / len(self._each),
             full_batch=sum(full) / len(full) if len(full) >= _ENOUGH else None,
+            imbalance=self._busiest / self._mean if self._mean else None,
             kv_used=sum(known) / len(known) if known else None,
         )

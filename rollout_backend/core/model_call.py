@@ -69,7 +69,7 @@ class Answer:
     model: str
     choices: tuple[Choice, ...]
     prompt_tokens: int
-    cached_tokens: int = 0  # of the prompt tokens, those found in an engine's prefix cache
+    cached_tokens: int | None = None  # of the prompt tokens, those in an engine's prefix cache; None: unknown
 
     @property
     def sampled_tokens(self) -> int:

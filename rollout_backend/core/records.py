@@ -21,7 +21,7 @@ class ResultSummary(BaseModel):
     segments: int  # rows for training
     sampled_tokens: int
     prompt_tokens: int  # of all turns; each turn counts its whole prompt
-    cached_tokens: int  # of the prompt tokens, those that the engine found in its prefix cache
+    cached_tokens: int | None  # of the prompt tokens, those in the engine's prefix cache; None: it reported none
     cut_replies: int  # turns that ended at max_tokens or at the end of the context
     model_s: float  # the sum of the turns' seconds
     agent_s: float | None  # from the agent's start to its end by its container's clock; None: unknown
@@ -29,6 +29,7 @@ class ResultSummary(BaseModel):
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
         turns = [turn for segment in rollout.segments for turn in segment.turns]
+        cached = [turn.cached_tokens for turn in turns if turn.cached_tokens is not None]
         timed = rollout.started_at > 0 and rollout.finished_at >= rollout.started_at
         return cls(
             reward=rollout.reward,
@@ -36,11 +37,16 @@ class ResultSummary(BaseModel):
             segments=len(rollout.segments),
             sampled_tokens=rollout.sampled_tokens,
             prompt_tokens=sum(turn.start for turn in turns),
-            cached_tokens=sum(turn.cached_tokens for turn in turns),
+            cached_tokens=sum(cached) if len(cached) == len(turns) else None,
             cut_replies=sum(turn.finish_reason == "length" for turn in turns),
             model_s=sum(turn.seconds for turn in turns),
             agent_s=rollout.finished_at - rollout.started_at if timed else None,
         )
+
+    @property
+    def cache_hit(self) -> float | None:
+        """Return the part of the prompt tokens found in the prefix cache; None if unknown."""
+        return self.cached_tokens / self.prompt_tokens if self.cached_tokens is not None and self.turns else None
 
 
 class RolloutRecord(BaseModel):

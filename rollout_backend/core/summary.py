@@ -92,6 +92,7 @@ class StepSummary:
     sampled_tokens: int
     prompt_tokens: int
     cached_tokens: int
+    cache_counted_tokens: int  # prompt tokens of the rollouts for which the engines reported the cached ones
     seconds: float  # from the first plan to the last outcome
     spent: Seconds  # the sum over rollouts
     wasted_session_s: float  # of rollouts that are not trained
@@ -103,7 +104,8 @@ class StepSummary:
 
     @property
     def cache_hit(self) -> float | None:
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+        """Return the part of the prompt tokens found in prefix caches; None if no engine reported it."""
+        return self.cached_tokens / self.cache_counted_tokens if self.cache_counted_tokens else None
 
     @property
     def tokens_per_s(self) -> float:
@@ -131,7 +133,8 @@ def summarize(records: Sequence[RolloutRecord]) -> StepSummary:
         tasks=tasks,
         sampled_tokens=sum(each.sampled_tokens for each in results),
         prompt_tokens=sum(each.prompt_tokens for each in results),
-        cached_tokens=sum(each.cached_tokens for each in results),
+        cached_tokens=sum(each.cached_tokens or 0 for each in results),
+        cache_counted_tokens=sum(each.prompt_tokens for each in results if each.cached_tokens is not None),
         seconds=ended - began,
         spent=add(spent),
         wasted_session_s=sum(each.session for each, record in zip(spent, records, strict=True) if not record.trained),

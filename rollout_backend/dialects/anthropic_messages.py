@@ -407,9 +407,9 @@ def _stop(choice: Choice) -> dict[str, str | None]:
 def _usage(answer: Answer) -> dict[str, int]:
     """Return the usage. In this API, the input excludes cached tokens."""
     return {
-        "input_tokens": answer.prompt_tokens - answer.cached_tokens,
+        "input_tokens": answer.prompt_tokens - (answer.cached_tokens or 0),
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": answer.cached_tokens,
+        "cache_read_input_tokens": answer.cached_tokens or 0,
         "output_tokens": answer.sampled_tokens,
     }
 

@@ -298,7 +298,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.sampled_tokens,
         "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
-        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens or 0},
     }
 
 

@@ -94,6 +94,7 @@ def _attributes(claims: SessionClaims, running: InFlightCall) -> dict[str, trace
             trace.FINISH_REASONS: [choice.finish_reason for choice in answer.choices],
             trace.INPUT_TOKENS: answer.prompt_tokens,
             trace.OUTPUT_TOKENS: answer.sampled_tokens,
-            trace.CACHED_TOKENS: answer.cached_tokens,
         }
+        if answer.cached_tokens is not None:
+            found[trace.CACHED_TOKENS] = answer.cached_tokens
     return found

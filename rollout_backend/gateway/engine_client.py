@@ -85,7 +85,7 @@ class Completion:
     weight_versions: tuple[VersionSpan, ...]  # cover all tokens in order; empty if the engine gave none
     finish_reason: str  # "stop" or "length"
     matched: str | None  # the stop string that ended it
-    cached_tokens: int
+    cached_tokens: int | None  # None: the engine does not report it
     seconds: float
 
 
@@ -109,7 +109,7 @@ class _Partial:
             weight_versions=_merged(self.versions) if self.versions_known else (),
             finish_reason=self.finish["type"],
             matched=matched if isinstance(matched, str) else None,
-            cached_tokens=self.cached_tokens or 0,
+            cached_tokens=self.cached_tokens,
             seconds=seconds,
         )
 

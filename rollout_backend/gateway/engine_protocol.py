@@ -49,8 +49,8 @@ class ReplyReader(Protocol):
     """The tokens read so far."""
 
     @property
-    def cached_tokens(self) -> int:
-        """The tokens of the prompt that were in the engine's prefix cache."""
+    def cached_tokens(self) -> int | None:
+        """The tokens of the prompt that were in the engine's prefix cache; None if it does not report them."""
         ...
 
     def read(self, reply: Mapping[str, Any]) -> Tokens:

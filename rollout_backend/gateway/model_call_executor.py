@@ -136,8 +136,11 @@ class ModelCallExecutor:
         counters.constrained += len(sampled) if forced else 0
         counters.calls += 1
         counters.prompt_tokens += len(prompt.ids)
-        counters.cached_tokens += cached_tokens
-        counters.cache_breaks += is_cache_break(prompt.known, cached_tokens)
+        if cached_tokens is None:
+            counters.cache_unknown_tokens += len(prompt.ids)
+        else:
+            counters.cached_tokens += cached_tokens
+            counters.cache_breaks += is_cache_break(prompt.known, cached_tokens)
         answer = Answer(
             id=running.id,
             created=running.created,

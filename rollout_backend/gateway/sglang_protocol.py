@@ -76,8 +76,9 @@ class SglangReader:
         return Tokens(ids, _logprobs(logprobs, ids))
 
     @property
-    def cached_tokens(self) -> int:
-        return int(self._meta.get("cached_tokens") or 0)
+    def cached_tokens(self) -> int | None:
+        cached = self._meta.get("cached_tokens")
+        return None if cached is None else int(cached)
 
     def spans(self) -> list[Span] | None:
         if self.received == 0:

@@ -25,6 +25,7 @@ class GatewayStats(BaseModel):
     calls: int  # answered calls
     prompt_tokens: int
     cached_tokens: int  # prompt tokens found in an engine's prefix cache
+    cache_unknown_tokens: int  # prompt tokens of calls whose engine did not report what it found there
     cache_breaks: int  # calls that continued a conversation which the engine's cache no longer held
     sampled_tokens: int
     malformed_tool_calls: int
@@ -39,6 +40,12 @@ class GatewayStats(BaseModel):
     engine_waiting: dict[str, int]  # current: those in its queue
     engine_kv_used: dict[str, int]  # current: tokens in its KV cache that are in use; 0 if it does not report them
     engine_kv_tokens: dict[str, int]  # the tokens for which its KV cache has room; 0 if it does not report them
+
+    @property
+    def cache_hit(self) -> float | None:
+        """Return the part of the prompt tokens found in the engines' prefix caches; None if no engine reports it."""
+        counted = self.prompt_tokens - self.cache_unknown_tokens
+        return self.cached_tokens / counted if counted else None
 
     @property
     def engines(self) -> dict[str, EngineSample]:
@@ -72,6 +79,7 @@ class Counters:
     calls: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cache_unknown_tokens: int = 0
     cache_breaks: int = 0
     sampled_tokens: int = 0
     malformed_tool_calls: int = 0

@@ -77,13 +77,14 @@ class VllmReader:
 
     def __init__(self) -> None:
         self.finish: Mapping[str, Any] | None = None
-        self.cached_tokens = 0
+        self.cached_tokens: int | None = None
         self.received = 0
         self._versions: list[Mapping[str, Any]] | None = None
 
     def read(self, reply: Mapping[str, Any]) -> Tokens:
         usage = reply.get("usage") or {}
-        self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or self.cached_tokens
+        if (cached := (usage.get("prompt_tokens_details") or {}).get("cached_tokens")) is not None:
+            self.cached_tokens = cached
         choices = reply["choices"]
         if not choices:  # a stream's last event, which only has the usage
             return Tokens([], [])

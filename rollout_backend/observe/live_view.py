@@ -153,12 +153,6 @@ class Snapshot:
         return f"{progress.at_work:,} agents at work, {calls:,} model calls, no result yet {seconds}"
 
 
-def cache_hit(progress: Progress) -> float | None:
-    """Return the part of the prompt tokens that the engines found in their prefix caches."""
-    gateway = progress.gateway
-    return gateway.cached_tokens / gateway.prompt_tokens if gateway is not None and gateway.prompt_tokens else None
-
-
 # --- on a terminal ----------------------------------------------------------------------------------------
 
 
@@ -236,8 +230,7 @@ def _measures(snapshot: Snapshot, progress: Progress) -> Iterator[Text]:
         yield Text(f" {snapshot.waits_for}")
     if progress.gateway is not None and progress.gateway.calls:
         text = f" tokens   {snapshot.history.tokens_per_s:,.0f}/s {sparkline(snapshot.history.tokens(), low=0.0)}"
-        hit = cache_hit(progress)
-        text += f"   cache {hit:.0%}" if hit is not None else ""
+        text += f"   cache {ratio(progress.gateway.cache_hit)}"
         text += f"   {progress.gateway.calls_in_flight:,} calls in flight"
         refused = refused_calls(progress)
         yield Text(text).append(f", {refused:,} refused (429)" if refused else "", "yellow")
@@ -406,6 +399,10 @@ def one_line(text: str) -> str:
     """Return text of an agent or a model on one line, without characters that a terminal would interpret."""
     words = " ".join(text.split())
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in words)
+
+
+def ratio(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.0%}"
 
 
 def seconds(value: float) -> str:

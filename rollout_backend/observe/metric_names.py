@@ -79,7 +79,10 @@ GATEWAY_UP = Metric("rollout_gateway_up", "gauge", "1 if all gateways answered t
 GATEWAY_IN_FLIGHT = Metric("rollout_gateway_calls_in_flight", "gauge", "Model calls that have no answer yet.")
 GATEWAY_CALLS = Metric("rollout_gateway_calls_total", "counter", "Answered model calls.")
 GATEWAY_TOKENS = Metric(
-    "rollout_gateway_tokens_total", "counter", "Tokens of model calls; cached ones are prompt tokens too.", ("kind",)
+    "rollout_gateway_tokens_total",
+    "counter",
+    "Tokens of model calls; all but the sampled ones are prompt tokens.",
+    ("kind",),
 )
 GATEWAY_CACHE_BREAKS = Metric(
     "rollout_gateway_cache_breaks_total",

@@ -131,7 +131,12 @@ class RunMetrics:
         self._set(names.GATEWAY_IN_FLIGHT, stats.calls_in_flight)
         self._count(names.GATEWAY_CALLS, growth("calls", stats.calls))
         self._count(names.GATEWAY_CACHE_BREAKS, growth("breaks", stats.cache_breaks))
-        tokens = {"prompt": stats.prompt_tokens, "cached": stats.cached_tokens, "sampled": stats.sampled_tokens}
+        tokens = {
+            "prompt": stats.prompt_tokens,
+            "cached": stats.cached_tokens,
+            "cache_unknown": stats.cache_unknown_tokens,
+            "sampled": stats.sampled_tokens,
+        }
         for kind, value in tokens.items():
             self._count(names.GATEWAY_TOKENS, growth(kind, value), kind)
         for code, value in stats.errors.items():

@@ -31,7 +31,6 @@ from rollout_backend.observe.keys import Keys
 from rollout_backend.observe.live_view import (
     History,
     Snapshot,
-    cache_hit,
     frame,
     load_of,
     one_line,
@@ -270,7 +269,7 @@ def _fields(snapshot: Snapshot, progress: Progress) -> dict[str, Any]:
         "groups": progress.groups,
         "groups_with_spread": progress.groups_with_spread,
         "tokens_per_s": snapshot.history.tokens_per_s,
-        "cache_hit": cache_hit(progress),
+        "cache_hit": progress.gateway.cache_hit if progress.gateway is not None else None,
         "turns": progress.turns,
         "cut_replies": progress.cut_replies,
         "slowest": progress.slowest or None,

@@ -16,7 +16,7 @@ from rollout_backend.core.report import StepResult
 from rollout_backend.core.step_findings import findings_of
 from rollout_backend.core.summary import StepSummary, duration, summarize
 from rollout_backend.core.verdict import Finding, Verdict, count, show_command
-from rollout_backend.observe.live_view import seconds, sentence
+from rollout_backend.observe.live_view import ratio, seconds, sentence
 from rollout_backend.serving.run_phase import RunPhase
 
 _MAX_LINES = 12
@@ -102,9 +102,8 @@ def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:
         spread = f", {sum(group.has_spread for group in larger):,} of {len(larger):,} groups have a spread"
         yield "reward", f"{step.reward.value:.3f}" + (spread if larger else "")
     yield "time", ", ".join(f"{phase} {seconds(took)}" for phase, took in summary.seconds.items())
-    hit = f", cache {step.cache_hit:.0%}" if step.cache_hit is not None else ""
     sampled = f"{step.sampled_tokens:,} sampled ({step.sampled_tokens / max(report.seconds, 1e-9):,.0f}/s)"
-    yield "tokens", f"{sampled}, {step.prompt_tokens:,} prompt{hit}"
+    yield "tokens", f"{sampled}, {step.prompt_tokens:,} prompt, cache {ratio(step.cache_hit)}"
     if summary.cost is not None:
         yield "cost", str(summary.cost)
     longest = max(summary.result.records, key=lambda record: duration(record) or 0.0, default=None)

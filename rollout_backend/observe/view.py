@@ -19,7 +19,7 @@ from rich.table import Table
 from agent_wrapper.contract import Conversation, Outcome, Rollout, Segment, readable
 from rollout_backend.core.ledger import MESSAGES_ONLY
 from rollout_backend.core.reasons import documented_at
-from rollout_backend.core.records import RolloutRecord
+from rollout_backend.core.records import ResultSummary, RolloutRecord
 from rollout_backend.core.report import GroupReport, StepReport, StepResult
 from rollout_backend.core.step_findings import call_rates, describe_bias, describe_rate
 
@@ -115,6 +115,10 @@ def print_rollout(console: Console, rollout: Rollout) -> None:
         f"{when(rollout.started_at)}, took {max(0.0, rollout.finished_at - rollout.started_at):.1f} s, "
         f"model {plain(rollout.model) or 'unknown'}"
     )
+    if rollout.segments:
+        summary = ResultSummary.of(rollout)
+        cached = "unknown" if summary.cache_hit is None else f"{summary.cache_hit:.0%}"
+        console.print(f"{summary.turns} model calls, {summary.prompt_tokens:,} prompt tokens, cache {cached}")
     if rollout.extras:
         console.print(f"extras: {plain(json.dumps(rollout.extras))}")
     if rollout.failure is not None:
@@ -173,7 +177,7 @@ def _print_segment(console: Console, number: int, segment: Segment, first_turn: 
         console.print(
             f"turn {i}: {turn.end - turn.start} tokens in {turn.seconds:.2f} s, "
             f"finish {readable(turn.finish_reason)}, mean logprob {mean}, weights {readable(versions)}, "
-            f"{turn.cached_tokens} prompt tokens cached",
+            f"{'unknown' if turn.cached_tokens is None else turn.cached_tokens} prompt tokens cached",
             style="dim",
             markup=False,
         )

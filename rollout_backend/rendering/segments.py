@@ -83,7 +83,7 @@ class SegmentRecorder:
         *,
         finish_reason: str,
         weight_versions: Sequence[VersionSpan] = (),
-        cached_tokens: int = 0,
+        cached_tokens: int | None = None,
         seconds: float = 0.0,
         messages: Sequence[Mapping[str, Any]] = (),
         split_reason: str = "first_call",

@@ -219,8 +219,9 @@ def throughput(records: Sequence[RolloutRecord]) -> Series:
         rate = record.result.sampled_tokens / ((last - first + 1) * seconds / _POINTS)
         rates[first] += rate
         rates[last + 1] -= rate
-        prompts[last] += record.result.prompt_tokens
-        cached[last] += record.result.cached_tokens
+        if record.result.cached_tokens is not None:
+            prompts[last] += record.result.prompt_tokens
+            cached[last] += record.result.cached_tokens
     tokens = tuple(max(0.0, value) for value in _running_sum(rates)[:-1])
     hits = tuple(100 * hit / all_ if all_ else None for hit, all_ in zip(cached, prompts, strict=True))
     lines = [Line("tokens/s", "a", tokens, nice(max([*tokens, 1.0])))]

@@ -372,9 +372,9 @@ def _part(part: object, images: Mapping[str, str]) -> Content:
 # --- numbers ----------------------------------------------------------------------------------------------
 
 
-def _usage(prompt: int, cached: int, sampled: int) -> ModelUsage:
+def _usage(prompt: int, cached: int | None, sampled: int) -> ModelUsage:
     return ModelUsage(
-        input_tokens=prompt - cached,
+        input_tokens=prompt - (cached or 0),
         input_tokens_cache_read=cached,
         output_tokens=sampled,
         total_tokens=prompt + sampled,

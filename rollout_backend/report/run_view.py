@@ -21,7 +21,7 @@ from rollout_backend.core.summary import Learning, Seconds, StepSummary, TaskRew
 from rollout_backend.core.verdict import FailureCount, Finding, Level, count, count_failures, show_command
 from rollout_backend.errors import ConfigError
 from rollout_backend.observe.archive import RunArchive
-from rollout_backend.observe.live_view import one_line, seconds
+from rollout_backend.observe.live_view import one_line, ratio, seconds
 from rollout_backend.observe.run_list import RunSummary, summarize_run
 from rollout_backend.observe.view import when
 from rollout_backend.report.run_data import StepData, last_start, read_config, read_steps
@@ -180,8 +180,9 @@ def _print_step(console: Console, step: StepView, show: str) -> None:
         tasks = ", ".join(f"{number} {kind}" for kind, number in kinds.items() if number)
         facts["reward"] = f"{summary.reward.value:.3f}{margin}; tasks: {tasks}"
     facts["time"] = f"{seconds(summary.seconds)}; rollouts spent {_spent(summary.spent)}"
-    hit = f", cache {summary.cache_hit:.0%}" if summary.cache_hit is not None else ""
-    facts["tokens"] = f"{summary.sampled_tokens:,} sampled, {summary.prompt_tokens:,} prompt{hit}"
+    facts["tokens"] = (
+        f"{summary.sampled_tokens:,} sampled, {summary.prompt_tokens:,} prompt, cache {ratio(summary.cache_hit)}"
+    )
     if step.cost is not None:
         facts["cost"] = str(step.cost)
     for name, text in facts.items():
@@ -219,7 +220,7 @@ def _lowest(tasks: tuple[TaskRewards, ...]) -> Table:
 
 
 def _print_steps(console: Console, steps: tuple[StepView, ...]) -> None:
-    table = _table("step", "planned", "completed", "trained", "mean reward", "groups usable", "time")
+    table = _table("step", "planned", "completed", "trained", "mean reward", "groups usable", "cache", "time")
     for step in steps:
         summary, report = step.summary, step.data.report
         number = str(step.data.step)
@@ -232,6 +233,7 @@ def _print_steps(console: Console, steps: tuple[StepView, ...]) -> None:
             "interrupted"
             if report is None
             else f"{sum(group.usable for group in report.groups)}/{len(report.groups)}",
+            ratio(summary.cache_hit),
             seconds(summary.seconds),
         )
     console.print(table)

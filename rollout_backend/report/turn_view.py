@@ -135,7 +135,8 @@ class TurnView:
         turn = self.turn
         sampled = turn.end - turn.start
         kind = "re-tokenized, a guess" if self.segment.retokenized else "sampled"
-        hit = f", {turn.cached_tokens:,} of them cached" if turn.start else ""
+        cached = "an unknown number" if turn.cached_tokens is None else f"{turn.cached_tokens:,}"
+        hit = f", {cached} of them cached" if turn.start else ""
         yield "tokens", f"{turn.start:,} prompt{hit}; {sampled:,} {kind}"
         cut = ", cut at max_tokens or the end of the context" if turn.finish_reason == "length" else ""
         yield "finish", f"{readable(turn.finish_reason)}{cut}"

@@ -493,7 +493,7 @@ def test_the_encoded_forms_change_only_on_purpose():
         "token_ids": [5, 6, 7, 8],
         "response_mask": [0, 0, 1, 1],
         "logprobs": [None, None, -0.25, -0.5],
-        "turns": [turn(2, 4, (2, 4))],
+        "turns": [turn(2, 4, (2, 4)) | {"cached_tokens": 0}],
         "messages": [{"role": "user", "content": "h"}],
     }
     segment = Segment.parse(fields)

@@ -24,7 +24,15 @@ def test_no_engine_reports_its_load():
 
 def test_means_are_over_samples():
     use = use_of([EngineSample(8, 0, 10, 100), EngineSample(0, 0, 30, 100)], [EngineSample(4, 2, 0, 0)])
-    assert use == EngineUse(engines=2, running=6, waiting=1, idle=1 / 3, full_batch=None, kv_used=0.2)
+    assert use == EngineUse(engines=2, running=6, waiting=1, idle=1 / 3, full_batch=None, imbalance=2, kv_used=0.2)
+
+
+def test_the_imbalance_is_that_of_the_busiest_engine():
+    even, uneven = [EngineSample(3, 1), EngineSample(4, 0)], [EngineSample(6, 2), EngineSample(0, 0)]
+    assert use_of(even).imbalance == 1
+    assert use_of(even, uneven).imbalance == 12 / 8
+    assert use_of([EngineSample(3, 1)]).imbalance is None  # one engine has nothing to share
+    assert use_of([EngineSample(0, 0)] * 2).imbalance is None
 
 
 def test_too_few_engines_are_told_from_the_batches_of_those_with_a_queue():

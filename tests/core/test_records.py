@@ -1,7 +1,40 @@
-from agent_wrapper.contract import Outcome
+import pytest
+
+from agent_wrapper.contract import Outcome, Rollout, Segment, Turn
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.records import ResultSummary, records_of
+from rollout_backend.core.summary import summarize
 from rollouts import make_rollout
+
+
+def rollout_of(*cached: int | None) -> Rollout:
+    """Return a rollout of turns with prompts of 4 tokens and more; the engine reports these as cached."""
+    turns = [
+        Turn(start=4 * i, end=4 * i + 1, finish_reason="stop", weight_versions=(), cached_tokens=tokens)
+        for i, tokens in enumerate(cached, 1)
+    ]
+    n = turns[-1].end
+    sampled = [int(any(turn.start == i for turn in turns)) for i in range(n)]
+    segment = Segment(token_ids=[*range(n)], response_mask=sampled, logprobs=[None] * n, turns=tuple(turns))
+    return make_rollout(segments=[segment])
+
+
+@pytest.mark.parametrize(
+    ("cached", "hit"), [((None, None), None), ((0, None), None), ((0, 0), 0.0), ((1, 8), 9 / 12)]
+)
+def test_cached_tokens_are_unknown_unless_the_engine_reports_them_for_each_turn(cached, hit):
+    assert ResultSummary.of(rollout_of(*cached)).cache_hit == hit
+
+
+def test_the_hit_rate_of_a_step_is_over_the_rollouts_whose_engine_reports_it():
+    def hit(*rollouts: Rollout) -> float | None:
+        ledger = Ledger(0, lambda: 0.0)
+        ledger.plan(PlannedRollout(f"a.{i}", "a", is_replacement=False) for i in range(len(rollouts)))
+        named = [rollout.model_copy(update={"rollout_id": f"a.{i}"}) for i, rollout in enumerate(rollouts)]
+        return summarize(records_of(ledger, lambda entry: "", named)).cache_hit
+
+    assert hit(rollout_of(3), rollout_of(None, None)) == 3 / 4
+    assert hit(rollout_of(None)) is None
 
 
 def test_every_planned_rollout_has_one_record():
@@ -35,7 +68,7 @@ def test_every_planned_rollout_has_one_record():
     )  # fmt: skip
 
     assert done.result == ResultSummary(
-        reward=0.0, turns=1, segments=1, sampled_tokens=2, prompt_tokens=3, cached_tokens=0, cut_replies=0,
+        reward=0.0, turns=1, segments=1, sampled_tokens=2, prompt_tokens=3, cached_tokens=None, cut_replies=0,
         model_s=0.0, agent_s=1.0,
     )  # fmt: skip
     assert (done.reward, lost.reward, lost.result) == (0.0, None, None)

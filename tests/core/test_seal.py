@@ -170,6 +170,7 @@ def test_different_secrets_have_different_fingerprints():
 
 def test_the_digest_without_images_is_unchanged():
     seen = segment(logprobs=[None, None, -0.25, -0.5], messages=[{"role": "user", "content": "h"}])
-    turn = Turn(start=2, end=4, finish_reason="stop", weight_versions=(VersionSpan(version="7", start=2, end=4),))
+    spans = (VersionSpan(version="7", start=2, end=4),)
+    turn = Turn(start=2, end=4, finish_reason="stop", weight_versions=spans, cached_tokens=0)
     found = digest_of([seen.model_copy(update={"turns": (turn,)})])
     assert found == "412c1f285d8a25ebf85efe65746565234a475ef907f592b6944985941486df5e"

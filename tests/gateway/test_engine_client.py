@@ -90,6 +90,10 @@ async def engine(monkeypatch):
         yield engine
 
 
+async def test_an_engine_that_reports_no_cache_leaves_it_unknown(engine):
+    assert (await engine.generate([reply([7])])).cached_tokens is None
+
+
 async def test_a_completion_has_the_sampled_tokens_and_their_versions(engine):
     completion = await engine.generate([reply([7, 8, 9], versions=[("a", 0, 1), ("b", 1, 3)], cached_tokens=2)])
     assert completion.token_ids == (7, 8, 9)

@@ -1,4 +1,4 @@
-"""A session continues at another engine if its engine dies, and the cache break is counted."""
+"""Sessions find their prefix at their engine, and at another one if it dies, which is counted as a cache break."""
 
 import asyncio
 from itertools import takewhile
@@ -70,3 +70,28 @@ async def test_a_session_continues_when_its_engine_dies(serve, tmp_path):
             assert (stats.calls, stats.cache_breaks, stats.errors) == (4, 1, {})
             (segment,) = gateway.trajectory().segments  # to the trajectory it makes no difference
             assert [turn.cached_tokens > 0 for turn in segment.turns] == [False, True, False, True]
+
+
+class SilentEngine(ScriptedEngine):
+    """Does not report what was cached."""
+
+    def _completion(self, text, body):
+        completion = super()._completion(text, body)
+        del completion["meta_info"]["cached_tokens"]
+        return completion
+
+
+def ask(client, text):
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model="scripted", messages=messages)
+
+
+def test_what_no_engine_reports_is_unknown_and_not_zero(serve):
+    with SilentEngine(("yes",)) as engine:
+        gateway = serve(engine.url)
+        usage = ask(gateway.client(), "Is it cached?").usage
+        stats = gateway.stats()
+        assert (stats.cache_unknown_tokens, stats.cached_tokens) == (usage.prompt_tokens, 0)
+        assert stats.cache_hit is None
+        [segment] = gateway.trajectory().segments
+        assert [turn.cached_tokens for turn in segment.turns] == [None]

@@ -51,7 +51,7 @@ def test_a_good_run(screen):
         "  ledger   2 = 2 completed; it reconciles; 0 sessions open",
         "  reward   0.500, 1 of 1 groups have a spread",
         "  time     check 1.0 s, rollouts 22 s",
-        "  tokens   4 sampled (4/s), 6 prompt, cache 0%",
+        "  tokens   4 sampled (4/s), 6 prompt, cache unknown",
         "  read     rollout show task-a.0   (the longest)",
         "  report   runs/x/report.html",
         "  again    rollout run ...",

@@ -205,7 +205,7 @@ def test_a_rollout_is_shown_completely(show):
         "2 + 2?",
         '"name": "add"',
         "four",
-        "turn 0: 2 tokens in 0.00 s, finish stop, mean logprob -0.500, weights 7, 0 prompt tokens cached",
+        "turn 0: 2 tokens in 0.00 s, finish stop, mean logprob -0.500, weights 7, unknown prompt tokens cached",
     ):
         assert words in text
 

@@ -76,7 +76,7 @@
           body.append(node);
           continue;
         }
-        const facts = `${turn.count} tokens · ${turn.seconds} s · weights ${turn.weights || "unknown"} · cache ${turn.cached} of ${turn.prompt} · ended by ${turn.finish}`;
+        const facts = `${turn.count} tokens · ${turn.seconds} s · weights ${turn.weights || "unknown"} · cache ${turn.cached ?? "unknown"} of ${turn.prompt} · ended by ${turn.finish}`;
         const node = block(css, `${item.role} · turn ${turn.number}`, turn.tokens ? "" : item.text, facts);
         if (turn.tokens) turn.tokens.forEach((text, at) => node.append(token(text, turn.percent[at])));
         else for (const call of item.calls ?? []) node.append("\n", make("code", "", call));
