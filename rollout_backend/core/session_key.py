@@ -22,7 +22,8 @@ _ALGORITHM = "HS256"
 
 class SessionClaims(BaseModel):
     """Whose key it is. `expires_at` is in unix seconds; `journal_id` names the journal that holds the session,
-    and `trainer_incarnation` the trainer's process in which it began."""
+    and `trainer_incarnation` the trainer's process in which it began. Sessions with the same `routing_key` share an
+    engine; an empty one is the session's own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -35,6 +36,7 @@ class SessionClaims(BaseModel):
     expires_at: float
     journal_id: str = ""
     trainer_incarnation: str = ""
+    routing_key: str = ""
 
 
 class KeyRefused(RolloutBackendError):

@@ -53,7 +53,7 @@ class _ChoiceRequest:
     running: InFlightCall
     prompt: Prompt
     params: Mapping[str, Any]
-    session_id: str
+    routing_key: str
     index: int
     forced: bool  # whether a grammar constrains the reply
 
@@ -123,9 +123,10 @@ class ModelCallExecutor:
         if call.is_constrained:
             forced = await self._thread.run(self._constraints.params, call, prompt.ids)
         running.set_prompt_tokens(len(prompt.ids))
+        routing_key = session.claims.routing_key or state.id
         requests = [
             _ChoiceRequest(
-                running, prompt, self._params(session, call, prompt, i) | forced, state.id, i, bool(forced)
+                running, prompt, self._params(session, call, prompt, i) | forced, routing_key, i, bool(forced)
             )
             for i in range(call.n)
         ]
@@ -247,7 +248,7 @@ class ModelCallExecutor:
             return await self._engine.generate(
                 request.prompt.ids,
                 request.params,
-                request.session_id,
+                request.routing_key,
                 images=request.prompt.images,
                 progress=progress,
                 stops=stops,

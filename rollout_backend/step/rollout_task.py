@@ -166,6 +166,7 @@ class RolloutTask:
         return Submission(session_id, payload, deadline=deadline)
 
     def _payload(self, attempt: int, session_id: str, remaining_s: float) -> bytes:
+        config = self._services.config
         claims = SessionClaims(
             run_id=self.context.plan.manifest.run_id,
             step=self.context.step,
@@ -173,7 +174,8 @@ class RolloutTask:
             attempt=attempt,
             session_id=session_id,
             sampling=self.task.sampling or self.context.sampling,
-            expires_at=self._services.wall() + self._services.config.timeouts.session_key_s,
+            expires_at=self._services.wall() + config.timeouts.session_key_s,
+            routing_key=f"{self.context.step}/{self.task.task_id}" if config.router.affinity == "group" else "",
         )
         return self._services.payload(self.task, claims, remaining_s)
 

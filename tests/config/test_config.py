@@ -149,6 +149,14 @@ def test_urls_belong_to_external_servers():
     refused("urls belong to kind=external", serving={"urls": ["http://x"]})
 
 
+@pytest.mark.parametrize("affinity", ["session", "group"])
+def test_affinity_needs_a_policy_that_keeps_sessions_on_one_server(affinity):
+    match = f"affinity={affinity} has no effect with policy=cache_aware"
+    refused(match, router={"affinity": affinity, "policy": "cache_aware"})
+    vllm = {"serving": {"engine": "vllm"}, "router": {"affinity": affinity}}  # rendezvous hashing has it too
+    assert load_config(base={**MINIMAL, **vllm}, env={}).router.affinity == affinity
+
+
 @pytest.mark.parametrize("prefix", ["a", "/a/", "a//", "a b/"])
 def test_a_prefix_that_is_no_folder_is_refused(prefix):
     refused(r"storage\.prefix", storage={"bucket": "rollouts", "prefix": prefix})

@@ -95,3 +95,15 @@ def test_what_no_engine_reports_is_unknown_and_not_zero(serve):
         assert stats.cache_hit is None
         [segment] = gateway.trajectory().segments
         assert [turn.cached_tokens for turn in segment.turns] == [None]
+
+
+async def test_sessions_with_one_routing_key_share_an_engine_and_its_cache(serve, tmp_path):
+    prompt = "the prompt of the group " * 20
+    with CachingEngine() as first, CachingEngine() as second:
+        async with Router(RouterConfig(), tmp_path / "router.log", model_call_s=20) as router:
+            await asyncio.gather(router.add(first.url), router.add(second.url))
+            gateway = serve(router.url)
+            for session in "abc":
+                await asyncio.to_thread(ask, gateway.client(session, routing_key="0/group"), f"{prompt}{session}")
+            assert sorted((len(first.requests), len(second.requests))) == [0, 3]
+            assert gateway.stats().cache_hit > 0.6  # all but the first session found the prompt

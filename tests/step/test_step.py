@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,20 @@ async def test_a_run_without_a_queue_ends_the_same(open_bench):
     result = await bench.run("task-a", "task-b", behave=Agents.write_unannounced)
     assert {request.result.queue_url for request in bench.agents.requests} == {None}
     assert completed(result) == 4
+
+
+async def test_the_sessions_of_a_group_share_a_routing_key_if_the_settings_say_so(open_bench):
+    bench = await open_bench("router.affinity=group")
+    keys: dict[str, set[str]] = {}
+    endpoint = bench.services.endpoint
+
+    def issue(claims):
+        keys.setdefault(claims.rollout_id.rpartition(".")[0], set()).add(claims.routing_key)
+        return endpoint(claims)
+
+    bench.services = replace(bench.services, endpoint=issue)
+    await bench.run("task-a", "task-b")
+    assert keys == {"task-a": {"0/task-a"}, "task-b": {"0/task-b"}}
 
 
 async def test_a_queue_that_is_deleted_in_mid_run_costs_time_only(open_bench):

@@ -69,12 +69,26 @@ class ServerThread:
 
 
 def session_key(
-    session: str, *, secret: str = SECRET, lives_s: float = 600, journal_id: str = "", **sampling: Any
+    session: str,
+    *,
+    secret: str = SECRET,
+    lives_s: float = 600,
+    journal_id: str = "",
+    routing_key: str = "",
+    **sampling: Any,
 ) -> str:
     """Return a session's key; `sampling` is the trainer's."""
-    ids = {"run_id": "run", "step": 0, "rollout_id": "r", "attempt": 1, "session_id": session}
-    expires_at = time.time() + lives_s
-    claims = SessionClaims(**ids, sampling=Sampling(**sampling), expires_at=expires_at, journal_id=journal_id)
+    claims = SessionClaims(
+        run_id="run",
+        step=0,
+        rollout_id="r",
+        attempt=1,
+        session_id=session,
+        sampling=Sampling(**sampling),
+        expires_at=time.time() + lives_s,
+        journal_id=journal_id,
+        routing_key=routing_key,
+    )
     return issue(secret, claims)
 
 
