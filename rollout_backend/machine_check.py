@@ -23,8 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollout_backend.config import AgentCoreConfig, RolloutConfig
+from rollout_backend.config import AgentCoreConfig, ModelConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.routed_experts import row_bytes
 from rollout_backend.core.verdict import count
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.serving.engine_environment import interpreter
@@ -117,10 +118,24 @@ def _check_model(config: RolloutConfig) -> Iterator[CheckResult]:
         yield CheckResult("ok", "model.context_length", f"{model.context_tokens:,} tokens of context")
     except ConfigError as error:
         yield CheckResult("problem", "model.context_length", str(error))
+    if there and model.routed_experts:
+        yield _check_experts(model)
     if there:
         yield _check_renderer(config)
     else:
         yield CheckResult("ok", "model.path", f"{model.path} is not on this machine; its gateways must have it")
+
+
+def _check_experts(model: ModelConfig) -> CheckResult:
+    setting = "model.routed_experts"
+    try:
+        shape = model.expert_shape
+    except ConfigError as error:
+        return CheckResult("problem", setting, str(error))
+    assert shape is not None
+    layers, topk, experts = shape
+    text = f"{topk} of {experts} experts in {layers} layers: {row_bytes(shape)} bytes per token"
+    return CheckResult("ok", setting, text)
 
 
 def _is_hub_name(path: Path) -> bool:

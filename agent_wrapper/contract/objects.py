@@ -117,7 +117,7 @@ def _has_negative(ids: array[int]) -> bool:
     return not ids.tobytes()[highest :: ids.itemsize].isascii()
 
 
-def _image_bytes(value: object) -> object:
+def _parse_bytes(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
@@ -132,7 +132,8 @@ def _dump_bytes(value: bytes, info: Any) -> object:
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _BASE64 = WithJsonSchema({"type": "string", "contentEncoding": "base64"})
-Images = dict[Sha256, Annotated[bytes, BeforeValidator(_image_bytes), PlainSerializer(_dump_bytes), _BASE64]]
+RawBytes = Annotated[bytes, BeforeValidator(_parse_bytes), PlainSerializer(_dump_bytes), _BASE64]
+Images = dict[Sha256, RawBytes]
 """Unmodified bytes of images (JSON: base64), by their SHA-256."""
 
 Identifier = Annotated[str, StringConstraints(pattern=rf"^{ID_PATTERN}$")]
@@ -180,7 +181,7 @@ class ContractObject(BaseModel):
             raise ContractError(f"{where}{field}", first["msg"].removeprefix("Value error, ")) from None
 
 
-_OMITTED_IF_EMPTY = ("images", "turn_rewards", "artifacts", "score")
+_OMITTED_IF_EMPTY = ("images", "routed_experts", "turn_rewards", "artifacts", "score")
 
 
 class _OmitsEmpty(ContractObject):
@@ -227,6 +228,19 @@ class ImageSpan(ContractObject):
     media_type: str = Field(pattern=r"^image/[a-z]+$")
 
 
+class RoutedExperts(ContractObject):
+    """The experts that processed the tokens of a segment, in a mixture of experts.
+
+    `ids` has an id for each token but the last, each layer, and each of the `topk` experts of that layer, in this
+    order. The last token was sampled and never processed. The ids of a layer without experts are 0.
+    """
+
+    layers: int = Field(ge=1)
+    topk: int = Field(ge=1)
+    id_bytes: Literal[1, 2]  # of one id: unsigned, little-endian
+    ids: RawBytes
+
+
 class Segment(_OmitsEmpty):
     """One token sequence that the model processed from its first token, and which of its tokens were sampled.
 
@@ -242,6 +256,7 @@ class Segment(_OmitsEmpty):
     split_reason: str = "first_call"  # why this does not extend an earlier segment
     retokenized: bool = False  # rendered from messages by the training side: `response_mask` is a guess
     images: tuple[ImageSpan, ...] = ()  # in the order of their tokens
+    routed_experts: RoutedExperts | None = None  # only with the setting `model.routed_experts`
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -279,6 +294,15 @@ class Segment(_OmitsEmpty):
             last = image.end
         if self.retokenized and not all(map(math.isnan, self.logprobs)):
             raise ValueError("logprobs has a value, but a segment rendered from messages cannot know it")
+        if self.routed_experts is not None:
+            experts, tokens = self.routed_experts, max(0, n - 1)
+            if len(experts.ids) != tokens * experts.layers * experts.topk * experts.id_bytes:
+                raise ValueError(
+                    f"routed_experts.ids has {len(experts.ids)} bytes for {tokens} tokens of {experts.layers} layers "
+                    f"and {experts.topk} experts"
+                )
+            if self.retokenized:
+                raise ValueError("routed_experts is set, but a segment rendered from messages cannot know it")
         if self.retokenized and any(turn.weight_versions for turn in self.turns):
             raise ValueError("turns name weight_versions, but a segment rendered from messages cannot know them")
         return self

@@ -12,7 +12,7 @@ from rollout_backend.config.gateway import GatewayConfig
 from rollout_backend.config.group import GroupConfig
 from rollout_backend.config.janitor import JanitorConfig
 from rollout_backend.config.load import ENV_PREFIX, load_config, merge_overrides, read_yaml
-from rollout_backend.config.model import ModelConfig
+from rollout_backend.config.model import ExpertShape, ModelConfig
 from rollout_backend.config.observe import ObserveConfig
 from rollout_backend.config.queue import QueueConfig
 from rollout_backend.config.relay import RelayConfig
@@ -42,6 +42,7 @@ __all__ = [
     "CircuitBreakerConfig",
     "CollectConfig",
     "EngineName",
+    "ExpertShape",
     "GatewayConfig",
     "GroupConfig",
     "HttpConfig",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from pydantic import Field, JsonValue
 
@@ -12,7 +14,16 @@ from rollout_backend.config.section import Section
 from rollout_backend.errors import ConfigError
 
 _MAX_DEFAULT_CONTEXT = 32_768  # fits a long agent conversation, and the cache of a single GPU
+_EXPERTS_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts")
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+
+
+class ExpertShape(NamedTuple):
+    """The mixture of experts of a model: each token passes `topk` of the `experts` of each layer."""
+
+    layers: int
+    topk: int
+    experts: int
 
 
 class ModelConfig(Section):
@@ -35,6 +46,10 @@ class ModelConfig(Section):
     context_length: int | None = Field(default=None, ge=16)
     """Maximum tokens of one model call, prompt and completion together. Default: the maximum in the model's
     `config.json`, at most 32,768. The engine's cache must have room for it."""
+    routed_experts: bool = False
+    """Record which experts of a mixture of experts processed each token, so that the trainer can replay them (R3).
+    Needs SGLang on GPUs; external servers must run with `--enable-return-routed-experts`. A token costs one byte for
+    each layer and each of its experts. See [training.md](training.md#replay-routed-experts)."""
 
     @property
     def served_name(self) -> str:
@@ -49,17 +64,49 @@ class ModelConfig(Section):
         """
         return self.context_length or min(_max_positions(self.path), _MAX_DEFAULT_CONTEXT)
 
+    @property
+    def expert_shape(self) -> ExpertShape | None:
+        """Return the shape of the routing to record; None without `routed_experts`.
+
+        Raises:
+            ConfigError: the model's config.json describes no mixture of experts whose routing can be replayed.
+        """
+        return _expert_shape(self.path) if self.routed_experts else None
+
 
 @functools.cache
 def _max_positions(model: Path) -> int:
     """Return the maximum sequence length in the model's config.json. Raises ConfigError."""
     path = model / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.context_length is not set, and {path} cannot be read: {error}") from None
-    for section in (config, config.get("text_config") or {}):
+    for section in _config_sections(path, "model.context_length is not set"):
         for name in _LENGTH_FIELDS:
             if isinstance(section.get(name), int):
                 return int(section[name])
     raise ConfigError(f"model.context_length is not set, and {path} has none of {', '.join(_LENGTH_FIELDS)}: set it")
+
+
+@functools.cache
+def _expert_shape(model: Path) -> ExpertShape:
+    path = model / "config.json"
+    for section in reversed(_config_sections(path, "model.routed_experts=true")):
+        experts = next((section[name] for name in _EXPERTS_FIELDS if isinstance(section.get(name), int)), 0)
+        layers, topk = section.get("num_hidden_layers"), section.get("num_experts_per_tok")
+        if experts and isinstance(layers, int) and isinstance(topk, int):
+            if topk < 2:  # verl recognises a token without routing by its repeated expert
+                raise ConfigError(
+                    f"model.routed_experts=true needs at least 2 experts per token, and {path} has {topk}"
+                )
+            return ExpertShape(layers, topk, experts)
+    raise ConfigError(
+        f"model.routed_experts=true needs a mixture of experts, and {path} lacks num_hidden_layers, "
+        f"num_experts_per_tok or one of {', '.join(_EXPERTS_FIELDS)}: remove the setting"
+    )
+
+
+def _config_sections(path: Path, setting: str) -> list[Mapping[str, Any]]:
+    """Return the model's config.json and its `text_config`. Raises ConfigError, which begins with `setting`."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}, and {path} cannot be read: {error}") from None
+    return [config, config.get("text_config") or {}]

@@ -90,6 +90,28 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _routed_experts_are_recorded(self) -> Self:
+        if not self.model.routed_experts:
+            return self
+        if self.serving.engine != "sglang":
+            raise ValueError(f"model.routed_experts=true needs serving.engine=sglang, not {self.serving.engine}")
+        if self.serving.device == "cpu":
+            raise ValueError(
+                "model.routed_experts=true needs GPUs: SGLang records no routing with serving.device=cpu"
+            )
+        if "--enable-hierarchical-cache" in self.serving.extra_args:
+            raise ValueError(
+                "model.routed_experts=true: tokens that come back from a hierarchical cache of SGLang get the "
+                "routing of others: remove --enable-hierarchical-cache from serving.extra_args"
+            )
+        if self.collect.retokenize:
+            raise ValueError(
+                "model.routed_experts=true: tokens that collect.retokenize renders from messages have no routing: "
+                "turn off one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _urls_live_long_enough(self) -> Self:
         if self.storage.presigned and self.timeouts.session_key_s > MAX_URL_S:
             raise ValueError(

@@ -28,6 +28,12 @@ from agent_wrapper.contract import ContractError, Rollout, Segment, Trajectory
 from rollout_backend.core.session_key import SessionClaims
 
 _ALGORITHM = "HS256"
+_HASHED_RAW: Mapping[str, Any] = {
+    "token_ids": True,
+    "response_mask": True,
+    "logprobs": True,
+    "routed_experts": {"ids"},
+}
 _OF_THE_ROLLOUT = ("run_id", "step", "rollout_id", "attempt", "session_id", "model")
 
 
@@ -118,13 +124,15 @@ def digest_of(segments: Iterable[Segment]) -> str:
     """Return the SHA-256 of each segment's arrays and of its other fields as JSON, each preceded by its length."""
     state = hashlib.sha256(b"rollout-backend segments 1")
     for segment in segments:
-        rest = segment.model_dump(mode="json", exclude={"token_ids", "response_mask", "logprobs"})
-        parts = (
+        rest = segment.model_dump(mode="json", exclude=_HASHED_RAW)
+        parts = [
             np.asarray(segment.token_ids, dtype="<i4").tobytes(),
             segment.response_mask.tobytes(),
             _logprobs(segment),
             json.dumps(_plain(rest), sort_keys=True, separators=(",", ":")).encode(),
-        )
+        ]
+        if segment.routed_experts is not None:  # its shape is in the JSON
+            parts.append(segment.routed_experts.ids)
         for part in parts:
             state.update(len(part).to_bytes(8, "little"))
             state.update(part)

@@ -20,13 +20,14 @@ import hashlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from agent_wrapper.contract import ImageSpan
+from rollout_backend.config import ExpertShape
 from rollout_backend.core.images import Image, PlacedImage, image_names
 from rollout_backend.core.prefix_memo import PrefixMemo, common_prefix
 from rollout_backend.gateway.engine_client import Completion
@@ -54,6 +55,7 @@ class Prompt:
     chain: list[_Digest]
     split_reason: str
     known: int = 0  # how many of the ids belong to the conversation that this call continues
+    continues: int | None = None  # the segment of that conversation
     defaults: _Defaults = field(default_factory=dict)
     images: Sequence[PlacedImage] = ()  # in the order of their tokens
 
@@ -86,8 +88,9 @@ class Conversations:
     `prepare` and `extend` change nothing that the other methods use, and may run in another thread.
     """
 
-    def __init__(self, bundle: RendererBundle) -> None:
-        self.recorder = SegmentRecorder()
+    def __init__(self, bundle: RendererBundle, experts: ExpertShape | None = None) -> None:
+        """`experts` is the routing to record; None records none."""
+        self.recorder = SegmentRecorder(experts)
         self._bundle = bundle
         self._turns: dict[tuple[_Digest, _Digest], TurnPosition] = {}  # by tools and by conversation, reply included
         self._replies: set[_Digest] = set()  # recorded conversations, with any tools
@@ -149,7 +152,9 @@ class Conversations:
             extended = self._bridged(place, fresh, tools, images or {})
             if extended is None:
                 return None
-            return Prompt(extended[0], messages, tools_digest, chain, "branched", place.end, defaults, extended[1])
+            ids, placed = extended
+            known = place.end, place.segment
+            return Prompt(ids, messages, tools_digest, chain, "branched", *known, defaults=defaults, images=placed)
         return None
 
     def record(self, prompt: Prompt, completion: Completion, reply: Message) -> RecordedTurn:
@@ -157,7 +162,9 @@ class Conversations:
         end = _digest(prompt.chain[-1], _compared(reply, prompt.defaults, self._bundle.renders_call_ids))
         messages = [*prompt.messages, reply]
         spans = [placed.span for placed in prompt.images]
-        place = self._add(prompt.ids, completion, messages, prompt.split_reason, spans)
+        place = self._add(prompt.ids, completion, messages, prompt.split_reason, spans, prompt.continues)
+        if completion.experts is not None:
+            completion = replace(completion, experts=self.recorder.experts(place))
         said = self._said.get(place.segment, [])
         kept = common_prefix(said, messages)
         recorded = RecordedTurn(
@@ -231,6 +238,7 @@ class Conversations:
         messages: Sequence[Message],
         split_reason: str,
         spans: Sequence[ImageSpan],
+        continues: int | None = None,
     ) -> TurnPosition:
         return self.recorder.add(
             ids,
@@ -243,6 +251,8 @@ class Conversations:
             messages=messages,
             split_reason=split_reason,
             images=spans,
+            experts=completion.experts,
+            continues=continues,
         )
 
     def _index(self, place: TurnPosition, messages: Sequence[Message], turn: RecordedTurn) -> None:

@@ -1,8 +1,8 @@
 """Send calls that the router would truncate or not forward directly to an engine.
 
-sglang-router re-encodes the body of `/generate` with the fields it knows: 0.3.2 drops `structural_tag`, `logit_bias`
-and `return_prompt_token_ids`. A call that needs one of them bypasses the router. Every call to vLLM does:
-sglang-router answers its token endpoint with 404.
+sglang-router re-encodes the body of `/generate` with the fields it knows: 0.3.2 drops `structural_tag`, `logit_bias`,
+`return_prompt_token_ids` and `return_routed_experts`. A call that needs one of them bypasses the router, and so does
+every call to vLLM: sglang-router answers its token endpoint with 404.
 
 Invariants:
 

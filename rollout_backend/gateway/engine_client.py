@@ -12,6 +12,9 @@ Invariants:
   The same applies to an interrupted stream, whose tokens may already have been sent to the agent.
 - With stop strings, the engine streams and is disconnected at the token that completes one. Later tokens are dropped.
 - A reply whose end was received is complete, even if the rest of its stream is lost.
+- Routed experts are those that the engine used. A resumed request asks only for those that are still missing, so
+  earlier tokens keep the routing with which they were sampled. An interrupted reply has none: a later request gets
+  its routing from the engine's prefix cache, or from a new forward pass. A call without all its routing fails.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ import io
 import json
 import time
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
@@ -38,6 +43,7 @@ from tenacity import (
 
 from agent_wrapper.contract import VersionSpan
 from rollout_backend.core.images import PlacedImage
+from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_protocol import EngineProtocol, EngineRequest, ReplyReader
@@ -87,6 +93,7 @@ class Completion:
     matched: str | None  # the stop string that ended it
     cached_tokens: int | None  # None: the engine does not report it
     seconds: float
+    experts: ExpertRows | None = None  # of the tokens from where the call asked for them to the last but one
 
 
 @dataclass
@@ -99,8 +106,16 @@ class _Partial:
     versions_known: bool = True
     cached_tokens: int | None = None  # cache hit of the prompt, from the first attempt with tokens
     finish: Mapping[str, Any] | None = None
+    routed: int = 0  # how many tokens of the prompt and of `token_ids` have a known routing
+    experts: list[NDArray[np.uint8]] = field(default_factory=list)  # the part of it that this call has asked for
 
-    def completion(self, seconds: float) -> Completion:
+    def add_experts(self, rows: NDArray[np.uint8] | None, processed: int) -> None:
+        """Add the routing of the tokens after the first `routed`, up to the first `processed` of all."""
+        if rows is not None and processed > self.routed:
+            self.experts.append(rows[: processed - self.routed])
+            self.routed += len(self.experts[-1])
+
+    def completion(self, seconds: float, experts_from: int | None) -> Completion:
         assert self.finish is not None
         matched = self.finish.get("matched")
         return Completion(
@@ -111,6 +126,7 @@ class _Partial:
             matched=matched if isinstance(matched, str) else None,
             cached_tokens=self.cached_tokens,
             seconds=seconds,
+            experts=None if experts_from is None else ExpertRows(experts_from, b"".join(map(bytes, self.experts))),
         )
 
 
@@ -125,15 +141,17 @@ class _Request:
     progress: Progress | None
     stops: StopStrings | None
     resumable: bool
+    experts_from: int | None
 
 
 class _Attempt:
     """One request to the engine. `add` appends its tokens to `partial`; `close` adds their metadata."""
 
-    def __init__(self, partial: _Partial, reader: ReplyReader) -> None:
+    def __init__(self, partial: _Partial, reader: ReplyReader, prompt_tokens: int) -> None:
         self._partial = partial
         self._reader = reader
         self._start = len(partial.token_ids)
+        self._prompt_tokens = prompt_tokens
 
     @property
     def finish(self) -> Mapping[str, Any] | None:
@@ -160,6 +178,7 @@ class _Attempt:
             for version, start, end in spans or ()
             if start < kept
         ]
+        partial.add_experts(reader.experts(), self._prompt_tokens + kept - 1)
 
 
 class EngineClient:
@@ -205,12 +224,14 @@ class EngineClient:
         progress: Progress | None = None,
         stops: StopStrings | None = None,
         resumable: bool = True,
+        experts_from: int | None = None,
     ) -> Completion:
         """Sample the continuation of `input_ids`, which contain these images. Cancelling this call aborts the
         generation.
 
         `sampling_params` are SGLang's, including `max_new_tokens`. With `progress` or `stops` the engine streams.
         After an abort, a generation that is not `resumable` (a grammar would restart) restarts from its prompt.
+        `experts_from` is the first token whose routed experts are wanted.
 
         Raises:
             EngineUnavailable: no engine answered in time, or within the number of attempts.
@@ -218,7 +239,7 @@ class EngineClient:
             PromptDiffers: the engine built a different prompt.
         """
         began = time.monotonic()
-        request = _Request(input_ids, sampling_params, routing_key, images, progress, stops, resumable)
+        request = _Request(input_ids, sampling_params, routing_key, images, progress, stops, resumable, experts_from)
         try:
             async with asyncio.timeout(self._timeout_s):
                 partial = await self._sample(request)
@@ -230,11 +251,11 @@ class EngineClient:
         except TimeoutError:
             asleep = "" if self._engines.gate.is_open else ": they sleep while the trainer has their memory"
             raise EngineUnavailable(f"no engine answered within {self._timeout_s:g} s{asleep}") from None
-        return partial.completion(time.monotonic() - began)
+        return partial.completion(time.monotonic() - began, experts_from)
 
     async def _sample(self, request: _Request) -> _Partial:
         """Sample until a reply is complete. Raises RetryError after the last attempt."""
-        partial = _Partial()
+        partial = _Partial(routed=request.experts_from or 0)
         failed: set[str] = set()
         fruitless = 0
 
@@ -242,7 +263,7 @@ class EngineClient:
             nonlocal partial, fruitless
             await self._engines.gate.wait()
             if not request.resumable:
-                partial = _Partial()
+                partial = _Partial(routed=request.experts_from or 0)
             url = self._engines.for_call(request.params, request.routing_key, failed) or self._url
             try:
                 await self._engines.gate.run(self._advance(url, partial, request))
@@ -265,6 +286,32 @@ class EngineClient:
         )
 
     async def _advance(self, url: str, partial: _Partial, request: _Request) -> None:
+        """Sample until `partial` is complete, and fetch the routing that it still lacks then."""
+        if partial.finish is None:
+            await self._extend(url, partial, request)
+        processed = len(request.input_ids) + len(partial.token_ids) - 1
+        if request.experts_from is not None and partial.routed < processed:
+            await self._fetch_experts(url, partial, request, processed)
+
+    async def _fetch_experts(self, url: str, partial: _Partial, request: _Request, processed: int) -> None:
+        """Add the routing of the tokens up to the first `processed`. The token that this samples is dropped."""
+        prompt = array("i", request.input_ids)
+        prompt.extend(partial.token_ids)
+        params = {"max_new_tokens": 1, "temperature": 0.0}
+        asked = EngineRequest(prompt, params, request.images, experts_from=partial.routed)
+        reader, body = self._protocol.reader(asked), self._protocol.body(asked)
+        with _read_by(self._protocol):
+            async with contextlib.aclosing(self._post(url, body, request.routing_key)) as replies:
+                async for reply in replies:
+                    reader.read(reply)
+            partial.add_experts(reader.experts(), processed)
+        if partial.routed < processed:
+            raise _Retry(
+                "the reply has no routed experts: start the engine with --enable-return-routed-experts, or set "
+                "model.routed_experts=false"
+            )
+
+    async def _extend(self, url: str, partial: _Partial, request: _Request) -> None:
         """Send one request, and add what it samples to `partial`."""
         params, progress, stops = request.params, request.progress, request.stops
         left = params["max_new_tokens"] - len(partial.token_ids)
@@ -279,11 +326,12 @@ class EngineClient:
             request.images,
             stops.strings if stops is not None else (),
             stream=progress is not None or stops is not None,
+            experts_from=None if request.experts_from is None else partial.routed,
         )
-        attempt = _Attempt(partial, self._protocol.reader(asked))
+        attempt = _Attempt(partial, self._protocol.reader(asked), len(prompt))
         body = self._protocol.body(asked)
         stop: Stop | None = None
-        try:
+        with _read_by(self._protocol):
             try:
                 async with contextlib.aclosing(self._post(url, body, request.routing_key)) as replies:
                     async for reply in replies:
@@ -304,10 +352,6 @@ class EngineClient:
             if finish is None:
                 raise _Retry("the engine's stream was interrupted")
             kind = finish["type"]
-        except (LookupError, TypeError, ValueError) as error:
-            raise EngineUnavailable(
-                f"an engine's reply is not what {self._protocol.path} answers: {error!r}"
-            ) from None
         if kind == "abort":
             if finish.get("status_code") == 400:
                 raise EngineRefused(finish.get("message") or "no reason given")
@@ -338,6 +382,15 @@ class EngineClient:
                 if "error" in reply:
                     raise _stream_error(reply["error"])
                 yield reply
+
+
+@contextlib.contextmanager
+def _read_by(protocol: EngineProtocol) -> Iterator[None]:
+    """Raise EngineUnavailable for a reply that the protocol's reader cannot read."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError) as error:
+        raise EngineUnavailable(f"an engine's reply is not what {protocol.path} answers: {error!r}") from None
 
 
 def _loads(data: bytes) -> Any:

@@ -12,6 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollout_backend.core.images import PlacedImage
 from rollout_backend.errors import ServingError
 
@@ -31,6 +34,8 @@ class EngineRequest(NamedTuple):
     images: Sequence[PlacedImage] = ()
     stop_strings: Sequence[str] = ()
     stream: bool = False
+    experts_from: int | None = None
+    """The first token whose routing is wanted, in a mixture of experts. None: no routing is wanted."""
 
 
 class Tokens(NamedTuple):
@@ -64,6 +69,15 @@ class ReplyReader(Protocol):
 
     def spans(self) -> list[Span] | None:
         """Return the weight versions of the tokens read; None if the engine gives none."""
+        ...
+
+    def experts(self) -> NDArray[np.uint8] | None:
+        """Return the routing of all tokens from the request's `experts_from` to the last but one, as rows of
+        `core.routed_experts.pack`; None if the reply lacks that of any of them.
+
+        Raises:
+            ValueError: the routing is not one of the model.
+        """
         ...
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from agent_wrapper.contract import ImageSpan, VersionSpan
 from rollout_backend.core.images import Image
 from rollout_backend.core.model_call import Answer, Choice
+from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.gateway.conversations import Conversations, RecordedTurn
 from rollout_backend.gateway.engine_client import Completion
 
@@ -96,6 +97,8 @@ def _turn(turn: RecordedTurn) -> Record:
     seen: Record = {"spans": [vars(span) for span in turn.spans]} if turn.spans else {}
     if turn.images:
         seen["images"] = [vars(image) for image in turn.images]
+    if completion.experts is not None:
+        seen["experts"] = list(completion.experts)
     return seen | {
         "extends": turn.extends,
         "given": array("i", turn.given).tobytes(),
@@ -129,6 +132,7 @@ def _turn_of(record: Record) -> RecordedTurn:
             matched=record["matched"],
             cached_tokens=record["cached_tokens"],
             seconds=record["seconds"],
+            experts=ExpertRows(*record["experts"]) if "experts" in record else None,
         ),
         kept=record["kept"],
         messages=json.loads(record["messages"]),

@@ -78,6 +78,7 @@ class ModelCallExecutor:
     ) -> None:
         self._settings = settings
         self._bundle = bundle
+        self._records_experts = settings.model.routed_experts
         self._counters = counters
         self._engine = EngineClient(
             settings.engine_url, settings.model_call_s, settings.engine_attempts, engines, protocol
@@ -253,6 +254,7 @@ class ModelCallExecutor:
                 progress=progress,
                 stops=stops,
                 resumable=not request.forced,
+                experts_from=max(request.prompt.known - 1, 0) if self._records_experts else None,
             )
         except EngineUnavailable as error:
             logger.warning("a model call got no answer: %s", error)

@@ -32,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from starlette.applications import Starlette
@@ -43,7 +43,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agent_wrapper.contract import Trajectory
-from rollout_backend.config import EngineName
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.seal import Sealer
@@ -71,7 +70,6 @@ from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 
 SERVER_NAME = "rollout-backend"
 """What /health says, by which a check recognizes a gateway behind a public address."""
-_PROTOCOLS: Mapping[EngineName, type[EngineProtocol]] = {"sglang": SglangProtocol, "vllm": VllmProtocol}
 _SWEEP_S = 5.0
 _PREFIXES = ("/v1", "/v1/v1", "")
 
@@ -100,11 +98,12 @@ class Gateway:
         self._dialects = [dialect(limits) for dialect in dialects]
         self._journal = SessionJournal(settings.journal) if settings.journal is not None else None
         sealer = Sealer(settings.seal_secret) if settings.seal_secret is not None else None
+        experts = settings.model.expert_shape
         self._registry = SessionRegistry(
-            bundle, self._model_name, settings.session_key_s, sealer=sealer, journal=self._journal
+            bundle, self._model_name, settings.session_key_s, sealer=sealer, journal=self._journal, experts=experts
         )
         self._counters = Counters()
-        protocol = _PROTOCOLS[settings.engine_name]()
+        protocol: EngineProtocol = SglangProtocol(experts) if settings.engine_name == "sglang" else VllmProtocol()
         self._engines = DirectRouting(GenerationGate(is_open=not settings.paused), protocol.needs_direct_calls)
         self._executor = ModelCallExecutor(settings, bundle, self._counters, self._engines, protocol)
         self._admission = Admission(settings.gateway.max_concurrent_calls, settings.gateway.max_queued_per_engine)

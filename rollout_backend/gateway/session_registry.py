@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_wrapper.contract import Trajectory
+from rollout_backend.config import ExpertShape
 from rollout_backend.core.api_error import journal_unwritable, session_closed
 from rollout_backend.core.heartbeats import HeartbeatReport
 from rollout_backend.core.seal import Sealer
@@ -99,8 +100,12 @@ class SessionRegistry:
         clock: Callable[[], float] = time.time,
         sealer: Sealer | None = None,
         journal: SessionJournal | None = None,
+        experts: ExpertShape | None = None,
     ) -> None:
-        """Without a `sealer` trajectories carry no seal; without a `journal` sessions end with this process."""
+        """Without a `sealer` trajectories carry no seal; without a `journal` sessions end with this process.
+        `experts` is the routing to record.
+        """
+        self._experts = experts
         self._bundle = bundle
         self._model_name = model_name
         self._token_s = session_key_s
@@ -200,7 +205,7 @@ class SessionRegistry:
         self._calls.add(name)
         state = self._sessions.get(name)
         if state is None:
-            conversations = Conversations(self._bundle)
+            conversations = Conversations(self._bundle, self._experts)
             state = self._sessions[name] = SessionState(name, claims.expires_at, conversations)
             if self._journal is not None:
                 self._restore(OpenSession(state, conversations, claims), self._journal)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rollout_backend.config import ExpertShape
+from rollout_backend.core.routed_experts import pack
 from rollout_backend.gateway.engine_protocol import EngineRequest, PromptDiffers, Span, Tokens, covering, finite
 from rollout_backend.rendering.image_positions import collapse_images
 
@@ -19,8 +23,12 @@ class SglangProtocol:
     """See `EngineProtocol`."""
 
     path = "/generate"
-    needs_direct_calls = False
     keepalive_s = 15.0
+
+    def __init__(self, experts: ExpertShape | None = None) -> None:
+        """`experts` is the shape of the model's routing, if it is to be recorded."""
+        self._experts = experts
+        self.needs_direct_calls = experts is not None  # sglang-router drops the request for it
 
     def body(self, request: EngineRequest) -> dict[str, Any]:
         images, params = request.images, request.params
@@ -33,22 +41,26 @@ class SglangProtocol:
         }
         if images:
             body |= {"image_data": [placed.image.data_url for placed in images], "return_prompt_token_ids": True}
+        if request.experts_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
         if request.stream:
             interval = _IMAGES_STREAM_INTERVAL if images else _STREAM_INTERVAL
             body |= {"stream": True, "sampling_params": {**params, "stream_interval": interval}}
         return body
 
     def reader(self, request: EngineRequest) -> SglangReader:
-        return SglangReader(list(request.prompt) if request.images else None)
+        return SglangReader(request, self._experts)
 
 
 class SglangReader:
-    """See `ReplyReader`. Compares the prompts of replies with `prompt`, unless it is None."""
+    """See `ReplyReader`. Compares the prompts of replies with the request's, if it has images."""
 
-    def __init__(self, prompt: Sequence[int] | None) -> None:
+    def __init__(self, request: EngineRequest, experts: ExpertShape | None = None) -> None:
         self.finish: Mapping[str, Any] | None = None
         self.received = 0
-        self._prompt = prompt
+        self._prompt = list(request.prompt) if request.images else None
+        self._prompt_tokens, self._experts_from = len(request.prompt), request.experts_from
+        self._experts = experts
         self._meta: Mapping[str, Any] = {}
         self._current: set[Any] = set()  # the engine's weight version at each piece
 
@@ -79,6 +91,19 @@ class SglangReader:
     def cached_tokens(self) -> int | None:
         cached = self._meta.get("cached_tokens")
         return None if cached is None else int(cached)
+
+    def experts(self) -> NDArray[np.uint8] | None:
+        """See `ReplyReader`. Only the last piece of a stream has them. An SGLang that does not know
+        `routed_experts_start_len` returns those of all tokens.
+        """
+        start, encoded = self._experts_from, self._meta.get("routed_experts")
+        if start is None or self._experts is None or encoded is None or not self.received:
+            return None
+        rows = pack(np.frombuffer(base64.b64decode(encoded), dtype="<i4"), self._experts)
+        wanted = self._prompt_tokens + self.received - 1 - start
+        if len(rows) == start + wanted:
+            rows = rows[start:]
+        return rows if len(rows) == wanted else None
 
     def spans(self) -> list[Span] | None:
         if self.received == 0:

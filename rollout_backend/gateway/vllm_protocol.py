@@ -54,6 +54,8 @@ class VllmProtocol:
     def body(self, request: EngineRequest) -> dict[str, Any]:
         if request.images:
             raise ValueError("images are not supported with serving.engine=vllm")
+        if request.experts_from is not None:
+            raise ValueError("model.routed_experts is not supported with serving.engine=vllm")
         params: dict[str, Any] = {"logprobs": 0, "detokenize": bool(request.stop_strings)}
         for name, value in request.params.items():
             if name not in _PARAMETERS:
@@ -100,6 +102,9 @@ class VllmReader:
             if entry["logprob"] != _MISSING_LOGPROB and _id_of(entry) == token:
                 logprobs[i] = finite(entry["logprob"])
         return Tokens(ids, logprobs)
+
+    def experts(self) -> None:
+        return None
 
     def spans(self) -> list[Span] | None:
         """Return the spans of the last piece. 0.24.0 gives none, nor does a stream that was interrupted."""

@@ -20,7 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import uvicorn
+from numpy.typing import NDArray
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -63,7 +65,20 @@ class Pieces:
     parts: Iterable[str]
 
 
-Reply = str | ToolCall | Fail | Pieces
+@dataclass(frozen=True)
+class Aborted:
+    """An answer that the engine aborts after this text, for example to load new weights."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Routing = Callable[[Sequence[int], str], NDArray[np.int32]]
+"""Returns the experts of each token of a sequence, [tokens, layers, topk], with the weights of a version."""
+
+Reply = str | ToolCall | Fail | Pieces | Aborted
 Script = Sequence[Reply] | Callable[[str], Reply]
 
 
@@ -98,7 +113,8 @@ class ScriptedEngine:
     hold all tokens so far, like SGLang's without --incremental-streaming-output. `image_tokens` returns the number of
     tokens of an image from its bytes, for vocabularies with `<|image_pad|>`; without it images get 400. With
     `skip_tokenizer_init`, which verl sets on its servers, answers have no `text`, and `stop` gets 400 as in SGLang
-    0.5.23; `version` 0.5.12 crashes instead.
+    0.5.23; `version` 0.5.12 crashes instead. `routing` gives the routed experts of requests for them. Without it they
+    get none, like those to a server without --enable-return-routed-experts.
     """
 
     cumulative = False
@@ -113,6 +129,7 @@ class ScriptedEngine:
         image_tokens: Callable[[bytes], int] | None = None,
         skip_tokenizer_init: bool = False,
         version: str = "0.5.23",
+        routing: Routing | None = None,
     ) -> None:
         file = model_path / "tokenizer.json"
         if not file.is_file():
@@ -123,6 +140,8 @@ class ScriptedEngine:
         self.aborted = 0  # calls whose client disconnected before the answer
         self.replies = replies  # for new sessions without a separate script
         self.image_tokens = image_tokens
+        self.routing = routing
+        self.hierarchical_cache = False
         self.crashed = False
         self._skip_tokenizer_init = skip_tokenizer_init
         self._version = version
@@ -193,7 +212,15 @@ class ScriptedEngine:
             return JSONResponse({"object": "list", "data": [{"id": str(self._model_path), "object": "model"}]})
 
         async def server_info(_: Request) -> Response:
-            return JSONResponse({"model_path": str(self._model_path), "version": "scripted"})
+            routed = self.routing is not None
+            return JSONResponse(
+                {
+                    "model_path": str(self._model_path),
+                    "version": "scripted",
+                    "enable_return_routed_experts": routed,
+                    "enable_hierarchical_cache": self.hierarchical_cache,
+                }
+            )
 
         return [
             *(Route(path, healthy, methods=["GET"]) for path in ("/health", "/health_generate")),
@@ -225,6 +252,7 @@ class ScriptedEngine:
         reply = answer.result()
         if isinstance(reply, Fail):
             return JSONResponse({"error": {"message": reply.message}}, status_code=reply.status)
+        body["aborted"] = isinstance(reply, Aborted)
         if body.get("stream"):
             parts = reply.parts if isinstance(reply, Pieces) else (str(reply),)
             return StreamingResponse(self._events(parts, body), media_type="text/event-stream")
@@ -237,11 +265,24 @@ class ScriptedEngine:
             if self._version == "0.5.12":
                 await self._crash()
             raise ValueError(refusal)
-        return {**body, "input_ids": self._prompt(body)}
+        prompt = self._prompt(body)
+        if body.get("routed_experts_start_len", 0) > len(prompt):
+            raise ValueError("routed_experts_start_len is higher than the number of input tokens")
+        return {**body, "input_ids": prompt}
 
     def _whole(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a request that does not stream."""
-        return self._completion(text, body)
+        whole = self._completion(text, body)
+        whole["meta_info"] |= self._routed(whole["output_ids"], body)
+        return whole
+
+    def _routed(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
+        """Return the routing that a request asks for. The last token has none, because it was not processed."""
+        if self.routing is None or not body.get("return_routed_experts"):
+            return {}
+        processed = [*body["input_ids"], *ids][:-1]
+        rows = self.routing(processed, self.weight_version)[body.get("routed_experts_start_len", 0) :]
+        return {"routed_experts": base64.b64encode(rows.astype("<i4").tobytes()).decode()}
 
     async def _crash(self) -> None:
         """End like a server whose scheduler raised: answer no request in flight, and close the port."""
@@ -282,6 +323,7 @@ class ScriptedEngine:
                         "completion_tokens": n,
                         "output_token_logprobs": meta["output_token_logprobs"][start:n],
                         "weight_versions": [{"version": meta["weight_version"], "start": 0, "end": n}],
+                        **(self._routed(ids, body) if n == len(ids) else {}),
                     }
                     yield event({**prompt_ids, "output_ids": ids[start:n], "meta_info": piece})
                 sent = last
@@ -304,7 +346,7 @@ class ScriptedEngine:
     def _completion(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
         params = body.get("sampling_params", {})
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        if self._end is not None:
+        if self._end is not None and not body.get("aborted"):
             ids.append(self._end)
         ends = params.get("stop_token_ids") or [] if self._end is None else [self._end]
         finish: dict[str, Any] = {"type": "length", "length": len(ids)}
@@ -321,6 +363,8 @@ class ScriptedEngine:
         if len(ids) > limit:
             ids = ids[:limit]
             finish = {"type": "length", "length": limit}
+        elif body.get("aborted"):
+            finish = {"type": "abort", "message": "scripted abort"}
         version = self.weight_version
         return _prompt_ids(body) | {
             **({} if self._skip_tokenizer_init else {"text": self.tokenizer.decode(ids)}),

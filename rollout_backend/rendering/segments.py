@@ -8,6 +8,7 @@ Invariants:
   So a turn extends a segment only if its prompt starts with all of the segment's tokens and the same images. (Any two
   images of one size have the same tokens.)
 - Every other turn opens a new segment, with the reason.
+- With a mixture of experts, a segment has the routing of all its tokens but the last, or none.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent_wrapper.contract import ImageSpan, Segment, Turn, VersionSpan
+from rollout_backend.config import ExpertShape
+from rollout_backend.core.routed_experts import ExpertRows, routed_experts, row_bytes
 
 if TYPE_CHECKING:
     IntArray = array[int]
@@ -48,13 +51,15 @@ class _Open:
     turns: list[Turn] = field(default_factory=list)
     messages: Sequence[Mapping[str, Any]] = ()
     images: list[ImageSpan] = field(default_factory=list)
+    experts: bytearray = field(default_factory=bytearray)
 
     def append(self, ids: IntArray, kind: int, logprobs: FloatArray) -> None:
         self.ids.extend(ids)
         self.response_mask.extend(_KINDS[kind] * len(ids))
         self.logprobs.extend(logprobs)
 
-    def freeze(self) -> Segment:
+    def freeze(self, shape: ExpertShape | None) -> Segment:
+        is_routed = shape is not None and len(self.experts) == row_bytes(shape) * (len(self.ids) - 1)
         return Segment(
             token_ids=self.ids[:],
             response_mask=self.response_mask[:],
@@ -63,14 +68,16 @@ class _Open:
             messages=tuple(dict(message) for message in self.messages),
             split_reason=self.split_reason,
             images=tuple(self.images),
+            routed_experts=routed_experts(bytes(self.experts), shape) if shape and is_routed else None,
         )
 
 
 class SegmentRecorder:
     """Records the segments of one session. Conversations may interleave."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: ExpertShape | None = None) -> None:
         self._segments: list[_Open] = []
+        self._experts = experts
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -88,12 +95,15 @@ class SegmentRecorder:
         messages: Sequence[Mapping[str, Any]] = (),
         split_reason: str = "first_call",
         images: Sequence[ImageSpan] = (),
+        experts: ExpertRows | None = None,
+        continues: int | None = None,
     ) -> TurnPosition:
         """Record one model call.
 
         `logprobs` has one entry for each id of `completion_ids`. The spans of `weight_versions` count from the first
         sampled token. `messages` is the conversation including this call's reply. `split_reason` is used only if this
-        call opens a segment. `images` are those of the prompt, in order.
+        call opens a segment. `images` are those of the prompt, in order. `experts` is the routing of the tokens from
+        its `start`; that of earlier ones is in the segment `continues`.
         """
         if len(logprobs) != len(completion_ids):
             raise ValueError(f"{len(logprobs)} logprobs for {len(completion_ids)} sampled tokens")
@@ -128,7 +138,28 @@ class SegmentRecorder:
         )
         segment.messages = messages
         segment.images += images[len(segment.images) :]
+        if experts is not None:
+            self._add_experts(segment, max(before - 1, 0), experts, continues)
         return TurnPosition(index, before, start, len(segment.ids), opened)
+
+    def _add_experts(self, segment: _Open, known: int, experts: ExpertRows, continues: int | None) -> None:
+        """Add the routing of a segment's tokens after the first `known`. Adds nothing if some is missing."""
+        assert self._experts is not None, "routing without its shape"
+        size = row_bytes(self._experts)
+        if len(segment.experts) != known * size:
+            return
+        if experts.start > known:  # another segment has begun with the same tokens
+            if continues is None:
+                return
+            segment.experts += self._segments[continues].experts[known * size : experts.start * size]
+        segment.experts += experts.data[max(known - experts.start, 0) * size :]
+
+    def experts(self, place: TurnPosition) -> ExpertRows | None:
+        """Return the routing that a call has added to its segment; None if the segment lacks some."""
+        segment, start = self._segments[place.segment], max(place.before - 1, 0)
+        if self._experts is None or len(segment.experts) != row_bytes(self._experts) * (place.end - 1):
+            return None
+        return ExpertRows(start, bytes(segment.experts[start * row_bytes(self._experts) :]))
 
     def prompt_ids(self, place: TurnPosition) -> IntArray:
         return self._segments[place.segment].ids[: place.start]
@@ -146,7 +177,7 @@ class SegmentRecorder:
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments recorded so far, in the order in which they were opened."""
-        return tuple(segment.freeze() for segment in self._segments)
+        return tuple(segment.freeze(self._experts) for segment in self._segments)
 
     def _extended_by(self, prompt: IntArray, images: Sequence[ImageSpan]) -> int | None:
         """Return the longest segment that the prompt starts with; the latest of equally long ones."""

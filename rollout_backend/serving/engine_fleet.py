@@ -81,7 +81,7 @@ class EngineFleet:
         they serve; None: those of `model.path`.
         """
         self._factory = factory or engine_factory(config, log_dir)
-        self._serving = config.serving
+        self._config = config
         self._on_event = on_event
         self._changed = asyncio.Event()  # set by each event
         self._limits = RestartLimits(config.serving.max_restarts, config.serving.restart_window_s)
@@ -234,7 +234,7 @@ class EngineFleet:
     @property
     def _least(self) -> int:
         """How many engines must serve before the run begins."""
-        return min(self._serving.min_servers, len(self._engines)) or 1
+        return min(self._config.serving.min_servers, len(self._engines)) or 1
 
     async def _started(self) -> None:
         """Return once enough engines serve and no other one is starting, or too few are left for that."""
@@ -267,7 +267,7 @@ class EngineFleet:
 
     def _join(self, url: str) -> EngineSupervisor:
         number, self._next_number = self._next_number, self._next_number + 1
-        engine = self._supervisor(number, lambda i: ExternalEngine(f"engine-{i}", url, self._serving))
+        engine = self._supervisor(number, lambda i: ExternalEngine(f"engine-{i}", url, self._config))
         self._engines.append(engine)
         self._supervisors.add(engine)
         return engine

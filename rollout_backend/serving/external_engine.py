@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rollout_backend.config import RolloutConfig, ServingConfig
+from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import PreflightError, StartupError
 from rollout_backend.serving import engine
 from rollout_backend.serving.engine import EngineFactory, is_responding, probe_url
-from rollout_backend.serving.model_server import check_vllm
+from rollout_backend.serving.model_server import check_records_experts, check_vllm
 from rollout_backend.serving.service_addresses import ServiceAddresses
 
 _LOOK_UP_S = 1.0
@@ -22,6 +22,7 @@ class ExternalEngineFactory(EngineFactory):
     """Makes the engines of `serving.kind=external`."""
 
     def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
+        self._config = config
         self._serving = config.serving
         self._urls: Sequence[str] = config.serving.urls
         self._addresses = ServiceAddresses(self._urls) if config.serving.follow_dns else None
@@ -48,16 +49,17 @@ class ExternalEngineFactory(EngineFactory):
         await super().follow(serve_with)
 
     def make(self, number: int) -> ExternalEngine:
-        return ExternalEngine(f"engine-{number}", self._urls[number], self._serving)
+        return ExternalEngine(f"engine-{number}", self._urls[number], self._config)
 
 
 class ExternalEngine:
     """A server at `url` that something else runs."""
 
-    def __init__(self, name: str, url: str, serving: ServingConfig) -> None:
+    def __init__(self, name: str, url: str, config: RolloutConfig) -> None:
         self._name = name
-        self._engine = serving.engine
-        self._timeout_s = serving.startup_s()
+        self._engine = config.serving.engine
+        self._records_experts = config.model.routed_experts
+        self._timeout_s = config.serving.startup_s()
         self.url = url.rstrip("/")
 
     async def reserve(self) -> AsyncIterator[str]:
@@ -77,12 +79,14 @@ class ExternalEngine:
             await asyncio.sleep(0.5)
 
     async def start(self) -> None:
-        """Raise StartupError for a vLLM server that was started without the options that rollouts need."""
-        if self._engine == "vllm":
-            try:
+        """Raise StartupError for a server that was started without the options that rollouts need."""
+        try:
+            if self._engine == "vllm":
                 await check_vllm(self.url)
-            except PreflightError as error:
-                raise StartupError(f"{self._name}: {error}") from None
+            elif self._records_experts:
+                await check_records_experts(self.url)
+        except PreflightError as error:
+            raise StartupError(f"{self._name}: {error}") from None
 
     async def wait(self) -> str:
         await asyncio.Event().wait()  # its process is not visible; only a probe shows its end

@@ -81,6 +81,27 @@ async def check_vllm(url: str) -> None:
         )
 
 
+async def check_records_experts(url: str) -> None:
+    """Check that an SGLang server returns routed experts. Generates nothing: its memory may be released.
+
+    Raises:
+        PreflightError: it does not, or returns wrong ones.
+    """
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http:
+        status, info = await _ask(http, f"{url}/server_info")
+    if not info.get("enable_return_routed_experts"):
+        raise PreflightError(
+            f"model.routed_experts=true: {url}/server_info answers {status} without enable_return_routed_experts: "
+            "start SGLang with --enable-return-routed-experts; in verl, set "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+        )
+    if info.get("enable_hierarchical_cache"):
+        raise PreflightError(
+            f"model.routed_experts=true, and {url} runs with --enable-hierarchical-cache: tokens that come back from "
+            "that cache get the routing of others, so start it without"
+        )
+
+
 async def _ask(
     http: aiohttp.ClientSession, url: str, body: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]]:

@@ -73,6 +73,8 @@ def engine_command(
         argv += ["--dist-init-addr", node.rendezvous]
     if model.trust_remote_code:
         argv.append("--trust-remote-code")
+    if model.routed_experts:
+        argv.append("--enable-return-routed-experts")
     if not on_cpu:
         argv += ["--base-gpu-id", str(node.first_gpu)]  # each server on a machine uses separate GPUs
     total_tokens = serving.max_total_tokens or (_CPU_TOTAL_TOKENS if on_cpu else None)

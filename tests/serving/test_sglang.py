@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from rollout_backend.config import ModelConfig, ServingConfig
-from rollout_backend.errors import ConfigError
+from builders import run_config
+from rollout_backend.config import ExpertShape, ModelConfig, ServingConfig
+from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.local.scripted_experts import seeded_routing
+from rollout_backend.machine_check import _check_experts
+from rollout_backend.serving.external_engine import ExternalEngine
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.sglang import engine_command
@@ -126,3 +131,50 @@ def test_sglang_accepts_the_command_line(device):
         *(tensor, device, first_gpu, 4096, "openai", 4096, 64, "warning", "qwen"),
         *(2, 1, attention, experts, 2, 1, "10.0.0.1:5000"),
     ]
+
+
+def test_routed_experts_are_recorded_only_if_configured():
+    serving = ServingConfig(python=PYTHON)
+    assert "enable-return-routed-experts" not in flags(engine_command(MODEL, serving, NODE, inherited={})[0])
+    recording = MODEL.model_copy(update={"routed_experts": True})
+    assert "enable-return-routed-experts" in flags(engine_command(recording, serving, NODE, inherited={})[0])
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"serving": {"engine": "vllm"}}, r"needs serving\.engine=sglang, not vllm"),
+        ({"serving": {"device": "cpu"}}, r"needs GPUs: .*serving\.device=cpu"),
+        ({"serving": {"extra_args": ["--enable-hierarchical-cache"]}}, "remove --enable-hierarchical-cache"),
+        ({"collect": {"retokenize": True}}, r"collect\.retokenize"),
+    ],
+)
+def test_settings_that_lose_routed_experts_are_refused(sections, words):
+    with pytest.raises(ConfigError, match=rf"model\.routed_experts=true.*{words}"):
+        run_config(model={"path": "model", "routed_experts": True}, **sections)
+
+
+async def test_an_external_server_without_routed_experts_is_refused(monkeypatch):
+    with ScriptedEngine([]) as engine:
+        serving = {"kind": "external", "urls": [engine.url]}
+        config = run_config(model={"path": "model", "routed_experts": True}, serving=serving)
+        server = ExternalEngine("engine-0", engine.url, config)
+        with pytest.raises(StartupError, match=r"engine-0: .*start SGLang with --enable-return-routed-experts"):
+            await server.start()
+        engine.routing = seeded_routing(ExpertShape(1, 2, 4))
+        await server.start()
+        engine.hierarchical_cache = True
+        with pytest.raises(StartupError, match="runs with --enable-hierarchical-cache"):
+            await server.start()
+        assert engine.requests == []
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_the_model_of_routed_experts_is_checked(tmp_path, experts):
+    config = {"num_hidden_layers": 4, "num_experts": experts, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = _check_experts(ModelConfig(path=tmp_path, routed_experts=True))
+    if experts:
+        assert (found.level, found.text) == ("ok", "2 of 8 experts in 4 layers: 8 bytes per token")
+    else:
+        assert found.level == "problem"

@@ -46,7 +46,7 @@ def smollm2() -> Path:
     return path
 
 
-def _gateway(engine_url: str, model: ModelConfig, bundle, gateway=None, dialects=None, engine=None, **settings):
+def make_gateway(engine_url: str, model: ModelConfig, bundle, gateway=None, dialects=None, engine=None, **settings):
     """Make a gateway, which the caller starts."""
     from gateway_server import CONTROL_KEY, SECRET, GatewayServer
     from rollout_backend.dialects.registry import DIALECTS
@@ -72,7 +72,7 @@ def serve(bundle, byte_model):
     """Start a gateway for an engine's URL; keyword arguments are its settings."""
     with ExitStack() as stack:
         yield lambda engine_url="http://127.0.0.1:1", **settings: stack.enter_context(
-            _gateway(engine_url, **{"model": byte_model, "bundle": bundle, **settings})
+            make_gateway(engine_url, **{"model": byte_model, "bundle": bundle, **settings})
         )
 
 
@@ -81,7 +81,7 @@ def shared_gateway(byte_model, byte_bundle):
     """One gateway before one scripted engine, for all tests that need no settings. Use `play`."""
     from rollout_backend.local.scripted import ScriptedEngine
 
-    with ScriptedEngine(()) as engine, _gateway(engine.url, byte_model, byte_bundle, engine=engine) as gateway:
+    with ScriptedEngine(()) as engine, make_gateway(engine.url, byte_model, byte_bundle, engine=engine) as gateway:
         yield gateway
 
 
@@ -102,7 +102,7 @@ def play(shared_gateway, byte_model, bundle):
                 return view
             engine = stack.enter_context(ScriptedEngine(script))
             settings = {"model": byte_model, "bundle": bundle, "engine": engine, **settings}
-            return stack.enter_context(_gateway(engine.url, **settings))
+            return stack.enter_context(make_gateway(engine.url, **settings))
 
         yield start
 

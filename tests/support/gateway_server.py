@@ -12,11 +12,9 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import anthropic
 import httpx
-import openai
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -30,6 +28,10 @@ from rollout_backend.gateway.sglang_protocol import SglangProtocol
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import Script, ScriptedEngine
 from rollout_backend.serving.server_process import free_port
+
+if TYPE_CHECKING:  # verl's environment has neither
+    import anthropic
+    import openai
 
 SECRET = "test-secret-" * 4
 CONTROL_KEY = "test-control-" * 4
@@ -131,10 +133,14 @@ class GatewayServer(ServerThread):
         return self.client_with(self.key(session, **more))
 
     def client_with(self, key: str) -> openai.OpenAI:
+        import openai
+
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
         return self._clients.enter_context(client)
 
     def anthropic(self, session: str = "s1", **more: Any) -> anthropic.Anthropic:
+        import anthropic
+
         client = anthropic.Anthropic(base_url=self.url, api_key=self.key(session, **more), max_retries=0)
         return self._clients.enter_context(client)
 
