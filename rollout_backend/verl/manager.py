@@ -88,6 +88,7 @@ class CloudAgentLoopManager:
         self._own_turns_only = takes_rows_for_rollouts(str(config.algorithm.adv_estimator))
         self._logprobs = not self.settings.collect.retokenize  # every row has the same fields
         self._lengths = int(self._rollout.prompt_length), int(self._rollout.response_length)
+        self._experts = self.settings.model.expert_shape
         self._pad_token_id = _pad_token_id(self.settings.model.path)
         self._vision = load_vision_inputs(self.settings.model.path, wanted=self.settings.gateway.max_images > 0)
         self._blocking = BlockingRolloutManager(self.settings, _log_serving_event, started_by="verl")
@@ -246,7 +247,7 @@ class CloudAgentLoopManager:
         result = self._blocking.wait_for(self._collect(wanted, number, version))
         _log_step(result)
         slots, counts = self._fill_slots(result, places, len(prompts), validate)
-        return self._legacy_output(slots, counts, result, version, began)
+        return self._legacy_output(slots, counts, result, version, began, validate)
 
     def _fill_slots(
         self, result: StepResult, places: Mapping[str, Sequence[int]], size: int, validate: bool
@@ -269,11 +270,24 @@ class CloudAgentLoopManager:
         return slots, counts
 
     def _legacy_output(
-        self, slots: list[Rows | None], counts: Counter[str], result: StepResult, version: int, began: float
+        self,
+        slots: list[Rows | None],
+        counts: Counter[str],
+        result: StepResult,
+        version: int,
+        began: float,
+        validate: bool,
     ) -> Any:
         from verl import DataProto
 
-        batch = row_formats.legacy_batch(slots, *self._lengths, self._pad_token_id, self._logprobs, self._vision)
+        batch = row_formats.legacy_batch(
+            slots,
+            *self._lengths,
+            self._pad_token_id,
+            self._logprobs,
+            self._vision,
+            None if validate else self._experts,
+        )
         if batch.left_out_tokens:
             log.warning("%d sampled tokens of further segments are not trained", batch.left_out_tokens)
         counts["left_out_tokens"] = batch.left_out_tokens
@@ -369,7 +383,10 @@ class CloudAgentLoopManager:
         if validate:  # its metrics are of the final reward, and nothing is trained
             rollout = rollout.model_copy(update={"turn_rewards": ()})
         image_token = None if self._vision is None else self._vision.image_token
-        made = rows_of(rollout, *self._lengths, image_token, own_turns_only)
+        # Validation trains nothing, so its rows need no routing.
+        made = rows_of(rollout, *self._lengths, image_token, own_turns_only, None if validate else self._experts)
+        if made.masked:
+            log.warning("rollout %s is not trained: a segment lacks the model's routed experts", rollout.rollout_id)
         if made.truncated_tokens or made.unknown_logprobs:
             log.warning(
                 "rollout %s: %d sampled tokens did not fit and %d have no logprob; they are not trained",

@@ -16,8 +16,9 @@
 | `moved_turn_rewards` | rewards of turns without a trained token, which are on a token of another turn |
 
 The classes are the outcomes of rollouts other than `completed`, and four for rollouts that have a reward:
-`group_dropped` (its group is not usable), `untrainable` (it has no token that can be trained), `masked` (see
-`training.mask`) and `too_old` (see `rollout_backend.verl.sampler`).
+`group_dropped` (its group is not usable), `untrainable` (it has no token that can be trained), `masked` (by
+`training.mask`, or because it lacks the routed experts that the trainer replays) and `too_old` (see
+`rollout_backend.verl.sampler`).
 
 `rollouts/trained/sum` counts the rollouts in the batch. `rollouts/staleness/mean` and `/max` say how many versions
 the weights that sampled its tokens are behind the weights being trained.

@@ -43,6 +43,7 @@ def check(section: Any) -> None:
     _check_class(name)
     refuse_unsupported(root)
     config = settings_of(root, _NO_SERVER_YET)
+    _ = config.model.expert_shape  # raises ConfigError
     check_image_cache(root.actor_rollout_ref.actor, config, os.environ)
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
         thread.submit(asyncio.run, preflight.check_services(config, _batch(root))).result()

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from rollout_backend.config import ExpertShape
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.row_images import VisionInputs
 from rollout_backend.verl.rows import Row, Rows
@@ -46,6 +47,8 @@ def v1_fields(
     mask = torch.from_numpy(row.response_mask)
     known = {"rollout_log_probs": torch.from_numpy(row.logprobs)} if logprobs else {}
     multi_modal, positions = _multi_modal(row, ids, vision)
+    if row.routed_experts is not None:
+        known["routed_experts"] = torch.from_numpy(row.routed_experts)
     return {
         **base,
         **known,
@@ -126,6 +129,7 @@ def legacy_batch(
     pad_token_id: int,
     logprobs: bool = True,
     vision: VisionInputs | None = None,
+    experts: ExpertShape | None = None,
 ) -> LegacyBatch:
     """Return B rollouts as P = `prompt_length` + R = `response_length` columns. A missing rollout is None in `slots`.
 
@@ -139,7 +143,7 @@ def legacy_batch(
     does not.
 
     With `logprobs=False` there is no `rollout_log_probs`. Re-tokenized rows are marked in `retokenized`. With
-    `vision` the positions are [B, 4, P + R].
+    `vision` the positions are [B, 4, P + R]. With `experts` there is `routed_experts`, [B, P + R, layers, topk].
 
     Raises:
         ValueError: logprobs are wanted of a re-tokenized row, or an image's size does not match its tokens.
@@ -156,6 +160,7 @@ def legacy_batch(
     missing = np.ones(count, dtype=bool)
     # For a vision model; otherwise positions follow from the places of the tokens.
     positions = torch.zeros(count, 4, length if vision else 0, dtype=torch.int64)
+    routed = np.zeros((count, length, experts.layers, experts.topk) if experts else 0, dtype=np.int16)
     images = np.empty(count, dtype=object)
     images[:] = [{} for _ in slots]
     left_out = moved = 0
@@ -175,6 +180,8 @@ def legacy_batch(
         retokenized[i] = row.retokenized
         turns[i] = row.turns
         missing[i] = False
+        if row.routed_experts is not None:
+            routed[i, start : prompt_length + end] = row.routed_experts
         if vision is not None or row.images:
             images[i], of_row = _multi_modal(row, torch.from_numpy(row.tokens), vision)
             positions[i, :, start : prompt_length + end] = of_row
@@ -184,6 +191,7 @@ def legacy_batch(
         "response_mask": mask,
         "rm_scores": scores,
         **({"rollout_log_probs": log_probs} if logprobs else {}),
+        **({"routed_experts": routed} if experts else {}),
         "input_ids": ids,
         "attention_mask": _attention(starts, stops, length),
         **({} if vision else {"position_ids": _positions(starts, stops, length)}),

@@ -23,6 +23,8 @@ Invariants:
 - A row has an image whole or not at all: an image that is cut off comes after the last trained token. Rows of a
   vision model carry its pixels and positions, as in verl's own agent loop. An image token that the model sampled
   itself has no image, so training ends before it.
+- With `experts`, a row has the routed experts of each token, and zeros for a token that no engine has processed: the
+  last of a segment. A rollout of which a trained segment lacks them, or has those of another model, has no rows.
 - A re-tokenized segment has no logprobs and is still trained: its row is marked, its `logprobs` are NaN, and it goes
   to verl only in runs whose rows carry no logprobs. verl cannot mark a logprob as unknown, and would take any number
   for the engine's.
@@ -32,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import overload
 
@@ -40,6 +42,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_wrapper.contract import Rollout, Segment
+from rollout_backend.config import ExpertShape
+from rollout_backend.core.routed_experts import unpack
 from rollout_backend.core.staleness import number_of
 from rollout_backend.verl.row_images import SeenImage
 
@@ -63,6 +67,7 @@ class Row:
     unknown_logprobs: int  # sampled, and not trained because they have no logprob
     retokenized: bool = False  # rendered from messages, so its tokens are a guess
     images: tuple[SeenImage, ...] = ()
+    routed_experts: NDArray[np.int16] | None = None  # [P + R, layers, topk]
     turn_rewards: int = 0  # how many of the segment's turns have a reward other than 0 on one of their own tokens
 
     @property
@@ -91,7 +96,7 @@ class Rows(Sequence[Row]):
     unknown_logprobs: int = 0
     empty_segments: int = 0
     moved_turn_rewards: int = 0  # rewards other than 0 of turns without a trained token
-    masked: str | None = None  # the setting that leaves the rollout out; there are no rows then
+    masked: str | None = None  # why the rollout is left out: a value of `training.mask`, or `routed_experts`
 
     @property
     def retokenized(self) -> int:
@@ -118,11 +123,13 @@ def rows_of(
     response_length: int,
     image_token: int | None = None,
     own_turns_only: bool = False,
+    experts: ExpertShape | None = None,
 ) -> Rows:
     """Return a rollout's rows, of at most `prompt_length` + `response_length` tokens each.
 
     `image_token` is the id that a vision model uses for images. `own_turns_only` is for estimators that use the place
     of a reward, and take each row for a rollout: a row then has no rewards of turns in other rows.
+    `experts` is the routing that each row must have.
 
     Raises:
         ValueError: the rollout has no reward, or a length is below 1.
@@ -146,6 +153,8 @@ def rows_of(
             pieces.append((segment, cut, turn_rewards))
         else:
             without_row += turn_rewards
+    if experts is not None and not all(_is_routed(segment, experts) for segment, _, _ in pieces):
+        return Rows(masked="routed_experts")
     rows = []
     moved = len(_nonzero(without_row)) if pieces else 0
     for index, (segment, cut, turn_rewards) in enumerate(pieces):
@@ -156,7 +165,8 @@ def rows_of(
         else:
             others = [*without_row, *chain(*(each for i, (_, _, each) in enumerate(pieces) if i != index))]
         scores[-1] += math.fsum((rollout.reward, *others))
-        rows.append(_row(segment, cut, rollout, index, scores.astype(np.float32), own))
+        row = _row(segment, cut, rollout, index, scores.astype(np.float32), own)
+        rows.append(row if experts is None else replace(row, routed_experts=_routed(segment, cut)))
     return Rows(tuple(rows), truncated, unknown, len(rollout.segments) - len(rows), moved)
 
 
@@ -201,6 +211,20 @@ def _turn_scores(segment: Segment, cut: _Cut, turn_rewards: Sequence[float]) -> 
         scores[place - cut.start] += reward
         own += reward != 0 and turn.start <= place < turn.end
     return scores, own
+
+
+def _is_routed(segment: Segment, shape: ExpertShape) -> bool:
+    found = segment.routed_experts
+    return found is not None and (found.layers, found.topk) == (shape.layers, shape.topk)
+
+
+def _routed(segment: Segment, cut: _Cut) -> NDArray[np.int16]:
+    """Return the routed experts of a row as verl has them: a token without routing has expert 0 repeated."""
+    assert segment.routed_experts is not None
+    known = unpack(segment.routed_experts)[: cut.end]
+    found = np.zeros((cut.end, *known.shape[1:]), dtype=np.int16)
+    found[: len(known)] = known
+    return found
 
 
 def _nonzero(rewards: Iterable[float]) -> list[float]:

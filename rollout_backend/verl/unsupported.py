@@ -13,7 +13,9 @@ _REWARD = (
 )
 _KWARGS = "the function is called with verl's four arguments alone: give it defaults, and remove this setting"
 _TOOLS = "the agent brings its own tools and controls its turns: remove this setting"
-_ROUTING = "training rows carry no expert routing: remove this setting"
+_REPLAY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+_REPLAYING = ("megatron", "veomni")  # verl 0.9.1 ignores the mode of other strategies
+_ENGINES = ("fsdp_config", "megatron", "torchtitan", "veomni")
 _MODES = "run python -m verl.trainer.main_ppo with trainer.v1.trainer_mode=separate_async instead"
 
 
@@ -38,12 +40,6 @@ _RULES = (
     _Rule(
         "actor_rollout_ref.rollout.disaggregation.enabled",
         "servers that only prefill or only decode cannot be called individually over HTTP: set it to False",
-    ),
-    _Rule("actor_rollout_ref.rollout.enable_rollout_routing_replay", _ROUTING),
-    _Rule("actor_rollout_ref.rollout.moe_load_balance_metrics_interval", _ROUTING),
-    *(
-        _Rule(f"actor_rollout_ref.actor.{engine}.router_replay.mode", _ROUTING, allowed=("disabled", "R2"))
-        for engine in ("fsdp_config", "megatron", "torchtitan", "veomni")
     ),
     _Rule(
         "actor_rollout_ref.rollout.router_config_path",
@@ -91,7 +87,7 @@ def refuse_unsupported(config: Any) -> None:
     Raises:
         ConfigError: names each unsupported setting that is set, and what to do about it.
     """
-    problems = [*_refused(config), *_adapters(config), *_estimators(config)]
+    problems = [*_refused(config), *_adapters(config), *_estimators(config), *_routing(config)]
     if problems:
         raise ConfigError("this backend does not support these verl settings:\n" + "\n".join(problems))
 
@@ -123,6 +119,32 @@ def _estimators(config: Any) -> Iterable[str]:
             "  algorithm.adv_estimator=gdpo: it reads rewards by name, and rows have those of the rollout and of its "
             "turns: use grpo_skip_missing"
         )
+
+
+def _routing(config: Any) -> Iterable[str]:
+    """Yield problems with routed experts: the servers must record them, and the actor's engine replay them."""
+    strategy = str(_at(config, "actor_rollout_ref.actor.strategy"))
+    replayed = []
+    for engine in _ENGINES:
+        setting = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
+        if _at(config, setting) != "R3":
+            continue
+        if engine == strategy and engine in _REPLAYING:
+            replayed.append(setting)
+        else:
+            yield f"  {setting}=R3: with actor.strategy={strategy} verl replays no routing: remove this setting"
+    interval = "actor_rollout_ref.rollout.moe_load_balance_metrics_interval"
+    measured = [interval] if _at(config, interval) else []
+    if not _at(config, _REPLAY):
+        for setting in (*replayed, *measured):
+            yield f"  {setting}={_at(config, setting)}: the servers record no routing: set {_REPLAY}=True"
+    elif not replayed and not measured:
+        yield (
+            f"  {_REPLAY}=True: the actor does not replay the routing. Set actor.megatron.router_replay.mode=R3 with "
+            "actor.strategy=megatron, or the same of veomni: other strategies cannot"
+        )
+    elif _at(config, "actor_rollout_ref.rollout.name") == "sglang_cpu":
+        yield f"  {_REPLAY}=True: servers on the CPU record no routing: remove this setting"
 
 
 def _at(config: Any, setting: str) -> Any:

@@ -30,9 +30,14 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
     path, inline = _user_settings(rollout)
     model = config.actor_rollout_ref.model
     length = rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length
+    records_experts = bool(rollout.get("enable_rollout_routing_replay"))
     base = {
         "run_id": run_id_of(config.trainer),
-        "model": {"path": str(model.path), "context_length": int(length)},
+        "model": {
+            "path": str(model.path),
+            "context_length": int(length),
+            "routed_experts": records_experts,
+        },
         "sampling": sampling_of(rollout, validate=False, greedy=False).model_dump(),
         "group": {"size": int(rollout.n)},
     }
@@ -52,6 +57,12 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
         raise ConfigError(
             f"reward.custom_reward_function names the scorer {scorer}, and scoring.function under {KEY} another one: "
             "remove one of the two"
+        )
+    if settings.model.routed_experts is not records_experts:
+        raise ConfigError(
+            f"under {KEY} model.routed_experts={settings.model.routed_experts}, and "
+            f"verl starts its servers by actor_rollout_ref.rollout.enable_rollout_routing_replay={records_experts}: "
+            "remove model.routed_experts"
         )
     if settings.collect.retokenize:
         _check_logprobs_unused(config)

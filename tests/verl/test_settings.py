@@ -285,3 +285,11 @@ def test_the_settings_in_the_docs_exist_in_verl(page):
     if page.startswith("docs"):
         assert config.algorithm.adv_estimator == "grpo_skip_missing"
         assert config.trainer.v1.sampler.sampler_kwargs.max_staleness == 2
+
+
+def test_routed_experts_are_recorded_if_verl_asks_its_servers_for_them():
+    assert not settings_of(verl_config(), ["a:1"]).model.routed_experts
+    recording = verl_config(enable_rollout_routing_replay=True)
+    assert settings_of(recording, ["a:1"]).model.routed_experts
+    with pytest.raises(ConfigError, match=r"enable_rollout_routing_replay=False: remove model\.routed_experts"):
+        settings_of(verl_config({**OWN, "model": {"routed_experts": True}}), ["a:1"])

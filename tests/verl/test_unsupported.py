@@ -44,11 +44,29 @@ def test_training_on_the_cpu_is_supported() -> None:
         refuse_unsupported(compose("ppo_trainer", overrides()))
 
 
-def test_experts_may_be_replayed_from_the_trainer_but_not_from_the_rollouts() -> None:
-    replay = "actor_rollout_ref.actor.megatron.router_replay.mode"
-    refuse_unsupported(verl_config(f"{replay}=R2", name="ppo_megatron_trainer"))
-    with pytest.raises(ConfigError, match=f"{replay}=R3: training rows carry no expert routing"):
-        refuse_unsupported(verl_config(f"{replay}=R3", name="ppo_megatron_trainer"))
+RECORD = f"{ROLLOUT}.enable_rollout_routing_replay"
+METRICS = f"{ROLLOUT}.moe_load_balance_metrics_interval"
+
+
+@pytest.mark.parametrize("engine", ["megatron", "veomni"])
+def test_routed_experts_are_replayed_by_engines_that_can_and_recorded_for_them(engine: str) -> None:
+    replay = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
+    trainer = f"model_engine={engine}"
+    refuse_unsupported(verl_config(f"{replay}=R2", trainer))
+    refuse_unsupported(verl_config(f"{replay}=R3", f"{RECORD}=True", trainer))
+    with pytest.raises(ConfigError, match=f"{replay}=R3: the servers record no routing: set {RECORD}=True"):
+        refuse_unsupported(verl_config(f"{replay}=R3", trainer))
+    with pytest.raises(ConfigError, match=f"{RECORD}=True: the actor does not replay the routing"):
+        refuse_unsupported(verl_config(f"{RECORD}=True", trainer))
+    with pytest.raises(ConfigError, match="servers on the CPU record no routing"):
+        refuse_unsupported(verl_config(f"{replay}=R3", f"{RECORD}=True", f"{ROLLOUT}.name=sglang_cpu", trainer))
+
+
+def test_other_engines_replay_no_routed_experts() -> None:
+    replay = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
+    with pytest.raises(ConfigError, match=f"{replay}=R3: with actor.strategy=fsdp.* verl replays no routing"):
+        refuse_unsupported(verl_config(f"+{replay}=R3", f"{RECORD}=True"))
+    refuse_unsupported(verl_config(f"{METRICS}=5", f"{RECORD}=True"))
 
 
 @pytest.mark.parametrize(
@@ -57,8 +75,8 @@ def test_experts_may_be_replayed_from_the_trainer_but_not_from_the_rollouts() ->
         (f"{ROLLOUT}.name=vllm", "set it to sglang"),
         (f"{ROLLOUT}.name=trtllm", "set it to sglang"),
         (f"{ROLLOUT}.disaggregation.enabled=True", "set it to False"),
-        (f"{ROLLOUT}.enable_rollout_routing_replay=True", "expert routing"),
-        (f"{ROLLOUT}.moe_load_balance_metrics_interval=5", "expert routing"),
+        (f"{ROLLOUT}.enable_rollout_routing_replay=True", "other strategies cannot"),
+        (f"{ROLLOUT}.moe_load_balance_metrics_interval=5", "servers record no routing"),
         (f"{ROLLOUT}.router_config_path=router.yaml", "own router"),
         (f"{ROLLOUT}.agent.agent_loop_config_path=loops.yaml", "agents in containers"),
         (f"{ROLLOUT}.multi_turn.enable=True", "controls its turns"),
