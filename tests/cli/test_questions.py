@@ -24,7 +24,7 @@ ANSWERS = {  # one per command
     "Where did the step's time go?": [["rollouts spent", "% in model calls"]],
     "What did it cost, and what was wasted?": [["cost about $", "of it wasted"]],
     "Which session was slowest, and why?": [["the rollout that took longest"], ["sessions: rollout-", "invoked +"]],
-    "Does the prefix cache work?": [["prompt, cache 8"]],
+    "Does the prefix cache work?": [["prompt, cache 8"], ["prompt tokens, cache 8"]],
     "Were engines or sessions the bottleneck?": [["engines were the bottleneck", "5 would run all of them"]],
     "How do two runs differ?": [["older", "newest"]],
     "Are rewards saturated?": [["always solved", "mixed"]],
@@ -55,6 +55,7 @@ def test_each_question_of_the_page_has_a_command():
 ROLLOUTS = {  # what a question is asked about: a command, and where its output names it
     "Why did a rollout fail?": (("show",), r"container_error \d+ (\S+) "),
     "What did the model say in turn 3?": (("show", "buy-3-plum"), r"(buy-3-plum\.\d) completed"),
+    "Does the prefix cache work?": (("show", "buy-3-plum"), r"(buy-3-plum\.\d) completed"),
     "Which session was slowest, and why?": (("show",), r"rollout show (\S+) +the rollout that took longest"),
 }
 
