@@ -13,7 +13,7 @@ DOCS_READY := $(DOCS)/.ready
 INSPECT := .venv-inspect
 INSPECT_READY := $(INSPECT)/.ready
 
-.PHONY: demo test test-slow test-all train train-smoke bench lint format audit setup engine verl inspect docs constraints clean
+.PHONY: demo test test-slow test-all train train-smoke bench results lint format audit setup engine verl inspect docs constraints clean
 
 # The engine of `make demo` and `make engine`: sglang or vllm.
 ENGINE ?= sglang
@@ -75,6 +75,11 @@ train-smoke: engine verl  ## two steps of a tiny model, on both of verl's traine
 bench: engine verl  ## all benchmarks, against other projects: half an hour; the tables and a picture are in runs/bench
 	$(RUN)/python benchmarks/run_all.py
 
+results: setup  ## docs/results.md: all experiments again, against other projects; half an hour
+	rm -f runs/results/faults.json
+	$(RUN)/python benchmarks/faults.py --json runs/results/faults.json
+	$(RUN)/python docs/make_results.py --from runs/results/faults.json
+
 lint: setup
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
@@ -117,7 +122,7 @@ $(INSPECT_READY): pyproject.toml constraints/inspect.txt
 	@touch $(INSPECT_READY)
 
 docs: setup $(DOCS_READY)  ## the pages that are made from the code, and the site in build/site; a broken link fails
-	for page in settings api cli calls contract_schema performance; do $(RUN)/python docs/make_$$page.py || exit; done
+	for page in settings api cli calls contract_schema performance results; do $(RUN)/python docs/make_$$page.py || exit; done
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "open build/site/index.html; to search the pages, serve them: python -m http.server -d build/site"
 

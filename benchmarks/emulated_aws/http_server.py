@@ -80,6 +80,10 @@ class Connection(asyncio.Protocol):
         head, end, rest = self._buffer.partition(b"\r\n\r\n")
         if not end:
             return False
+        if head.startswith(b"PRI "):  # a router's probe by HTTP/2
+            self._transport.close()
+            self._buffer = b""
+            return False
         self._buffer = rest
         first, *lines = head.split(b"\r\n")
         headers = {}

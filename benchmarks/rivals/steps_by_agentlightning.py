@@ -1,0 +1,168 @@
+"""Run a step with agentlightning's store, in its environment: the argument is the work, as JSON.
+
+The trainer's process serves the store and asks it as its verl daemon does, with that daemon's rules: a rollout with
+a model call and without a reward is trained with the reward 0, one without a model call is missing. The daemon does
+not use the store's retries; here they are on.
+
+With `agents` the process is the runners instead, which use the store's client through the fault proxy as its runner
+does. They print what is true of each attempt. Their agents fail as those of `emulated_aws.faulty_agents` do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import sys
+import time
+import uuid
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+from agentlightning import InMemoryLightningStore, LightningStoreClient, LightningStoreServer
+from agentlightning.types import OtelResource, RolloutConfig, Span, TraceStatus
+from delivered import ended, hand_over
+
+POLL_S = 5.0  # of the verl daemon and of a runner
+ATTEMPTS = 3
+RETRIED = ["failed", "timeout", "unresponsive"]
+MODEL_CALL, REWARD = "openai.chat.completion", "reward"
+REWARDS = (0.25, 0.5, 1.0)
+TOKENS = 8
+
+
+async def trainer(work: dict[str, Any]) -> None:
+    store = LightningStoreServer(InMemoryLightningStore(thread_safe=True), host="127.0.0.1", port=work["port"])
+    await store.start()
+    limits = RolloutConfig(
+        timeout_seconds=work["limit_s"],
+        unresponsive_seconds=work["limit_s"],
+        max_attempts=ATTEMPTS,
+        retry_condition=RETRIED,
+    )
+    groups: dict[str, str] = {}
+    for number in range(work["groups"] * work["group"]):
+        group = f"t{number // work['group']}"
+        rollout = await store.enqueue_rollout(input={"task": group}, mode="train", config=limits)
+        groups[rollout.rollout_id] = group
+    had: dict[str, str] = {}
+    while len(had) < len(groups):
+        for rollout in await store.wait_for_rollouts(rollout_ids=list(groups), timeout=0):
+            had.setdefault(rollout.rollout_id, rollout.status)
+        await asyncio.sleep(POLL_S)
+    for rollout_id, group in groups.items():
+        spans = await store.query_spans(rollout_id, attempt_id="latest")
+        rewards = [span.attributes["reward"] for span in spans if span.name == REWARD]
+        for span in spans:
+            if span.name == MODEL_CALL:
+                hand_over(group, rewards[-1] if rewards else 0.0, tokens=json.loads(span.attributes["token_ids"]))
+    ended(Counter(status for status in had.values() if status != "succeeded"))
+    await store.stop()
+
+
+class Runners:
+    def __init__(self, work: dict[str, Any]) -> None:
+        self._fault = work["fault"]
+        self._store = LightningStoreClient(work["url"])
+        self._of_group: Counter[str] = Counter()
+        self._begun = 0
+
+    async def run(self, runners: int) -> None:
+        await asyncio.gather(*(self._runner(f"runner-{number}") for number in range(runners)))
+
+    async def _runner(self, name: str) -> None:
+        alive = True
+        while alive:
+            rollout = await self._store.dequeue_rollout(worker_id=name)
+            if rollout is None:
+                await asyncio.sleep(POLL_S * random.uniform(0.9, 1.1) / 10)  # asks ten times as often as its default
+            else:
+                alive = await self._attempt(rollout)
+
+    async def _attempt(self, rollout: Any) -> bool:
+        """Run an attempt. Return whether its runner lives on."""
+        group = rollout.input["task"]
+        nth = self._of_group[group]
+        self._of_group[group] += 1
+        self._begun += 1
+        proof, draw = self._begun, random.Random(f"{group} {nth}")
+        reward, seconds = draw.choice(REWARDS), draw.uniform(1.0, 7.0)
+        fault = self._fault if nth == 1 else ""
+        say("begun", proof, group, reward)
+        status = "succeeded"
+        try:
+            ids = range(TOKENS) if fault == "forged_tokens" else range(TOKENS * proof, TOKENS * (proof + 1))
+            await self._add(rollout, 1, MODEL_CALL, {"token_ids": json.dumps(list(ids))})
+            if fault == "foreign_container":
+                await self._write_for_another(rollout)
+            await asyncio.sleep(seconds / 2 if fault in ("agent_dies", "agent_freezes") else seconds)
+            if fault == "agent_dies":
+                say("gone", proof, group, reward)
+                return False
+            if fault == "agent_freezes":
+                await asyncio.Event().wait()
+            if fault == "agent_late":
+                await asyncio.sleep(40.0)
+            if fault == "agent_raises":
+                raise RuntimeError("the agent's code has a defect")
+            if fault == "reward_nan":
+                reward = math.nan
+            else:
+                say("finished", proof, group, reward)
+            for _ in range(2 if self._fault == "published_twice" else 1):
+                await self._add(rollout, 2, REWARD, {"reward": reward})
+        except Exception:
+            status = "failed"
+        for _ in range(2 if self._fault == "published_twice" else 1):
+            with suppress(Exception):  # its runner gives the update up, too
+                await self._store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status=status)
+        say("gone", proof, group, reward)
+        return True
+
+    async def _write_for_another(self, rollout: Any) -> None:
+        """Write the reward of another rollout that is running, and end it."""
+        running = await self._store.query_rollouts(status_in=["running", "preparing"])
+        for other in running:
+            if other.rollout_id != rollout.rollout_id and other.input["task"] == rollout.input["task"]:
+                theirs = await self._store.get_latest_attempt(other.rollout_id)
+                other = other.model_copy(update={"attempt": theirs}) if hasattr(other, "attempt") else other
+                await self._add(other, 9, REWARD, {"reward": 7.0}, theirs.attempt_id)
+                await self._store.update_attempt(other.rollout_id, theirs.attempt_id, status="succeeded")
+                return
+
+    async def _add(
+        self, rollout: Any, sequence: int, name: str, attributes: dict[str, Any], attempt_id: str | None = None
+    ) -> None:
+        span = Span(
+            rollout_id=rollout.rollout_id,
+            attempt_id=attempt_id or rollout.attempt.attempt_id,
+            sequence_id=sequence,
+            trace_id=uuid.uuid4().hex,
+            span_id=uuid.uuid4().hex[:16],
+            parent_id=None,
+            name=name,
+            status=TraceStatus(status_code="OK"),
+            attributes=attributes,
+            events=[],
+            links=[],
+            start_time=time.time(),
+            end_time=time.time(),
+            context=None,
+            parent=None,
+            resource=OtelResource(attributes={}, schema_url=""),
+        )
+        await self._store.add_span(span)
+
+
+def say(event: str, proof: int, group: str, reward: float) -> None:
+    print(json.dumps({"event": event, "proof": proof, "group": group, "reward": reward}), flush=True)
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    if asked.get("agents"):
+        asyncio.run(Runners(asked).run(asked["groups"] * asked["group"]))
+    else:
+        asyncio.run(trainer(asked))

@@ -1,0 +1,134 @@
+"""Write docs/results.md and its pictures from docs/results.json: `python docs/make_results.py`.
+
+With `--from FILE`, what an experiment has written with `--json` becomes its section of docs/results.json first. An
+experiment writes `section`, `date`, `machine`, `command`, `seconds` and `results`. To add an experiment, add a module
+to benchmarks/ that makes its tables and picture, and a function to `SECTIONS` here. Pure, except for `main`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "benchmarks"))
+
+import fault_report  # noqa: E402
+
+RESULTS, PAGE = HERE / "results.json", HERE / "results.md"
+
+_HEAD = """\
+# Results
+
+Generated from `docs/results.json` by `python docs/make_results.py`; do not edit.
+
+What experiments have shown, each with the command that repeats it. `make results` repeats them all and writes this
+page again. How fast the backend is: see [performance](performance.md). What it guarantees: see
+[reliability](reliability.md).
+"""
+_FAULTS = """\
+Each system runs one step of {groups} groups of {group} rollouts for each fault, against the same S3, SQS and
+AgentCore by their wire protocols. A proxy injects the faults of the network and the services, and the same agents
+fail in the same way for each system. An agent may take {limit_s:g} s, or {limit_in_outages_s:g} s where an outage
+takes a minute.
+
+An agent's true reward is 0.25, 0.5 or 1, and each session has tokens of its own. So a rollout that is trained with an
+invented reward, such as 0, or with tokens that nobody sampled, shows. The agents call no model: one that was invoked
+counts as having called it.
+
+- ours: `group.policy: replace`, with timeouts that are shorter than the defaults.
+- toolkit, S3: `RolloutClient.run_batch_async` of agentcore-rl-toolkit {toolkit}, with its five attempts at each call.
+  It hands over what an agent returned, and its caller checks the reward.
+- toolkit, HTTP: the sessions of its agent loop for verl, with up to 16 attempts at each call. By its documentation, a
+  failed rollout whose agent has called the model is trained with the reward 0.
+- agentlightning {lightning}: its store, which its agents reach directly, with the rules of its verl daemon. The
+  daemon does not use the store's retries; here they are on, with three attempts. It has no runtime, so its agents
+  are processes beside the store, and the proxy is between the two. It cannot stop an agent.
+
+The first number of a cell is how many of the {planned} rollouts are trained correctly, bold if all are. The rest:
+
+- lost: the agent finished, and nothing is trained in its place.
+- with an invented reward: trained with a reward that is not the agent's, or with NaN.
+- with foreign tokens: trained with tokens that no session of the group has sampled.
+- doubled: trained twice.
+- leaked: sessions that are open when the trainer has ended. The runtime bills them until its idle timeout.
+- run again: agents that finished although as many had finished already as their group has rollouts.
+
+What is missing otherwise was reported as failed. An agent's own error, its timeout and a bad reward are its result in
+this backend, which does not repeat them; agentlightning's store does. A system that cannot meet a fault, because it
+has no queue for example, has no number, so the sums are of different faults. Four steps run at a time on few cores,
+so how long they took says nothing about speed, and is in `docs/results.json` only.
+"""
+
+
+def page(sections: dict[str, Any]) -> str:
+    return "\n".join(_lines(sections))
+
+
+def pictures(sections: dict[str, Any]) -> dict[str, str]:
+    """Return the pictures by their file names."""
+    drawn = {}
+    if "faults" in sections:
+        drawn["results-faults.svg"] = fault_report.picture(sections["faults"]["results"])
+    return drawn
+
+
+def _lines(sections: dict[str, Any]) -> Iterator[str]:
+    yield _HEAD
+    for name, (title, lines) in SECTIONS.items():
+        if name not in sections:
+            continue
+        section = sections[name]
+        machine = section["machine"]
+        yield f"## {title}\n"
+        yield f"    {section['command']}\n"
+        yield (
+            f"{section['date']}, {section['seconds'] / 60:.0f} minutes on {machine['processor']}, {machine['cores']} "
+            f"cores, {machine['memory_gib']} GiB, {machine['system']}, Python {machine['python']}.\n"
+        )
+        yield from lines(section["results"])
+
+
+def _faults(results: dict[str, Any]) -> Iterator[str]:
+    versions = results["versions"]
+    yield _FAULTS.format(
+        **results["settings"],
+        planned=fault_report.planned(results),
+        toolkit=versions.get("toolkit, S3", ""),
+        lightning=versions.get("agentlightning", ""),
+    )
+    yield "### All faults together\n"
+    yield fault_report.totals(results).markdown() + "\n"
+    yield "![A bar for each fault and system](results-faults.svg)\n"
+    yield "### Each fault\n"
+    yield fault_report.matrix(results).markdown() + "\n"
+    yield "### What the systems said of missing rollouts\n"
+    yield from (f"- {line}" for line in fault_report.reasons(results))
+    yield ""
+
+
+SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
+    "faults": ("Rivals under the same faults", _faults),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="source", type=Path, help="an experiment's file, which becomes its section")
+    args = parser.parse_args()
+    sections = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if args.source:
+        section = json.loads(args.source.read_text())
+        sections[section.pop("section")] = section
+        RESULTS.write_text(json.dumps(sections, indent=1) + "\n")
+    PAGE.write_text(page(sections), encoding="utf-8")
+    for name, drawing in pictures(sections).items():
+        (HERE / name).write_text(drawing, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

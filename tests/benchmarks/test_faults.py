@@ -1,0 +1,109 @@
+"""What the fault matrix counts, and the tables, the picture and the page of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that imports a module of benchmarks/ or docs/."""
+    for folder in ("benchmarks", "docs"):
+        monkeypatch.syspath_prepend(ROOT / folder)
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+@pytest.fixture
+def faults(load) -> ModuleType:
+    return load("faults")
+
+
+def trained(group: str, proof: int, reward: float) -> dict[str, object]:
+    return {"group": group, "reward": reward, "tokens": [8 * proof]}
+
+
+def test_each_rollout_is_counted_once(faults) -> None:
+    truths = [
+        faults.Truth(1, "a", 0.5, True),
+        faults.Truth(2, "a", 1.0, True),
+        faults.Truth(3, "a", 0.25, True),
+        faults.Truth(4, "a", 1.0, False),  # failed
+        faults.Truth(5, "b", 1.0, True),
+        faults.Truth(6, "b", 1.0, True),
+    ]
+    rollouts = [
+        trained("a", 1, 0.5),
+        trained("a", 1, 0.5),  # again
+        trained("a", 2, 0.0),  # not its reward
+        trained("a", 4, 0.0),  # has none
+        trained("b", 3, 0.25),  # of another group
+        trained("b", 99, 1.0),  # nobody's
+    ]
+
+    found = faults.count(truths, rollouts)
+
+    assert found == {"delivered": 1, "lost": 0, "duplicated": 1, "invented": 2, "foreign": 2, "again": 0}
+    assert faults.count(truths, [])["lost"] == 5
+
+
+def test_nan_is_no_true_reward(faults) -> None:
+    assert faults.count([faults.Truth(1, "a", 0.5, False)], [trained("a", 1, float("nan"))])["invented"] == 1
+
+
+def test_more_than_a_group_needs_is_doubled_or_run_again(faults) -> None:
+    truths = [faults.Truth(proof, "a", 1.0, True) for proof in range(1, 7)]
+
+    found = faults.count(truths, [trained("a", proof, 1.0) for proof in range(1, 6)])
+
+    assert (found["delivered"], found["duplicated"], found["lost"], found["again"]) == (4, 1, 0, 2)
+
+
+def test_each_case_says_what_fails_or_why_it_cannot(load) -> None:
+    cases = load("fault_cases")
+    agents = (ROOT / "benchmarks" / "emulated_aws" / "faulty_agents.py").read_text()
+
+    assert len(cases.CASES) > 20
+    for case in cases.CASES[1:]:
+        met = [system for system in cases.SYSTEMS if system not in case.missing]
+        assert met
+        by_agents = f'"{case.name}"' in agents
+        assert case.kill or by_agents or set(case.rules) == set(met), case.name
+
+
+def test_without_a_rival_the_error_says_what_to_do(faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> Path:
+        raise faults.RivalFailed("pip ended with 1")
+
+    monkeypatch.setattr(faults, "python_of", fail)
+    monkeypatch.setattr(sys, "argv", ["faults.py"])
+
+    with pytest.raises(SystemExit, match=r"cannot be installed: pip ended with 1\n.*--systems ours"):
+        faults.main()
+
+
+def test_the_page_is_that_of_its_results(load) -> None:
+    module = load("make_results")
+    sections = json.loads(module.RESULTS.read_text())
+
+    page = module.page(sections)
+    assert module.PAGE.read_text() == page, "run `python docs/make_results.py`"
+    for table in re.findall(r"(?:^\|.*\n)+", page, flags=re.M):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+    for name, drawing in module.pictures(sections).items():
+        assert (module.HERE / name).read_text() == drawing, "run `python docs/make_results.py`"
+        ElementTree.fromstring(drawing)
+        assert f"]({name})" in page
