@@ -24,7 +24,7 @@ class RouterConfig(Section):
 
     @model_validator(mode="after")
     def _policy_has_affinity(self) -> Self:
-        if "affinity" in self.model_fields_set and self.policy != "manual":
+        if self.affinity != "session" and self.policy != "manual":
             raise ValueError(
                 f"affinity={self.affinity} has no effect with policy={self.policy}, which knows no sessions: use "
                 "policy=manual, or remove affinity"

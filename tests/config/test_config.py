@@ -149,12 +149,11 @@ def test_urls_belong_to_external_servers():
     refused("urls belong to kind=external", serving={"urls": ["http://x"]})
 
 
-@pytest.mark.parametrize("affinity", ["session", "group"])
-def test_affinity_needs_a_policy_that_keeps_sessions_on_one_server(affinity):
-    match = f"affinity={affinity} has no effect with policy=cache_aware"
-    refused(match, router={"affinity": affinity, "policy": "cache_aware"})
-    vllm = {"serving": {"engine": "vllm"}, "router": {"affinity": affinity}}  # rendezvous hashing has it too
-    assert load_config(base={**MINIMAL, **vllm}, env={}).router.affinity == affinity
+def test_affinity_needs_a_policy_that_keeps_sessions_on_one_server():
+    match = "affinity=group has no effect with policy=cache_aware"
+    refused(match, router={"affinity": "group", "policy": "cache_aware"})
+    vllm = {"serving": {"engine": "vllm"}, "router": {"affinity": "group"}}  # rendezvous hashing has it too
+    assert load_config(base={**MINIMAL, **vllm}, env={}).router.affinity == "group"
 
 
 @pytest.mark.parametrize("prefix", ["a", "/a/", "a//", "a b/"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from builders import run_config
 from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task, read_tasks
@@ -34,6 +36,21 @@ def test_the_settings_that_are_kept_give_the_same_run_without_its_secrets(tmp_pa
     file = tmp_path / "config.yaml"
     file.write_text(text)
     assert load_config(file, env={"ROLLOUT__GATEWAY__SECRET": SECRET}) == config
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"serving": {"engine": "vllm"}},
+        {"router": {"policy": "random"}},
+        {"model": {"path": "model", "routed_experts": True}},
+    ],
+)
+def test_the_stored_defaults_of_settings_are_accepted(sections, tmp_path):
+    file = tmp_path / "config.yaml"
+    config = run_config(**sections)
+    file.write_text(settings_yaml(config))
+    assert load_config(file, env={}) == config
 
 
 def test_a_start_is_killed_if_its_process_ended_without_a_word(tmp_path):
