@@ -76,7 +76,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _no_router_for_vllm(self) -> Self:
-        if self.serving.engine == "vllm" and "policy" in self.router.model_fields_set:
+        if self.serving.engine == "vllm" and self.router.policy != "manual":
             raise ValueError(
                 f"router.policy={self.router.policy} has no effect with serving.engine=vllm, whose calls pass no "
                 "router: remove it"
@@ -98,6 +98,11 @@ class RolloutConfig(Section):
         if self.serving.device == "cpu":
             raise ValueError(
                 "model.routed_experts=true needs GPUs: SGLang records no routing with serving.device=cpu"
+            )
+        if self.router.policy != "manual":
+            raise ValueError(
+                f"router.policy={self.router.policy} has no effect with model.routed_experts=true, whose calls pass "
+                "no router: remove it"
             )
         if "--enable-hierarchical-cache" in self.serving.extra_args:
             raise ValueError(

@@ -75,6 +75,7 @@ def rows_as_parquet(rollouts: Sequence[Rollout]) -> bytes:
         "response_mask": _lists([segment.response_mask for segment in segments], np.uint8),
         "logprobs": _lists([segment.logprobs for segment in segments], np.float32),
         "weight_versions": pyarrow.array([_versions(segment) for segment in segments], _version_spans()),
+        "routed_experts": pyarrow.array([_experts(segment) for segment in segments], _routed_experts()),
     }
     sink = pyarrow.BufferOutputStream()
     parquet.write_table(pyarrow.table(columns), sink)
@@ -148,3 +149,14 @@ def _version_spans() -> Any:
 
     fields = [("version", pyarrow.string()), ("start", pyarrow.int32()), ("end", pyarrow.int32())]
     return pyarrow.list_(pyarrow.struct(fields))
+
+
+def _experts(segment: Segment) -> dict[str, Any] | None:
+    return None if segment.routed_experts is None else segment.routed_experts.model_dump()
+
+
+def _routed_experts() -> Any:
+    import pyarrow
+
+    numbers = [(name, pyarrow.int32()) for name in ("layers", "topk", "id_bytes")]
+    return pyarrow.struct([*numbers, ("ids", pyarrow.large_binary())])

@@ -147,6 +147,7 @@ def test_routed_experts_are_recorded_only_if_configured():
         ({"serving": {"device": "cpu"}}, r"needs GPUs: .*serving\.device=cpu"),
         ({"serving": {"extra_args": ["--enable-hierarchical-cache"]}}, "remove --enable-hierarchical-cache"),
         ({"collect": {"retokenize": True}}, r"collect\.retokenize"),
+        ({"router": {"policy": "random"}}, "whose calls pass no router: remove it"),
     ],
 )
 def test_settings_that_lose_routed_experts_are_refused(sections, words):

@@ -14,7 +14,8 @@ from verl.trainer.ppo.v1 import replay_buffer
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from agent_wrapper.contract import Failure, Outcome, Rollout
+from agent_wrapper.contract import Failure, Outcome, Rollout, Segment
+from rollout_backend.config import ExpertShape
 from rollout_backend.core.report import GroupResult, StepFailure
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
@@ -305,6 +306,8 @@ def test_a_group_with_a_single_fresh_rollout_is_replaced(queue: Any) -> None:
 
 def test_a_batch_of_many_rows_is_padded_for_as_many_steps_as_one_of_few(queue: Any) -> None:
     """Two prompts, mini-batches of one prompt, n = 2: seven rows become two mini-batches of four."""
+    experts = {"layers": 1, "topk": 2, "id_bytes": 1, "ids": bytes([1, 2] * 4)}
+    routed = Segment.parse({**make_segment(2, 3).model_dump(), "routed_experts": experts})
     sizes = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", f"{MINI_BATCH}=1", "critic.enable=False"]
     for more, expected in (([], 8), (["+trainer.v1.sampler.sampler_kwargs.stable_steps=False"], 7)):
         trainer = Trainer(queue, "sync", *sizes, *more)
@@ -312,7 +315,7 @@ def test_a_batch_of_many_rows_is_padded_for_as_many_steps_as_one_of_few(queue: A
             rows = [
                 (f"{uid}_{session}_{row.index}", row)
                 for session, count in enumerate(segments)
-                for row in rows_of(make_rollout(segments=[make_segment(2, 3)] * count), 8, 8)
+                for row in rows_of(make_rollout(segments=[routed] * count), 8, 8, experts=ExpertShape(1, 2, 8))
             ]
             base = {"uid": uid, "session_id": 0, "payload": "{}"}
             fields = list_of_dict_to_tensordict([v1_fields(row, base) for _, row in rows])
@@ -327,6 +330,9 @@ def test_a_batch_of_many_rows_is_padded_for_as_many_steps_as_one_of_few(queue: A
         trained = [int(row.sum()) for row in mask["response_mask"].unbind()]
         real = [not tag.get("is_padding", False) for tag in batch.tags]
         assert trained == [3 * each for each in real], "padding trains nothing"
+        experts = queue.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["routed_experts"])
+        found_ids = [each.reshape(len(each), 2).tolist() for each in experts["routed_experts"].unbind()]
+        assert [each == [[1, 2]] * 4 + [[0, 0]] for each in found_ids] == real
         if expected == 8:
             assert trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size == 2
             assert (sum(real[:4]), sum(real[4:])) == (3, 4)
