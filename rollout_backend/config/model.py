@@ -48,8 +48,8 @@ class ModelConfig(Section):
     `config.json`, at most 32,768. The engine's cache must have room for it."""
     routed_experts: bool = False
     """Record which experts of a mixture of experts processed each token, so that the trainer can replay them (R3).
-    Needs SGLang on GPUs; external servers must run with `--enable-return-routed-experts`. A token costs one byte for
-    each layer and each of its experts. See [training.md](training.md#replay-routed-experts)."""
+    Needs SGLang; external servers must run with `--enable-return-routed-experts`. A token costs a byte for each layer
+    and each of its experts. See [training.md](training.md#replay-routed-experts)."""
 
     @property
     def served_name(self) -> str:

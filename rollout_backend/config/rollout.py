@@ -95,10 +95,6 @@ class RolloutConfig(Section):
             return self
         if self.serving.engine != "sglang":
             raise ValueError(f"model.routed_experts=true needs serving.engine=sglang, not {self.serving.engine}")
-        if self.serving.device == "cpu":
-            raise ValueError(
-                "model.routed_experts=true needs GPUs: SGLang records no routing with serving.device=cpu"
-            )
         if self.router.policy != "manual":
             raise ValueError(
                 f"router.policy={self.router.policy} has no effect with model.routed_experts=true, whose calls pass "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -33,7 +34,7 @@ from rollout_backend.verl.rows import Row, rows_of
 from rollouts import make_rollout
 
 PROMPT, RESPONSE = 16, 256  # the first prompt is longer
-EQUAL, DIFFERENT = 1e-5, 1e-2
+EQUAL, ENGINE_EQUAL, DIFFERENT = 1e-5, 1e-4, 1e-2
 SEAL_SECRET = "seal-secret-" * 4
 
 
@@ -54,6 +55,7 @@ class Model:
             num_experts=8,
             num_experts_per_tok=2,
             max_position_embeddings=2048,
+            norm_topk_prob=True,
             initializer_range=0.3,
         )
         config.save_pretrained(folder)
@@ -66,6 +68,7 @@ class Model:
             if isinstance(router, Qwen3MoeTopKRouter):
                 torch.nn.init.normal_(router.weight, std=0.3)
                 router.forward = self._route(router)
+        self._model.save_pretrained(folder)
 
     def _route(self, router: Qwen3MoeTopKRouter) -> Callable[[torch.Tensor], Any]:
         def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -211,3 +214,42 @@ def test_a_row_that_is_cut_has_the_routing_of_its_tokens(rollout, model):
     for row in rows_of(rollout, PROMPT, 20, experts=model.shape):
         assert len(row.routed_experts) == len(row.tokens)
         assert row.routed_experts.reshape(len(row.tokens), -1).any(axis=1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(300)  # the engine starts
+def test_a_real_engine_returns_the_routing_of_its_logprobs(model, run_engine, byte_bundle):
+    """Calls: plain, streamed, ended by a stop string, aborted and resumed. Three of them branch."""
+    with (
+        run_engine(model.settings, 170.0, max_total_tokens=4096) as url,
+        make_gateway(url, model.settings, byte_bundle) as gateway,
+    ):
+
+        def ask(*messages: dict[str, str], **more: Any) -> str:
+            body = {"model": "scripted", "messages": messages, "max_tokens": 40, **more}
+            response = gateway.post(body, key=gateway.key(temperature=0.0)).raise_for_status()
+            return "" if more.get("stream") else response.json()["choices"][0]["message"]["content"]
+
+        question = {"role": "user", "content": "What is 3 + 4?"}
+        said = [question, {"role": "assistant", "content": ask(question)}, question]
+        text = ask(*said)
+        ask(*said, stream=True)
+        stop = next(character for character in text[5:] if character.isascii() and character.isprintable())
+        assert len(ask(*said, stop=[stop])) < len(text)
+        body = {"model": "scripted", "messages": [question], "max_tokens": 400, "stream": True}
+        headers = gateway.headers(temperature=0.0)
+        with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body, headers=headers) as response:
+            lines = response.iter_lines()
+            next(lines)
+            httpx.post(f"{url}/abort_request", json={"abort_all": True}).raise_for_status()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        segments = gateway.trajectory().segments
+    assert [len(segment.turns) for segment in segments] == [2, 1, 1, 1]
+    made = [*rows_of(make_rollout("r", task_id="r", segments=segments), PROMPT, RESPONSE, experts=model.shape)]
+    assert len(made) == len(segments)
+    for fields in (v1_fields(row, {}) for row in made):
+        experts = fields["routed_experts"]
+        assert worst(model, fields, experts) < ENGINE_EQUAL
+        shuffled = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(0))]
+        assert worst(model, fields, shuffled) > DIFFERENT

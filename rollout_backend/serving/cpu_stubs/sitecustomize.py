@@ -8,16 +8,21 @@ and its child processes, because their PYTHONPATH names this folder.
 
 Any attribute of a stub is a class. It can be subclassed, annotated with and inspected, but instantiating or calling
 it raises `NotImplementedError`, so no result can come from a stub unnoticed. An installed package takes precedence.
+
+SGLang also pins the memory in which it records routed experts, for copies from a GPU. That needs CUDA, so it is left
+out.
 """
 
 import contextlib
 import importlib.abc
+import importlib.machinery
 import sys
 import types
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 NAMES = ("sgl_kernel", "torchvision")
+_PINS_MEMORY = "sglang.srt.mem_cache.pool_host.common"
 
 
 class _Absent(type):
@@ -83,4 +88,23 @@ def _stub_operations(namespace: Any) -> None:
     namespace.__getattr__ = find
 
 
+class _Unpinned(importlib.machinery.SourceFileLoader):
+    """Loads the module that pins memory, and replaces the function that does."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        super().exec_module(module)
+        module._cuda_host_register = lambda *_: None  # type: ignore[attr-defined]
+
+
+class _UnpinnedFinder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: object = None) -> ModuleSpec | None:
+        if name != _PINS_MEMORY:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _Unpinned(name, spec.origin)
+        return spec
+
+
 sys.meta_path.append(_Finder())
+sys.meta_path.insert(0, _UnpinnedFinder())
