@@ -5,6 +5,7 @@ The engine samples from a tiny random Qwen3-MoE. Its tokens pass the experts tha
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from rollout_backend.config import ModelConfig
 from rollout_backend.core.seal import Sealer
 from rollout_backend.local.scripted import BYTE_MODEL, Aborted, Routing, ScriptedEngine
 from rollout_backend.local.scripted_experts import seeded_routing
+from rollout_backend.serving.model_server import check_records_experts
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields
 from rollout_backend.verl.rows import Row, rows_of
 from rollouts import make_rollout
@@ -220,9 +222,13 @@ def test_a_row_that_is_cut_has_the_routing_of_its_tokens(rollout, model):
 @pytest.mark.engine
 @pytest.mark.timeout(300)  # the engine starts
 def test_a_real_engine_returns_the_routing_of_its_logprobs(model, run_engine, byte_bundle):
-    """Calls: plain, streamed, ended by a stop string, aborted and resumed. Three of them branch."""
+    """Calls: plain, streamed, ended by a stop string, aborted and resumed. Three of them branch.
+
+    The server has no tokenizer, like verl's.
+    """
+    without_tokenizer = ("--skip-tokenizer-init",)
     with (
-        run_engine(model.settings, 170.0, max_total_tokens=4096) as url,
+        run_engine(model.settings, 170.0, max_total_tokens=4096, extra_args=without_tokenizer) as url,
         make_gateway(url, model.settings, byte_bundle) as gateway,
     ):
 
@@ -231,6 +237,7 @@ def test_a_real_engine_returns_the_routing_of_its_logprobs(model, run_engine, by
             response = gateway.post(body, key=gateway.key(temperature=0.0)).raise_for_status()
             return "" if more.get("stream") else response.json()["choices"][0]["message"]["content"]
 
+        asyncio.run(check_records_experts(url))
         question = {"role": "user", "content": "What is 3 + 4?"}
         said = [question, {"role": "assistant", "content": ask(question)}, question]
         text = ask(*said)
