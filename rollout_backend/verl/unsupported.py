@@ -143,8 +143,6 @@ def _routing(config: Any) -> Iterable[str]:
             f"  {_REPLAY}=True: the actor does not replay the routing. Set actor.megatron.router_replay.mode=R3 with "
             "actor.strategy=megatron, or the same of veomni: other strategies cannot"
         )
-    elif _at(config, "actor_rollout_ref.rollout.name") == "sglang_cpu":
-        yield f"  {_REPLAY}=True: servers on the CPU record no routing: remove this setting"
 
 
 def _at(config: Any, setting: str) -> Any:

@@ -40,7 +40,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(work: Path) -> AsyncIterator[SGLangServer]:
-    model = model_of(SimpleNamespace(max_model_len=256), SimpleNamespace(path=make_tiny_model(work / "model")))
+    model = model_of(
+        SimpleNamespace(max_model_len=256, enable_rollout_routing_replay=False),
+        SimpleNamespace(path=make_tiny_model(work / "model")),
+    )
     server = SGLangServer("server", model, ServerSettings(threads=1).serving("float32"), work / "server.log")
     await server.launch()
     yield server

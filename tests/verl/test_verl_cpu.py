@@ -203,7 +203,7 @@ def test_a_paused_server_ends_running_requests_and_holds_new_ones(replica: Any, 
 @pytest.mark.parametrize("how", ["GET /health", "released in the middle of a call"])
 async def test_a_sleeping_server_crashes_as_on_a_gpu(how: str, models: list[Path], tmp_path: Path) -> None:
     """SGLang's own code releases the memory and asserts that no request is running."""
-    model = model_of(SimpleNamespace(max_model_len=512), SimpleNamespace(path=models[OLD]))
+    model = model_of(rollout_of(512), SimpleNamespace(path=models[OLD]))
     server = SGLangServer("server", model, ServerSettings(threads=1).serving("float32"), tmp_path / "log")
     url = f"http://{await server.launch()}"
     try:
@@ -293,8 +293,7 @@ async def test_a_dead_server_is_reported(models: list[Path], tmp_path: Path) -> 
     def command(model: object, serving: object, node: ServerNode) -> tuple[list[str], dict[str, str]]:
         return [sys.executable, "-S", str(FAKE_ENGINE), node.host, str(node.port)], {}
 
-    rollout = SimpleNamespace(max_model_len=64)
-    model, log = model_of(rollout, SimpleNamespace(path=models[OLD])), tmp_path / "log"
+    model, log = model_of(rollout_of(64), SimpleNamespace(path=models[OLD])), tmp_path / "log"
     server = SGLangServer("server-0", model, ServerSettings().serving("float32"), log, command=command)
     await server.launch()
     pid = server.pid()
@@ -348,6 +347,16 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="save_pretrained"):
         ModelFolder.at(tmp_path)
+
+
+def rollout_of(length: int, *, records_experts: bool = False) -> Any:
+    return SimpleNamespace(max_model_len=length, enable_rollout_routing_replay=records_experts)
+
+
+@pytest.mark.parametrize("records_experts", [False, True])
+def test_a_server_records_routed_experts_if_verl_asks_for_them(records_experts: bool) -> None:
+    rollout = rollout_of(64, records_experts=records_experts)
+    assert model_of(rollout, SimpleNamespace(path="model")).routed_experts is records_experts
 
 
 def test_a_mistyped_setting_is_named() -> None:

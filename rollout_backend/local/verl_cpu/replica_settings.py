@@ -79,4 +79,8 @@ def model_of(rollout: Any, model: Any) -> ModelConfig:
     """Return the model of verl's `RolloutConfig` and `HFModelConfig`."""
     length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     # SGLang needs room for one token beyond prompt and response.
-    return ModelConfig(path=Path(model.path).absolute(), context_length=max(length + 1, 16))
+    return ModelConfig(
+        path=Path(model.path).absolute(),
+        context_length=max(length + 1, 16),
+        routed_experts=bool(rollout.enable_rollout_routing_replay),
+    )
