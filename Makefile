@@ -12,8 +12,10 @@ DOCS_READY := $(DOCS)/.ready
 
 INSPECT := .venv-inspect
 INSPECT_READY := $(INSPECT)/.ready
+TRL := .venv-trl
+TRL_READY := $(TRL)/.ready
 
-.PHONY: demo test test-slow test-all train train-smoke bench results lint format audit setup engine verl inspect docs constraints clean
+.PHONY: demo test test-slow test-all train train-smoke bench results lint format audit setup engine verl trl inspect docs constraints clean
 
 # The engine of `make demo` and `make engine`: sglang or vllm.
 ENGINE ?= sglang
@@ -66,11 +68,10 @@ test-all: lint engine verl inspect  ## every test, with property tests on new ex
 train: engine verl  ## verl trains a small model on sums: some 15 minutes
 	$(VERL)/bin/python examples/train_arithmetic/train.py
 
-train-smoke: engine verl  ## two steps of a tiny model, on both of verl's trainers, in a plain loop and with TRL
+train-smoke: engine verl  ## two steps of a tiny model, on both of verl's trainers and in a plain loop
 	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --work runs/smoke-v1
 	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --trainer legacy --work runs/smoke-legacy
 	$(VERL)/bin/python examples/plain_loop/train.py --tiny
-	$(VERL)/bin/python examples/trl_loop/train.py --tiny
 
 bench: engine verl  ## all benchmarks, against other projects: half an hour; the tables and a picture are in runs/bench
 	$(RUN)/python benchmarks/run_all.py
@@ -114,6 +115,15 @@ $(VERL_READY): pyproject.toml constraints/verl.txt
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints/verl.txt -e '.[verl-local]'
 	@touch $(VERL_READY)
 
+trl: $(TRL_READY)  ## TRL in an environment of its own, and the tests of examples/trl_loop
+	$(TRL)/bin/pytest tests/trl
+
+$(TRL_READY): pyproject.toml constraints/trl.txt
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints/trl.txt -e '.[trl]'
+	@touch $(TRL_READY)
+
 inspect: $(INSPECT_READY)
 
 $(INSPECT_READY): pyproject.toml constraints/inspect.txt
@@ -145,6 +155,8 @@ constraints: setup  ## pin anew what the extras install
 	# Without torch's own needs, which differ by its build.
 	$(RUN)/uv pip compile pyproject.toml --extra verl-local --extra otel --python-version 3.11 --upgrade \
 	  --no-annotate --no-header --quiet | grep -Ev '^(nvidia|cuda)-|^(torch|triton)==' > constraints/verl.txt
+	$(RUN)/uv pip compile pyproject.toml --extra trl --python-version 3.11 --upgrade \
+	  --no-annotate --no-header --quiet | grep -Ev '^(nvidia|cuda)-|^(torch|triton)==' > constraints/trl.txt
 
 clean:
-	rm -rf $(VENV) $(VERL) $(INSPECT) $(DOCS) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info runs
+	rm -rf $(VENV) $(VERL) $(TRL) $(INSPECT) $(DOCS) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info runs

@@ -1,4 +1,4 @@
-"""The rollout function of `examples/trl_loop`, called by TRL's trainer. Here, because this environment has TRL."""
+"""The rollout function of `examples/trl_loop`, called by TRL's own trainer: `make trl`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from builders import run_config
 from rollout_backend.core.report import GroupResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
 from rollouts import make_rollout, make_segment
+
+pytest.importorskip("trl", reason="TRL is in an environment of its own: run `make trl`")
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_loop"
 TASKS = [Task("task-a", {}), Task("task-b", {})]
@@ -60,10 +65,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 async def train(example: Any, manager: Manager, folder: Path, steps: int = 1, **options: Any) -> Any:
     """Return TRL's trainer after these steps on a tiny model."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
-
     size = manager.config.group.size
     model = make_tiny_model(folder / "model")
     settings = {
@@ -95,15 +96,12 @@ async def train(example: Any, manager: Manager, folder: Path, steps: int = 1, **
     return trainer
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of TRL and what it imports
 async def test_trl_trains_agents_rollouts_and_a_lost_one_changes_nothing(example: Any, tmp_path: Path) -> None:
     whole = await train(example, Manager([1.0, 0.25, 0.0]), tmp_path / "whole")
     manager = Manager([1.0, 0.25, 0.0, None])
     lossy = await train(example, manager, tmp_path / "lossy")
     before = make_tiny_model(tmp_path / "new")
-    from transformers import AutoModelForCausalLM
-
     first = AutoModelForCausalLM.from_pretrained(before, dtype="float32").state_dict()
     after, expected = lossy.model.state_dict(), whole.model.state_dict()
     assert any((after[name] - first[name]).abs().max() > 1e-3 for name in first), "nothing was trained"
