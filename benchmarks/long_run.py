@@ -47,8 +47,9 @@ def files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def gateway_pid() -> int:
-    """Return the pid of the gateway, a child of this process."""
+def children(module: bytes) -> list[int]:
+    """Return the pids of the children of this process that run a module."""
+    found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
@@ -57,9 +58,9 @@ def gateway_pid() -> int:
             command = (entry / "cmdline").read_bytes()
         except OSError:
             continue  # the process has ended
-        if int(parent) == os.getpid() and b"rollout_backend.gateway" in command:
-            return int(entry.name)
-    sys.exit("no child of this process is a gateway")
+        if int(parent) == os.getpid() and module in command:
+            found.append(int(entry.name))
+    return sorted(found)
 
 
 def tasks_of(step: int, count: int) -> list[Task]:
@@ -114,7 +115,7 @@ async def measure(
 ) -> None:
     rollouts = completed = 0
     async with manager:
-        gateway, began = gateway_pid(), time.monotonic()
+        [gateway], began = children(b"rollout_backend.gateway"), time.monotonic()
         for step in range(steps):
             report = (await manager.collect(tasks_of(step, tasks))).report
             engine.requests.clear()  # the engine runs in this process and keeps every request
