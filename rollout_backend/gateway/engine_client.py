@@ -48,6 +48,7 @@ from rollout_backend.errors import EngineUnavailable, ServingError
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_protocol import EngineProtocol, EngineRequest, ReplyReader
 from rollout_backend.gateway.generation_gate import GateClosed
+from rollout_backend.gateway.router_restart import RouterRestart
 from rollout_backend.gateway.sglang_protocol import SglangProtocol
 from rollout_backend.lazy_retry import retry
 from rollout_backend.rendering.stop_strings import Stop, StopStrings
@@ -202,6 +203,7 @@ class EngineClient:
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._http: aiohttp.ClientSession | None = None
+        self._restart = RouterRestart(self._url, self._engines)
 
     async def start(self) -> None:
         self._http = aiohttp.ClientSession(
@@ -211,6 +213,7 @@ class EngineClient:
         )
 
     async def close(self) -> None:
+        await self._restart.close()
         if self._http is not None:
             await self._http.close()
 
@@ -275,6 +278,9 @@ class EngineClient:
                 fruitless += 1
                 if not isinstance(error, _Aborted):
                     failed.add(url)
+                if url == self._url and isinstance(error, aiohttp.ClientConnectorError):
+                    assert self._http is not None
+                    await self._restart.wait(self._http)
                 raise
             return partial
 

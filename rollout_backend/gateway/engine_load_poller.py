@@ -82,12 +82,10 @@ class EngineLoadPoller:
             )
 
     async def _engines(self, http: aiohttp.ClientSession) -> list[str]:
-        workers = await _get(http, f"{self._url}/workers")
-        try:
-            return [worker.url for worker in _Workers.model_validate(workers).workers if worker.is_healthy]
-        except ValidationError:
-            # A router that did not answer this time, or an engine, which has no workers.
+        listed = await listed_engines(http, self._url)
+        if listed is None:  # a router that did not answer this time, or an engine
             return [*self._known.urls] or [self._url]
+        return listed
 
     async def _load(self, http: aiohttp.ClientSession, engine: str) -> EngineLoad | None:
         page = await _get(http, f"{engine}/v1/loads?include=core")
@@ -103,6 +101,15 @@ class EngineLoadPoller:
             kv_used=sum(rank.num_used_tokens for rank in ranks),
             kv_tokens=sum(rank.max_total_num_tokens for rank in ranks),
         )
+
+
+async def listed_engines(http: aiohttp.ClientSession, url: str) -> list[str] | None:
+    """Return the healthy engines of the router at `url`; None if it does not answer, or is an engine."""
+    workers = await _get(http, f"{url}/workers")
+    try:
+        return [worker.url for worker in _Workers.model_validate(workers).workers if worker.is_healthy]
+    except ValidationError:
+        return None
 
 
 async def _get(http: aiohttp.ClientSession, url: str) -> Any:

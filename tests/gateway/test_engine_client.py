@@ -6,9 +6,9 @@ from aiohttp import web
 from tenacity import RetryCallState
 
 from agent_wrapper.contract import VersionSpan
-from builders import served
+from builders import eventually, served
 from rollout_backend.errors import EngineUnavailable
-from rollout_backend.gateway import engine_client
+from rollout_backend.gateway import engine_client, router_restart
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_client import EngineClient, EngineRefused, _Aborted, _Retry, _wait
 from rollout_backend.rendering.stop_strings import StopStrings
@@ -401,3 +401,32 @@ async def test_an_engine_that_aborts_keeps_the_call(engine):
     engines.urls = [engine.url, engine.url.replace("127.0.0.1", "localhost")]
     await engine.generate([reply([7], "abort"), reply([7])], params=FORCED, engines=engines, resumable=False)
     assert len(set(engine.hosts)) == 1
+
+
+# --- a router that restarts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_call_waits_until_a_restarted_router_has_its_engines(monkeypatch, lost):
+    monkeypatch.setattr(router_restart, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(router_restart, "_LIMIT_S", 0.2 if lost else 60.0)
+    engines, port = DirectRouting(), free_port()
+    engines.urls = URLS[:3]
+    listed, asked = [0], []
+
+    async def handle(request: web.Request) -> web.Response:
+        if request.path == "/workers":
+            listed.append(min(len(listed), 2 if lost else 3))  # one more at each request
+            workers = [{"url": url, "is_healthy": True} for url in URLS[: listed[-1]]]
+            return web.json_response({"workers": workers})
+        asked.append(listed[-1])
+        return web.json_response(reply([7]))
+
+    client = EngineClient(f"http://127.0.0.1:{port}", 60.0, engines=engines)
+    await client.start()
+    call = asyncio.create_task(client.generate((1, 2), PARAMS, "session-1"))
+    await eventually(lambda: client._restart._waiting is not None)
+    async with served(handle, port=port):
+        assert (await call).token_ids == (7,)
+        await client.close()
+    assert lost or asked == [3]

@@ -96,15 +96,16 @@ def until(condition: Callable[[], object], timeout_s: float = 30.0, what: str = 
 
 
 @asynccontextmanager
-async def served(handle: Callable[[Any], Awaitable[Any]], **runner: Any) -> AsyncIterator[str]:
-    """Serve every request with an aiohttp handler; yield the URL."""
+async def served(handle: Callable[[Any], Awaitable[Any]], port: int = 0, **runner: Any) -> AsyncIterator[str]:
+    """Serve every request with an aiohttp handler; yield the URL. Without a port it is a free one."""
     from aiohttp import web
 
     app = web.Application(client_max_size=2**30)
     app.router.add_route("*", "/{path:.*}", handle)
     server = web.AppRunner(app, access_log=None, **runner)
     await server.setup()
-    await web.TCPSite(server, "127.0.0.1", port := free_port()).start()
+    port = port or free_port()
+    await web.TCPSite(server, "127.0.0.1", port).start()
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
