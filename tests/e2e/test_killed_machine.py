@@ -1,60 +1,86 @@
-"""Real engines on the CPU on Ray's test cluster of three machines, with router and gateway, and a machine that dies.
+"""Real engines on the CPU on Ray's test cluster of three machines, with router and gateways, and a machine that dies.
 
-The model is random and tiny, so only the tokens' path is real, not what they say.
+The model is random and tiny, so only the tokens' path is real, not what they say. The agent's reward is a checksum of
+the replies that it read, so an invented reward or a reply with other tokens would show.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
+import os
 import subprocess
-import time
+import zlib
 from pathlib import Path
 
+import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from agent_wrapper.contract import Outcome
 from builders import eventually
 from ray_cluster import REMOVABLE, machine, ray_machines
 from rollout_backend.config import load_config
 from rollout_backend.core.report import StepResult
-from rollout_backend.core.tasks import read_tasks
+from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
-from rollout_backend.serving.install import find_engine, find_model
+from rollout_backend.serving.forward_pass import reference_logprobs
+from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.supervisor import ServingEvent
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
-MAKE_MODEL = """
-import sys
-from transformers import LlamaConfig, LlamaForCausalLM
-config = LlamaConfig(
-    vocab_size=49152, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, max_position_embeddings=2048, eos_token_id=2, pad_token_id=2, bos_token_id=1,
-)
-LlamaForCausalLM(config).save_pretrained(sys.argv[1])
+GROUP = 4
+TASKS = [Task(f"t{i}", {"questions": [f"What is {i} + 4?", "Are you sure?"]}) for i in range(64)]
+WARM_UP = [Task(f"w{i}", task.payload) for i, task in enumerate(TASKS[:4])]
+
+AGENT = """
+import zlib
+from openai import AsyncOpenAI
+from agent_wrapper import RolloutApp
+
+app = RolloutApp()
+
+@app.entrypoint
+async def agent(context):
+    messages = []
+    async with AsyncOpenAI(**context.openai_kwargs()) as client:
+        for question in context.payload["questions"]:
+            messages.append({"role": "user", "content": question})
+            reply = await client.chat.completions.create(model=context.model, messages=messages)
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    said = "".join(message["content"] for message in messages[1::2])
+    return {"reward": zlib.crc32(said.encode()) / 2**32}
+
+if __name__ == "__main__":
+    app.run()
 """
+
+MAKE_MODEL = (
+    "import sys; from pathlib import Path; from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model\n"
+    "make_tiny_model(Path(sys.argv[1]))"
+)
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama with a real tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    subprocess.run([find_engine(), "-c", MAKE_MODEL, folder], check=True, capture_output=True)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(find_model() / name, folder)
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "model"
+    env = {**os.environ, "PYTHONPATH": str(repository)}
+    subprocess.run([find_engine(), "-c", MAKE_MODEL, folder], env=env, check=True, capture_output=True)
     return folder
 
 
-def settings(model: Path, output: Path, **serving) -> dict[str, object]:
+def settings(model: Path, output: Path) -> dict[str, object]:
     return {
         "model": {"path": str(model), "renderer": "chatml"},
-        "serving": {"kind": "ray", "device": "cpu", "dtype": "float32", "startup_timeout_s": 300, **serving},
+        "serving": {
+            "kind": "ray", "device": "cpu", "dtype": "float32", "threads": 2, "servers": 2, "min_servers": 2,
+            "startup_timeout_s": 300,
+        },
         "router": {"host": "0.0.0.0"},
-        "gateway": {"kind": "ray", "processes": 1},
-        "sampling": {"temperature": 1.0, "max_tokens": 64},
-        "group": {"size": 4, "policy": "strict"},
+        "gateway": {"kind": "ray", "processes": 2},
+        "sampling": {"temperature": 1.0, "max_tokens": 8},
+        "group": {"size": GROUP, "policy": "strict"},
         "timeouts": {
             "model_call_s": 300, "agent_s": 400, "publish_grace_s": 60, "collection_s": 600, "session_key_s": 700,
         },
@@ -62,47 +88,80 @@ def settings(model: Path, output: Path, **serving) -> dict[str, object]:
     }  # fmt: skip
 
 
-async def test_a_killed_machine_loses_no_rollout(repository, tiny_model, tmp_path, monkeypatch):
-    example, events = repository / "examples" / "arithmetic", list[ServingEvent]()
-    tasks = read_tasks(example / "tasks.jsonl")[:16]
-    # Room for two engines and a gateway: wherever Ray puts them, an engine is alone on a machine that can be lost.
-    with ray_machines({"num_cpus": 1}, [{"num_cpus": 1}] * 2) as machines:
-        async with LocalCloud(example / "agent.py", run_dir=tmp_path / "logs") as cloud:
+async def test_a_killed_machine_loses_no_rollout(tiny_model, tmp_path, monkeypatch):
+    events = list[ServingEvent]()
+    (tmp_path / "agent.py").write_text(AGENT)
+    # An engine fills a machine, and so do both gateways: one engine at least is on a machine that can be lost.
+    with ray_machines({"num_cpus": 2}, [{"num_cpus": 2}] * 2) as machines:
+        async with LocalCloud(tmp_path / "agent.py", run_dir=tmp_path / "logs") as cloud:
             for name, value in cloud.environ.items():
                 monkeypatch.setenv(name, value)
-            base = settings(tiny_model, tmp_path, servers=2, min_servers=2)
-            config = load_config(base=base, env={}, top=cloud.settings())
+            config = load_config(base=settings(tiny_model, tmp_path), env={}, top=cloud.settings())
             async with RolloutManager(config, on_serving=events.append) as manager:
-                undisturbed = await _seconds(asyncio.create_task(manager.collect(tasks)), 4 * len(tasks))
-                collecting = asyncio.create_task(manager.collect(tasks))
-                taking = asyncio.create_task(_seconds(collecting, 4 * len(tasks)))
-                await _some_are_done(manager, len(tasks))
+                await manager.collect(WARM_UP)
+                undisturbed = await manager.collect(TASKS)
+                collecting = asyncio.create_task(manager.collect(TASKS))
+                await _some_are_done(manager, len(TASKS))
                 lost = next(each for each in manager.servers() if machine(each.url) in REMOVABLE)
                 await machines.lose(machine(lost.url))
                 await eventually(lambda: _kinds(events, lost.name)[-2:] == ["died", "waiting"], 120)
-                machines.add(REMOVABLE[2], num_cpus=1)
-                disturbed = await taking
+                [router] = [each.url for each in manager.servers() if each.name == "router"]
+                [kept] = [each.url for each in manager.servers() if each.serving and each.name != "router"]
+                assert await _urls_in(router) == [kept]
+                disturbed = await collecting
+                machines.add(REMOVABLE[2], num_cpus=2)
                 await eventually(lambda: _kinds(events, lost.name)[-1] == "restarted", 240)
+                assert len(await _urls_in(router)) == 2
             assert (await cloud.sessions())["sessions"] == []
-    print(f"{4 * len(tasks)} rollouts in {undisturbed:.1f} s, and in {disturbed:.1f} s with a machine killed")
+    for result in (undisturbed, disturbed):
+        _check_step(result, tiny_model)
+    await _check_logprobs(disturbed, tiny_model)
+    times = f"{undisturbed.report.seconds:.1f} s, and in {disturbed.report.seconds:.1f} s with a machine killed"
+    print(f"{len(disturbed.rollouts)} rollouts in {times}")
 
 
-async def _seconds(collecting: asyncio.Task[StepResult], rollouts: int) -> float:
-    """Return how long a step takes. Check that it loses no rollout, and that its engines have reported their load."""
-    began = time.monotonic()
-    result = await collecting
-    assert result.report.balanced
-    assert result.report.outcomes[Outcome.COMPLETED] == rollouts, result.failures
-    use = result.report.engine_use
+def _check_step(result: StepResult, model: Path) -> None:
+    """Check that each rollout is there once, and that its reward is the checksum of the tokens to train."""
+    planned = sorted(f"{task.task_id}.{i}" for task in TASKS for i in range(GROUP))
+    report, tokenizer = result.report, Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert report.balanced
+    assert report.outcomes[Outcome.COMPLETED] == report.planned == report.trainable == len(planned), result.failures
+    assert sorted(rollout.rollout_id for rollout in result.rollouts) == planned
+    assert all(group.usable for group in result.groups)
+    for rollout in result.rollouts:
+        [segment] = rollout.segments
+        turns = [segment.token_ids[turn.start : turn.end] for turn in segment.turns]
+        said = [tokenizer.decode(ids, skip_special_tokens=False).removesuffix("<|im_end|>") for ids in turns]
+        assert len(said) == 2
+        assert rollout.reward == zlib.crc32("".join(said).encode()) / 2**32
+    use = report.engine_use
     assert use is not None
-    assert use.engines in (1, 2)
     assert use.running > 0
     assert use.kv_used is not None
-    return time.monotonic() - began
+
+
+async def _check_logprobs(result: StepResult, model: Path) -> None:
+    """Check that the model gives each sampled token the logprob that is stored with it."""
+    segments = [segment for rollout in result.rollouts for segment in rollout.segments]
+    tokens = [list(segment.token_ids) for segment in segments]
+    reference = await asyncio.to_thread(reference_logprobs, find_engine(), model, tokens)
+    worst = max(
+        abs(stored - computed)
+        for segment, row in zip(segments, reference, strict=True)
+        for stored, computed, sampled in zip(segment.logprobs, row, segment.response_mask, strict=True)
+        if sampled
+    )
+    assert worst < 1e-3
 
 
 def _kinds(events: list[ServingEvent], server: str) -> list[str]:
     return [event.kind for event in events if event.server == server]
+
+
+async def _urls_in(router: str) -> list[str]:
+    async with httpx.AsyncClient() as http:
+        workers = (await http.get(f"{router}/workers")).json()["workers"]
+    return [worker["url"] for worker in workers]
 
 
 async def _some_are_done(manager: RolloutManager, number: int) -> None:

@@ -12,8 +12,11 @@ BYTE_MODEL = Path(__file__).parent.parent / "byte_model"
 CONTEXT_LENGTH = 1024
 
 
-def make_tiny_model(folder: Path, seed: int = 0) -> Path:
-    """Create the model in `folder`, in float32; equal seeds give equal weights. Needs transformers and torch."""
+def make_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True) -> Path:
+    """Create the model in `folder`, in float32; equal seeds give equal weights. Needs transformers and torch.
+
+    The output layer is the input embedding if `tied`, as in small real models.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -32,7 +35,7 @@ def make_tiny_model(folder: Path, seed: int = 0) -> Path:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=True,  # as in small real models: the output layer's name is then missing in the folder
+        tie_word_embeddings=tied,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
