@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -124,7 +125,9 @@ class Translator(ABC, Generic[_P]):
                 for session_id in await self._candidates():
                     if session_id not in self._writing:
                         self._writing.add(session_id)
-                        writing.create_task(log_defects(session_id, self._write_if_there(session_id), None))
+                        writing.create_task(
+                            log_defects(session_id, functools.partial(self._write_if_there, session_id), None)
+                        )
 
     async def _write_if_there(self, session_id: str) -> None:
         """Write the rollout of the session if it has a result. It is tried again while the session is open."""

@@ -180,7 +180,9 @@ class RolloutBuffer:
             done = await asyncio.gather(
                 *(
                     log_defects(
-                        f"message {message.message_id}", self.handle_message(queue, message), MessageStatus.UNKNOWN
+                        f"message {message.message_id}",
+                        functools.partial(self.handle_message, queue, message),
+                        MessageStatus.UNKNOWN,
                     )
                     for message in messages
                 )
@@ -343,17 +345,17 @@ class RolloutBuffer:
             await self.fetch_by_key(sink, rollout_id, attempt)
 
     async def _try_to_fetch(self, sink: ResultSink, name: ResultName, key: str) -> FetchStatus:
-        return await log_defects(key, self._fetcher.fetch(sink, name, key), FetchStatus.UNKNOWN)
+        return await log_defects(key, lambda: self._fetcher.fetch(sink, name, key), FetchStatus.UNKNOWN)
 
 
-async def log_defects(what: str, work: Awaitable[_T], failed: _T) -> _T:
-    """Await the handling of one message or object, and return `failed` if it raises.
+async def log_defects(what: str, work: Callable[[], Awaitable[_T]], failed: _T) -> _T:
+    """Handle one message or object, and return `failed` if `work` raises.
 
     A defect in this code is logged and retried later instead of ending the run. Expired credentials are raised,
     because they concern all objects.
     """
     try:
-        return await work
+        return await work()
     except CredentialsExpired:
         raise
     except Exception:

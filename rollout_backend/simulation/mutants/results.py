@@ -119,7 +119,7 @@ def defects_escape() -> Patch:
     """An exception about one object ends the receivers or the step."""
 
     async def broken(what: str, work: Any, failed: Any) -> Any:
-        return await work
+        return await work()
 
     return patch.object(buffer_module, "log_defects", broken)
 
