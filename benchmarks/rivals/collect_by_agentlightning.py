@@ -14,11 +14,10 @@ import random
 import subprocess
 import sys
 import time
-import uuid
 from typing import Any
 
 from agentlightning import InMemoryLightningStore, LightningStoreClient, LightningStoreServer
-from agentlightning.types import OtelResource, Span, TraceStatus
+from agentlightning_span import make_span
 from spent import Step
 
 POLL_S = 5.0  # of the verl daemon
@@ -85,25 +84,8 @@ async def agents(work: dict[str, Any]) -> None:
 async def agent(store: Any, rollout: Any, seconds: float, size: int, published: dict[str, float]) -> None:
     await asyncio.sleep(seconds)
     rollout_id, attempt_id = rollout.rollout_id, rollout.attempt.attempt_id
-    span = Span(
-        rollout_id=rollout_id,
-        attempt_id=attempt_id,
-        sequence_id=1,
-        trace_id=uuid.uuid4().hex,
-        span_id=uuid.uuid4().hex[:16],
-        parent_id=None,
-        name="result",
-        status=TraceStatus(status_code="OK"),
-        attributes={"reward": 1.0, "messages": "x" * size},
-        events=[],
-        links=[],
-        start_time=time.time(),
-        end_time=time.time(),
-        context=None,
-        parent=None,
-        resource=OtelResource(attributes={}, schema_url=""),
-    )
-    await store.add_span(span)
+    report = {"reward": 1.0, "messages": "x" * size}
+    await store.add_span(make_span(rollout_id, attempt_id, 1, "result", report))
     await store.update_attempt(rollout_id, attempt_id, status="succeeded")
     published[rollout_id] = time.monotonic()
 

@@ -15,14 +15,13 @@ import json
 import math
 import random
 import sys
-import time
-import uuid
 from collections import Counter
 from contextlib import suppress
 from typing import Any
 
 from agentlightning import InMemoryLightningStore, LightningStoreClient, LightningStoreServer
-from agentlightning.types import OtelResource, RolloutConfig, Span, TraceStatus
+from agentlightning.types import RolloutConfig
+from agentlightning_span import make_span
 from delivered import ended, hand_over
 
 POLL_S = 5.0  # of the verl daemon and of a runner
@@ -135,25 +134,8 @@ class Runners:
     async def _add(
         self, rollout: Any, sequence: int, name: str, attributes: dict[str, Any], attempt_id: str | None = None
     ) -> None:
-        span = Span(
-            rollout_id=rollout.rollout_id,
-            attempt_id=attempt_id or rollout.attempt.attempt_id,
-            sequence_id=sequence,
-            trace_id=uuid.uuid4().hex,
-            span_id=uuid.uuid4().hex[:16],
-            parent_id=None,
-            name=name,
-            status=TraceStatus(status_code="OK"),
-            attributes=attributes,
-            events=[],
-            links=[],
-            start_time=time.time(),
-            end_time=time.time(),
-            context=None,
-            parent=None,
-            resource=OtelResource(attributes={}, schema_url=""),
-        )
-        await self._store.add_span(span)
+        attempt = attempt_id or rollout.attempt.attempt_id
+        await self._store.add_span(make_span(rollout.rollout_id, attempt, sequence, name, attributes))
 
 
 def say(event: str, proof: int, group: str, reward: float) -> None:
