@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
@@ -13,18 +12,6 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):
-    """Return a function that imports a module of benchmarks/ or docs/."""
-    for folder in ("benchmarks", "docs"):
-        monkeypatch.syspath_prepend(ROOT / folder)
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return load
 
 
 @pytest.fixture
@@ -51,7 +38,7 @@ def test_each_rollout_is_counted_once(faults) -> None:
         trained("a", 2, 0.0),  # not its reward
         trained("a", 4, 0.0),  # has none
         trained("b", 3, 0.25),  # of another group
-        trained("b", 99, 1.0),  # nobody's
+        trained("b", 99, 1.0),  # of no session
     ]
 
     found = faults.count(truths, rollouts)

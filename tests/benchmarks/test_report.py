@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def results() -> dict[str, Any]:
     return json.loads(Path(__file__).with_name("results.json").read_text())
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):
-    """Return a function that imports a module of benchmarks/ or docs/."""
-    for folder in ("benchmarks", "docs"):
-        monkeypatch.syspath_prepend(ROOT / folder)
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return load
 
 
 def test_the_summary_compares_the_same_work_only(load, results) -> None:
