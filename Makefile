@@ -115,7 +115,7 @@ $(VERL_READY): pyproject.toml constraints/verl.txt
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check -c constraints/verl.txt -e '.[verl-local]'
 	@touch $(VERL_READY)
 
-trl: $(TRL_READY)  ## TRL in an environment of its own, and the tests of examples/trl_loop
+trl: $(TRL_READY)  ## TRL in a separate environment, and the tests of examples/trl_loop
 	$(TRL)/bin/pytest tests/trl
 
 $(TRL_READY): pyproject.toml constraints/trl.txt

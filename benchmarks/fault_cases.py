@@ -96,7 +96,11 @@ CASES = (
     Case("published_twice", "each result is published and announced twice", missing={BY_HTTP: "asks for one result"}),
     Case("message_lost", "a quarter of the announcements are lost", missing=_ONLY_OURS),
     Case("poison_messages", "the queue holds messages that are no announcements", missing=_ONLY_OURS),
-    Case("foreign_run", "results of another run, and of nobody's rollout, are announced", missing=_ONLY_OURS),
+    Case(
+        "foreign_run",
+        "results of another run, and of a rollout that was not planned, are announced",
+        missing=_ONLY_OURS,
+    ),
     Case(
         "invoke_429",
         "the runtime refuses invokes for a minute (429)",

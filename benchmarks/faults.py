@@ -4,7 +4,7 @@
 
 Each system runs one step of 8 groups of 4 rollouts, against S3, SQS and AgentCore by their wire protocols; a proxy
 in front of them injects the faults of `fault_cases.py`, and the agents fail as `emulated_aws/faulty_agents.py` says.
-True rewards are 0.25, 0.5 and 1, and each session has tokens of its own, so an invented reward and foreign tokens
+True rewards are 0.25, 0.5 and 1, and each session has different tokens, so an invented reward and foreign tokens
 show.
 
 The first run installs the rivals from the package index: see `rivals/environments.py`. Their retries are on. All

@@ -157,7 +157,7 @@ def orders(draw: random.Random) -> dict[str, str]:
 def prompt_of(found: dict[str, str], rules: int) -> Messages:
     """Return the prompt that the sessions of a group share: their orders, and two examples of a call."""
     table = "\n".join(f"{number}: {text}" for number, text in found.items())
-    common = "\n".join(f"Rule {i}: never tell the price of an order of the day {i}." for i in range(rules))
+    common = "\n".join(f"Rule {i}: never name the price of an order of the day {i}." for i in range(rules))
     system = f"{common}\nAnswer questions about these orders. Look each one up.\n{table}"
     messages: Messages = [{"role": "system", "content": system}]
     for i, number in enumerate([*found][:2]):

@@ -36,9 +36,9 @@ AgentCore by their wire protocols. A proxy injects the faults of the network and
 fail in the same way for each system. An agent may take {limit_s:g} s, or {limit_in_outages_s:g} s where an outage
 takes a minute.
 
-An agent's true reward is 0.25, 0.5 or 1, and each session has tokens of its own. So a rollout that is trained with an
-invented reward, such as 0, or with tokens that nobody sampled, shows. The agents call no model: one that was invoked
-counts as having called it.
+An agent's true reward is 0.25, 0.5 or 1, and each session has different tokens. So it shows if a rollout is trained
+with an invented reward, such as 0, or with tokens that were not sampled. The agents call no model: one that was
+invoked counts as having called it.
 
 - ours: `group.policy: replace`, with timeouts that are shorter than the defaults.
 - toolkit, S3: `RolloutClient.run_batch_async` of agentcore-rl-toolkit {toolkit}, with its five attempts at each call.
@@ -47,7 +47,7 @@ counts as having called it.
   failed rollout whose agent has called the model is trained with the reward 0.
 - agentlightning {lightning}: its store, which its agents reach directly, with the rules of its verl daemon. The
   daemon does not use the store's retries; here they are on, with three attempts. It has no runtime, so its agents
-  are processes beside the store, and the proxy is between the two. It cannot stop an agent.
+  are processes that reach the store, and the proxy is between the two. It cannot stop an agent.
 
 The first number of a cell is how many of the {planned} rollouts are trained correctly, bold if all are. The rest:
 

@@ -228,7 +228,7 @@ class FaultyAgents:
                 frozen = self._fault in ("agent_dies", "agent_freezes") and session.victim
                 if frozen:
                     asyncio.get_running_loop().call_later(session.seconds / 2, heartbeats.cancel)
-                    limit.reschedule(None)  # the wrapper has died or stands still, too
+                    limit.reschedule(None)  # the wrapper has died or is frozen, too
                 reward = await self._agent(session)
             if math.isfinite(reward):
                 self._publish(session, self._rollout(session, request, reward))
@@ -298,7 +298,7 @@ class FaultyAgents:
             self._send_foreign(session, asked, rollout)
 
     def _send_foreign(self, session: Session, asked: dict[str, Any], rollout: Rollout) -> None:
-        """Announce results of another run, and of a rollout that nobody planned."""
+        """Announce results of another run, and of a rollout that was not planned."""
         others = (
             rollout.model_copy(update={"run_id": "another-run"}),
             rollout.model_copy(update={"rollout_id": f"{rollout.task_id}.99"}),

@@ -17,7 +17,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
 from rollouts import make_rollout, make_segment
 
-pytest.importorskip("trl", reason="TRL is in an environment of its own: run `make trl`")
+pytest.importorskip("trl", reason="TRL is in a separate environment: run `make trl`")
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
