@@ -73,7 +73,7 @@ train-smoke: engine verl  ## two steps of a tiny model, on both of verl's traine
 	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --trainer legacy --work runs/smoke-legacy
 	$(VERL)/bin/python examples/plain_loop/train.py --tiny
 
-bench: engine verl  ## all benchmarks, against other projects: half an hour; the tables and a picture are in runs/bench
+bench: engine verl  ## all benchmarks, against other projects: 20 minutes; the tables and a picture are in runs/bench
 	$(RUN)/python benchmarks/run_all.py
 
 results: setup  ## docs/results.md: all experiments again, against other projects; half an hour

@@ -71,7 +71,7 @@ class Scenario:
 
 
 TABLE = (
-    Scenario(1024, rate=25),
+    Scenario(512, rate=25),
     Scenario(1024, rate=200),
     Scenario(64),
     Scenario(256),

@@ -85,7 +85,7 @@ def picture(results: Mapping[str, Any]) -> str:
 def _colour(system: str) -> str:
     if system == "ours":
         return OURS
-    return FLOOR if system in (report.REFERENCE, report.BARE_PROXY) else THEIRS
+    return FLOOR if system in report.FLOORS else THEIRS
 
 
 def _compared(ours: Sequence[Any], rivals: Sequence[Any], same: Any) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,8 @@ from typing import Any
 
 Results = Mapping[str, Any]
 AT_ONCE = 1e5  # sessions per second, from which a work is called "at once"
-REFERENCE, BARE_PROXY = "bare HTTP", "bare proxy"  # what the transport allows
+CHECKED, BARE, BARE_PROXY = "checked HTTP", "bare HTTP", "bare proxy"  # what transport and libraries allow
+FLOORS = (CHECKED, BARE, BARE_PROXY)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def _collection(parts: Mapping[str, Any]) -> Iterator[Figure]:
     rivals = [one for one in parts.get("rival_collection", []) if "failed" not in one]
     for ours in parts["collection"]:
         same = {one["system"]: one for one in rivals if _work(one) == _work(ours)}
-        floor = same.pop(REFERENCE, None)
+        checked, bare = (same.pop(name, None) for name in (CHECKED, BARE))
+        floor = checked or bare
         if same or floor:
             for key, name in _COLLECTED.items():
                 of_rivals = {system: one[key] for system, one in same.items()}

@@ -6,6 +6,8 @@ The first run installs the rivals from the package index: see `rivals/environmen
 documentation or training script does. One core is the trainer's process's, the other the emulator's.
 
 - bare HTTP: unsigned calls, which show what the transport allows. It decodes nothing.
+- checked HTTP: the same calls, signed, with each session on record, and each result decoded, verified and stored. It
+  shows what the libraries below ours allow.
 - boto3: the client that most would write first, in 100 lines. It decodes nothing.
 - toolkit, S3 and HTTP: agentcore-rl-toolkit's two clients. Their agents' results have as many bytes as ours.
 - agentlightning: its store, with agents that reach it directly.
@@ -36,28 +38,7 @@ from rollout_backend.serving.server_process import ServerProcess, free_port
 HERE = Path(__file__).parent
 AT_ONCE = 1e5  # sessions per second
 WARM_UP = 64
-
-
-@dataclass(frozen=True)
-class Rival:
-    name: str
-    script: str
-    package: str | None = None  # None: our own environment
-    kind: str = ""
-    agents: str = "ours"  # that the emulator runs; "" for none
-
-    @property
-    def version(self) -> str:
-        return version_of(self.package) if self.package else ""
-
-
-RIVALS = (
-    Rival("bare HTTP", "collect_by_bare_http.py"),
-    Rival("boto3 in threads", "collect_by_boto3.py"),
-    Rival("toolkit, S3", "collect_by_toolkit.py", "agentcore-rl-toolkit", "s3", "toolkit"),
-    Rival("toolkit, HTTP", "collect_by_toolkit.py", "agentcore-rl-toolkit", "http", "toolkit"),
-    Rival("agentlightning", "collect_by_agentlightning.py", "agentlightning", agents=""),
-)
+SECRET = "the secret of a load test, 32 characters"
 
 
 @dataclass(frozen=True)
@@ -70,7 +51,32 @@ class Work:
     warm_up: int = WARM_UP
 
 
-TABLE = (Work(1024, rate=25), Work(1024))
+TABLE = (Work(512, rate=25), Work(1024))
+FLOORS = (*TABLE, Work(1024, tokens=16_000), Work(4096))
+
+
+@dataclass(frozen=True)
+class Rival:
+    name: str
+    script: str
+    package: str | None = None  # None: our own environment
+    kind: str = ""
+    agents: str = "ours"  # that the emulator runs; "" for none
+    works: tuple[Work, ...] = TABLE
+
+    @property
+    def version(self) -> str:
+        return version_of(self.package) if self.package else ""
+
+
+RIVALS = (
+    Rival("bare HTTP", "collect_by_bare_http.py", works=FLOORS[1:]),
+    Rival("checked HTTP", "collect_by_checked_http.py", works=FLOORS),
+    Rival("boto3 in threads", "collect_by_boto3.py"),
+    Rival("toolkit, S3", "collect_by_toolkit.py", "agentcore-rl-toolkit", "s3", "toolkit"),
+    Rival("toolkit, HTTP", "collect_by_toolkit.py", "agentcore-rl-toolkit", "http", "toolkit"),
+    Rival("agentlightning", "collect_by_agentlightning.py", "agentlightning", agents=""),
+)
 
 
 async def measure(rival: Rival, work: Work, timeout_s: float) -> dict[str, Any]:
@@ -88,12 +94,14 @@ async def measure(rival: Rival, work: Work, timeout_s: float) -> dict[str, Any]:
         "bytes": 8 * work.tokens,
         "core": cores[0],
         "agents_core": cores[-1],
+        "secret": SECRET,
     }
     with tempfile.TemporaryDirectory() as logs:
         emulator = await start_emulator(port, rival, work, Path(logs)) if rival.agents else None
         try:
             argv = [str(python), str(HERE / "rivals" / rival.script), json.dumps(asked)]
-            done = await asyncio.to_thread(run, argv, timeout_s)
+            env = environment() | ({} if rival.package else {"PYTHONPATH": str(HERE.parent)})
+            done = await asyncio.to_thread(run, argv, env, timeout_s)
             lines = done.splitlines()
             log = call(url, "log") if emulator is not None else None
         finally:
@@ -111,6 +119,7 @@ async def start_emulator(port: int, rival: Rival, work: Work, logs: Path) -> Ser
         "--tokens": work.tokens,
         "--agent-s": work.agent_s,
         "--spread": work.spread,
+        "--secret": SECRET,
     }
     words = [str(word) for option in options.items() for word in option]
     emulator = ServerProcess(
@@ -131,9 +140,9 @@ async def answers(url: str) -> bool:
     return True
 
 
-def run(argv: list[str], timeout_s: float) -> str:
+def run(argv: list[str], env: dict[str, str], timeout_s: float) -> str:
     try:
-        done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         raise RivalFailed(f"did not end within {timeout_s:g} s") from None
     if done.returncode:
@@ -165,17 +174,17 @@ def figures(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rivals", nargs="*", choices=[rival.name for rival in RIVALS], help="default: all")
-    parser.add_argument("--rollouts", type=int, help="of one step; by default, the three steps of the table")
+    parser.add_argument("--rollouts", type=int, help="of one step; by default, the steps of the table")
     parser.add_argument("--rate", type=float, default=AT_ONCE, help="sessions per second; at once by default")
     parser.add_argument("--agent-s", type=float, default=1.0, help="how long an agent works")
     parser.add_argument("--timeout-s", type=float, default=400, help="of one rival and step")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    works = [Work(args.rollouts, args.rate, args.agent_s)] if args.rollouts else TABLE
+    asked = (Work(args.rollouts, args.rate, args.agent_s),) if args.rollouts else ()
     found: list[dict[str, Any]] = []
-    for work in works:
+    for work in asked or FLOORS:
         for rival in RIVALS:
-            if args.rivals and rival.name not in args.rivals:
+            if (args.rivals and rival.name not in args.rivals) or work not in (asked or rival.works):
                 continue
             try:
                 found.append(asyncio.run(measure(rival, work, args.timeout_s)))

@@ -2,7 +2,7 @@
 
     python benchmarks/run_all.py --only collection rival_collection
 
-It takes less than half an hour on two cores, and more at the first time, when it installs the rivals. `results.json`
+It takes some 20 minutes on two cores, and more at the first time, when it installs the rivals. `results.json`
 has all figures, the machine, the date and the command of each part. `docs/make_performance.py` makes a page of it.
 """
 
@@ -51,7 +51,7 @@ PARTS = (
     Part("rival_gateways.py", smoke=("--smoke",)),
     Part("rows.py", smoke=("--smoke",), python=".venv-verl/bin/python"),
     Part("wrapper.py", smoke=("--smoke",)),
-    Part("training_step.py", smoke=("--steps", "2"), python=".venv-verl/bin/python"),
+    Part("training_step.py", options=("--steps", "3"), smoke=("--steps", "2"), python=".venv-verl/bin/python"),
 )
 
 

@@ -49,6 +49,8 @@ class Connection(asyncio.Protocol):
 
 
 class Reference:
+    """Collects steps. A subclass may make other payloads, sign the calls and check the results."""
+
     def __init__(self, work: dict[str, Any]) -> None:
         self._work, self._host = work, urlsplit(work["url"])
         self._idle: list[Connection] = []
@@ -64,13 +66,16 @@ class Reference:
             for number, rollout_id in enumerate(sorted(self._missing)):
                 if (early := began + number / self._work["rate"] - loop.time()) > 0:
                     await asyncio.sleep(early)
-                group.create_task(self._invoke(rollout_id))
+                group.create_task(self.invoke(rollout_id))
 
-    async def _invoke(self, rollout_id: str) -> None:
+    async def invoke(self, rollout_id: str) -> None:
+        await self._runtime("invocations", rollout_id, self.payload(rollout_id))
+
+    def payload(self, rollout_id: str) -> bytes:
         ids = {"run_id": "bare", "step": 0, "task_id": rollout_id[:-2], "rollout_id": rollout_id, "attempt": 1}
         target = {"bucket": "results", "prefix": "", "queue_url": self._queue}
         request = {"_rollout": {**ids, "session_id": f"{rollout_id:>40}", "result": target}}
-        await self._runtime("invocations", rollout_id, json.dumps(request).encode())
+        return json.dumps(request).encode()
 
     async def _receive(self, group: asyncio.TaskGroup, step: Step | None) -> None:
         while self._missing:
@@ -83,40 +88,51 @@ class Reference:
                 await self._sqs("DeleteMessageBatch", QueueUrl=self._queue, Entries=receipts)
 
     async def _take(self, key: str, step: Step | None) -> None:
-        assert await self._http("GET", f"/results/{key}")
         rollout_id = key.rpartition("/")[2]
+        self.accept(rollout_id, await self._http("s3", "GET", f"/results/{key}"))
         if step is not None:
             step.receive(rollout_id)
         self._missing.discard(rollout_id)
-        await self._runtime("stopruntimesession", rollout_id)
+        await self.stop(rollout_id)
         if step is not None:
             step.close_one()
 
+    def accept(self, rollout_id: str, result: bytes) -> None:
+        assert result
+
+    async def stop(self, rollout_id: str) -> None:
+        await self._runtime("stopruntimesession", rollout_id)
+
     async def _runtime(self, path: str, rollout_id: str, body: bytes = b"") -> bytes:
-        session = f"X-Amzn-Bedrock-AgentCore-Runtime-Session-Id: {rollout_id:>40}\r\n"
-        return await self._http("POST", f"/runtimes/{self._arn}/{path}?qualifier=DEFAULT", session, body)
+        session = {"X-Amzn-Bedrock-AgentCore-Runtime-Session-Id": f"{rollout_id:>40}"}
+        path = f"/runtimes/{self._arn}/{path}?qualifier=DEFAULT"
+        return await self._http("bedrock-agentcore", "POST", path, session, body)
 
     async def _sqs(self, operation: str, **arguments: Any) -> bytes:
-        header = f"X-Amz-Target: AmazonSQS.{operation}\r\nContent-Type: application/x-amz-json-1.0\r\n"
-        return await self._http("POST", "/", header, json.dumps(arguments).encode())
+        headers = {"X-Amz-Target": f"AmazonSQS.{operation}", "Content-Type": "application/x-amz-json-1.0"}
+        return await self._http("sqs", "POST", "/", headers, json.dumps(arguments).encode())
 
-    async def _http(self, method: str, path: str, headers: str = "", body: bytes = b"") -> bytes:
+    def sign(self, service: str, method: str, path: str, headers: dict[str, str], body: bytes) -> dict[str, str]:
+        return headers
+
+    async def _http(
+        self, service: str, method: str, path: str, headers: dict[str, str] | None = None, body: bytes = b""
+    ) -> bytes:
+        headers = self.sign(service, method, path, headers or {}, body)
         if not self._idle:
             assert self._host.hostname is not None
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(Connection, self._host.hostname, self._host.port)
         else:
             connection = self._idle.pop()
-        head = (
-            f"{method} {path} HTTP/1.1\r\nHost: {self._host.netloc}\r\n{headers}Content-Length: {len(body)}\r\n\r\n"
-        )
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        head = f"{method} {path} HTTP/1.1\r\nHost: {self._host.netloc}\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
         answer = await connection.call(head.encode() + body)
         self._idle.append(connection)
         return answer
 
 
-async def main(work: dict[str, Any]) -> None:
-    reference = Reference(work)
+async def main(reference: Reference, work: dict[str, Any]) -> None:
     await reference.collect("warm", work["warm_up"], None)
     call(work["url"], "reset")
     step = Step(work["core"])
@@ -125,4 +141,5 @@ async def main(work: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))
+    work = json.loads(sys.argv[1])
+    asyncio.run(main(Reference(work), work))

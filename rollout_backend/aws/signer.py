@@ -77,6 +77,11 @@ def _path_and_query(kind: Any, url: str) -> tuple[str, str]:
     return signer._normalize_url_path(parts.path), signer._canonical_query_string_url(parts)
 
 
+def authorize(request: Request, credentials: Any, version: str, service: str, region: str) -> None:
+    """Add the signature to the headers. `version` is botocore's name of a supported signature version."""
+    _AUTHS[version](credentials, service, region).add_auth(request)
+
+
 class Signer:
     """Signs requests to one service in one region with the credentials of a client, renewed as the client does."""
 
@@ -90,4 +95,4 @@ class Signer:
     async def sign(self, request: Request) -> None:
         """Add the signature to the headers. Raises botocore's errors of credentials."""
         found = await self._of_client.get_auth_instance(*self._scope, self._version)
-        _AUTHS[self._version](found.credentials, *self._scope).add_auth(request)
+        authorize(request, found.credentials, self._version, *self._scope)

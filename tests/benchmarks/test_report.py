@@ -20,7 +20,7 @@ def test_the_summary_compares_the_same_work_only(load, results) -> None:
     rows = load("report").summary(results).rows
 
     at_once = [row for row in rows if row[0] == "1,024 results at once"]
-    assert at_once[0] == ["1,024 results at once", "p50, s", "0.05", "4.9 (toolkit, S3)", "0.025", "2"]
+    assert at_once[0] == ["1,024 results at once", "p50, s", "0.05", "4.9 (toolkit, S3)", "0.04", "1.25"]
     assert len(at_once) == 3
     assert not [row for row in rows if row[0].startswith("64 results")]
     assert ["calls with 2,048 tokens without a pause, 32 in flight", "calls/s", "900", "", "1,800", "0.5"] in rows
@@ -32,6 +32,14 @@ def test_the_summary_compares_the_same_work_only(load, results) -> None:
     assert ["a step of the tiny model", "of it rollouts, s", "9", "3 (verl's agent loop)", "", ""] in rows
 
 
+def test_the_floor_of_collecting_is_bare_http_where_no_other_was_measured(load, results) -> None:
+    results["parts"]["rival_collection"] = [
+        one for one in results["parts"]["rival_collection"] if one["system"] != "checked HTTP"
+    ]
+
+    assert load("report").summary(results).rows[0][4:] == ["0.025", "2"]
+
+
 def test_the_details_have_all_works_and_only_parts_with_a_time(load, results) -> None:
     report = load("report")
     [collection] = report.collection_tables(results)
@@ -41,6 +49,7 @@ def test_the_details_have_all_works_and_only_parts_with_a_time(load, results) ->
     assert works == [
         ["1,024 results at once", "ours"],
         ["1,024 results at once", "bare HTTP"],
+        ["1,024 results at once", "checked HTTP"],
         ["1,024 results at once", "toolkit, S3"],
         ["64 results of 16,000 tokens at 25/s, agents of 20 s", "ours"],
     ]
