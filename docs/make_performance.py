@@ -32,9 +32,9 @@ the package index at the first time, and ends with these tables.
 """
 _SUMMARY = """\
 A floor is what the transport or the libraries below allow: a loop that signs the same calls and checks and stores the
-results but handles no fault (checked HTTP), an HTTP proxy that only passes bytes on, one copy of the same bytes, or the
-import of the dependencies alone. CPU is user and system time of the trainer's or the gateway's process. Latencies are
-of a machine whose cores the load, the stand-ins and the measured process share, so they are upper bounds.
+results but handles no fault (checked HTTP), an HTTP proxy that only passes bytes on, one copy of the same bytes, or
+the import of the dependencies alone. CPU is user and system time of the trainer's or the gateway's process. Latencies
+are of a machine whose cores the load, the stand-ins and the measured process share, so they are upper bounds.
 """
 _SECTIONS = {
     "collection": """\
