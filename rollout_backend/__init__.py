@@ -44,11 +44,13 @@ if TYPE_CHECKING:
     from rollout_backend.errors import WeightUpdateFailed as WeightUpdateFailed
     from rollout_backend.manager import RolloutManager as RolloutManager
     from rollout_backend.observe.progress import Progress as Progress
+    from rollout_backend.serving.adapters import AdapterUpdate as AdapterUpdate
     from rollout_backend.serving.weights import WeightUpdate as WeightUpdate
 
 _MODULES = {
     "rollout_backend.manager": ("RolloutManager",),
     "rollout_backend.observe.progress": ("Progress",),
+    "rollout_backend.serving.adapters": ("AdapterUpdate",),
     "rollout_backend.serving.weights": ("WeightUpdate",),
     "rollout_backend.config": ("RolloutConfig", "load_config"),
     "rollout_backend.core.tasks": ("Task", "read_tasks"),

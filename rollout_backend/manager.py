@@ -47,6 +47,7 @@ from rollout_backend.observe.first_call import FirstCall
 from rollout_backend.observe.progress import Progress
 from rollout_backend.observe.run_info import RunStart, RunState, StartedBy
 from rollout_backend.run_services import RunServices
+from rollout_backend.serving.adapters import AdapterUpdate
 from rollout_backend.serving.engine import reported_version
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.run_phase import RunPhase
@@ -246,6 +247,7 @@ class RolloutManager:
         weights: str = "",
         same_weights: bool = True,
         allow_subset: bool = False,
+        adapter: str = "",
     ) -> StepResult:
         """Run the tasks' rollouts, and return once the group policy is satisfied or the step's deadline has passed.
 
@@ -259,10 +261,14 @@ class RolloutManager:
         another version or another model are not reused. With `allow_subset`, the tasks may be some of those that the
         step had before.
 
+        `adapter` names the LoRA adapter with which all model calls of the step sample: one that `load_adapter` has
+        loaded, or for `serving.kind=external` one that you have loaded there. By default they sample from the model
+        without an adapter. Another version of the adapter counts as other weights.
+
         Raises:
             TaskFileError: no task, or two with one id.
             ConfigError: the rollouts cannot finish within `timeouts.collection_s`, or a task has a private part and
-                no scorer is configured; nothing was dispatched.
+                no scorer is configured, or no such adapter is loaded; nothing was dispatched.
             ManifestError: the step was started before, and its manifest cannot be read.
             StoreError: S3 refused the step's manifest until the step's deadline; nothing was dispatched.
             ServingError: no engine or no gateway is left; the step's open rollouts ended as infra_error.
@@ -273,7 +279,7 @@ class RolloutManager:
             LedgerError: the ledger does not reconcile.
         """
         with rare_full_collections(), log_fields(run=self.config.run_id):
-            work = self._collect(tasks, step, sampling, on_group, weights, same_weights, allow_subset)
+            work = self._collect(tasks, step, sampling, on_group, weights, same_weights, allow_subset, adapter)
             collecting = asyncio.create_task(work)
             self._collecting.add(collecting)
             collecting.add_done_callback(self._collecting.discard)
@@ -288,8 +294,10 @@ class RolloutManager:
         weights: str,
         same_weights: bool,
         allow_subset: bool,
+        adapter: str,
     ) -> StepResult:
         run, wanted = self._started, check_unique(tasks)
+        named = run.serving.named_adapter(adapter)
         check_private(wanted, self.config.scoring.enabled)
         wanted = fit_to_runtime(wanted, self.config.runtime)
         ramp, _ = check_ramp(self.config, run.limits, planned_rollouts(wanted, self.config.group))
@@ -297,6 +305,8 @@ class RolloutManager:
         number = next(self._numbers) if step is None else step
         version = run.serving.weight_version
         served = f"{self.config.model.path}@{weights or version or ''}"
+        if named is not None:
+            served += f"+{named.engine_name}"
         current = Step(
             number,
             wanted,
@@ -306,6 +316,7 @@ class RolloutManager:
             weights=served,
             same_weights=same_weights,
             allow_subset=allow_subset,
+            adapter=adapter,
         )
         self._steps[number] = current
         self.archive.write_tasks(number, wanted)
@@ -363,6 +374,47 @@ class RolloutManager:
         """
         with log_fields(run=self.config.run_id):
             return await self._started.serving.update_weights(weights)
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        """The version of each LoRA adapter that is loaded, also by earlier trainers of this run."""
+        return self._started.serving.adapters
+
+    async def load_adapter(self, name: str, folder: Path) -> AdapterUpdate:
+        """Load a LoRA adapter under a name, or its next version: a folder as PEFT's `save_pretrained` writes it.
+
+        The folder must stay as long as its version is the newest, because engines that restart, also for a later
+        trainer of this run, load it again. So save each version to a separate folder.
+
+        The engines sample while they load it. Then model calls in flight are aborted, and resume from their tokens:
+        those with this adapter sample with the new version. Each token carries the adapter and the version that
+        sampled it, such as `math@3`. An engine that does not load the adapter is restarted, and loads it before it
+        serves again.
+
+        Raises:
+            ConfigError: `serving.lora_rank` is not set, or the folder, its rank, its modules or the name do not fit
+                the settings. The engines were not asked.
+            WeightsMismatch: the adapter belongs to another model. The engines were not asked.
+            ServingError: no engine loaded the adapter, and nothing changed; or a gateway does not answer.
+        """
+        with log_fields(run=self.config.run_id):
+            return await self._started.serving.load_adapter(name, folder)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter from the engines. Its versions stay taken.
+
+        Raises:
+            ConfigError: no such adapter is loaded, or a step samples with it.
+            ServingError: a gateway does not answer.
+        """
+
+        def check_unused() -> None:
+            users = [number for number, step in self._steps.items() if step.adapter == name]
+            if users:
+                raise ConfigError(f"step {users[0]} samples with the adapter {name}: unload it after the step")
+
+        with log_fields(run=self.config.run_id):
+            await self._started.serving.unload_adapter(name, check_unused)
 
     async def manifests_from(self, step: int) -> list[Manifest]:
         """Return the manifests in S3 of this step and of all steps with larger numbers.
@@ -488,10 +540,15 @@ class BlockingRolloutManager:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def collect(
-        self, tasks: Iterable[Task], *, step: int | None = None, sampling: Sampling | None = None
+        self,
+        tasks: Iterable[Task],
+        *,
+        step: int | None = None,
+        sampling: Sampling | None = None,
+        adapter: str = "",
     ) -> StepResult:
         """Call `RolloutManager.collect`. An interrupt closes the step's sessions before it propagates."""
-        return self.wait_for(self._manager.collect(tasks, step=step, sampling=sampling))
+        return self.wait_for(self._manager.collect(tasks, step=step, sampling=sampling, adapter=adapter))
 
     @property
     def weight_version(self) -> int:
@@ -501,6 +558,14 @@ class BlockingRolloutManager:
     def update_weights(self, weights: Path | Mapping[str, torch.Tensor]) -> WeightUpdate:
         """Call `RolloutManager.update_weights`."""
         return self.wait_for(self._manager.update_weights(weights))
+
+    def load_adapter(self, name: str, folder: Path) -> AdapterUpdate:
+        """Call `RolloutManager.load_adapter`."""
+        return self.wait_for(self._manager.load_adapter(name, folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Call `RolloutManager.unload_adapter`."""
+        self.wait_for(self._manager.unload_adapter(name))
 
     def wait_for(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of a manager's coroutine. An interrupt cancels the coroutine before it propagates."""

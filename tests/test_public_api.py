@@ -16,7 +16,8 @@ PUBLIC = {
     # a run
     "RolloutManager", "Progress", "RolloutConfig", "load_config", "Task", "read_tasks",
     # its results
-    "WeightUpdate", "StepResult", "StepReport", "GroupResult", "Rollout", "Outcome", "Segment", "Turn", "Sampling",
+    "AdapterUpdate", "WeightUpdate", "StepResult", "StepReport", "GroupResult", "Rollout", "Outcome", "Segment",
+    "Turn", "Sampling",
     # what it raises
     "RolloutBackendError", "ConfigError", "TaskFileError", "PreflightError", "ServingError", "StartupError",
     "RunHeld", "CloudLost", "StoreError", "CredentialsExpired", "CircuitOpen", "ManifestError", "LedgerError",

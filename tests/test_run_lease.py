@@ -231,7 +231,7 @@ def collect(monkeypatch, tmp_path) -> Callable[[RunLease], Awaitable[StepResult]
     monkeypatch.setattr(made.archive, "write_report", lambda report: None)
 
     async def run(lease: RunLease) -> StepResult:
-        serving = SimpleNamespace(weight_version=None)
+        serving = SimpleNamespace(weight_version=None, named_adapter=lambda name: None)
         made._run = SimpleNamespace(
             for_steps=None, lease=lease, limits=made.config.runtime, serving=serving, background=[]
         )

@@ -203,7 +203,7 @@ class _OmitsEmpty(ContractObject):
 class VersionSpan(ContractObject):
     """The tokens `[start, end)` of a segment that one version of the weights sampled."""
 
-    version: str
+    version: str  # such as "3", or "math@3" for version 3 of the LoRA adapter "math"
     start: int = Field(ge=0)
     end: int = Field(ge=0)
 

@@ -17,6 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from rollout_backend.config.section import Seconds, Section, import_kind, kind_choices
 
 EngineName = Literal["sglang", "vllm"]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 ENGINE_KINDS: Mapping[str, str] = {
     "process": "rollout_backend.serving.local_engine.LocalEngineFactory",
@@ -26,7 +27,7 @@ ENGINE_KINDS: Mapping[str, str] = {
 """Import path of the `EngineFactory` of each kind. It is imported when a run starts, because Ray is slow to
 import."""
 
-_PLACED_BY = {
+_HAS_SETTING = {
     "--tp-size": "serving.tensor_parallel",
     "--tensor-parallel-size": "serving.tensor_parallel",
     "--pp-size": "serving.pipeline_parallel",
@@ -45,8 +46,16 @@ _PLACED_BY = {
     "--base-gpu-id": "serving.servers",
     "--gpu-id-step": "serving.servers",
     "--use-ray": "serving.kind",
+    "--enable-lora": "serving.lora_rank",
+    "--max-lora-rank": "serving.lora_rank",
+    "--lora-paths": "serving.lora_rank",
+    "--lora-modules": "serving.lora_rank",
+    "--lora-target-modules": "serving.lora_targets",
+    "--max-loras": "serving.max_adapters",
+    "--max-loras-per-batch": "serving.max_adapters",
 }
-"""Options of SGLang that decide on which GPUs a server runs, and the setting to use in place of each one."""
+"""Options of the engines that have a setting: those that decide on which GPUs a server runs, and those for
+adapters."""
 
 _STARTUP_S = 300.0
 _LOADED_PER_S = 0.5e9  # bytes of weights; a slow network disk
@@ -99,9 +108,18 @@ class ServingConfig(Section):
     """Concurrent requests per server; further requests wait in the server."""
     max_total_tokens: int | None = Field(default=None, ge=1024)
     """Tokens in a server's cache. Default: 32,768 on the CPU, what fits on a GPU."""
+    lora_rank: int | None = Field(default=None, ge=1, le=512)
+    """Largest rank of the LoRA adapters that `RolloutManager.load_adapter` loads, for `process` and `ray`. Default:
+    engines take no adapters. See [adapters.md](adapters.md)."""
+    lora_targets: tuple[LoraTarget, ...] = (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
+    """Modules that adapters may change."""
+    max_adapters: int = Field(default=4, ge=1)
+    """Adapters that can be loaded at the same time. Each takes memory on the engine for `lora_rank`."""
     extra_args: tuple[str, ...] = ()
-    """Arguments appended to the engine's command line. Options that decide on which GPUs a server runs are refused:
-    each one has a setting here."""
+    """Arguments appended to the engine's command line. Options that decide on which GPUs a server runs, and those for
+    adapters, are refused: each one has a setting here."""
     urls: tuple[str, ...] = ()
     """URLs of the servers, for `external`."""
     follow_dns: bool = False
@@ -158,6 +176,20 @@ class ServingConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _takes_adapters(self) -> Self:
+        if self.lora_rank is None:
+            return self
+        if self.kind == "external":
+            raise ValueError(
+                "lora_rank is for servers that this side starts: load adapters into servers of kind=external "
+                "yourself, and name them in collect"
+            )
+        for name in ("data_parallel", "attention_data_parallel"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"lora_rank needs {name}=1: SGLang loads no adapter into copies of a model")
+        return self
+
+    @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         tensor, stages, nodes = self.tensor_parallel, self.pipeline_parallel, self.nodes_per_server
         for name in ("expert_parallel", "attention_data_parallel"):
@@ -183,13 +215,13 @@ class ServingConfig(Section):
 
     @field_validator("extra_args")
     @classmethod
-    def _leave_placement_alone(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+    def _refuse_options_with_settings(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
         for argument in arguments:
             option = argument.partition("=")[0]
             # SGLang accepts unique beginnings of options.
-            abbreviated = (name for name in _PLACED_BY if len(option) > 3 and name.startswith(option))
+            abbreviated = (name for name in _HAS_SETTING if len(option) > 3 and name.startswith(option))
             if (name := next(abbreviated, None)) is not None:
-                raise ValueError(f"{option} is not allowed here: set {_PLACED_BY[name]}")
+                raise ValueError(f"{option} is not allowed here: set {_HAS_SETTING[name]}")
         return arguments
 
     @property

@@ -10,6 +10,7 @@ from statistics import quantiles
 from pydantic import BaseModel, ConfigDict
 
 from agent_wrapper.contract import Outcome, Rollout, Segment
+from rollout_backend.core.adapter import number_of
 from rollout_backend.core.engine_use import EngineUse
 from rollout_backend.core.ledger import CallTally, Ledger, LedgerEntry
 from rollout_backend.core.records import RolloutRecord
@@ -331,7 +332,10 @@ def _versions(segments: Iterable[Segment]) -> Counter[str]:
 
 
 def _staleness(tokens_of: Mapping[str, int]) -> Staleness | None:
-    numbered = {int(version): tokens for version, tokens in tokens_of.items() if version.isdecimal() and tokens}
+    numbered: Counter[int] = Counter()
+    for label, tokens in tokens_of.items():
+        if tokens and (number := number_of(label)) is not None:
+            numbered[number] += tokens
     if not numbered:
         return None
     newest = max(numbered)

@@ -23,7 +23,8 @@ _ALGORITHM = "HS256"
 class SessionClaims(BaseModel):
     """Whose key it is. `expires_at` is in unix seconds; `journal_id` names the journal that holds the session,
     and `trainer_incarnation` the trainer's process in which it began. Sessions with the same `routing_key` share an
-    engine; an empty one is the session's own."""
+    engine; an empty one is the session's own. Model calls sample with the LoRA adapter `adapter`; an empty one is the
+    model without an adapter."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -37,6 +38,7 @@ class SessionClaims(BaseModel):
     journal_id: str = ""
     trainer_incarnation: str = ""
     routing_key: str = ""
+    adapter: str = ""
 
 
 class KeyRefused(RolloutBackendError):

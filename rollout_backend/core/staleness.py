@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from agent_wrapper.contract import Rollout, Segment
+from rollout_backend.core.adapter import number_of, renumbered
 
 
 def groups_to_await(
@@ -76,7 +77,8 @@ class AbandonedWeights:
             for span in turn.weight_versions:
                 version = versions[at]
                 if at < abandoned and version is not None:
-                    span = span.model_copy(update={"version": str(self.equivalent(version))})
+                    label = renumbered(span.version, self.equivalent(version))
+                    span = span.model_copy(update={"version": label})
                 spans.append(span)
                 at += 1
             turns.append(turn.model_copy(update={"weight_versions": tuple(spans)}))
@@ -87,11 +89,3 @@ def _before_last_fall(versions: Sequence[int | None]) -> int:
     """Return how many versions precede the last fall; all of them if the versions never fall."""
     falls = [i for i, (a, b) in enumerate(pairwise(versions), 1) if a is not None and b is not None and b < a]
     return falls[-1] if falls else len(versions)
-
-
-def number_of(version: str) -> int | None:
-    """Return a version's number; None for a label such as SGLang's "default"."""
-    try:
-        return int(version)
-    except ValueError:
-        return None

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rollout_backend.core.api_error import ApiError
+from rollout_backend.gateway.adapter_versions import AdapterVersions
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_handler import CallHandler
 from rollout_backend.gateway.generation_gate import GenerationGate
 from rollout_backend.gateway.http_requests import read_body
 from rollout_backend.gateway.session_registry import SessionRegistry
 
+_Body = TypeVar("_Body", bound=BaseModel)
+
 
 class _SessionIds(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     session_ids: list[str] = Field(max_length=100_000)
+
+
+class _Versions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    versions: dict[str, int]
 
 
 class ControlApi:
@@ -30,12 +41,14 @@ class ControlApi:
         registry: SessionRegistry,
         calls: CallHandler,
         gate: GenerationGate,
+        adapters: AdapterVersions,
         max_body_bytes: int,
     ) -> None:
         self._authenticator = authenticator
         self._registry = registry
         self._calls = calls
         self._gate = gate
+        self._adapters = adapters
         self._max_body_bytes = max_body_bytes
         self.routes = [
             Route("/control/heartbeats", self.heartbeats, methods=["POST"]),
@@ -43,6 +56,7 @@ class ControlApi:
             Route("/control/adopt", self.adopt, methods=["POST"]),
             Route("/control/pause", self.pause, methods=["POST"]),
             Route("/control/resume", self.resume, methods=["POST"]),
+            Route("/control/adapters", self.adapters, methods=["POST"]),
             Route("/control/stats", self.stats, methods=["GET"]),
         ]
 
@@ -71,14 +85,23 @@ class ControlApi:
         self._gate.open()
         return JSONResponse({"paused": False})
 
+    async def adapters(self, request: Request) -> Response:
+        versions = await self._parsed(request, _Versions, "{'versions': {...}}")
+        self._adapters.replace(versions.versions)
+        return JSONResponse({"adapters": len(versions.versions)})
+
     async def stats(self, request: Request) -> Response:
         self._authenticator.require_control_key(request)
         return JSONResponse(self._calls.stats().model_dump())
 
     async def _session_ids(self, request: Request) -> list[str]:
+        return (await self._parsed(request, _SessionIds, "{'session_ids': [...]}")).session_ids
+
+    async def _parsed(self, request: Request, model: type[_Body], form: str) -> _Body:
+        """Return the body as a `model`. Raise ApiError (400) if it is none; `form` says what it must be."""
         self._authenticator.require_control_key(request)
         body = await read_body(request, self._max_body_bytes)
         try:
-            return _SessionIds.model_validate_json(body).session_ids
+            return model.model_validate_json(body)
         except ValidationError as error:
-            raise ApiError(400, f"the body must be {{'session_ids': [...]}}: {error.errors()[0]['msg']}") from None
+            raise ApiError(400, f"the body must be {form}: {error.errors()[0]['msg']}") from None

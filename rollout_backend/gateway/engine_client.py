@@ -12,6 +12,8 @@ Invariants:
   The same applies to an interrupted stream, whose tokens may already have been sent to the agent.
 - With stop strings, the engine streams and is disconnected at the token that completes one. Later tokens are dropped.
 - A reply whose end was received is complete, even if the rest of its stream is lost.
+- A call with a LoRA adapter names the newest version of it in each attempt, and its tokens carry that version. A call
+  whose version was replaced resumes with the newest one, like a call that was aborted for new weights.
 - Routed experts are those that the engine used. A resumed request asks only for those that are still missing, so
   earlier tokens keep the routing with which they were sampled. An interrupted reply has none: a later request gets
   its routing from the engine's prefix cache, or from a new forward pass. A call without all its routing fails.
@@ -42,9 +44,11 @@ from tenacity import (
 )
 
 from agent_wrapper.contract import VersionSpan
+from rollout_backend.core.adapter import NamedAdapter
 from rollout_backend.core.images import PlacedImage
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.errors import EngineUnavailable, ServingError
+from rollout_backend.gateway.adapter_versions import AdapterVersions
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_protocol import EngineProtocol, EngineRequest, ReplyReader
 from rollout_backend.gateway.generation_gate import GateClosed
@@ -143,14 +147,18 @@ class _Request:
     stops: StopStrings | None
     resumable: bool
     experts_from: int | None
+    adapter: str
 
 
 class _Attempt:
     """One request to the engine. `add` appends its tokens to `partial`; `close` adds their metadata."""
 
-    def __init__(self, partial: _Partial, reader: ReplyReader, prompt_tokens: int) -> None:
+    def __init__(
+        self, partial: _Partial, reader: ReplyReader, prompt_tokens: int, adapter: NamedAdapter | None
+    ) -> None:
         self._partial = partial
         self._reader = reader
+        self._adapter = adapter
         self._start = len(partial.token_ids)
         self._prompt_tokens = prompt_tokens
 
@@ -173,9 +181,15 @@ class _Attempt:
         if partial.cached_tokens is None and reader.received:
             partial.cached_tokens = reader.cached_tokens
         spans = reader.spans()
+        if spans is None and self._adapter is not None and self._adapter.version is not None:
+            spans = [("", 0, reader.received)]  # the request named the version
         partial.versions_known &= spans is not None
         partial.versions += [
-            VersionSpan(version=version, start=start + self._start, end=min(end, kept) + self._start)
+            VersionSpan(
+                version=version if self._adapter is None else self._adapter.label(version),
+                start=start + self._start,
+                end=min(end, kept) + self._start,
+            )
             for version, start, end in spans or ()
             if start < kept
         ]
@@ -196,8 +210,10 @@ class EngineClient:
         attempts: int = 10,
         engines: DirectRouting | None = None,
         protocol: EngineProtocol | None = None,
+        adapters: AdapterVersions | None = None,
     ) -> None:
         self._url = url.rstrip("/")
+        self._adapters = adapters or AdapterVersions()
         self._engines = engines or DirectRouting()
         self._protocol = protocol or SglangProtocol()
         self._timeout_s = timeout_s
@@ -228,13 +244,15 @@ class EngineClient:
         stops: StopStrings | None = None,
         resumable: bool = True,
         experts_from: int | None = None,
+        adapter: str = "",
     ) -> Completion:
         """Sample the continuation of `input_ids`, which contain these images. Cancelling this call aborts the
         generation.
 
         `sampling_params` are SGLang's, including `max_new_tokens`. With `progress` or `stops` the engine streams.
         After an abort, a generation that is not `resumable` (a grammar would restart) restarts from its prompt.
-        `experts_from` is the first token whose routed experts are wanted.
+        `experts_from` is the first token whose routed experts are wanted. `adapter` is the LoRA adapter to sample
+        with; empty for the model without an adapter.
 
         Raises:
             EngineUnavailable: no engine answered in time, or within the number of attempts.
@@ -242,7 +260,9 @@ class EngineClient:
             PromptDiffers: the engine built a different prompt.
         """
         began = time.monotonic()
-        request = _Request(input_ids, sampling_params, routing_key, images, progress, stops, resumable, experts_from)
+        request = _Request(
+            input_ids, sampling_params, routing_key, images, progress, stops, resumable, experts_from, adapter
+        )
         try:
             async with asyncio.timeout(self._timeout_s):
                 partial = await self._sample(request)
@@ -268,10 +288,15 @@ class EngineClient:
             if not request.resumable:
                 partial = _Partial(routed=request.experts_from or 0)
             url = self._engines.for_call(request.params, request.routing_key, failed) or self._url
+            adapter = self._adapters.newest(request.adapter)
             try:
-                await self._engines.gate.run(self._advance(url, partial, request))
+                await self._engines.gate.run(self._advance(url, partial, request, adapter))
             except GateClosed:
                 raise _Interrupted("the engines were put to sleep") from None
+            except EngineRefused:
+                if adapter == self._adapters.newest(request.adapter):
+                    raise
+                raise _Interrupted("the adapter was updated, and the engine unloaded the version before") from None
             except _Interrupted:
                 raise
             except _TRANSIENT as error:
@@ -291,20 +316,23 @@ class EngineClient:
             ),
         )
 
-    async def _advance(self, url: str, partial: _Partial, request: _Request) -> None:
+    async def _advance(self, url: str, partial: _Partial, request: _Request, adapter: NamedAdapter | None) -> None:
         """Sample until `partial` is complete, and fetch the routing that it still lacks then."""
         if partial.finish is None:
-            await self._extend(url, partial, request)
+            await self._extend(url, partial, request, adapter)
         processed = len(request.input_ids) + len(partial.token_ids) - 1
         if request.experts_from is not None and partial.routed < processed:
-            await self._fetch_experts(url, partial, request, processed)
+            await self._fetch_experts(url, partial, request, processed, adapter)
 
-    async def _fetch_experts(self, url: str, partial: _Partial, request: _Request, processed: int) -> None:
+    async def _fetch_experts(
+        self, url: str, partial: _Partial, request: _Request, processed: int, adapter: NamedAdapter | None
+    ) -> None:
         """Add the routing of the tokens up to the first `processed`. The token that this samples is dropped."""
         prompt = array("i", request.input_ids)
         prompt.extend(partial.token_ids)
         params = {"max_new_tokens": 1, "temperature": 0.0}
-        asked = EngineRequest(prompt, params, request.images, experts_from=partial.routed)
+        name = adapter.engine_name if adapter is not None else ""
+        asked = EngineRequest(prompt, params, request.images, experts_from=partial.routed, adapter=name)
         reader, body = self._protocol.reader(asked), self._protocol.body(asked)
         with _read_by(self._protocol):
             async with contextlib.aclosing(self._post(url, body, request.routing_key)) as replies:
@@ -317,7 +345,7 @@ class EngineClient:
                 "model.routed_experts=false"
             )
 
-    async def _extend(self, url: str, partial: _Partial, request: _Request) -> None:
+    async def _extend(self, url: str, partial: _Partial, request: _Request, adapter: NamedAdapter | None) -> None:
         """Send one request, and add what it samples to `partial`."""
         params, progress, stops = request.params, request.progress, request.stops
         left = params["max_new_tokens"] - len(partial.token_ids)
@@ -333,8 +361,9 @@ class EngineClient:
             stops.strings if stops is not None else (),
             stream=progress is not None or stops is not None,
             experts_from=None if request.experts_from is None else partial.routed,
+            adapter=adapter.engine_name if adapter is not None else "",
         )
-        attempt = _Attempt(partial, self._protocol.reader(asked), len(prompt))
+        attempt = _Attempt(partial, self._protocol.reader(asked), len(prompt), adapter)
         body = self._protocol.body(asked)
         stop: Stop | None = None
         with _read_by(self._protocol):

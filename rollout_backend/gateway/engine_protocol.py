@@ -36,6 +36,8 @@ class EngineRequest(NamedTuple):
     stream: bool = False
     experts_from: int | None = None
     """The first token whose routing is wanted, in a mixture of experts. None: no routing is wanted."""
+    adapter: str = ""
+    """The engine's name of the LoRA adapter to sample with; empty for the model without an adapter."""
 
 
 class Tokens(NamedTuple):

@@ -41,6 +41,8 @@ class GatewaySettings(BaseModel):
     adopted: tuple[str, ...] = ()
     paused: bool = False
     """Whether model calls are held until /control/resume."""
+    adapters: dict[str, int] = {}
+    """The version of each LoRA adapter that the engines serve, until /control/adapters."""
     otlp_endpoint: str | None = None
     """The OpenTelemetry collector that gets a span for each model call."""
     secret: str = Field(min_length=MIN_SECRET_CHARS, repr=False)

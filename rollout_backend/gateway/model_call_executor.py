@@ -22,6 +22,7 @@ from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Choice, ModelCall
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway import journal_records
+from rollout_backend.gateway.adapter_versions import AdapterVersions
 from rollout_backend.gateway.conversations import Conversations, Prompt, RecordedTurn
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_client import Completion, EngineClient, EngineRefused, Progress
@@ -56,6 +57,7 @@ class _ChoiceRequest:
     routing_key: str
     index: int
     forced: bool  # whether a grammar constrains the reply
+    adapter: str
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,14 @@ class ModelCallExecutor:
         counters: Counters,
         engines: DirectRouting,
         protocol: EngineProtocol,
+        adapters: AdapterVersions,
     ) -> None:
         self._settings = settings
         self._bundle = bundle
         self._records_experts = settings.model.routed_experts
         self._counters = counters
         self._engine = EngineClient(
-            settings.engine_url, settings.model_call_s, settings.engine_attempts, engines, protocol
+            settings.engine_url, settings.model_call_s, settings.engine_attempts, engines, protocol, adapters
         )
         self._constraints = Constraints(bundle, settings.gateway.constrained_decoding == "allow")
         self._thread = RenderingThread(bundle, settings.gateway.session_image_bytes)
@@ -127,7 +130,13 @@ class ModelCallExecutor:
         routing_key = session.claims.routing_key or state.id
         requests = [
             _ChoiceRequest(
-                running, prompt, self._params(session, call, prompt, i) | forced, routing_key, i, bool(forced)
+                running,
+                prompt,
+                self._params(session, call, prompt, i) | forced,
+                routing_key,
+                i,
+                bool(forced),
+                session.claims.adapter,
             )
             for i in range(call.n)
         ]
@@ -255,6 +264,7 @@ class ModelCallExecutor:
                 stops=stops,
                 resumable=not request.forced,
                 experts_from=max(request.prompt.known - 1, 0) if self._records_experts else None,
+                adapter=request.adapter,
             )
         except EngineUnavailable as error:
             logger.warning("a model call got no answer: %s", error)

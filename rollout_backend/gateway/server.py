@@ -13,6 +13,7 @@
     POST /control/heartbeats             the sessions heard from since the last request    control key
     POST /control/pause             holds model calls; returns once none is at an engine  control key
     POST /control/resume            releases them                                     control key
+    POST /control/adapters          {"versions": {...}}: sets the version of each LoRA adapter  control key
     GET  /control/stats             GatewayStats                                      control key
     GET  /health
 
@@ -49,6 +50,7 @@ from rollout_backend.core.seal import Sealer
 from rollout_backend.dialects.base import Dialect
 from rollout_backend.dialects.registry import DIALECTS, dialect_of_client
 from rollout_backend.errors import ConfigError
+from rollout_backend.gateway.adapter_versions import AdapterVersions
 from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_handler import CallHandler
@@ -105,7 +107,8 @@ class Gateway:
         self._counters = Counters()
         protocol: EngineProtocol = SglangProtocol(experts) if settings.engine_name == "sglang" else VllmProtocol()
         self._engines = DirectRouting(GenerationGate(is_open=not settings.paused), protocol.needs_direct_calls)
-        self._executor = ModelCallExecutor(settings, bundle, self._counters, self._engines, protocol)
+        adapters = AdapterVersions(settings.adapters)
+        self._executor = ModelCallExecutor(settings, bundle, self._counters, self._engines, protocol, adapters)
         self._admission = Admission(settings.gateway.max_concurrent_calls, settings.gateway.max_queued_per_engine)
         self._authenticator = Authenticator(settings, self._journal.journal_id if self._journal is not None else "")
         self._traces = CallTraces(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
@@ -123,6 +126,7 @@ class Gateway:
             self._registry,
             self._calls,
             self._engines.gate,
+            adapters,
             settings.gateway.max_body_bytes,
         )
         self.app = Starlette(

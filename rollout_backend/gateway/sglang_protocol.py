@@ -41,6 +41,8 @@ class SglangProtocol:
         }
         if images:
             body |= {"image_data": [placed.image.data_url for placed in images], "return_prompt_token_ids": True}
+        if request.adapter:
+            body["lora_path"] = request.adapter
         if request.experts_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
         if request.stream:

@@ -65,6 +65,8 @@ class VllmProtocol:
         if request.stop_strings:
             params["stop"] = list(request.stop_strings)
         body = {"token_ids": np.asarray(request.prompt, dtype=np.int32), "sampling_params": params}
+        if request.adapter:
+            body["model"] = request.adapter
         if request.stream:
             params["stream_interval"] = _STREAM_INTERVAL
             body |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -61,7 +61,8 @@ class EngineFactory(ABC):
 
     count: int  # how many to start with
     takes_weights: ClassVar[bool] = False
-    """True if this side starts its engines, and they load new weights through SGLang's HTTP interface."""
+    """True if this side starts its engines, and they load new weights and adapters through the HTTP interface of
+    `serving.engine`."""
 
     @abstractmethod
     def __init__(self, config: RolloutConfig, log_dir: Path) -> None:

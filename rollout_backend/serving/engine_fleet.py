@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
 
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ServingError, StartupError
+from rollout_backend.serving.adapters import Adapter
 from rollout_backend.serving.engine import EngineFactory, MakeEngine
 from rollout_backend.serving.engine_directory import EngineDirectory
 from rollout_backend.serving.engine_routing import EngineRouter, EngineRouting, EngineSupervisor, RouterSupervisor
@@ -74,11 +75,12 @@ class EngineFleet:
         factory: EngineFactory | None = None,
         probing: Probing | None = None,
         newest: Weights | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         """Initialize.
 
         `factory` makes the engines, by default the one of `serving.kind`. `newest`: the weights that they load before
-        they serve; None: those of `model.path`.
+        they serve; None: those of `model.path`. `adapters`: the adapters that they load too, by name.
         """
         self._factory = factory or engine_factory(config, log_dir)
         self._config = config
@@ -90,7 +92,7 @@ class EngineFleet:
             if config.serving.engine == "vllm"
             else Router(config.router, log_dir / "router.log", config.timeouts.model_call_s)
         )
-        self._routing = EngineRouting(self._router, config.serving, newest)
+        self._routing = EngineRouting(self._router, config.serving, newest, adapters)
         self._probing = probing or Probing()
         self._router_supervisor = RouterSupervisor(self._routing, self._limits, on_event, self._probing)
         self._supervisors = SupervisorGroup()
@@ -192,7 +194,7 @@ class EngineFleet:
 
     @property
     def takes_weights(self) -> bool:
-        """True if `update_weights` works with engines of this kind."""
+        """True if `update_weights` and `load_adapter` work with engines of this kind."""
         return self._factory.takes_weights
 
     async def update_weights(self, weights: Weights, commit: Callable[[], None]) -> Mapping[str, str]:
@@ -208,6 +210,23 @@ class EngineFleet:
         if self._routing.asleep:
             raise ServingError("the engines are paused: call resume_engines before update_weights")
         return await self._routing.update(weights, commit)
+
+    async def load_adapter(
+        self, adapter: Adapter, commit: Callable[[], None], announce: Callable[[], Awaitable[None]]
+    ) -> Mapping[str, str]:
+        """Serve this version of an adapter from now on. Return the engines that did not load it, and why.
+
+        If an engine loaded it, `commit` is called, then `announce`, which has model calls name this version. Engines
+        that did not load it are restarted. If no engine did, nothing changes.
+
+        Raises:
+            ServingError: `commit` or `announce` raised it, and all engines restart with the committed adapters.
+        """
+        return await self._routing.load_adapter(adapter, commit, announce)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter that no model call names any more."""
+        await self._routing.unload_adapter(name)
 
     async def stop(self) -> None:
         """End all servers. May be called twice, and after a start that failed."""

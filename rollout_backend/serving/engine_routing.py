@@ -4,8 +4,9 @@ Invariants:
 
 - No engine is added while a trainer has the engines' memory: the router requests `/health` from a new engine, which
   may generate a token there.
-- An engine that is added has the newest weights. One that fails to load new weights samples nothing more: it is
-  removed and restarted.
+- An engine that is added has the newest weights, and the newest version of each adapter. One that fails to load newer
+  ones samples nothing more: it is removed and restarted.
+- Once `load_adapter` has returned, no engine samples with the adapter's version before.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Protocol
 
 from rollout_backend.config import ServingConfig
 from rollout_backend.errors import ServingError, StartupError
+from rollout_backend.serving.adapters import Adapter, load_on_engine, unload_from_engine
 from rollout_backend.serving.engine import Engine, MakeEngine, ReservingEngine, is_responding
-from rollout_backend.serving.generation_control import pause_generation, resume_generation
+from rollout_backend.serving.generation_control import abort_generation, pause_generation, resume_generation
 from rollout_backend.serving.supervisor import OnEvent, Probing, RestartLimits, Supervisor, first_of
 from rollout_backend.serving.weights import Weights, load_weights
 
@@ -52,12 +54,21 @@ class EngineRouter(Protocol):
 class EngineRouting:
     """The router, and the engines that it sends requests to: those of `engines` that serve."""
 
-    def __init__(self, router: EngineRouter, serving: ServingConfig, newest: Weights | None = None) -> None:
-        """`newest`: the weights that every engine loads before it is added; None: those that it starts with."""
+    def __init__(
+        self,
+        router: EngineRouter,
+        serving: ServingConfig,
+        newest: Weights | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
+        """`newest`: the weights that every engine loads before it is added; None: those that it starts with.
+        `adapters`: the adapters that it loads too, by name.
+        """
         self.router = router
         self.engine = serving.engine
         self.engines: list[EngineSupervisor] = []
         self.newest = newest
+        self.adapters = dict(adapters or {})
         self._serving = serving
         self._awake = asyncio.Event()
         self._awake.set()
@@ -71,17 +82,19 @@ class EngineRouting:
         """Add an engine that has started, once the engines are awake. The caller then marks it as serving.
 
         Raises:
-            StartupError: the engine did not load the newest weights, or the router runs and does not accept it.
+            StartupError: the engine did not load the newest weights or adapters, or the router runs and does not
+                accept it.
         """
         while True:
             await self._awake.wait()
-            if self.newest is not None and engine.weights != self.newest:
-                try:
+            try:
+                if self.newest is not None and engine.weights != self.newest:
                     await self._load(engine, self.newest)
-                except ServingError as error:
-                    raise StartupError(f"{engine.name}: {error}. {await engine.log_tail()}") from None
+                await self._load_adapters(engine)
+            except ServingError as error:
+                raise StartupError(f"{engine.name}: {error}. {await engine.log_tail()}") from None
             async with self._changing:
-                if self.asleep or engine.weights != self.newest:
+                if self.asleep or engine.weights != self.newest or engine.adapters != self.adapters:
                     continue
                 try:
                     await self.router.add(engine.url)
@@ -149,11 +162,71 @@ class EngineRouting:
             loaded = [engine for engine in engines if engine not in not_loaded]
             failed = not_loaded | await _on_each(loaded, self._resume)
         finally:
-            for supervisor, why in failed.items():
-                await self.remove(engines[supervisor].url)
-                supervisor.give_up_on(engines[supervisor], f"version {weights.version} of the weights: {why}")
+            await self._give_up_on(engines, failed, f"version {weights.version} of the weights")
             await self._release()
         return {engine.name: why for engine, why in failed.items()}
+
+    async def load_adapter(
+        self, adapter: Adapter, commit: Callable[[], None], announce: Callable[[], Awaitable[None]]
+    ) -> Mapping[str, str]:
+        """Make this version of an adapter the newest, and return the reason of each engine that did not load it.
+
+        The engines sample while they load it. If one of them loaded it, `commit` is called, then `announce`, which
+        has model calls name this version from now on. Then each engine pauses, aborts its calls in flight with their
+        tokens, and unloads the version before. If none loaded it, nothing changes.
+        """
+        await self._hold()
+        engines = {supervisor: supervisor.engine for supervisor in self.engines if supervisor.serving}
+        failed = dict.fromkeys(engines, "the update was interrupted")
+        before = self.adapters.get(adapter.name)
+
+        async def load(engine: EngineSupervisor) -> None:
+            await load_on_engine(engine.url, adapter, self.engine)
+
+        async def switch(engine: EngineSupervisor) -> None:
+            if before is not None:
+                await abort_generation(engine.url, self.engine)
+                await unload_from_engine(engine.url, before, self.engine)
+                await self._resume(engine)
+
+        try:
+            not_loaded = await _on_each(engines, load)
+            if engines and len(not_loaded) == len(engines):
+                failed = {}
+                return {engine.name: why for engine, why in not_loaded.items()}
+            commit()
+            self.adapters[adapter.name] = adapter
+            await announce()
+            loaded = [engine for engine in engines if engine not in not_loaded]
+            for engine in loaded:
+                engine.adapters[adapter.name] = adapter
+            failed = not_loaded | await _on_each(loaded, switch)
+        finally:
+            await self._give_up_on(engines, failed, f"the adapter {adapter.engine_name}")
+            await self._release()
+        return {engine.name: why for engine, why in failed.items()}
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter that no call names any more."""
+        await self._hold()
+        try:
+            before = self.adapters.pop(name)
+            engines = [engine for engine in self.engines if engine.serving]
+            for engine in engines:
+                engine.adapters.pop(name, None)
+            failed = await _on_each(engines, lambda engine: unload_from_engine(engine.url, before, self.engine))
+            for engine, why in failed.items():
+                log.warning("%s keeps memory for the adapter %s: %s", engine.name, before.engine_name, why)
+        finally:
+            await self._release()
+
+    async def _give_up_on(
+        self, engines: Mapping[EngineSupervisor, Engine], failed: Mapping[EngineSupervisor, str], what: str
+    ) -> None:
+        """Remove the engines that failed to load something, and have them restarted."""
+        for supervisor, why in failed.items():
+            await self.remove(engines[supervisor].url)
+            supervisor.give_up_on(engines[supervisor], f"{what}: {why}")
 
     async def _pause(self, engine: EngineSupervisor) -> None:
         await pause_generation(engine.url, self.engine)
@@ -165,6 +238,17 @@ class EngineRouting:
         """Raise ServingError if the engine does not load the weights."""
         await load_weights(engine.url, weights, self._serving)
         engine.weights = weights
+
+    async def _load_adapters(self, engine: EngineSupervisor) -> None:
+        """Make an engine that gets no calls yet load the adapters. Raise ServingError if it does not."""
+        for name, adapter in [*engine.adapters.items()]:
+            if self.adapters.get(name) != adapter:
+                await unload_from_engine(engine.url, adapter, self.engine)
+                del engine.adapters[name]
+        for name, adapter in [*self.adapters.items()]:
+            if name not in engine.adapters:
+                await load_on_engine(engine.url, adapter, self.engine)
+                engine.adapters[name] = adapter
 
     async def _hold(self) -> None:
         self._awake.clear()
@@ -243,6 +327,7 @@ class EngineSupervisor(Supervisor):
         self.engine: Engine = make(number)
         self.waiting_for = ""  # what the engine needs before it can start, while it waits for it
         self.weights: Weights | None = None  # those it loaded since its start
+        self.adapters: dict[str, Adapter] = {}  # likewise
         self.refused = asyncio.Event()  # set if a restarted router does not accept the engine
         self._unfit = asyncio.Event()
         self._why_unfit = ""
@@ -263,6 +348,7 @@ class EngineSupervisor(Supervisor):
             await self._reserve(self.engine)
         await self.engine.start()
         self.weights = None
+        self.adapters = {}
         self.refused.clear()
         self._unfit.clear()
         self._in_router = True

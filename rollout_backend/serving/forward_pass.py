@@ -1,8 +1,8 @@
 """Recompute logprobs with a plain forward pass of transformers, to check stored logprobs against the model.
 
 This file is a module and a script. An interpreter with torch and transformers, such as the engine's, runs the script,
-which needs no other module of this package: `forward_pass.py MODEL` reads {"sequences", "temperatures"} on stdin and
-writes the logprobs on stdout, both as JSON.
+which needs no other module of this package: `forward_pass.py MODEL` reads {"sequences", "temperatures", "adapters"}
+on stdin and writes the logprobs for each adapter on stdout, both as JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _CHUNK = 512  # positions whose probabilities over the whole vocabulary are in memory at once
 
@@ -32,6 +33,21 @@ def reference_logprobs(
     Raises:
         ServingError: the pass failed; the message carries the end of its output.
     """
+    return adapter_logprobs(python, model, sequences, [None], temperatures)[0]
+
+
+def adapter_logprobs(
+    python: Path,
+    model: Path,
+    sequences: Sequence[Sequence[int]],
+    adapters: Sequence[Path | None],
+    temperatures: Sequence[float] | None = None,
+) -> list[list[list[float]]]:
+    """Return what `reference_logprobs` returns, for each of these LoRA adapters; None is the model without one.
+
+    Raises:
+        ServingError: a pass failed; the message carries the end of its output.
+    """
     from rollout_backend.errors import ServingError
 
     temperatures = [1.0] * len(sequences) if temperatures is None else temperatures
@@ -39,7 +55,13 @@ def reference_logprobs(
         raise ValueError("temperatures must have one number above 0 for each sequence")
     done = subprocess.run(
         [str(python), "-I", __file__, str(model)],
-        input=json.dumps({"sequences": [list(ids) for ids in sequences], "temperatures": list(temperatures)}),
+        input=json.dumps(
+            {
+                "sequences": [list(ids) for ids in sequences],
+                "temperatures": list(temperatures),
+                "adapters": [None if folder is None else str(folder) for folder in adapters],
+            }
+        ),
         capture_output=True,
         text=True,
         check=False,
@@ -47,7 +69,24 @@ def reference_logprobs(
     if done.returncode:
         tail = "\n".join(f"    {line}" for line in done.stderr.splitlines()[-15:])
         raise ServingError(f"the forward pass with {python} failed. The end of its output:\n{tail}")
-    return [[math.nan if value is None else value for value in row] for row in json.loads(done.stdout)]
+    return [
+        [[math.nan if value is None else value for value in row] for row in table]
+        for table in json.loads(done.stdout)
+    ]
+
+
+def _apply_adapter(model: Any, folder: Path) -> None:
+    """Add a LoRA adapter to the model's weights."""
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    weights = dict(model.named_parameters())
+    for name, down in tensors.items():
+        if ".lora_A." in name:
+            up = tensors[name.replace(".lora_A.", ".lora_B.")]
+            weight = weights[name.removeprefix("base_model.model.").replace(".lora_A.", ".")]
+            weight.data += config["lora_alpha"] / config["r"] * (up.float() @ down.float())
 
 
 def _main(model_path: str) -> None:
@@ -58,9 +97,8 @@ def _main(model_path: str) -> None:
     from transformers import AutoModelForCausalLM
 
     request = json.load(sys.stdin)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
 
-    def logprobs(ids: list[int], temperature: float) -> list[float | None]:
+    def logprobs(model: Any, ids: list[int], temperature: float) -> list[float | None]:
         if not ids:
             return []
         out: list[float | None] = [None]
@@ -72,8 +110,14 @@ def _main(model_path: str) -> None:
                 out += rows.gather(1, torch.tensor(ids[start + 1 : stop + 1])[:, None])[:, 0].tolist()
         return out
 
-    pairs = zip(request["sequences"], request["temperatures"], strict=True)
-    json.dump([logprobs(ids, temperature) for ids, temperature in pairs], sys.stdout)
+    def table(adapter: str | None) -> list[list[float | None]]:
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        if adapter is not None:
+            _apply_adapter(model, Path(adapter))
+        pairs = zip(request["sequences"], request["temperatures"], strict=True)
+        return [logprobs(model, ids, temperature) for ids, temperature in pairs]
+
+    json.dump([table(adapter) for adapter in request["adapters"]], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn, Protocol
 from urllib.parse import urlsplit
@@ -64,6 +64,8 @@ class Shard(Protocol):
     async def pause(self) -> None: ...
 
     async def resume(self) -> None: ...
+
+    async def set_adapters(self, versions: Mapping[str, int]) -> None: ...
 
     async def stats(self) -> GatewayStats: ...
 
@@ -251,6 +253,14 @@ class GatewayFleet:
     async def resume(self) -> None:
         """Undo `pause`. Raise ServingError likewise."""
         await self._instruct_all(lambda shard: shard.resume())
+
+    async def set_adapters(self, versions: Mapping[str, int]) -> None:
+        """Set the version of each LoRA adapter that model calls name, also in a shard that restarts.
+
+        Raises:
+            ServingError: a shard did not answer for a minute.
+        """
+        await self._instruct_all(lambda shard: shard.set_adapters(versions))
 
     async def _instruct_all(self, send: Callable[[Shard], Awaitable[None]]) -> None:
         sends = (_instruct(gateway, send) for gateway in self._gateways)

@@ -11,7 +11,7 @@ import re
 import secrets
 import ssl
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class GatewayProcess:
         self._trainer_incarnation = trainer_incarnation
         self._adopted: set[str] = set()
         self._paused = False
+        self._adapters: dict[str, int] = {}
         self.journal_id = ""
         """The id of the journal of new sessions; set once the gateway has started."""
         self._journal = journal
@@ -124,6 +125,7 @@ class GatewayProcess:
             trainer_incarnation=self._trainer_incarnation,
             adopted=tuple(self._adopted),
             paused=self._paused,
+            adapters=self._adapters,
         )
         self._url = f"{'https' if certificate else 'http'}://{self._address}:{port}"
         # The process is a child of this one, so its certificate is compared, and the name in it does not matter.
@@ -222,6 +224,15 @@ class GatewayProcess:
         """Undo `pause`. Raises ServingError if the gateway does not answer."""
         self._paused = False
         await self._control("POST", "/control/resume")
+
+    async def set_adapters(self, versions: Mapping[str, int]) -> None:
+        """Set the version of each LoRA adapter that model calls name from now on, also after a restart.
+
+        Raises:
+            ServingError: the gateway does not answer.
+        """
+        self._adapters = dict(versions)
+        await self._control("POST", "/control/adapters", {"versions": self._adapters})
 
     async def stats(self) -> GatewayStats:
         """Return the gateway's statistics. Raise ServingError if it does not answer."""

@@ -44,8 +44,25 @@ async def pause_generation(url: str, engine: EngineName = "sglang", timeout_s: f
         raise ServingError(f"it did not pause its generation: {error or type(error).__name__}") from None
 
 
+async def abort_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
+    """Abort all generation, and make the server queue new requests until `resume_generation`. Its prefix cache stays.
+
+    Both engines return from the pause when no request runs.
+
+    Raises:
+        ServingError: the server did not, or not in time.
+    """
+    path = "/pause?mode=abort&clear_cache=false" if engine == "vllm" else "/pause_generation"
+    try:
+        async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
+            if not await _post(http, url + path, {"mode": "abort"}):
+                raise ServingError("it refused to pause its generation")
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ServingError(f"it did not pause its generation: {error or type(error).__name__}") from None
+
+
 async def resume_generation(url: str, engine: EngineName = "sglang", timeout_s: float = _TIMEOUT_S) -> None:
-    """Undo `pause_generation`. Raise ServingError if the server does not."""
+    """Undo `pause_generation` or `abort_generation`. Raise ServingError if the server does not."""
     try:
         async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
             if engine == "vllm":

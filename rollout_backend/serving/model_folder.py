@@ -27,6 +27,15 @@ _NAMED = 5
 Shape = tuple[int, ...]
 
 
+def tensor_shapes(file: Path) -> dict[str, Shape]:
+    """Return the shape of each tensor in a safetensors file. Raise ConfigError if it cannot be read."""
+    try:
+        with safe_open(file, framework="np") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): is it still being written?") from None
+
+
 class ModelFolder:
     """The names and shapes of the tensors in `path`; the tensors themselves are not read.
 
@@ -44,11 +53,7 @@ class ModelFolder:
         self._tied = bool(config.get("tie_word_embeddings"))
         self.shapes: dict[str, Shape] = {}
         for file in sorted(path.glob("*.safetensors")):
-            try:
-                with safe_open(file, framework="np") as tensors:
-                    self.shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{file} cannot be read ({error}): is it still being written?") from None
+            self.shapes |= tensor_shapes(file)
         if not self.shapes:
             raise ConfigError(f"{path} has no .safetensors: save the model with save_pretrained first")
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_backend.config import RolloutConfig
-from rollout_backend.errors import ConfigError, WeightUpdateFailed
+from rollout_backend.core.adapter import NamedAdapter
+from rollout_backend.errors import ConfigError, ServingError, WeightUpdateFailed
+from rollout_backend.serving.adapters import AdapterStore, AdapterUpdate
 from rollout_backend.serving.engine_fleet import EngineFleet, ServerState
 from rollout_backend.serving.gateway_fleet import GatewayFleet
 from rollout_backend.serving.relay_process import DialerProcess, public_gateway_config
@@ -41,11 +43,16 @@ class ModelServing:
         """Prepare the engines; nothing starts yet.
 
         Raises:
-            ConfigError: `serving.kind` names no engine factory, or the weights that this run served last are gone.
+            ConfigError: `serving.kind` names no engine factory or one whose engines take no adapters, or the weights
+                or adapters that this run served last are gone.
         """
-        self._weights = WeightStore(config)
+        self._weights, self._adapters = WeightStore(config), AdapterStore(config)
         self._updating = asyncio.Lock()
-        self.engines = EngineFleet(config, log_dir, on_event, newest=self._weights.current)
+        self.engines = EngineFleet(
+            config, log_dir, on_event, newest=self._weights.current, adapters=self._adapters.loaded
+        )
+        if config.serving.lora_rank is not None and not self.engines.takes_weights:
+            raise ConfigError(f"serving.lora_rank: engines of serving.kind={config.serving.kind} take no adapters")
         self.dialer: DialerProcess | None = None
         self._config = config
         self._log_dir = log_dir
@@ -79,6 +86,8 @@ class ModelServing:
         )
         self._stack.push_async_callback(self.gateways.stop)
         await self.gateways.start()
+        if self._adapters.loaded:
+            await self.gateways.set_adapters(self._adapters.versions)
         if config.relay is not None:
             on_status(f"dialling out to the relay at {config.relay.url}")
             self.dialer = DialerProcess(config.relay, self.gateways.urls, self._log_dir / "relay.log")
@@ -132,6 +141,11 @@ class ModelServing:
                 f"update_weights needs serving.engine=sglang, and it is {serving.engine}, which reloads some models "
                 "incompletely"
             )
+        if serving.lora_rank is not None:
+            raise ConfigError(
+                "update_weights is not supported with serving.lora_rank: the adapters belong to the weights of "
+                "model.path. Train the adapters, or remove serving.lora_rank"
+            )
         async with self._updating:
             weights = await asyncio.to_thread(self._weights.prepare, source)
             began = time.monotonic()
@@ -152,6 +166,53 @@ class ModelServing:
             )
         log.info("the engines serve version %d of the weights, after a pause of %.1f s", weights.version, paused_s)
         return WeightUpdate(weights.version, failed, paused_s)
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """The newest version of each loaded adapter."""
+        return self._adapters.versions
+
+    def named_adapter(self, name: str) -> NamedAdapter | None:
+        """Return the adapter that a step names; None without a name.
+
+        Raises:
+            ConfigError: this side starts the engines, and no such adapter is loaded.
+        """
+        if not name:
+            return None
+        if self._config.serving.kind != "external" and name not in self._adapters.loaded:
+            loaded = ", ".join(sorted(self._adapters.loaded)) or "none"
+            raise ConfigError(f"no adapter {name!r} is loaded, only: {loaded}. Call load_adapter first")
+        return NamedAdapter(name, self.adapters.get(name))
+
+    async def load_adapter(self, name: str, folder: Path) -> AdapterUpdate:
+        """Serve a new version of an adapter: see `RolloutManager.load_adapter`."""
+        if self._config.serving.lora_rank is None:
+            raise ConfigError("the engines take no adapters: set serving.lora_rank to the largest rank")
+        async with self._updating:
+            adapter = await asyncio.to_thread(self._adapters.prepare, name, folder)
+
+            failed = await self.engines.load_adapter(
+                adapter,
+                lambda: self._adapters.commit(adapter),
+                lambda: self.gateways.set_adapters(self.adapters),
+            )
+        if self._adapters.loaded.get(name) != adapter:
+            reasons = "; ".join(f"{engine}: {why}" for engine, why in failed.items())
+            raise ServingError(f"no engine loaded the adapter {adapter.engine_name}, so nothing changed. {reasons}")
+        for engine, why in failed.items():
+            log.warning("%s did not load the adapter %s and is restarted: %s", engine, adapter.engine_name, why)
+        log.info("the engines serve version %d of the adapter %s", adapter.version, name)
+        return AdapterUpdate(name, adapter.version, failed)
+
+    async def unload_adapter(self, name: str, check_unused: Callable[[], None]) -> None:
+        """Remove an adapter. `check_unused` raises ConfigError if a step samples with it."""
+        async with self._updating:
+            self.named_adapter(name)
+            check_unused()
+            self._adapters.remove(name)
+            await self.gateways.set_adapters(self.adapters)
+            await self.engines.unload_adapter(name)
 
     def snapshot(self) -> tuple[ServerState, ...]:
         """Return the state of the router and of each engine."""

@@ -8,7 +8,7 @@ loss of an actor or of a machine ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -94,6 +94,9 @@ class RayGateway(RayActor):
 
     async def resume(self) -> None:
         await self.call("resume")
+
+    async def set_adapters(self, versions: Mapping[str, int]) -> None:
+        await self.call("set_adapters", dict(versions))
 
     async def stats(self) -> GatewayStats:
         stats: GatewayStats = await self.call("stats")

@@ -75,6 +75,10 @@ def engine_command(
         argv.append("--trust-remote-code")
     if model.routed_experts:
         argv.append("--enable-return-routed-experts")
+    if serving.lora_rank is not None:
+        argv += ["--enable-lora", "--max-lora-rank", str(serving.lora_rank)]
+        argv += ["--lora-target-modules", *serving.lora_targets]
+        argv += ["--max-loras-per-batch", str(serving.max_adapters + 1)]  # requests without an adapter count as one
     if not on_cpu:
         argv += ["--base-gpu-id", str(node.first_gpu)]  # each server on a machine uses separate GPUs
     total_tokens = serving.max_total_tokens or (_CPU_TOTAL_TOKENS if on_cpu else None)
@@ -95,5 +99,6 @@ def engine_command(
             *("--grammar-backend", "none"),  # compiles for 10 s at the start, for an unused feature
             "--disable-overlap-schedule",  # there is no device to overlap with
             "--sleep-on-idle",  # else an idle scheduler spins on a core
+            *("--lora-backend", "torch_native"),  # the others are kernels for GPUs
         ]
     return [*argv, *serving.extra_args], env

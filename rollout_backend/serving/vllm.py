@@ -21,6 +21,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _CPU_TOTAL_TOKENS = 32_768
 _CPU_BLOCK_SIZE = 32  # tokens; by default 128, and only whole blocks of a prompt are found in the cache
 _GPU_BLOCK_SIZE = 16
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM accepts as the largest
 _CPU_CACHE_BYTES = 1 << 30  # skips the measurement of memory at the start; the number of blocks decides
 
 
@@ -68,6 +69,11 @@ def vllm_command(
     argv += [word for option, size in sizes.items() if size > 1 for word in (option, str(size))]
     if model.trust_remote_code:
         argv.append("--trust-remote-code")
+    if serving.lora_rank is not None:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # /v1/load_lora_adapter
+        rank = next(rank for rank in _LORA_RANKS if rank >= serving.lora_rank)
+        argv += ["--enable-lora", "--max-lora-rank", str(rank)]
+        argv += ["--max-loras", str(serving.max_adapters + 1)]  # an update loads the new version first
     block = _CPU_BLOCK_SIZE if on_cpu else _GPU_BLOCK_SIZE
     total_tokens = serving.max_total_tokens or (_CPU_TOTAL_TOKENS if on_cpu else None)
     if total_tokens is not None:  # on a GPU vLLM uses the free memory

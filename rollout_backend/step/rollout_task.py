@@ -53,6 +53,7 @@ class StepContext:
     sessions: StepSessions
     stragglers: Stragglers
     abort: Callable[[BaseException], None]  # ends the step with this error
+    adapter: str = ""  # the LoRA adapter that model calls name
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the step
     overdue: list[RolloutTask] = field(default_factory=list)  # rollouts whose deadline has passed
     ended: list[RolloutTask] = field(default_factory=list)  # rollouts whose session has ended without a stop
@@ -176,6 +177,7 @@ class RolloutTask:
             sampling=self.task.sampling or self.context.sampling,
             expires_at=self._services.wall() + config.timeouts.session_key_s,
             routing_key=f"{self.context.step}/{self.task.task_id}" if config.router.affinity == "group" else "",
+            adapter=self.context.adapter,
         )
         return self._services.payload(self.task, claims, remaining_s)
 

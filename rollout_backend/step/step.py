@@ -56,13 +56,16 @@ class Step:
         weights: str = "",
         same_weights: bool = True,
         allow_subset: bool = False,
+        adapter: str = "",
     ) -> None:
         """`on_group` is called with each group once: when all of it is settled, or the step is over.
 
         `weights` names the weights that are served now. If `same_weights` is False, results of an earlier trainer
         were sampled from others and are not used. `allow_subset`: the tasks may be some of an earlier trainer's.
+        `adapter` is the LoRA adapter that model calls name; empty for the model without an adapter.
         """
         self.step = number
+        self.adapter = adapter
         self.ledger = Ledger(number, services.wall)
         self.rollouts: dict[str, RolloutTask] = {}
         self.groups = {task.task_id: Group(task, services.config.group) for task in tasks}
@@ -85,6 +88,7 @@ class Step:
             sessions=self._sessions,
             stragglers=stragglers,
             abort=self.abort,
+            adapter=adapter,
         )
         self._changed = self._context.changed
         self.results = StepResults(self._context, self.rollouts, self.groups)

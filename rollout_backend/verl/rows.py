@@ -43,8 +43,8 @@ from numpy.typing import NDArray
 
 from agent_wrapper.contract import Rollout, Segment
 from rollout_backend.config import ExpertShape
+from rollout_backend.core.adapter import number_of
 from rollout_backend.core.routed_experts import unpack
-from rollout_backend.core.staleness import number_of
 from rollout_backend.verl.row_images import SeenImage
 
 

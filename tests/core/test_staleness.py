@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_backend.core.adapter import number_of
 from rollout_backend.core.staleness import AbandonedWeights, groups_to_await
 from rollouts import make_rollout, make_segment, make_turn
 
@@ -78,3 +79,10 @@ def test_only_what_the_killed_trainer_sampled_was_sampled_by_abandoned_weights()
     assert relabelled(abandoned, "4", "7", "5", "6") == ["4", "3", "5", "6"], "the version falls at the restart"
     assert relabelled(abandoned, "default", "6") == ["default", "4"]
     assert relabelled(AbandonedWeights(5, 5), "5", "6") == ["5", "6"], "killed before it trained anything"
+
+
+def test_labels_of_adapters_keep_their_name():
+    assert [number_of(label) for label in ("3", "math@3", "default", "math@x")] == [3, 3, None, None]
+    rollout = make_rollout(segments=(make_segment(version="math@4"),))
+    relabelled = AbandonedWeights(checkpoint=3, last=4).relabel(rollout)
+    assert [span.version for span in relabelled.segments[0].turns[0].weight_versions] == ["math@2"]

@@ -5,38 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from agent_wrapper.contract import Segment
 from rollout_backend.config import load_config
-from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import read_tasks
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
 from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine
+from tiny_engine import engine_url, make_models, requests_run, versions_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
-
-MAKE = (
-    "import sys; from pathlib import Path; from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model\n"
-    "for seed, folder in enumerate(sys.argv[1:]): make_tiny_model(Path(folder), seed)"
-)
 
 
 async def test_each_token_is_of_its_version_through_an_update_and_a_restart(repository, tmp_path, monkeypatch):
     example = repository / "examples" / "arithmetic"
     first, second = tmp_path / "first", tmp_path / "second"
-    subprocess.run(
-        [str(find_engine()), "-c", MAKE, str(first), str(second)],
-        env={**os.environ, "PYTHONPATH": str(repository)},
-        check=True,
-    )
+    make_models(find_engine(), repository, first, second)
     async with LocalCloud(example / "agent.py", run_dir=tmp_path / "logs") as cloud:
         for name, value in cloud.environ.items():
             monkeypatch.setenv(name, value)
@@ -55,17 +44,17 @@ async def test_each_token_is_of_its_version_through_an_update_and_a_restart(repo
         tasks = read_tasks(example / "tasks.jsonl")[:2]
         async with RolloutManager(config) as manager:
             collecting = asyncio.create_task(manager.collect(tasks))
-            await asyncio.wait_for(_requests_run(_engine(manager)), 120)
+            await asyncio.wait_for(requests_run(manager), 120)
             update = await manager.update_weights(second)
             assert (update.version, update.failed) == (1, {})
             crossed = await collecting
-            os.killpg(_listener(_engine(manager)), signal.SIGKILL)
+            os.killpg(_listener(engine_url(manager)), signal.SIGKILL)
             restarted = await manager.collect(tasks)
         async with RolloutManager(config) as manager:  # a restarted trainer
             assert manager.weight_version == 1
             resumed = await manager.collect(tasks, step=7)
-    assert ("0", "1") in _versions(crossed) <= {("0",), ("0", "1"), ("1",)}
-    assert _versions(restarted) == _versions(resumed) == {("1",)}
+    assert ("0", "1") in versions_of(crossed) <= {("0",), ("0", "1"), ("1",)}
+    assert versions_of(restarted) == versions_of(resumed) == {("1",)}
     for step in (crossed, restarted, resumed):
         assert len(step.rollouts) == 8
         segments = [segment for rollout in step.rollouts for segment in rollout.segments]
@@ -84,27 +73,6 @@ def _check(segments: Sequence[Segment], *models: Path) -> None:
                 assert abs(segment.logprobs[at] - own[at]) < 1e-3
                 of_others.append(abs(segment.logprobs[at] - other[at]))
     assert sum(of_others) / len(of_others) > 0.05  # the comparison can tell the versions apart
-
-
-def _versions(step: StepResult) -> set[tuple[str, ...]]:
-    return {
-        tuple(span.version for span in segment.turns[0].weight_versions)
-        for rollout in step.rollouts
-        for segment in rollout.segments
-    }
-
-
-def _engine(manager: RolloutManager) -> str:
-    return next(server.url for server in manager.servers() if server.name == "engine-0")
-
-
-async def _requests_run(url: str) -> None:
-    async with aiohttp.ClientSession() as http:
-        while True:
-            async with http.get(f"{url}/v1/loads") as reply:
-                if (await reply.json())["loads"][0]["num_running_reqs"] >= 4:
-                    return
-            await asyncio.sleep(0.1)
 
 
 def _listener(url: str) -> int:

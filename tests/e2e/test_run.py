@@ -197,6 +197,16 @@ async def test_no_call_reaches_paused_engines(open_run):
 
 
 @pytest.mark.slow
+async def test_a_step_samples_with_an_adapter_of_servers_that_others_run(open_run):
+    run = await open_run()
+    result = await run.manager.collect([Task("a", {})], adapter="theirs")
+    assert {request["lora_path"] for request in run.engine.requests} == {"theirs"}
+    assert set(result.report.weight_versions) == {"theirs@0"}
+    await run.manager.collect([Task("b", {})])
+    assert "lora_path" not in run.engine.requests[-1]
+
+
+@pytest.mark.slow
 async def test_a_gateway_that_cannot_restart_ends_the_run_and_leaves_no_session(open_run, held_back):
     run = await open_run("serving.max_restarts=0", replies=held_back)
     collecting = asyncio.create_task(run.manager.collect([Task("a", {})]))

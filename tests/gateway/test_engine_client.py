@@ -9,6 +9,7 @@ from agent_wrapper.contract import VersionSpan
 from builders import eventually, served
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway import engine_client, router_restart
+from rollout_backend.gateway.adapter_versions import AdapterVersions
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_client import EngineClient, EngineRefused, _Aborted, _Retry, _wait
 from rollout_backend.rendering.stop_strings import StopStrings
@@ -74,10 +75,10 @@ async def engine(monkeypatch):
             return response
 
         async def generate(
-            self, replies, ids=(1, 2), params=PARAMS, attempts=3, timeout_s=20.0, engines=None, **more
+            self, replies, ids=(1, 2), params=PARAMS, attempts=3, timeout_s=20.0, engines=None, adapters=None, **more
         ):
             self.replies, self.bodies, self.hosts = list(replies), [], []
-            client = EngineClient(self.url, timeout_s, attempts, engines)
+            client = EngineClient(self.url, timeout_s, attempts, engines, adapters=adapters)
             await client.start()
             try:
                 return await client.generate(ids, params, "session-1", **more)
@@ -113,6 +114,55 @@ async def test_a_completion_has_the_sampled_tokens_and_their_versions(engine):
 async def test_a_single_version_applies_to_all_tokens(engine):
     completion = await engine.generate([reply([7, 8], weight_version="v")])
     assert completion.weight_versions == (VersionSpan(version="v", start=0, end=2),)
+
+
+async def test_a_call_names_its_adapter_and_its_tokens_carry_the_version(engine):
+    adapters = AdapterVersions({"math": 3})
+    sampled = reply([7, 8], weight_version="0")
+    assert (await engine.generate([sampled], adapters=adapters)).weight_versions[0].version == "0"
+    assert "lora_path" not in engine.bodies[0][0]
+    completion = await engine.generate([sampled], adapters=adapters, adapter="math")
+    assert engine.bodies[0][0]["lora_path"] == "math@3"
+    assert completion.weight_versions == (VersionSpan(version="math@3", start=0, end=2),)
+    completion = await engine.generate([reply([7, 8])], adapters=adapters, adapter="math")  # no version in the reply
+    assert completion.weight_versions == (VersionSpan(version="math@3", start=0, end=2),)
+
+
+async def test_an_adapter_of_the_engines_operator_carries_the_reported_version(engine):
+    completion = await engine.generate([reply([7, 8], versions=[("4", 0, 1), ("5", 1, 2)])], adapter="theirs")
+    assert engine.bodies[0][0]["lora_path"] == "theirs"
+    assert [span.version for span in completion.weight_versions] == ["theirs@4", "theirs@5"]
+    assert (await engine.generate([reply([7, 8])], adapter="theirs")).weight_versions == ()
+
+
+async def test_a_call_aborted_for_a_new_version_resumes_with_it(engine):
+    aborted, rest = reply([7], "abort", weight_version="0"), reply([8], weight_version="0")
+    unchanged = AdapterVersions({"math": 1})
+    completion = await engine.generate([aborted, rest], adapters=unchanged, adapter="math")
+    assert [body["lora_path"] for body, _ in engine.bodies] == ["math@1", "math@1"]
+    assert completion.weight_versions == (VersionSpan(version="math@1", start=0, end=2),)
+
+    class Updated(AdapterVersions):
+        def newest(self, name):
+            self.replace({"math": 1 + (len(engine.bodies) > 0)})
+            return super().newest(name)
+
+    completion = await engine.generate([aborted, rest], adapters=Updated(), adapter="math")
+    assert [body["lora_path"] for body, _ in engine.bodies] == ["math@1", "math@2"]
+    assert engine.bodies[1][0]["input_ids"] == [1, 2, 7]
+    assert completion.weight_versions == (
+        VersionSpan(version="math@1", start=0, end=1),
+        VersionSpan(version="math@2", start=1, end=2),
+    )
+    refused = (400, "The following requested LoRA adapters are not loaded: math@1")
+    completion = await engine.generate([refused, rest], adapters=Updated(), adapter="math")
+    assert completion.weight_versions == (VersionSpan(version="math@2", start=0, end=1),)
+
+
+async def test_an_unknown_adapter_is_refused_once(engine):
+    with pytest.raises(EngineRefused, match="not loaded"):
+        await engine.generate([(400, "not loaded: math")], adapter="math")
+    assert len(engine.bodies) == 1
 
 
 @pytest.mark.parametrize("versions", [[("a", 0, 1)], [("a", 1, 2)], [("a", 0, 3)], [("a", 0, 1), ("b", 0, 2)]])

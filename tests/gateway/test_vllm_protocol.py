@@ -80,6 +80,11 @@ async def test_each_parameter_has_vllms_name(engine, generate):
         await generate({**PARAMS, "ignore_eos": True})
 
 
+def test_a_request_names_its_adapter_as_the_model():
+    assert VllmProtocol().body(EngineRequest([1], PARAMS, adapter="math@3"))["model"] == "math@3"
+    assert "model" not in VllmProtocol().body(EngineRequest([1], PARAMS))
+
+
 async def test_the_limit_of_tokens_applies(generate):
     completion = await generate({**PARAMS, "max_new_tokens": 5})
     assert (len(completion.token_ids), completion.finish_reason) == (5, "length")

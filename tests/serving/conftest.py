@@ -2,18 +2,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from builders import eventually, run_config
 from rollout_backend.config import RolloutConfig
+from rollout_backend.serving.adapters import AdapterStore
 from rollout_backend.serving.engine import is_healthy
 from rollout_backend.serving.engine_environment import Command
+from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.gateway_fleet import GatewayFleet
+from rollout_backend.serving.local_engine import LocalEngine
+from rollout_backend.serving.model_serving import ModelServing
 from rollout_backend.serving.placement import ServerNode
+from rollout_backend.serving.registry import engine_factory
 from rollout_backend.serving.server_process import ServerProcess, free_port
+from rollout_backend.serving.weights import WeightStore
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
@@ -52,6 +59,35 @@ def fake_command() -> Callable[..., Callable[..., Command]]:
         return command
 
     return make
+
+
+@pytest.fixture
+def serve(config: RolloutConfig, fake_command: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Serve the `config` of the test's module with fake engines.
+
+    `modes[i]` is the mode of the i-th start of any engine, which is healthy after the last.
+    """
+
+    @asynccontextmanager
+    async def run(*modes: str) -> AsyncIterator[tuple[ModelServing, list[Any], list[LocalEngine]]]:
+        serving, events, engines = ModelServing(config, tmp_path), [], []
+        command = fake_command(lambda started: modes[started] if started < len(modes) else "healthy")
+
+        def make(i: int) -> LocalEngine:
+            log = tmp_path / "engines.log"  # of all engines
+            engines.append(LocalEngine(f"engine-{i}", config.model, config.serving, log, command=command))
+            return engines[-1]
+
+        factory = engine_factory(config, tmp_path)
+        factory.make = make
+        newest, adapters = WeightStore(config).current, AdapterStore(config).loaded
+        serving.engines = EngineFleet(
+            config, tmp_path, events.append, factory=factory, newest=newest, adapters=adapters
+        )
+        async with serving.engines:
+            yield serving, events, engines
+
+    return run
 
 
 @pytest.fixture

@@ -2,8 +2,9 @@
 
 The mode `sick` never becomes healthy, `broken` exits at once with an error. Other modes fail to load new weights:
 `refuses` (400), `lies` (200 with success false), `hangs`, `dies`, or `mislabels` (loads them, keeps the version).
-Each mode refuses a folder named `bad`. `/generate` returns the process id and the folder of the weights, so a test
-sees what served a request, and takes 10 ms per token. Every start serves the original weights. As on a GPU:
+`refuses` refuses adapters too. Each mode refuses a folder named `bad`. `/generate` returns the process id and the
+folders of the weights and of the adapter, so a test sees what served a request, and takes 10 ms per token. Every
+start serves the original weights. As on a GPU:
 
 - `/health` generates a token, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0;
 - a request that generates while the memory is released kills the server;
@@ -43,6 +44,7 @@ class Scheduler:
         self.asleep = False
         self.version = "0"
         self.folder = "original"
+        self.adapters = {}
 
     def generate(self, tokens, wait_s=None):
         """Generate; return how it ended, with which version and weights, or None after a pause of `wait_s`."""
@@ -90,6 +92,20 @@ class Scheduler:
                 self.version = body["weight_version"]
             return 200, {"success": True, "message": "Succeeded to update model weights."}
 
+    def load_adapter(self, name, folder):
+        with self.changed:
+            if mode == "refuses" or folder.endswith("/bad") or name in self.adapters:
+                return 400, {"success": False, "error_message": "Failed to load"}
+            self.adapters[name] = folder
+            return 200, {"success": True}
+
+    def unload_adapter(self, name):
+        with self.changed:
+            if self.adapters.pop(name, None) is None:
+                return 400, {"success": False, "error_message": "does not exist"}
+            self.changed.wait_for(lambda: not self.running)
+            return 200, {"success": True}
+
     def sleep(self, asleep):
         with self.changed:
             if asleep and self.running:
@@ -124,10 +140,16 @@ class Handler(BaseHTTPRequestHandler):
         status, reply = 200, {}
         match self.path:
             case "/generate":
+                name = body.get("lora_path")
+                adapter = scheduler.adapters.get(name)
+                if name is not None and adapter is None:
+                    self.answer(400, {"error": {"message": f"adapters are not loaded: {name}"}})
+                    return
                 tokens = body.get("sampling_params", {}).get("max_new_tokens", 1)
                 ended, version, weights = scheduler.generate(tokens)
                 meta = {"id": "x", "weight_version": version, "finish_reason": {"type": ended}}
                 reply = {"text": "", "output_ids": [1], "meta_info": meta, "pid": os.getpid(), "weights": weights}
+                reply["adapter"] = adapter
             case "/pause_generation":
                 scheduler.pause(True)
             case "/continue_generation":
@@ -140,6 +162,10 @@ class Handler(BaseHTTPRequestHandler):
                 scheduler.version = body["new_version"]
             case "/update_weights_from_disk":
                 status, reply = scheduler.load(body)
+            case "/load_lora_adapter":
+                status, reply = scheduler.load_adapter(body["lora_name"], body["lora_path"])
+            case "/unload_lora_adapter":
+                status, reply = scheduler.unload_adapter(body["lora_name"])
             case "/release_memory_occupation":
                 scheduler.sleep(True)
             case "/resume_memory_occupation":

@@ -233,3 +233,33 @@ async def test_a_call_that_waits_too_long_fails_with_the_reason(start_fleet, cla
             await complete(fleet.endpoint(claims()))
         assert caught.value.response.headers["retry-after"]
         assert engine.requests == []
+
+
+# --- adapters ---------------------------------------------------------------------------------------------
+
+
+async def test_calls_name_the_newest_version_of_their_adapter(start_fleet, claims):
+    with ScriptedEngine(lambda prompt: "hello") as engine:
+        fleet = await start_fleet(engine, gateway={"processes": 2})
+        with_adapter = claims().model_copy(update={"adapter": "math"})
+        endpoint = fleet.endpoint(with_adapter)
+        for version in (1, 2):
+            await fleet.set_adapters({"math": version})
+            await complete(endpoint)
+        await complete(fleet.endpoint(claims(session_id="without")))
+        assert [request.get("lora_path") for request in engine.requests] == ["math@1", "math@2", None]
+        segments = (await fetch_trajectory(endpoint, 10)).segments
+        labels = {span.version for segment in segments for turn in segment.turns for span in turn.weight_versions}
+        assert labels == {"math@1", "math@2"}
+
+
+@pytest.mark.slow
+async def test_a_restarted_gateway_names_the_newest_version(start_fleet, claims, tmp_path):
+    with ScriptedEngine(lambda prompt: "hello") as engine:
+        journals = {"journals": tmp_path / "gateway"}
+        fleet = await start_fleet(engine, secret="the secret of this run " * 2, more=journals)
+        await fleet.set_adapters({"math": 3})
+        os.kill(fleet._shards[0]._process.pid, signal.SIGKILL)
+        await fleet._shards[0]._process.wait()
+        await complete(fleet.endpoint(claims().model_copy(update={"adapter": "math"})), retries=12)
+        assert engine.requests[-1]["lora_path"] == "math@3"

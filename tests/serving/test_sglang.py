@@ -68,6 +68,16 @@ def test_command_of_a_cpu_server():
     assert (Path(env["PYTHONPATH"]) / "sitecustomize.py").is_file()
 
 
+def test_adapters_have_room_for_the_requests_without_one():
+    serving = ServingConfig(python=PYTHON, lora_rank=16, lora_targets=("q_proj", "v_proj"), max_adapters=3)
+    argv = engine_command(MODEL, serving, NODE, inherited={})[0]
+    given = flags(argv)
+    assert ("enable-lora" in given, given["max-lora-rank"], given["max-loras-per-batch"]) == (True, "16", "4")
+    at = argv.index("--lora-target-modules")
+    assert argv[at + 1 : at + 3] == ["q_proj", "v_proj"]
+    assert "enable-lora" not in flags(engine_command(MODEL, ServingConfig(python=PYTHON), NODE, inherited={})[0])
+
+
 def test_model_code_is_trusted_only_if_configured():
     serving = ServingConfig(python=PYTHON)
     assert "trust-remote-code" not in flags(engine_command(MODEL, serving, NODE, inherited={})[0])

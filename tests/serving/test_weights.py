@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-from contextlib import asynccontextmanager
 
 import aiohttp
 import numpy as np
@@ -14,10 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch, WeightUpdateFailed
-from rollout_backend.serving.engine_fleet import EngineFleet
-from rollout_backend.serving.local_engine import LocalEngine
 from rollout_backend.serving.model_serving import ModelServing
-from rollout_backend.serving.registry import engine_factory
 from rollout_backend.serving.weights import WeightStore, load_weights
 
 SHAPES = {"embed.weight": (8, 4), "norm.weight": (4,)}
@@ -34,30 +30,6 @@ def save(folder, value=0.0, shapes=SHAPES):
 def config(make_config, model_folder, tmp_path):
     save(model_folder)
     return make_config(serving={"servers": 2, "startup_timeout_s": 2.0, "max_restarts": 2}, output_dir=tmp_path)
-
-
-@pytest.fixture
-def serve(config, fake_command, tmp_path):
-    """Serve with fake engines; `modes[i]` is the mode of the i-th start of any engine, healthy after the last."""
-
-    @asynccontextmanager
-    async def run(*modes):
-        serving, events, engines = ModelServing(config, tmp_path), [], []
-        command = fake_command(lambda started: modes[started] if started < len(modes) else "healthy")
-
-        def make(i):
-            log = tmp_path / "engines.log"  # of all engines
-            engines.append(LocalEngine(f"engine-{i}", config.model, config.serving, log, command=command))
-            return engines[-1]
-
-        factory = engine_factory(config, tmp_path)
-        factory.make = make
-        newest = WeightStore(config).current
-        serving.engines = EngineFleet(config, tmp_path, events.append, factory=factory, newest=newest)
-        async with serving.engines:
-            yield serving, events, engines
-
-    return run
 
 
 async def generate(serving, key, tokens=1):

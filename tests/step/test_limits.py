@@ -77,7 +77,7 @@ async def test_every_step_of_the_run_is_stopped(open_bench, tmp_path):
     manager = RolloutManager(bench.config)
     manager._run = SimpleNamespace(
         for_steps=bench.services,
-        serving=SimpleNamespace(weight_version=None),
+        serving=SimpleNamespace(weight_version=None, named_adapter=lambda name: None),
         lease=create_autospec(RunLease, instance=True, lost=None),
         limits=bench.config.runtime,
         background=[],

@@ -95,7 +95,7 @@ async def test_metrics_that_fail_do_not_end_a_step(open_bench, tmp_path, monkeyp
     bench = await open_bench("observe.metrics_port=0", "group.size=1", f"output_dir={tmp_path}")
     manager = RolloutManager(bench.config)
     lease = create_autospec(RunLease, instance=True, lost=None)
-    serving = SimpleNamespace(weight_version=None)
+    serving = SimpleNamespace(weight_version=None, named_adapter=lambda name: None)
     manager._run = SimpleNamespace(
         for_steps=bench.services, lease=lease, limits=bench.config.runtime, serving=serving, background=[]
     )

@@ -9,8 +9,8 @@ and its child processes, because their PYTHONPATH names this folder.
 Any attribute of a stub is a class. It can be subclassed, annotated with and inspected, but instantiating or calling
 it raises `NotImplementedError`, so no result can come from a stub unnoticed. An installed package takes precedence.
 
-SGLang also pins the memory in which it records routed experts, for copies from a GPU. That needs CUDA, so it is left
-out.
+SGLang also pins the memory in which it records routed experts, and that of LoRA adapters, for copies from and to a
+GPU. That needs CUDA, so it is left out.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 NAMES = ("sgl_kernel", "torchvision")
-_PINS_MEMORY = "sglang.srt.mem_cache.pool_host.common"
+_PINS_EXPERTS = "sglang.srt.mem_cache.pool_host.common"
+_PINS_ADAPTERS = ("sglang.srt.lora.layers", "sglang.srt.lora.lora", "sglang.srt.lora.backend.torch_backend")
 
 
 class _Absent(type):
@@ -88,17 +89,35 @@ def _stub_operations(namespace: Any) -> None:
     namespace.__getattr__ = find
 
 
-class _Unpinned(importlib.machinery.SourceFileLoader):
-    """Loads the module that pins memory, and replaces the function that does."""
+class _UnpinnedTorch(types.ModuleType):
+    """torch, whose functions ignore `pin_memory`."""
 
-    def exec_module(self, module: types.ModuleType) -> None:
+    def __init__(self, torch: Any) -> None:
+        super().__init__("torch")
+        self._torch = torch
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._torch, name)
+        if name not in ("tensor", "empty", "zeros"):
+            return value
+        return lambda *args, pin_memory=False, **kwargs: value(*args, **kwargs)
+
+
+class _Unpinned(importlib.machinery.SourceFileLoader):
+    """Loads a module that pins memory, and replaces the functions that do."""
+
+    def exec_module(self, module: Any) -> None:
         super().exec_module(module)
-        module._cuda_host_register = lambda *_: None  # type: ignore[attr-defined]
+        if module.__name__ == _PINS_EXPERTS:
+            module._cuda_host_register = lambda *_: None
+        else:
+            module.torch = _UnpinnedTorch(module.torch)
 
 
 class _UnpinnedFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: object = None) -> ModuleSpec | None:
-        if name != _PINS_MEMORY:
+        if name != _PINS_EXPERTS and name not in _PINS_ADAPTERS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.origin is not None:

@@ -1,0 +1,44 @@
+"""The LoRA adapter that a model call names, and the labels of the tokens that it sampled. Pure.
+
+A token's label is its weight version: `3` for version 3 of the model's weights, `math@3` for version 3 of the adapter
+`math`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MARK = "@"
+
+
+@dataclass(frozen=True)
+class NamedAdapter:
+    """An adapter as a model call names it to an engine. `version` is None if the engine's operator replaces it in
+    place; then its tokens carry the weight version that the engine reports."""
+
+    name: str
+    version: int | None = None
+
+    @property
+    def engine_name(self) -> str:
+        """The name that the engine knows. Each version has a separate one, so that engines never use the prefix cache
+        of an older version, and never sample with another version than the gateway records."""
+        return self.name if self.version is None else f"{self.name}{_MARK}{self.version}"
+
+    def label(self, reported: str) -> str:
+        """Return the label of tokens for which the engine reports this version of its weights."""
+        return f"{self.name}{_MARK}{reported}" if self.version is None else self.engine_name
+
+
+def number_of(label: str) -> int | None:
+    """Return a label's version number; None for a label without one, such as SGLang's "default"."""
+    try:
+        return int(label.rpartition(_MARK)[2])
+    except ValueError:
+        return None
+
+
+def renumbered(label: str, number: int) -> str:
+    """Return the label with another version number."""
+    name, mark, _ = label.rpartition(_MARK)
+    return f"{name}{mark}{number}"

@@ -1,0 +1,203 @@
+"""The LoRA adapters of a run's engines: which version of each is the newest, and how an engine loads them.
+
+Invariants:
+
+- A version names one set of an adapter's weights for good, also after a restart of the trainer and after the adapter
+  was unloaded. The versions of each adapter are counted from 1.
+- An engine knows each version by a separate name. So no request samples with another version than it names, and the
+  prefix caches of versions and adapters are never mixed.
+- The newest version of each loaded adapter stays on disk, because a restarted engine loads it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from pydantic import TypeAdapter, ValidationError
+
+from agent_wrapper.contract import Identifier
+from rollout_backend.atomic_file import write_file
+from rollout_backend.config import EngineName, RolloutConfig
+from rollout_backend.core.adapter import NamedAdapter
+from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
+from rollout_backend.serving.adapter_folder import AdapterFolder
+from rollout_backend.serving.model_folder import ModelFolder
+from rollout_backend.serving.weights import Weights
+
+_TIMEOUT_S = 120.0
+_MESSAGE_CHARS = 500
+_NAMES: TypeAdapter[str] = TypeAdapter(Identifier)
+_PATHS: Mapping[EngineName, tuple[str, str]] = {
+    "sglang": ("/load_lora_adapter", "/unload_lora_adapter"),
+    "vllm": ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One version of an adapter."""
+
+    name: str
+    weights: Weights
+
+    @property
+    def version(self) -> int:
+        return self.weights.version
+
+    @property
+    def engine_name(self) -> str:
+        """The name by which engines know this version."""
+        return NamedAdapter(self.name, self.version).engine_name
+
+
+@dataclass(frozen=True)
+class AdapterUpdate:
+    """What `RolloutManager.load_adapter` did.
+
+    `failed` maps each engine that did not load the adapter to the reason. It is restarted, and gets requests once it
+    has loaded it.
+    """
+
+    name: str
+    version: int
+    failed: Mapping[str, str]
+
+
+class AdapterStore:
+    """The newest version of each adapter of a run. `loaded` has those that are not unloaded, by name."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        """Read which adapters an earlier trainer of this run loaded.
+
+        Raises:
+            ConfigError: one of them is gone, changed or of another model, or the record of them cannot be read.
+        """
+        self._serving = config.serving
+        self._model = config.model.path
+        self._file = config.run_dir / "adapters.json"
+        self._last: dict[str, int] = {}  # the last version of each adapter, also of those that were unloaded
+        self.loaded: dict[str, Adapter] = {}
+        self._read()
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The newest version of each loaded adapter."""
+        return {name: adapter.version for name, adapter in self.loaded.items()}
+
+    def prepare(self, name: str, folder: Path) -> Adapter:
+        """Check the next version of an adapter against the model and the settings. Blocks.
+
+        Raises:
+            ConfigError: the name is invalid, too many adapters are loaded, or the folder is no adapter that the
+                settings allow.
+            WeightsMismatch: its tensors do not fit the model.
+        """
+        try:
+            _NAMES.validate_python(name)
+        except ValidationError:
+            raise ConfigError(
+                f"{name!r} is no name for an adapter: use letters, digits, '.', '_' and '-', not '.' first"
+            ) from None
+        if name not in self.loaded and len(self.loaded) >= self._serving.max_adapters:
+            raise ConfigError(
+                f"{len(self.loaded)} adapters are loaded, and serving.max_adapters is {self._serving.max_adapters}: "
+                "unload one, or raise it"
+            )
+        weights = Weights.of(self._last.get(name, 0) + 1, folder.absolute())
+        self._check(folder)
+        return Adapter(name, weights)
+
+    def commit(self, adapter: Adapter) -> None:
+        """Record this version as the newest. Raise ServingError if that fails."""
+        self._write({**self.loaded, adapter.name: adapter})
+
+    def remove(self, name: str) -> None:
+        """Record that an adapter was unloaded. Raise ServingError if that fails."""
+        self._write({other: adapter for other, adapter in self.loaded.items() if other != name})
+
+    def _check(self, folder: Path) -> None:
+        AdapterFolder(folder).check(ModelFolder.at(self._model), self._serving)
+
+    def _write(self, loaded: dict[str, Adapter]) -> None:
+        last = {**self._last, **{name: adapter.version for name, adapter in loaded.items()}}
+        record = {
+            name: {"version": version} | (_record(loaded[name]) if name in loaded else {})
+            for name, version in last.items()
+        }
+        try:
+            write_file(self._file, json.dumps(record).encode())
+        except OSError as error:
+            raise ServingError(f"the adapters could not be recorded in {self._file}: {error}") from None
+        self._last, self.loaded = last, loaded
+
+    def _read(self) -> None:
+        try:
+            record = json.loads(self._file.read_text())
+            self._last = {name: int(entry["version"]) for name, entry in record.items()}
+            self.loaded = {
+                name: Adapter(name, Weights(int(entry["version"]), Path(entry["folder"]), str(entry["digest"])))
+                for name, entry in record.items()
+                if "folder" in entry
+            }
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._file} cannot be read ({error}), so it is unknown which adapters this run served last: "
+                "restore it, or use a new run_id"
+            ) from None
+        if self.loaded and self._serving.lora_rank is None:
+            names = ", ".join(sorted(self.loaded))
+            raise ConfigError(f"this run has loaded the adapters {names}: set serving.lora_rank, or use a new run_id")
+        for name, adapter in self.loaded.items():
+            try:
+                adapter.weights.check_unchanged()
+                self._check(adapter.weights.folder)
+            except (ServingError, WeightsMismatch, ConfigError) as error:
+                raise ConfigError(
+                    f"this run cannot serve its adapter {name} again, use a new run_id: {error}"
+                ) from None
+
+
+def _record(adapter: Adapter) -> dict[str, str]:
+    return {"folder": str(adapter.weights.folder), "digest": adapter.weights.digest}
+
+
+async def load_on_engine(url: str, adapter: Adapter, engine: EngineName) -> None:
+    """Make a server load one version of an adapter. Its other requests run on meanwhile.
+
+    Raises:
+        ServingError: the server did not, or the folder has changed.
+    """
+    await asyncio.to_thread(adapter.weights.check_unchanged)
+    body = {"lora_name": adapter.engine_name, "lora_path": str(adapter.weights.folder)}
+    await _post(url + _PATHS[engine][0], body, f"load the adapter {adapter.engine_name}")
+    await asyncio.to_thread(adapter.weights.check_unchanged)
+
+
+async def unload_from_engine(url: str, adapter: Adapter, engine: EngineName) -> None:
+    """Make a server unload one version of an adapter, once no request uses it. Raise ServingError if it does not."""
+    body = {"lora_name": adapter.engine_name}
+    await _post(url + _PATHS[engine][1], body, f"unload the adapter {adapter.engine_name}")
+
+
+async def _post(url: str, body: Mapping[str, Any], what: str) -> None:
+    try:
+        async with (
+            asyncio.timeout(_TIMEOUT_S),
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
+            http.post(url, json=body) as reply,
+        ):
+            text = await reply.text()
+    except TimeoutError:
+        raise ServingError(f"it did not {what} within {_TIMEOUT_S:g} s") from None
+    except aiohttp.ClientError as error:
+        raise ServingError(f"it did not {what}: {error or type(error).__name__}") from None
+    if reply.status != 200:
+        raise ServingError(f"it answered {reply.status} to the request to {what}: {text[:_MESSAGE_CHARS]}")

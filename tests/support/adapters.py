@@ -1,0 +1,41 @@
+"""Write LoRA adapters as PEFT's `save_pretrained` does, with random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from rollout_backend.serving.model_folder import ModelFolder
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def save_adapter(
+    folder: Path,
+    model: Path,
+    seed: int = 0,
+    rank: int = 4,
+    modules: Sequence[str] = ATTENTION,
+    std: float = 1.0,
+    **settings: Any,
+) -> Path:
+    """Write an adapter of rank `rank` for the modules of a model; equal seeds give equal weights. `settings` are
+    added to its adapter_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": [*modules], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | settings))
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in sorted(ModelFolder.at(model).shapes.items()):
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in modules:
+            for part, size in (("A", (rank, shape[1])), ("B", (shape[0], rank))):
+                values = random.normal(scale=std / np.sqrt(size[1]), size=size).astype(np.float32)
+                tensors[f"base_model.model.{module}.lora_{part}.weight"] = values
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
