@@ -59,6 +59,7 @@ from rollout_backend.verl.v1_batch import (
     set_status,
 )
 from rollout_backend.verl.verl_settings import (
+    adapter_of,
     engine_urls,
     is_asynchronous,
     resumes_steps,
@@ -83,6 +84,7 @@ class CloudAgentLoopManager:
         addresses = self._addresses()
         self.settings = settings_of(config, addresses)
         self._asynchronous = is_asynchronous(config.trainer)
+        self._adapter = adapter_of(config.actor_rollout_ref.model)
         self._step_numbers = StepNumbers(resumes_steps(config.trainer))
         self._row_uids = needs_row_uids(str(config.algorithm.adv_estimator))
         self._own_turns_only = takes_rows_for_rollouts(str(config.algorithm.adv_estimator))
@@ -341,6 +343,7 @@ class CloudAgentLoopManager:
                 same_weights=same_weights,
                 allow_subset=self._asynchronous,
                 on_group=on_group,
+                adapter=self._adapter,
             )
 
     @contextlib.asynccontextmanager

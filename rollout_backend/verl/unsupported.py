@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_backend.errors import ConfigError
+from rollout_backend.verl.verl_settings import is_asynchronous
 
 _REWARD = (
     "rewards are computed by the agent, or by the function of reward.custom_reward_function.path: remove this setting"
 )
 _KWARGS = "the function is called with verl's four arguments alone: give it defaults, and remove this setting"
 _TOOLS = "the agent brings its own tools and controls its turns: remove this setting"
+_CHECKPOINT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 _REPLAY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _REPLAYING = ("megatron", "veomni")  # verl 0.9.1 ignores the mode of other strategies
 _ENGINES = ("fsdp_config", "megatron", "torchtitan", "veomni")
@@ -101,15 +103,22 @@ def _refused(config: Any) -> Iterable[str]:
 
 
 def _adapters(config: Any) -> Iterable[str]:
-    """Yield problems with LoRA: SGLang applies an adapter only to calls that name it, as only verl's own calls do."""
-    model = "actor_rollout_ref.model"
-    for setting in ("lora_rank", "lora.rank", "lora_adapter_path"):
+    """Yield problems with LoRA. verl 0.9.1 sends its servers an adapter only in synchronous training, and drops it
+    when a checkpoint engine transfers the weights."""
+    model, trainer = "actor_rollout_ref.model", _at(config, "trainer")
+    if _at(config, f"{model}.lora.merge"):
+        return
+    merge = f"set {model}.lora.merge=True, so that the servers get merged weights"
+    for setting in ("lora.rank", "lora_adapter_path"):
         value = _at(config, f"{model}.{setting}")
-        if value and not _at(config, f"{model}.lora.merge"):
-            yield (
-                f"  {model}.{setting}={value}: agents would sample the base model without the adapter: set "
-                f"{model}.lora.merge=True, so that the servers get merged weights"
-            )
+        if value:
+            yield f"  {model}.{setting}={value}: adapters are only tried with {model}.lora_rank: {merge}"
+    rank = _at(config, f"{model}.lora_rank")
+    backend = _at(config, _CHECKPOINT_ENGINE)
+    if rank and trainer is not None and is_asynchronous(trainer):
+        yield f"  {model}.lora_rank={rank}: asynchronous trainers of verl send no adapter to their servers: {merge}"
+    elif rank and backend not in (None, "naive"):
+        yield f"  {_CHECKPOINT_ENGINE}={backend}: it does not send an adapter to verl's servers: {merge}"
 
 
 def _estimators(config: Any) -> Iterable[str]:

@@ -17,6 +17,7 @@ from rollout_backend.verl.advantage import needs_row_uids
 
 KEY = "actor_rollout_ref.rollout.custom.rollout_backend"
 _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")  # verl's estimators that compare no rollouts of a group
+_ADAPTER = "verl_actor_lora_name"  # verl/workers/rollout/sglang_rollout/utils.py, which imports sglang
 _SERVING_LIMITS = frozenset({"max_restarts", "restart_window_s", "startup_timeout_s"})
 
 
@@ -105,6 +106,15 @@ def resumes_steps(trainer: Any) -> bool:
 def is_asynchronous(trainer: Any) -> bool:
     """Return whether sampling continues while the weights change. `trainer` is verl's section."""
     return bool(trainer.get("use_v1", True)) and trainer.v1.trainer_mode != "sync"
+
+
+def adapter_of(model: Any) -> str:
+    """Return the name of the LoRA adapter that verl loads into its servers; empty if it sends them whole weights.
+
+    `model` is verl's section `actor_rollout_ref.model`.
+    """
+    merges = (model.get("lora") or {}).get("merge", False)
+    return _ADAPTER if model.get("lora_rank") and not merges else ""
 
 
 def max_staleness_of(trainer: Any) -> int | None:

@@ -14,6 +14,7 @@ from rollout_backend.local.verl_cpu.environment import overrides
 from rollout_backend.verl.unsupported import refuse_unsupported
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ASYNCHRONOUS = "trainer.v1.trainer_mode=separate_async"
 
 
 def verl_config(*more: str, name: str = "ppo_trainer") -> Any:
@@ -28,6 +29,9 @@ def verl_config(*more: str, name: str = "ppo_trainer") -> Any:
         ["trainer.use_v1=False"],
         ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.hybrid_rollout.enable_switch=True"],
         [f"{MODEL}.lora_rank=8", f"+{MODEL}.lora.merge=True"],
+        [f"{MODEL}.lora_rank=8", f"+{MODEL}.lora.merge=True", ASYNCHRONOUS],
+        [f"{MODEL}.lora_rank=8"],
+        [f"{MODEL}.lora_rank=8", "trainer.use_v1=False"],
         ["reward.num_workers=0"],
     ],
 )
@@ -93,7 +97,6 @@ def test_other_engines_replay_no_routed_experts() -> None:
         ("sandbox_fusion.url=http://sandbox", "computed by the agent"),
         ("distillation.enabled=True", "teacher"),
         ("algorithm.adv_estimator=gdpo", "grpo_skip_missing"),
-        (f"{MODEL}.lora_rank=8", r"lora\.merge=True"),
         (f"{MODEL}.lora.rank=8", r"lora\.merge=True"),
         (f"{MODEL}.lora_adapter_path=/adapter", r"lora\.merge=True"),
     ],
@@ -103,6 +106,14 @@ def test_an_unsupported_setting_is_refused_by_name(override: str, advice: str) -
         refuse_unsupported(verl_config(override))
     named = override[1:].rpartition(".")[0] if override.startswith("+") else override
     assert f"  {named}: " in str(caught.value)
+
+
+def test_an_adapter_that_verl_does_not_send_is_refused() -> None:
+    lora = f"{MODEL}.lora_rank=8"
+    with pytest.raises(ConfigError, match=rf"{lora}: asynchronous trainers .*lora\.merge=True"):
+        refuse_unsupported(verl_config(lora, ASYNCHRONOUS))
+    with pytest.raises(ConfigError, match=r"checkpoint_engine\.backend=nccl: it does not send an adapter"):
+        refuse_unsupported(verl_config(lora, f"{ROLLOUT}.checkpoint_engine.backend=nccl"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Send the weights from the process that has them to the server, as a model folder in memory.
+"""Send weights or a LoRA adapter from the process that has them to the server, as a folder in memory.
 
 The process is a training worker (synchronous training: each worker has one server) or verl's `CheckpointEngineWorker`
 next to a standalone server, which received them through a checkpoint engine.
@@ -7,21 +7,28 @@ next to a standalone server, which received them through a checkpoint engine.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
+import torch
+from safetensors.torch import save_file
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.verl_cpu.replica import actor_name
-from rollout_backend.local.verl_cpu.replica_settings import ServerSettings
+from rollout_backend.local.verl_cpu.replica_settings import ServerSettings, serves_adapter
+from rollout_backend.serving.adapter_folder import CONFIG, WEIGHTS
 from rollout_backend.serving.model_folder import ModelFolder
+
+_WRAPPED = ".base_layer."  # verl names a weight with an adapter so, for vLLM
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +42,17 @@ class DiskAdapter(BaseRollout):  # type: ignore[misc]
         self._settings = ServerSettings.of(self.config)
         self._dtype = self.config.dtype
         self._model = ModelFolder.at(self.model_config.path)
+        self._serves_adapter = serves_adapter(self.model_config)
         self._server: Any = None
 
     async def resume(self, tags: list[str]) -> None:
-        """Return the memory of weights or cache to the server; verl resumes the cache after the new weights."""
-        await self._actor().wake_up.remote(tags)
+        """Return the memory of weights or cache to the server; verl resumes the cache after the new weights.
+
+        With an adapter the server keeps its weights. verl knows that of the rollout named "sglang" alone.
+        """
+        released = [tag for tag in tags if tag != "weights" or not self._serves_adapter]
+        if released:
+            await self._actor().wake_up.remote(released)
 
     async def release(self) -> None:
         await self._actor().sleep.remote()
@@ -49,29 +62,35 @@ class DiskAdapter(BaseRollout):  # type: ignore[misc]
         weights: Any,
         global_steps: int | None = None,
         wire_format: str = "named_tensors",
-        peft_config: Any = None,
+        peft_config: Mapping[str, Any] | None = None,
+        base_sync_done: bool = False,
         **_: Any,
     ) -> None:
         """Load `(name, tensor)` pairs; return once the server serves them as version `global_steps`.
 
+        They are an adapter's if there is a `peft_config`, unless `base_sync_done` is False: then they are the weights
+        that the adapter belongs to.
+
         Raises:
             WeightsMismatch: names or shapes are not the model's; nothing was sent.
             ServingError: the server refused them, or died.
-            ConfigError: for a LoRA adapter, or weights in deltas.
+            ConfigError: for weights in deltas.
         """
-        if peft_config is not None:
-            raise ConfigError(
-                "the CPU takes no adapters: set actor_rollout_ref.model.lora.merge=True, or train all weights"
-            )
         if wire_format != "named_tensors":
             raise ConfigError(f"the CPU takes no weights as {wire_format}: choose another checkpoint_engine.backend")
         began = time.monotonic()
-        tensors = {name: tensor async for name, tensor in ensure_async_iterator(weights)}
+        tensors = {name.replace(_WRAPPED, "."): tensor async for name, tensor in ensure_async_iterator(weights)}
         # Deleted once the server has read it: a run must leave nothing in the machine's memory.
-        with TemporaryDirectory(prefix="rollout-weights-", dir=self._settings.weights_dir) as folder:
-            await asyncio.to_thread(self._model.write, tensors, Path(folder), self._dtype)
+        with TemporaryDirectory(prefix="rollout-weights-", dir=self._settings.weights_dir) as name:
+            folder = Path(name)
+            if peft_config is not None and base_sync_done:
+                await asyncio.to_thread(_write_adapter, folder, peft_config, tensors)
+                load = self._actor().load_adapter
+            else:
+                await asyncio.to_thread(self._model.write, tensors, folder, self._dtype)
+                load = self._actor().update_weights
             saved = time.monotonic()
-            await self._actor().update_weights.remote(Path(folder), global_steps)
+            await load.remote(folder, global_steps)
         logger.info(
             "weights of step %s: saved in %.2f s, loaded in %.2f s",
             global_steps,
@@ -83,3 +102,9 @@ class DiskAdapter(BaseRollout):  # type: ignore[misc]
         if self._server is None:
             self._server = ray.get_actor(actor_name(self.replica_rank))
         return self._server
+
+
+def _write_adapter(folder: Path, peft_config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write an adapter as PEFT's `save_pretrained` does."""
+    (folder / CONFIG).write_text(json.dumps(peft_config, default=list))  # target_modules is a set
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)

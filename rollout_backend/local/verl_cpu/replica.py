@@ -33,7 +33,7 @@ class SGLangCpuReplica(RolloutReplica):  # type: ignore[misc]
         server = actor.remote(
             name,
             model_of(self.config, self.model_config),
-            settings.serving(self.config.dtype, self.config.skip_tokenizer_init),
+            settings.serving(self.config.dtype, self.config.skip_tokenizer_init, self.model_config),
             settings.log_dir.absolute() / f"{name}.log",
             can_sleep=self.config.free_cache_engine,
         )

@@ -8,6 +8,7 @@ Invariants:
 - The server fails in the same cases as verl's own servers on a GPU. While it is asleep, its memory is released and
   generation is not paused: any request that generates, including `/health`, ends the server. Releasing the memory
   while a request runs ends it as well.
+- A server of a model with a LoRA adapter applies it only to requests that name it. Others sample from the base model.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from rollout_backend.serving.local_engine import LocalEngine, MakeCommand
 from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.sglang import engine_command
 
+ADAPTER = "verl_actor_lora_name"
+"""The name under which verl loads its adapter into SGLang."""
 _CONTROL_S = 120.0
 _UPDATE_S = 600.0
 _LAUNCHER = Path(__file__).with_name("launch_server.py")
@@ -56,6 +59,8 @@ class SGLangServer:
         self._name = name
         self._context_length = model.context_tokens
         self._can_sleep = can_sleep
+        self._has_adapter = serving.lora_rank is not None
+        self._adapter_loaded = False
         self._engine = LocalEngine(name, model, serving, log, command=command)
         self._http: aiohttp.ClientSession | None = None
         self._died: asyncio.Task[str] | None = None
@@ -96,11 +101,28 @@ class SGLangServer:
             body["weight_version"] = str(version)
         await self._post("/update_weights_from_disk", body, _UPDATE_S)
 
+    async def load_adapter(self, folder: Path, version: int | None) -> None:
+        """Make the server load a LoRA adapter, in place of the one before.
+
+        Raises:
+            ServingError: the server refused.
+            EngineUnavailable: the server died; the message carries the end of its log.
+        """
+        if self._adapter_loaded:
+            self._adapter_loaded = False
+            await self._post("/unload_lora_adapter", {"lora_name": ADAPTER}, _CONTROL_S)
+        await self._post("/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(folder)}, _UPDATE_S)
+        self._adapter_loaded = True
+        await self.clear_kv_cache()
+        if version is not None:
+            body = {"new_version": str(version), "abort_all_requests": False}
+            await self._post("/update_weight_version", body, _CONTROL_S)
+
     # verl calls these methods on every server of a replica.
 
     async def sleep(self) -> None:
-        """Release the memory of weights and cache. Generation is not paused."""
-        await self._release("kv_cache", "weights")
+        """Release the memory of the cache, and without an adapter that of the weights. Generation is not paused."""
+        await self._release("kv_cache", *([] if self._has_adapter else ["weights"]))
 
     async def wake_up(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
         await self._resume(*tags)
@@ -146,7 +168,8 @@ class SGLangServer:
         request_id: str,
         **_: Any,
     ) -> Any:
-        """Generate through verl's interface; return a `TokenOutput`. Agents use HTTP instead."""
+        """Generate through verl's interface, which names the adapter; return a `TokenOutput`. Agents use HTTP
+        instead."""
         from verl.workers.rollout.replica import TokenOutput
 
         params = {key: value for key, value in sampling_params.items() if key not in ("logprobs", "max_tokens")}
@@ -154,6 +177,8 @@ class SGLangServer:
         room = self._context_length - len(prompt_ids) - 1
         params["max_new_tokens"] = room if limit is None else min(limit, room)
         body = {"input_ids": list(prompt_ids), "sampling_params": params, "return_logprob": True}
+        if self._has_adapter:
+            body["lora_path"] = ADAPTER
         reply = await self._post("/generate", body, None)
         meta = reply["meta_info"]
         version = meta["weight_version"]

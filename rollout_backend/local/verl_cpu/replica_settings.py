@@ -60,8 +60,11 @@ class ServerSettings(BaseModel):
                 "\n".join(f"{_WHERE}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             ) from None
 
-    def serving(self, dtype: str, skip_tokenizer_init: bool = True) -> ServingConfig:
-        """Return the serving settings. By default the server has no tokenizer, like verl's own servers."""
+    def serving(self, dtype: str, skip_tokenizer_init: bool = True, model: Any = None) -> ServingConfig:
+        """Return the serving settings. By default the server has no tokenizer, like verl's own servers.
+
+        `model` is verl's `HFModelConfig`; a server of a model with an adapter takes it, like verl's own servers.
+        """
         return ServingConfig.model_validate(
             {
                 "device": "cpu",
@@ -71,8 +74,20 @@ class ServerSettings(BaseModel):
                 "python": self.python,
                 "startup_timeout_s": self.startup_timeout_s,
                 "extra_args": ("--skip-tokenizer-init",) if skip_tokenizer_init else (),
+                **(_adapters(model) if model is not None and serves_adapter(model) else {}),
             }
         )
+
+
+def serves_adapter(model: Any) -> bool:
+    """Return whether verl loads its LoRA adapter into the servers. `model` is verl's `HFModelConfig`."""
+    return bool(model.lora_rank) and not model.lora.get("merge", False)
+
+
+def _adapters(model: Any) -> Mapping[str, Any]:
+    targets = model.target_modules
+    every = {} if targets == "all-linear" else {"lora_targets": tuple(targets)}
+    return {"lora_rank": model.lora_rank, "max_adapters": 1} | every
 
 
 def model_of(rollout: Any, model: Any) -> ModelConfig:
