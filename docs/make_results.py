@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "benchmarks"))
 
 import fault_report  # noqa: E402
+import many_turns_report  # noqa: E402
 
 RESULTS, PAGE = HERE / "results.json", HERE / "results.md"
 
@@ -64,6 +65,40 @@ has no queue for example, has no number, so the sums are of different faults. Fo
 so how long they took says nothing about speed, and is in `docs/results.json` only.
 """
 
+_MANY_TURNS = """\
+Each training runs verl's trainer (GRPO, {group} rollouts of each of {prompts} tasks a step), SGLang, the gateway, S3,
+SQS and AgentCore on this machine, and a process for each agent. It trains a byte-level model of 90,000 weights,
+because a step of SmolLM2-135M with one turn per rollout takes most of a minute on this machine. The model is first
+fitted to {transcripts} rollouts of a weak player with the same agent and gateway. All seeds begin with this model.
+Each has different tasks; the engine samples without a seed. Other programs ran on the machine at the same time, so
+the times are longer than necessary.
+"""
+_TRAININGS = {
+    "lake": """\
+FrozenLake-v0 of TextArena {textarena}: a move per turn, at most {max_moves} moves. TextArena's text is too long for
+this model, so the agent shows the four cells around the player. After every {compact_after} moves it compacts its
+history: it replaces the conversation by the list of moves and the cells, so a new segment begins. The reward is
+TextArena's: 1 at the goal; otherwise the part of the way, at most 0.95, where the agent fell into a hole or made a
+second invalid move in a row. The weak player moves at random, but four times in ten to a free cell below or on the
+right.
+""",
+    "sums": """\
+Sums of two numbers, `basic_arithmetic` of reasoning-gym {reasoning_gym}: the model calls a tool with one of three
+operators, in the format of its renderer, and says that it is done. The tool's last result is the answer; without a
+call, it is what the model says. The reward is reasoning-gym's. The weak player guesses three times in ten, and
+otherwise calls the tool with any operator. Calls with the numbers, and problems with different operators, were tried
+too: this model does not learn to copy them from some hundred transcripts. So the tool has the numbers, and all
+problems are sums.
+""",
+}
+_GAMES = """\
+These games of TextArena were tried. The model is not trained: these are the rewards that its training would start
+from, over {episodes} rollouts of each game from {starts} starts. It sees TextArena's text and has at most {max_moves}
+valid moves, with {max_tokens} tokens for each. GRPO learns from groups whose rewards differ. A player without a valid
+move gets 0, except in RushHour, where the start may count. Wordle, Hangman and WordLadder need word lists that are
+not in the package.
+"""
+
 
 def page(sections: dict[str, Any]) -> str:
     return "\n".join(_lines(sections))
@@ -74,6 +109,8 @@ def pictures(sections: dict[str, Any]) -> dict[str, str]:
     drawn = {}
     if "faults" in sections:
         drawn["results-faults.svg"] = fault_report.picture(sections["faults"]["results"])
+    if "many_turns" in sections:
+        drawn["results-many-turns.svg"] = many_turns_report.picture(sections["many_turns"]["results"])
     return drawn
 
 
@@ -111,8 +148,27 @@ def _faults(results: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
+def _many_turns(results: dict[str, Any]) -> Iterator[str]:
+    settings = results["settings"]
+    yield _MANY_TURNS.format(**settings["lake"], transcripts=settings["transcripts"])
+    for name, text in _TRAININGS.items():
+        if many_turns_report.runs_of(results, name):
+            yield text.format(**settings[name], **results["versions"])
+    yield "![The reward over the steps](results-many-turns.svg)\n"
+    ends = many_turns_report.ENDS
+    yield f"A line is the mean of the seeds, in a band of all seeds. `a -> b` are the first and last {ends} steps.\n"
+    yield many_turns_report.learned(results).markdown() + "\n"
+    yield "What a rollout consists of, and the largest difference between the engine's probability of a trained token"
+    yield "and the trainer's:\n"
+    yield many_turns_report.in_play(results).markdown() + "\n"
+    yield "### Games for SmolLM2-135M\n"
+    yield _GAMES.format(**settings["games"])
+    yield many_turns_report.games(results).markdown() + "\n"
+
+
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "faults": ("Rivals under the same faults", _faults),
+    "many_turns": ("Many turns, segments and tools", _many_turns),
 }
 
 

@@ -32,20 +32,22 @@ def version_of(name: str) -> str:
     return pins[name]
 
 
-def python_of(name: str) -> Path:
-    """Return the interpreter of a rival's environment, and install it unless it is there.
+def python_of(name: str, pins: Path | None = None) -> Path:
+    """Return the interpreter of an environment, and install it unless it is there.
+
+    `pins` is a file of requirements with the versions of all packages. Default: those of the rival `name`.
 
     Raises:
         RivalFailed: pip failed.
     """
-    pins = _pins(name)
+    pins = pins or _pins(name)
     folder = cache_dir() / "rivals" / f"{name}-{hashlib.sha256(pins.read_bytes()).hexdigest()[:8]}"
     python = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if (folder / _MARKER).is_file():
             return python
-        print(f"installing {name} {version_of(name)} into {folder}", file=sys.stderr, flush=True)
+        print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
         shutil.rmtree(folder, ignore_errors=True)
         _run([sys.executable, "-m", "venv", str(folder)])
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]

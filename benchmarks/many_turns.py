@@ -1,0 +1,352 @@
+"""Train a tiny model on a game of many turns and on sums with a tool, through verl's trainer and the whole backend.
+
+    .venv-verl/bin/python benchmarks/many_turns.py
+
+- FrozenLake-v0 of TextArena: a move per turn, and the agent replaces its conversation by a summary after every fourth
+  turn, so that a rollout has several segments.
+- Sums of reasoning-gym: the model calls a tool, whose result is the answer.
+
+Everything is real except the cloud, which is on this machine: verl's trainer, SGLang, the gateway, and a process for
+each agent. The model has 90,000 weights and one token per byte. First it is fitted to what a weak player does in the
+same agents. Each of five seeds has different tasks; the engine samples without a seed.
+
+SmolLM2-135M plays games of TextArena too, without training: `--only games`.
+
+Each run is kept in a file of `--runs` and is not repeated: after an interruption, start the script again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rivals.environments import python_of
+from run_all import machine
+from tiny_learner import fit
+from weak_players import weak_lake, weak_sums
+
+from agent_wrapper.contract import Rollout
+from rollout_backend import GroupResult, RolloutManager, StepResult, Task, load_config
+from rollout_backend.local.cloud import LocalCloud
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.local.verl_cpu.environment import environment
+from rollout_backend.observe.archive import RunArchive
+from rollout_backend.serving.install import find_model
+from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.verl.verl_settings import run_id_of
+
+ROOT = Path(__file__).parent.parent
+GAMES = Path(__file__).parent / "games"
+PINS = GAMES / "requirements.txt"
+EXAMPLE = ROOT / "examples" / "train_arithmetic"
+SEEDS = (0, 1, 2, 3, 4)
+TRANSCRIPTS = 256
+TIMEOUTS = {"model_call_s": 120, "agent_s": 300, "collection_s": 600, "session_key_s": 900}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: an agent with its tasks, a weak player to begin with, and verl's settings."""
+
+    name: str
+    agent: str
+    player: Callable[[str], str]
+    payload: dict[str, Any]  # of each task, besides its `seed`
+    warm_steps: int
+    steps: int
+    prompt_tokens: int
+    response_tokens: int
+    prompts: int = 8
+    group: int = 6
+    learning_rate: float = 1.5e-3
+    tail: int = 0  # see `fit`
+    tail_steps: int = 0
+
+    def tasks(self, seed: int, count: int) -> list[Task]:
+        """Return tasks whose ids and seeds no other seed has."""
+        draw = random.Random(f"{self.name} {seed}")
+        return [Task(f"{self.name}-{seed}-{i}", {**self.payload, "seed": draw.getrandbits(31)}) for i in range(count)]
+
+    @property
+    def context(self) -> int:
+        return self.prompt_tokens + self.response_tokens
+
+
+LAKE = Training(
+    "lake",
+    "board_game.py",
+    weak_lake,
+    {"game": "FrozenLake-v0", "max_moves": 12, "terse": True, "compact_after": 4, "max_tokens": 6},
+    warm_steps=110,
+    steps=10,
+    prompt_tokens=144,
+    response_tokens=144,
+)
+SUMS = Training(
+    "sums",
+    "sums.py",
+    weak_sums,
+    {},
+    warm_steps=100,
+    steps=8,
+    prompt_tokens=640,
+    response_tokens=160,
+    tail=160,
+    tail_steps=120,
+)
+TRAININGS = {training.name: training for training in (LAKE, SUMS)}
+
+
+# --- rollouts -------------------------------------------------------------------------------------------------
+
+
+def local_cloud(agent: str, work: Path) -> LocalCloud:
+    """Return a cloud whose agents run in the environment of the games."""
+    python = python_of("games", PINS)
+    return LocalCloud(GAMES / agent, run_dir=work / "cloud", python=python, env={"PYTHONPATH": str(ROOT)})
+
+
+async def collect(agent: str, tasks: Sequence[Task], settings: dict[str, Any], work: Path) -> StepResult:
+    """Run one step without training."""
+    base = {"run_id": work.name, "output_dir": str(work / "runs"), "timeouts": TIMEOUTS, **settings}
+    async with local_cloud(agent, work) as cloud:
+        os.environ.update(cloud.environ)
+        async with RolloutManager(load_config(base=base, env={}, top=cloud.settings())) as manager:
+            return await manager.collect(tasks)
+
+
+def warm_model(training: Training, folder: Path, work: Path) -> Path:
+    """Return the model that imitates the weak player, and make it in `folder` unless it is there."""
+    if folder.is_dir():
+        return folder
+    with ScriptedEngine(training.player) as engine:
+        settings = {
+            "model": {"path": str(BYTE_MODEL), "renderer": "chatml", "context_length": training.context},
+            "serving": {"kind": "external", "urls": [engine.url]},
+            "group": {"size": 1},
+        }
+        played = asyncio.run(collect(training.agent, training.tasks(-1, TRANSCRIPTS), settings, work))
+    segments = [segment for rollout in played.rollouts for segment in rollout.segments]
+    part = folder.with_suffix(".part")
+    losses = fit(part, segments, training.warm_steps, tail=training.tail, tail_steps=training.tail_steps)
+    print(
+        f"{training.name}: fitted to {len(segments)} segments, loss {losses[0]:.2f} -> {losses[-1]:.2f}", flush=True
+    )
+    part.rename(folder)
+    return folder
+
+
+# --- training -------------------------------------------------------------------------------------------------
+
+
+PROJECT = "many-turns"
+
+
+def overrides(training: Training, model: Path, tasks: Path, settings: Path, steps: int, work: Path) -> list[str]:
+    """Return the settings of `examples/train_arithmetic` for verl, with those of this training."""
+    sys.path.insert(0, str(EXAMPLE))
+    example = importlib.import_module("train")
+    options = argparse.Namespace(tiny=True, dtype="float32", trainer="v1", steps=steps, work=work)
+    rollout, actor, rows = example.ROLLOUT, example.ACTOR, training.group * 4
+    return [
+        *example.training_overrides(options, model),
+        *example.backend_overrides(tasks, settings),
+        *example.cpu_overrides(options),
+        f"data.train_batch_size={training.prompts}",
+        f"data.max_prompt_length={training.prompt_tokens}",
+        f"data.max_response_length={training.response_tokens}",
+        f"{rollout}.n={training.group}",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu={rows}",
+        f"{actor}.ppo_mini_batch_size={training.prompts // 2}",
+        f"{actor}.ppo_micro_batch_size_per_gpu={rows}",
+        f"{actor}.optim.lr={training.learning_rate}",
+        f"{actor}.optim.lr_scheduler_type=cosine",
+        f"{actor}.entropy_coeff=0",
+        f"trainer.project_name={PROJECT}",
+        f"hydra.run.dir={work}",
+        "hydra.output_subdir=null",
+    ]
+
+
+async def train(training: Training, model: Path, seed: int, steps: int, work: Path) -> list[dict[str, float]]:
+    """Train one seed. Return what `summary_of` says of each step."""
+    tasks = work / "tasks.jsonl"
+    rows = (task.as_row() for task in training.tasks(seed, training.prompts * steps))
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    async with local_cloud(training.agent, work) as cloud:
+        settings = work / "rollout_backend.yaml"
+        tree = {**cloud.settings(), "output_dir": str(work / "runs"), "timeouts": TIMEOUTS}
+        settings.write_text(yaml.safe_dump(tree))
+        metrics = work / "metrics.jsonl"
+        verl = ServerProcess(
+            "verl",
+            [
+                *(sys.executable, "-m", "verl.trainer.main_ppo"),
+                *overrides(training, model, tasks, settings, steps, work),
+            ],
+            work / "verl.log",
+            {**environment(threads=1), **cloud.environ, "VERL_FILE_LOGGER_PATH": str(metrics)},
+        )
+        await verl.start()
+        try:
+            await verl.wait()
+        finally:
+            await verl.stop(grace_s=20)
+        if verl.returncode:
+            raise SystemExit(f"verl ended with code {verl.returncode}. {verl.log_tail()}")
+    run_id = run_id_of({"project_name": PROJECT, "experiment_name": work.name})
+    archive = RunArchive(work / "runs" / run_id)
+    found = []
+    for step, line in zip(archive.steps(), metrics.read_text().splitlines(), strict=True):
+        rollouts = [archive.read_result(record) for record in archive.read_records(step) if record.trained]
+        measured = json.loads(line)["data"]
+        found.append(
+            {
+                **summary_of(rollouts),
+                "prob_diff": measured["training/rollout_probs_diff_max"],
+                "seconds": measured["timing_s/step"],
+            }
+        )
+    archive.close()
+    return found
+
+
+def summary_of(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the means over the trained rollouts of a step."""
+    return {
+        "rollouts": len(rollouts),
+        "reward": statistics.fmean(rollout.reward or 0.0 for rollout in rollouts),
+        "won": statistics.fmean(bool(rollout.extras["won"]) for rollout in rollouts),
+        "turns": statistics.fmean(sum(len(s.turns) for s in rollout.segments) for rollout in rollouts),
+        "segments": statistics.fmean(len(rollout.segments) for rollout in rollouts),
+        "tool_calls": statistics.fmean(float(rollout.extras.get("tool_calls", 0)) for rollout in rollouts),
+        "sampled_tokens": statistics.fmean(rollout.sampled_tokens for rollout in rollouts),
+    }
+
+
+# --- games without training -----------------------------------------------------------------------------------
+
+PLAYED = (
+    *("FrozenLake-v0", "Mastermind-v0", "TowerOfHanoi-v0", "GuessTheNumber-v0", "Bandit-v0", "Secretary-v0"),
+    *("LightsOut-v0", "Blackjack-v0", "RushHour-v0", "FifteenPuzzle-v0", "Minesweeper-v0", "Sokoban-v0"),
+)
+STARTS, GROUP = 2, 4
+GAME = {"max_moves": 4, "terse": False, "compact_after": 0, "max_tokens": 16}
+
+
+def game_tasks(games: Sequence[str]) -> list[Task]:
+    return [Task(f"{game}-{seed}", {**GAME, "game": game, "seed": seed}) for game in games for seed in range(STARTS)]
+
+
+def play(games: Sequence[str], work: Path) -> list[dict[str, Any]]:
+    """Let SmolLM2-135M play each game. Return a row for each game."""
+    settings = {
+        "model": {"path": str(find_model()), "renderer": "chatml", "context_length": 4096},
+        "serving": {"device": "cpu", "dtype": "float32", "threads": 1},
+        "group": {"size": GROUP},
+        "sampling": {"temperature": 1.0},
+    }
+    played = asyncio.run(collect("board_game.py", game_tasks(games), settings, work))
+    return [
+        game_row(game, [group for group in played.groups if group.task.payload["game"] == game]) for game in games
+    ]
+
+
+def game_row(game: str, groups: Sequence[GroupResult]) -> dict[str, Any]:
+    """Return the means over the completed rollouts of a game."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {
+        "game": game,
+        **summary_of(rollouts),
+        "best": max(rollout.reward or 0.0 for rollout in rollouts),
+        "invalid": statistics.fmean(bool(rollout.extras["invalid"]) for rollout in rollouts),
+        "groups": len(groups),
+        "with_spread": sum(len({rollout.reward for rollout in group.rollouts}) > 1 for group in groups),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=[*TRAININGS, "games"], default=[*TRAININGS, "games"])
+    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "results" / "many_turns", help="finished runs")
+    parser.add_argument("--smoke", action="store_true", help="two steps of one seed, and one game")
+    parser.add_argument("--json", type=Path, help="write all finished runs to this file")
+    options = parser.parse_args()
+    runs: Path = options.runs.absolute() / ("smoke" if options.smoke else "")
+    (runs / "models").mkdir(parents=True, exist_ok=True)
+    for name in options.only:
+        for seed in [0] if name == "games" else options.seeds[:1] if options.smoke else options.seeds:
+            kept = runs / f"{name}-{seed}.json"
+            if not kept.exists():
+                began = time.monotonic()
+                work = runs / "work" / f"{name}-{seed}"
+                shutil.rmtree(work, ignore_errors=True)
+                work.mkdir(parents=True)
+                found = one(name, seed, runs / "models" / name, work, options.smoke)
+                found |= {"name": name, "seed": seed, "seconds": round(time.monotonic() - began)}
+                kept.write_text(json.dumps(found, indent=1) + "\n")
+            print(line(json.loads(kept.read_text())), flush=True)
+    if options.json is not None:
+        found = [json.loads(file.read_text()) for file in sorted(runs.glob("*.json"))]
+        options.json.write_text(json.dumps(section(found), indent=1) + "\n")
+
+
+def one(name: str, seed: int, model: Path, work: Path, smoke: bool) -> dict[str, Any]:
+    """Return what is kept of one run."""
+    if name == "games":
+        return {"games": play(PLAYED[:1] if smoke else PLAYED, work)}
+    training = TRAININGS[name]
+    model = warm_model(training, model, work / "warm")
+    steps = asyncio.run(train(training, model, seed, 2 if smoke else training.steps, work))
+    return {"steps": steps}
+
+
+def line(found: dict[str, Any]) -> str:
+    head = f"{found['name']} {found['seed']}, {found['seconds']} s: "
+    if found["name"] == "games":
+        return head + ", ".join(f"{row['game']} {row['reward']:.2f}" for row in found["games"])
+    return head + " ".join(f"{step['reward']:.2f}" for step in found["steps"])
+
+
+def section(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what `docs/make_results.py` takes."""
+    trained = ("prompts", "group", "learning_rate", "warm_steps")
+    pins = dict(pin.split("==") for pin in PINS.read_text().split())
+    return {
+        "section": "many_turns",
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(),
+        "command": ".venv-verl/bin/python benchmarks/many_turns.py",
+        "seconds": sum(run["seconds"] for run in runs),
+        "results": {
+            "versions": {"textarena": pins["TextArena"], "reasoning_gym": pins["reasoning_gym"]},
+            "settings": {
+                "games": {"starts": STARTS, "episodes": STARTS * GROUP, **GAME},
+                "transcripts": TRANSCRIPTS,
+                **{
+                    name: {**{field: getattr(training, field) for field in trained}, **training.payload}
+                    for name, training in TRAININGS.items()
+                },
+            },
+            "runs": runs,
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()
