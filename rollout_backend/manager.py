@@ -359,12 +359,14 @@ class RolloutManager:
         """Serve new weights: a folder with safetensors, or the tensors themselves, such as `model.state_dict()`.
 
         Names and shapes must be those of `model.path`. Tensors are written to `serving.weights_dir`, where the newest
-        ones are kept. A folder must stay as long as its weights are the newest, because engines that restart, also
-        for a later trainer of this run, load them again.
+        ones are kept; with `serving.weight_transfer` `gloo` they are sent over the network, and a copy stays in this
+        process. A folder must stay as long as its weights are the newest, because engines that restart, also for a
+        later trainer of this run, load them again.
 
-        The engines keep sampling while the weights are checked and written. Then generation is paused until each
-        engine has loaded them. Model calls in flight resume from their tokens, and each token carries the version
-        that sampled it. An engine that does not load the weights is restarted, and loads them before it serves again.
+        The engines keep sampling while the weights are checked and written or copied. Then generation is paused until
+        each engine has loaded them. Model calls in flight resume from their tokens, and each token carries the
+        version that sampled it. An engine that does not load the weights is restarted, and loads them before it
+        serves again.
 
         Raises:
             WeightsMismatch: names or shapes are not the model's. The engines were not paused.

@@ -125,6 +125,9 @@ class ServingConfig(Section):
     follow_dns: bool = False
     """Take each address of the hosts in `urls` as a server, and follow them as they come and go: for a headless
     service of Kubernetes."""
+    weight_transfer: Literal["disk", "gloo"] = "disk"
+    """How tensors given to `update_weights` reach the engines. `disk`: through files in `weights_dir`, which also
+    survive a restarted trainer. `gloo`: from the trainer's process over the network; a copy stays in its memory."""
     weights_dir: Path | None = None
     """Folder in which `update_weights` writes tensors, in a folder for each run. Default: `weights` in the run's
     folder. With `ray` on several machines it must be shared by all of them."""
@@ -187,6 +190,23 @@ class ServingConfig(Section):
         for name in ("data_parallel", "attention_data_parallel"):
             if getattr(self, name) > 1:
                 raise ValueError(f"lora_rank needs {name}=1: SGLang loads no adapter into copies of a model")
+        return self
+
+    @model_validator(mode="after")
+    def _takes_tensors(self) -> Self:
+        if self.weight_transfer == "disk":
+            return self
+        if self.kind == "external" or self.engine != "sglang":
+            raise ValueError(
+                f"weight_transfer={self.weight_transfer} needs engine=sglang and servers that the run starts: "
+                f"engine={self.engine} with kind={self.kind} takes no weights from update_weights"
+            )
+        for name in ("pipeline_parallel", "data_parallel", "attention_data_parallel"):
+            if getattr(self, name) > 1:  # SGLang numbers the ranks of a group by tensor parallel rank alone
+                raise ValueError(
+                    f"weight_transfer={self.weight_transfer} supports only tensor parallel servers in SGLang: leave "
+                    f"{name} at 1, or set weight_transfer=disk"
+                )
         return self
 
     @model_validator(mode="after")

@@ -51,6 +51,11 @@ class Adapter:
         return self.weights.version
 
     @property
+    def folder(self) -> Path:
+        assert self.weights.folder is not None
+        return self.weights.folder
+
+    @property
     def engine_name(self) -> str:
         """The name by which engines know this version."""
         return NamedAdapter(self.name, self.version).engine_name
@@ -158,7 +163,7 @@ class AdapterStore:
         for name, adapter in self.loaded.items():
             try:
                 adapter.weights.check_unchanged()
-                self._check(adapter.weights.folder)
+                self._check(adapter.folder)
             except (ServingError, WeightsMismatch, ConfigError) as error:
                 raise ConfigError(
                     f"this run cannot serve its adapter {name} again, use a new run_id: {error}"
@@ -166,7 +171,7 @@ class AdapterStore:
 
 
 def _record(adapter: Adapter) -> dict[str, str]:
-    return {"folder": str(adapter.weights.folder), "digest": adapter.weights.digest}
+    return {"folder": str(adapter.folder), "digest": adapter.weights.digest}
 
 
 async def load_on_engine(url: str, adapter: Adapter, engine: EngineName) -> None:
@@ -176,7 +181,7 @@ async def load_on_engine(url: str, adapter: Adapter, engine: EngineName) -> None
         ServingError: the server did not, or the folder has changed.
     """
     await asyncio.to_thread(adapter.weights.check_unchanged)
-    body = {"lora_name": adapter.engine_name, "lora_path": str(adapter.weights.folder)}
+    body = {"lora_name": adapter.engine_name, "lora_path": str(adapter.folder)}
     await _post(url + _PATHS[engine][0], body, f"load the adapter {adapter.engine_name}")
     await asyncio.to_thread(adapter.weights.check_unchanged)
 

@@ -83,19 +83,15 @@ class ModelFolder:
                 f"{'; '.join(faults[:_NAMED])}{more}. Does the server run the model that is trained?"
             )
 
-    def write(self, tensors: Mapping[str, torch.Tensor], into: Path, dtype: str) -> None:
-        """Write a model folder like this one with other weights, in torch's `dtype`, to the empty folder `into`.
+    def copies(self, tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
+        """Return contiguous copies of the model's tensors on the CPU, in torch's `dtype` where they are of floats.
 
         Raises:
-            WeightsMismatch: as `check`; nothing is written.
+            WeightsMismatch: as `check`.
         """
         import torch
-        from safetensors.torch import save_file
 
         self.check(tensors)
-        for file in self.path.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHTS):
-                (into / file.name).symlink_to(file)
         # Copies: safetensors refuses tensors that share memory, and the trainer keeps changing its tensors.
         copies = {
             name: tensor.detach().to(
@@ -104,7 +100,21 @@ class ModelFolder:
             for name, tensor in tensors.items()
             if self._known(name)
         }
-        save_file({name: copy.contiguous() for name, copy in copies.items()}, into / "model.safetensors")
+        return {name: copy.contiguous() for name, copy in copies.items()}
+
+    def write(self, tensors: Mapping[str, torch.Tensor], into: Path, dtype: str) -> None:
+        """Write a model folder like this one with other weights, in torch's `dtype`, to the empty folder `into`.
+
+        Raises:
+            WeightsMismatch: as `check`; nothing is written.
+        """
+        from safetensors.torch import save_file
+
+        copies = self.copies(tensors, dtype)
+        for file in self.path.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS):
+                (into / file.name).symlink_to(file)
+        save_file(copies, into / "model.safetensors")
 
     def _known(self, name: str) -> bool:
         return not (self._tied and name == _OUTPUT and name not in self.shapes)

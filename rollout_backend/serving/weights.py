@@ -5,7 +5,8 @@ Invariants:
 - A version names one set of weights of a run for good, also after a restart of the trainer. 0 names
   `model.path`.
 - Only weights with exactly the names and shapes of the model reach an engine.
-- The newest weights stay on disk until newer ones are committed, because a restarted engine loads them again.
+- The newest weights stay on disk, or in memory (`serving.weight_transfer` is `gloo`), until newer ones are committed,
+  because a restarted engine loads them again.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,20 +29,27 @@ from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
 from rollout_backend.serving.engine import PROBE
 from rollout_backend.serving.local_engine import weight_bytes
 from rollout_backend.serving.model_folder import ModelFolder
+from rollout_backend.serving.weight_group import send_tensors
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 _MESSAGE_CHARS = 500
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model folder, and the version that its tokens carry. `digest` is that of names, sizes and times of files."""
+    """A model folder, or tensors in memory, and the version that their tokens carry.
+
+    `digest` is that of names, sizes and times of the folder's files.
+    """
 
     version: int
-    folder: Path
-    digest: str
+    folder: Path | None
+    digest: str = ""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, version: int, folder: Path) -> Weights:
@@ -48,11 +57,17 @@ class Weights:
 
     def check_unchanged(self) -> None:
         """Raise ServingError if the folder was written to or deleted since."""
-        if _digest(self.folder) != self.digest:
+        if self.folder is not None and _digest(self.folder) != self.digest:
             raise ServingError(
                 f"{self.folder} has changed or is gone since it became version {self.version} of the weights: save "
                 "each checkpoint to its own folder, and keep it while its weights are the newest"
             )
+
+    def size(self) -> int:
+        """Return the number of bytes."""
+        if self.folder is not None:
+            return weight_bytes(self.folder)
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True)
@@ -79,25 +94,28 @@ class WeightStore:
         """
         self._model = config.model.path
         self._dtype = config.serving.dtype
+        self._in_memory = config.serving.weight_transfer == "gloo"
         shared = config.serving.weights_dir
         self._folder = (shared / config.run_id if shared is not None else config.run_dir / "weights").absolute()
         self._file = config.run_dir / "weights.json"
-        self.current = self._read()
+        self._last, self.current = self._read()
 
     def prepare(self, source: Path | Mapping[str, torch.Tensor]) -> Weights:
-        """Check new weights against the model, and write tensors to a folder. Blocks.
+        """Check new weights against the model, and write tensors to a folder, or copy them. Blocks.
 
         Raises:
             ConfigError: a folder is no model folder with safetensors.
             WeightsMismatch: names or shapes are not the model's; nothing was written.
             ServingError: the tensors could not be written.
         """
-        version = self.current.version + 1 if self.current is not None else 1
+        version = self._last + 1
         model = ModelFolder.at(self._model)
         if isinstance(source, Path):
             weights = Weights.of(version, source.absolute())
             model.check_folder(ModelFolder.at(source))
             return weights
+        if self._in_memory:
+            return Weights(version, None, tensors=model.copies(source, self._dtype))
         folder, part = self._folder / str(version), self._folder / f".{version}"
         try:
             for leftover in (folder, part):
@@ -115,12 +133,13 @@ class WeightStore:
 
     def commit(self, weights: Weights) -> None:
         """Record these weights as the newest. Raise ServingError if that fails."""
-        record = {"version": weights.version, "folder": str(weights.folder), "digest": weights.digest}
+        folder = str(weights.folder) if weights.folder is not None else None
+        record = {"version": weights.version, "folder": folder, "digest": weights.digest}
         try:
             write_file(self._file, json.dumps(record).encode())
         except OSError as error:
             raise ServingError(f"the new weights could not be recorded in {self._file}: {error}") from None
-        self.current = weights
+        self._last, self.current = weights.version, weights
 
     def prune(self) -> None:
         """Delete the folders that this class wrote, except for the newest weights."""
@@ -129,17 +148,26 @@ class WeightStore:
                 if folder.name.lstrip(".").isdecimal() and (self.current is None or folder != self.current.folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def _read(self) -> Weights | None:
+    def _read(self) -> tuple[int, Weights | None]:
+        """Return the last version of this run, and its weights unless they were only in memory."""
         try:
             record = json.loads(self._file.read_text())
-            weights = Weights(int(record["version"]), Path(record["folder"]), str(record["digest"]))
+            version, folder, digest = int(record["version"]), record["folder"], str(record["digest"])
+            weights = Weights(version, Path(folder) if folder is not None else None, digest)
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return 0, None
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
                 f"{self._file} cannot be read ({error}), so it is unknown which weights this run served last: "
                 "restore it, or use a new run_id"
             ) from None
+        if weights.folder is None:
+            log.warning(
+                "version %d of the weights was only in the memory of an earlier trainer: the engines serve version "
+                "0, which is model.path, until the next update_weights",
+                version,
+            )
+            return version, None
         if not weights.folder.is_dir():
             raise ConfigError(
                 f"this run served version {weights.version} of its weights from {weights.folder}, which is gone: "
@@ -150,7 +178,7 @@ class WeightStore:
             ModelFolder.at(self._model).check_folder(ModelFolder.at(weights.folder))
         except (ServingError, WeightsMismatch) as error:
             raise ConfigError(f"this run cannot serve its newest weights again, use a new run_id: {error}") from None
-        return weights
+        return version, weights
 
 
 async def load_weights(url: str, weights: Weights, serving: ServingConfig) -> None:
@@ -161,25 +189,33 @@ async def load_weights(url: str, weights: Weights, serving: ServingConfig) -> No
             that it failed to load.
     """
     await asyncio.to_thread(weights.check_unchanged)
-    timeout_s = serving.startup_s(await asyncio.to_thread(weight_bytes, weights.folder))
-    body = {"model_path": str(weights.folder), "weight_version": str(weights.version), "flush_cache": True}
+    version = str(weights.version)
+    timeout_s = serving.startup_s(await asyncio.to_thread(weights.size))
     try:
         async with (
             asyncio.timeout(timeout_s),
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
         ):
-            async with http.post(f"{url}/update_weights_from_disk", json=body) as reply:
-                text = await reply.text()
-            if reply.status != 200 or not _succeeded(text):
-                raise ServingError(f"it answered {reply.status} to new weights: {text[:_MESSAGE_CHARS]}")
+
+            async def post(path: str, body: Mapping[str, object]) -> None:
+                async with http.post(url + path, json=body) as reply:
+                    text = await reply.text()
+                if reply.status != 200 or not _succeeded(text):
+                    raise ServingError(f"it answered {reply.status} to new weights: {text[:_MESSAGE_CHARS]}")
+
+            if weights.folder is not None:
+                source = {"model_path": str(weights.folder), "weight_version": version, "flush_cache": True}
+                await post("/update_weights_from_disk", source)
+            else:
+                await send_tensors(post, url, version, weights.tensors, serving.tensor_parallel, timeout_s)
             async with http.get(url + PROBE) as reply:
                 reported = json.loads(await reply.text()).get("weight_version")
     except TimeoutError:
         raise ServingError(f"it did not load new weights within {timeout_s:g} s") from None
     except (aiohttp.ClientError, ValueError, AttributeError) as error:
         raise ServingError(f"it did not answer to new weights: {error or type(error).__name__}") from None
-    if reported != body["weight_version"]:
-        raise ServingError(f"it reports version {reported!r} of its weights after loading {weights.version}")
+    if reported != version:
+        raise ServingError(f"it reports version {reported!r} of its weights after loading {version}")
     await asyncio.to_thread(weights.check_unchanged)
 
 

@@ -95,6 +95,8 @@ def test_each_node_of_a_server_gets_its_rank_and_the_rendezvous():
         ({"device": "cpu", "servers": "auto"}, "servers=auto counts the GPUs of a Ray cluster"),
         ({"device": "cpu", "tensor_parallel": 2}, "need GPUs"),
         ({"servers": 2, "min_servers": 3}, "min_servers=3 is more than servers=2"),
+        ({"weight_transfer": "gloo", "pipeline_parallel": 2}, "weight_transfer=gloo supports only tensor parallel"),
+        ({"weight_transfer": "gloo", "data_parallel": 2}, "leave data_parallel at 1, or set weight_transfer=disk"),
         ({"extra_args": ["--tp-size", "8"]}, "--tp-size is not allowed here: set serving.tensor_parallel"),
         ({"extra_args": ["--tp=8"]}, "--tp is not allowed here: set serving.tensor_parallel"),
         (

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch, WeightUpdateFailed
 from rollout_backend.serving.model_serving import ModelServing
-from rollout_backend.serving.weights import WeightStore, load_weights
+from rollout_backend.serving.weights import Weights, WeightStore, load_weights
 
 SHAPES = {"embed.weight": (8, 4), "norm.weight": (4,)}
 
@@ -164,3 +164,18 @@ def test_the_newest_weights_must_still_be_there(config, tmp_path):
     (config.run_dir / "weights.json").write_text("{}")
     with pytest.raises(ConfigError, match="unknown which weights this run served last"):
         WeightStore(config)
+
+
+def test_weights_in_memory_end_with_the_trainer_and_their_version_is_not_used_again(config, tmp_path, caplog):
+    store = WeightStore(config)
+    store.commit(Weights(1, None))
+    restarted = WeightStore(config)
+    assert restarted.current is None
+    assert "version 1 of the weights was only in the memory of an earlier trainer" in caplog.text
+    assert restarted.prepare(save(tmp_path / "checkpoint")).version == 2
+
+
+@pytest.mark.parametrize("engines", [{"kind": "external", "urls": ["http://127.0.0.1:1"]}, {"engine": "vllm"}])
+def test_a_group_with_engines_that_cannot_join_it_is_refused(make_config, engines):
+    with pytest.raises(ConfigError, match="weight_transfer=gloo needs engine=sglang and servers that the run starts"):
+        make_config(serving={"weight_transfer": "gloo", **engines})
