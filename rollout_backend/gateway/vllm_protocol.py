@@ -9,6 +9,8 @@ Invariants:
 - vLLM sends -9999.0 for a logprob that is missing or minus infinity. It is read as missing.
 - Stop strings are sent too, so that the engine ends the reply itself and its last piece has the weight versions. The
   gateway decides all the same where a reply ends.
+- 0.24.0 reports no weight version. In verl's servers `rollout_backend.verl.vllm_middleware` adds it as
+  `weight_version`, before the first tokens of a stream.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ class VllmReader:
         self.cached_tokens: int | None = None
         self.received = 0
         self._versions: list[Mapping[str, Any]] | None = None
+        self._version: str | None = None  # of all tokens
 
     def read(self, reply: Mapping[str, Any]) -> Tokens:
         usage = reply.get("usage") or {}
@@ -97,6 +100,7 @@ class VllmReader:
         entries = (choice.get("logprobs") or {}).get("content") or []
         self.received += len(ids)
         self._versions = choice.get("weight_versions") or self._versions
+        self._version = choice.get("weight_version") or self._version
         if (reason := choice["finish_reason"]) is not None:
             self.finish = {"type": reason}
         logprobs: list[float | None] = [None] * len(ids)
@@ -112,6 +116,8 @@ class VllmReader:
         """Return the spans of the last piece. 0.24.0 gives none, nor does a stream that was interrupted."""
         if self.received == 0:
             return []
+        if self._version is not None:
+            return [(self._version, 0, self.received)]
         return None if self._versions is None else covering(self._versions, self.received)
 
 

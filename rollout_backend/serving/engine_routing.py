@@ -70,6 +70,7 @@ class EngineRouting:
         self.newest = newest
         self.adapters = dict(adapters or {})
         self._serving = serving
+        self._pauses = serving.engine == "sglang" or serving.kind != "external"
         self._awake = asyncio.Event()
         self._awake.set()
         self._changing = asyncio.Lock()  # held while engines are added and while the router is restarted
@@ -125,8 +126,14 @@ class EngineRouting:
                 await self._add_all()
 
     async def sleep(self) -> None:
-        """End all generation; return once every engine is idle."""
+        """End all generation; return once every engine is idle.
+
+        A vLLM server that something else runs is not paused: it aborts its requests itself when its memory is
+        released, and holds new ones.
+        """
         await self._hold()
+        if not self._pauses:
+            return
         for engine, failure in (
             await _on_each(self.engines, lambda engine: pause_generation(engine.url, self.engine))
         ).items():
@@ -134,10 +141,11 @@ class EngineRouting:
 
     async def wake(self) -> None:
         """Resume generation, and add every engine that serves."""
-        for engine, failure in (
-            await _on_each(self.engines, lambda engine: resume_generation(engine.url, self.engine))
-        ).items():
-            log.warning("the server %s: %s", engine.url, failure)
+        if self._pauses:
+            for engine, failure in (
+                await _on_each(self.engines, lambda engine: resume_generation(engine.url, self.engine))
+            ).items():
+                log.warning("the server %s: %s", engine.url, failure)
         await self._release()
 
     async def update(self, weights: Weights, commit: Callable[[], None]) -> Mapping[str, str]:

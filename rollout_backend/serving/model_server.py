@@ -59,14 +59,24 @@ async def served_model(url: str) -> ServedModel:
 async def check_vllm(url: str) -> None:
     """Check that a vLLM server returns token ids, and logprobs of the distribution that it samples from.
 
-    With `top_k=1` one token is left, whose logprob is 0 then. Before top_k it is below.
+    With `top_k=1` one token is left, whose logprob is 0 then. Before top_k it is below. A server of verl may be
+    asleep and would answer later, so its middleware is asked instead.
 
     Raises:
         PreflightError: the server cannot be used, and why.
     """
     params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http:
-        status, answer = await _ask(http, url + _VLLM_PATH, {"token_ids": [0], "sampling_params": params})
+        mode = (await _ask(http, url + PROBE))[1].get("logprobs_mode")
+        if mode is None:
+            status, answer = await _ask(http, url + _VLLM_PATH, {"token_ids": [0], "sampling_params": params})
+    if mode == "processed_logprobs":
+        return
+    if mode is not None:
+        raise PreflightError(
+            f"{url} returns logprobs of another distribution than it samples from: set "
+            f"actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, not {mode}"
+        )
     if status in (403, 404):
         raise PreflightError(f"{url}{_VLLM_PATH} answers {status}: start vLLM 0.32.0 with --enable-scale-out")
     try:

@@ -60,6 +60,7 @@ from rollout_backend.verl.v1_batch import (
 )
 from rollout_backend.verl.verl_settings import (
     adapter_of,
+    engine_of,
     engine_urls,
     is_asynchronous,
     resumes_steps,
@@ -67,6 +68,8 @@ from rollout_backend.verl.verl_settings import (
     settings_of,
     sleeps_between_batches,
 )
+from rollout_backend.verl.vllm_servers import VllmServers
+from rollout_backend.verl.weight_versions import VersionLabels
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +83,10 @@ class CloudAgentLoopManager:
 
     def __init__(self, config: Any, llm_client: Any) -> None:
         self._rollout = config.actor_rollout_ref.rollout
-        self._llm_client = llm_client
+        # `_load_balancer` is private, but nothing public leads from the client to the servers that have joined.
+        self._load_balancer = llm_client._load_balancer
+        on_vllm = engine_of(self._rollout) == "vllm"
+        self._vllm_servers = VllmServers(self._load_balancer) if on_vllm else None
         addresses = self._addresses()
         self.settings = settings_of(config, addresses)
         self._asynchronous = is_asynchronous(config.trainer)
@@ -96,7 +102,9 @@ class CloudAgentLoopManager:
         self._blocking = BlockingRolloutManager(self.settings, _log_serving_event, started_by="verl")
         manager = self._blocking.manager
         self._async_batches = AsyncBatches(self._blocking, self.settings, config.trainer)
-        self._servers = ServerList(engine_urls(addresses), self._urls, manager.follow_engines)
+        self._servers = ServerList(
+            engine_urls(addresses), self._urls, manager.follow_engines, VersionLabels(exact=on_vllm)
+        )
         self._sleeps = sleeps_between_batches(config.trainer)
         self._batches_in_flight = 0
         self._pausing = asyncio.Lock()
@@ -400,8 +408,9 @@ class CloudAgentLoopManager:
         return made
 
     def _addresses(self) -> list[str]:
-        # `_load_balancer` is private, but nothing public leads from the client to the servers that have joined.
-        return sorted(ray.get(self._llm_client._load_balancer.get_all_servers.remote()))
+        if self._vllm_servers is not None:
+            return self._vllm_servers.addresses()
+        return sorted(ray.get(self._load_balancer.get_all_servers.remote()))
 
     async def _urls(self) -> list[str]:
         return engine_urls(await asyncio.to_thread(self._addresses))

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.verl_settings import is_asynchronous
+from rollout_backend.verl.vllm_middleware import MIDDLEWARE
 
 _REWARD = (
     "rewards are computed by the agent, or by the function of reward.custom_reward_function.path: remove this setting"
@@ -36,8 +37,9 @@ class _Rule:
 _RULES = (
     _Rule(
         "actor_rollout_ref.rollout.name",
-        "the gateway calls verl's servers over HTTP, which is only tried with SGLang's: set it to sglang",
-        allowed=("sglang", "sglang_cpu"),
+        "the gateway calls verl's servers over HTTP with token ids, which only SGLang's and vLLM's accept: set it to "
+        "sglang or vllm",
+        allowed=("sglang", "sglang_cpu", "vllm"),
     ),
     _Rule(
         "actor_rollout_ref.rollout.disaggregation.enabled",
@@ -89,7 +91,7 @@ def refuse_unsupported(config: Any) -> None:
     Raises:
         ConfigError: names each unsupported setting that is set, and what to do about it.
     """
-    problems = [*_refused(config), *_adapters(config), *_estimators(config), *_routing(config)]
+    problems = [*_refused(config), *_vllm(config), *_adapters(config), *_estimators(config), *_routing(config)]
     if problems:
         raise ConfigError("this backend does not support these verl settings:\n" + "\n".join(problems))
 
@@ -100,6 +102,31 @@ def _refused(config: Any) -> Iterable[str]:
         if rule.refuses(value):
             shown = f"={value}" if isinstance(value, str | bool | int) else ""
             yield f"  {rule.setting}{shown}: {rule.advice}"
+
+
+def _vllm(config: Any) -> Iterable[str]:
+    """Yield problems with vLLM: its servers must report the weights, and the logprobs, of what they sample."""
+    rollout = "actor_rollout_ref.rollout"
+    if _at(config, f"{rollout}.name") != "vllm":
+        return
+    if _at(config, f"{rollout}.engine_kwargs.vllm.middleware") != MIDDLEWARE:
+        yield (
+            f"  {rollout}.name=vllm: vLLM 0.24.0 reports no weight version: add "
+            f"+{rollout}.engine_kwargs.vllm.middleware={MIDDLEWARE}"
+        )
+    if (mode := _at(config, f"{rollout}.logprobs_mode")) != "processed_logprobs":
+        yield (
+            f"  {rollout}.logprobs_mode={mode}: logprobs would be of another distribution than tokens are sampled "
+            "from: set it to processed_logprobs"
+        )
+    rank = _at(config, "actor_rollout_ref.model.lora_rank")
+    if rank and not _at(config, "actor_rollout_ref.model.lora.merge"):
+        yield (
+            f"  actor_rollout_ref.model.lora_rank={rank}: no call over HTTP can name the adapter of verl's vLLM: set "
+            "actor_rollout_ref.model.lora.merge=True, so that the servers get merged weights"
+        )
+    if _at(config, _REPLAY):
+        yield f"  {_REPLAY}=True: the routing in vLLM's replies is not read: set {rollout}.name=sglang"
 
 
 def _adapters(config: Any) -> Iterable[str]:

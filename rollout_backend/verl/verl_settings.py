@@ -45,7 +45,7 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
     scorer = _reward_function(config)
     if scorer is not None:
         base["scoring"] = {"function": scorer}
-    serving = _serving_limits(inline.pop("serving", {}))
+    serving = {**_serving_limits(inline.pop("serving", {})), "engine": engine_of(rollout)}
     try:
         settings = load_config(
             path,
@@ -81,6 +81,11 @@ def _reward_function(config: Any) -> str | None:
             source = str(path).removeprefix("pkg://").removeprefix("file://")
             return f"{source}:{own.get('name') or 'compute_score'}"
     return None
+
+
+def engine_of(rollout: Any) -> str:
+    """Return the engine of verl's servers. `rollout` is verl's section."""
+    return "vllm" if rollout.get("name") == "vllm" else "sglang"
 
 
 def engine_urls(addresses: Sequence[str]) -> list[str]:

@@ -25,9 +25,10 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
 class VersionLabels:
-    """The versions that this process has set on servers."""
+    """The versions that this process has set on servers; none if `exact`, because the servers know their version."""
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool = False) -> None:
+        self._exact = exact
         self._writable: dict[str, bool] = {}  # by URL; False if the server reports a number itself
         self._labels: dict[str, str] = {}  # by URL: the label that was set last
 
@@ -48,6 +49,8 @@ class VersionLabels:
         await self._set_all([url for url in urls if url in self._labels], UNKNOWN)
 
     async def _set_all(self, urls: Collection[str], label: str) -> None:
+        if self._exact:
+            return
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as http:
             await asyncio.gather(*(self._set(http, url, label) for url in urls))
 

@@ -12,6 +12,7 @@ from omegaconf import open_dict
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.verl_cpu.environment import overrides
 from rollout_backend.verl.unsupported import refuse_unsupported
+from rollout_backend.verl.vllm_middleware import MIDDLEWARE
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ASYNCHRONOUS = "trainer.v1.trainer_mode=separate_async"
@@ -41,6 +42,26 @@ def test_supported_settings_pass(more: list[str]) -> None:
     except Exception:  # verl already has the key
         config = verl_config(*(override.removeprefix("+") for override in more))
     refuse_unsupported(config)
+
+
+VLLM = (f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.middleware={MIDDLEWARE}")
+
+
+def test_vllm_is_supported_with_the_middleware() -> None:
+    refuse_unsupported(verl_config(*VLLM))
+
+
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [
+        (f"{ROLLOUT}.logprobs_mode=raw_logprobs", "set it to processed_logprobs"),
+        (f"{ROLLOUT}.enable_rollout_routing_replay=True", "the routing in vLLM's replies is not read"),
+        (f"{MODEL}.lora_rank=8", r"lora\.merge=True"),
+    ],
+)
+def test_vllms_replies_must_be_those_of_the_trained_model(more: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        refuse_unsupported(verl_config(*VLLM, more))
 
 
 def test_training_on_the_cpu_is_supported() -> None:
@@ -74,8 +95,8 @@ def test_other_engines_replay_no_routed_experts() -> None:
 @pytest.mark.parametrize(
     ("override", "advice"),
     [
-        (f"{ROLLOUT}.name=vllm", "set it to sglang"),
-        (f"{ROLLOUT}.name=trtllm", "set it to sglang"),
+        (f"{ROLLOUT}.name=vllm", rf"add \+{ROLLOUT}\.engine_kwargs\.vllm\.middleware=rollout_backend\.verl\."),
+        (f"{ROLLOUT}.name=trtllm", "set it to sglang or vllm"),
         (f"{ROLLOUT}.disaggregation.enabled=True", "set it to False"),
         (f"{ROLLOUT}.enable_rollout_routing_replay=True", "other strategies cannot"),
         (f"{ROLLOUT}.moe_load_balance_metrics_interval=5", "servers record no routing"),
@@ -134,7 +155,7 @@ def test_verls_experimental_trainers_are_refused(folder: str, name: str, tmp_pat
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    config = verl_config(f"{ROLLOUT}.name=vllm", "reward.reward_model.enable=True")
+    config = verl_config(f"{ROLLOUT}.name=trtllm", "reward.reward_model.enable=True")
     with open_dict(config):
         config.data.apply_chat_template_kwargs = {"enable_thinking": False}
     with pytest.raises(ConfigError) as caught:

@@ -1,0 +1,132 @@
+"""Make verl's vLLM servers (0.24.0) report which weights sampled a reply, and that an aborted stream was aborted.
+
+vLLM 0.24.0 reports no weight version: verl keeps it in the Ray actor that runs the server, as `global_steps`. vLLM
+loads this module in that actor's process, by its option `--middleware`, and the manager calls `attach` there.
+
+Invariants:
+
+- A reply has a version only if it is certain. verl aborts all generation before it changes the weights and then the
+  version, and resumes after that. So all tokens of a reply have one version: that at which its first token arrives.
+  Tokens that arrive only with their abort have one if the version has not changed since the call began.
+- Each stream ends with a `finish_reason`. 8 of 32 streams of 0.24.0 that a pause aborted ended without one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+MIDDLEWARE = f"{__name__}.WeightVersions"
+INFO = "/model_info"
+GENERATE = "/inference/v1/generate"
+_SERVER = "rollout_backend_server"  # the attribute of vLLM's engine client that has verl's server
+_END = b"\n\n"
+
+
+def attach(server: Any) -> None:
+    """Show the middleware the actor that runs its server. Runs in the actor's process; `server` is verl's object."""
+    setattr(server.engine, _SERVER, server)
+
+
+class WeightVersions:
+    """An ASGI middleware. It answers `/model_info` without generating anything, also while the server sleeps."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == INFO:
+            engine = scope["app"].state.engine_client
+            info = {"logprobs_mode": str(engine.model_config.logprobs_mode), "weight_version": _version(scope)}
+            await _respond(send, json.dumps(info).encode())
+        elif scope["type"] == "http" and scope["path"] == GENERATE:
+            await self._app(scope, receive, _Reply(lambda: _version(scope), send))
+        else:
+            await self._app(scope, receive, send)
+
+
+def _version(scope: Message) -> str | None:
+    server = getattr(scope["app"].state.engine_client, _SERVER, None)
+    steps = getattr(server, "global_steps", None)
+    return None if steps is None else str(steps)
+
+
+class _Reply:
+    """Sends a reply on, with the version of its tokens."""
+
+    def __init__(self, version: Callable[[], str | None], send: Send) -> None:
+        self._version = version
+        self._send = send
+        self._at_arrival = version()
+        self._start: Message | None = None  # of a whole reply, whose length changes
+        self._streams = False
+        self._rest = b""
+        self._begun = False
+        self._ended = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kind = next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
+            self._streams = kind.startswith(b"text/event-stream")
+            if message["status"] == 200 and kind.startswith(b"application/json"):
+                self._start = message
+                return
+        elif self._start is not None:
+            self._rest += message.get("body", b"")
+            if message.get("more_body", False):
+                return
+            body, start = self._whole(self._rest), self._start
+            headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+            await self._send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+            message = {**message, "body": body}
+        elif self._streams:
+            message = {**message, "body": self._pieces(message.get("body", b""), message.get("more_body", False))}
+        await self._send(message)
+
+    def _whole(self, body: bytes) -> bytes:
+        reply = json.loads(body)
+        for choice in reply.get("choices") or ():
+            choice["weight_version"] = self._certain(choice.get("finish_reason"))
+        return json.dumps(reply).encode()
+
+    def _pieces(self, data: bytes, more: bool) -> bytes:
+        *events, self._rest = (self._rest + data).split(_END)
+        out = b"".join(line for event in events for line in self._with_version(event))
+        return out if more else out + self._rest
+
+    def _with_version(self, event: bytes) -> Iterable[bytes]:
+        """Yield a stream's event, after one with the version of the first tokens or with the end that it lacks."""
+        data = event.removeprefix(b"data:").strip()
+        if data == b"[DONE]":
+            if not self._ended:
+                yield _event(finish_reason="abort")
+        elif data.startswith(b"{"):
+            piece = json.loads(data)
+            self._ended |= "error" in piece
+            for choice in piece.get("choices") or ():
+                finish = choice.get("finish_reason")
+                self._ended |= finish is not None
+                if choice.get("token_ids") and not self._begun:
+                    self._begun = True
+                    yield _event(weight_version=self._certain(finish))
+        yield event + _END
+
+    def _certain(self, finish: str | None) -> str | None:
+        now = self._version()
+        return None if finish == "abort" and now != self._at_arrival else now
+
+
+def _event(**fields: str | None) -> bytes:
+    choice: dict[str, object] = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": None, **fields}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + _END
+
+
+async def _respond(send: Send, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

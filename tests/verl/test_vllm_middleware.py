@@ -1,0 +1,177 @@
+"""The middleware of verl's vLLM servers, before the gateway's engine client and scripted servers of vLLM 0.24.0."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agent_wrapper.contract import VersionSpan
+from rollout_backend.errors import PreflightError
+from rollout_backend.gateway import engine_client
+from rollout_backend.gateway.engine_client import EngineClient, EngineRefused
+from rollout_backend.gateway.vllm_protocol import VllmProtocol
+from rollout_backend.local.scripted import Fail
+from rollout_backend.local.scripted_vllm import ScriptedVllm
+from rollout_backend.serving.model_server import check_vllm
+from rollout_backend.verl.vllm_middleware import GENERATE, WeightVersions, attach
+
+PARAMS = {"temperature": 1.0, "max_new_tokens": 40, "stop_token_ids": [2]}
+
+
+class VerlServer(ScriptedVllm):
+    """A vLLM 0.24.0 server with the middleware, and verl's actor in the same process, which has `global_steps`."""
+
+    def __init__(self, *replies: str, logprobs_mode: str = "processed_logprobs") -> None:
+        self.global_steps: int | None = None
+        self.engine = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode=logprobs_mode))
+        super().__init__(replies, old_format=True)
+
+    def _app(self) -> Any:
+        app = super()._app()
+        app.state.engine_client = self.engine
+        app.add_middleware(WeightVersions)
+        return app
+
+
+@pytest.fixture
+async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    monkeypatch.setattr(engine_client, "_AFTER_ABORT_S", 0.0)
+    clients = []
+
+    async def generate(server: VerlServer, **more: Any) -> Any:
+        client = EngineClient(server.url, 20.0, 3, protocol=VllmProtocol())
+        clients.append(client)
+        await client.start()
+        return await client.generate([1, 2], {**PARAMS, **more.pop("params", {})}, "s", **more)
+
+    yield generate
+    for each in clients:
+        await each.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_reply_has_the_version_of_verls_actor(client: Any, stream: bool) -> None:
+    progress = (lambda *_: None) if stream else None
+    with VerlServer(*["one two three"] * 2) as server:
+        server.global_steps = 7
+        unattached = await client(server, progress=progress)
+        attach(server)
+        attached = await client(server, progress=progress)
+    assert attached.token_ids == unattached.token_ids
+    assert attached.logprobs == unattached.logprobs
+    assert unattached.weight_versions == ()
+    assert attached.weight_versions == (VersionSpan(version="7", start=0, end=len(attached.token_ids)),)
+
+
+@pytest.mark.parametrize("says_abort", [True, False])
+async def test_a_stream_that_a_pause_aborts_is_resumed_under_the_next_version(client: Any, says_abort: bool) -> None:
+    with VerlServer("one two", " end") as server:
+        attach(server)
+        server.global_steps, server.aborted_after, server.says_abort = 7, 3, says_abort
+
+        def progress(ids: list[int], _: Any) -> None:
+            if len(ids) == 3:
+                server.global_steps, server.aborted_after = 8, None
+
+        completion = await client(server, progress=progress)
+    spans = [(span.version, span.start, span.end) for span in completion.weight_versions]
+    assert spans == [("7", 0, 3), ("8", 3, len(completion.token_ids))]
+    assert completion.finish_reason == "stop"
+
+
+async def test_a_refused_request_is_refused_with_the_servers_message(client: Any) -> None:
+    with VerlServer("one") as server:
+        attach(server)
+        server.replies = [Fail(400, "there is a good reason")]
+        with pytest.raises(EngineRefused, match="there is a good reason"):
+            await client(server)
+
+
+async def test_a_server_that_may_be_asleep_is_checked_without_a_request_for_tokens() -> None:
+    with VerlServer() as server:
+        server.paused = True
+        await asyncio.wait_for(check_vllm(server.url), 10)
+        assert server.requests == []
+    advice = r"set actor_rollout_ref\.rollout\.logprobs_mode=processed_logprobs, not raw_logprobs"
+    with VerlServer(logprobs_mode="raw_logprobs") as server, pytest.raises(PreflightError, match=advice):
+        await check_vllm(server.url)
+
+
+# --- single messages ------------------------------------------------------------------------------------------
+
+
+async def sent(kind: str, bodies: list[tuple[bytes, int]], arrived_at: int) -> bytes:
+    """Return what is sent for the bodies of a reply. Each comes with the version at its time."""
+    server = SimpleNamespace(global_steps=arrived_at, engine=SimpleNamespace())
+    attach(server)
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=server.engine))
+    out: list[dict[str, Any]] = []
+
+    async def reply(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", kind.encode()), (b"content-length", b"1")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for number, (body, version) in enumerate(bodies, start=1):
+            server.global_steps = version
+            await send({"type": "http.response.body", "body": body, "more_body": number < len(bodies)})
+
+    async def keep(message: dict[str, Any]) -> None:
+        out.append(message)
+
+    await WeightVersions(reply)({"type": "http", "path": GENERATE, "app": app}, None, keep)  # type: ignore[arg-type]
+    body = b"".join(message.get("body", b"") for message in out)
+    if kind == "application/json":
+        assert dict(out[0]["headers"])[b"content-length"] == str(len(body)).encode()
+    return body
+
+
+def piece(ids: list[int], finish: str | None = None) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"token_ids": ids, "finish_reason": finish}]}).encode() + b"\n\n"
+
+
+def choices_of(stream: bytes) -> list[dict[str, Any]]:
+    lines = [line for line in stream.split(b"\n\n") if line.startswith(b"data: {")]
+    return [choice for line in lines for choice in json.loads(line.removeprefix(b"data: "))["choices"]]
+
+
+@pytest.mark.parametrize(
+    ("arrived_at", "at", "finish", "version"),
+    [(7, 7, "stop", "7"), (7, 8, "stop", "8"), (7, 7, "abort", "7"), (7, 8, "abort", None)],
+)
+async def test_a_version_that_is_not_certain_is_not_written(
+    arrived_at: int, at: int, finish: str, version: str | None
+) -> None:
+    """A call that waited for a resume has the new version. Tokens that come with their abort may be of either."""
+    whole = json.dumps({"choices": [{"token_ids": [5], "finish_reason": finish}]}).encode()
+    [choice] = json.loads(await sent("application/json", [(whole, at)], arrived_at))["choices"]
+    assert choice["weight_version"] == version
+    stream = await sent("text/event-stream", [(piece([5], finish), at), (b"data: [DONE]\n\n", at)], arrived_at)
+    assert choices_of(stream)[0]["weight_version"] == version
+
+
+async def test_a_stream_keeps_the_version_of_its_first_tokens() -> None:
+    bodies = [(piece([5]), 8), (piece([6]), 8), (piece([7], "abort"), 9), (b"data: [DONE]\n\n", 9)]
+    choices = choices_of(await sent("text/event-stream", bodies, 7))
+    assert [choice["weight_version"] for choice in choices if "weight_version" in choice] == ["8"]
+    assert [token for choice in choices for token in choice["token_ids"]] == [5, 6, 7]
+    assert choices[-1]["finish_reason"] == "abort"
+
+
+async def test_events_that_are_cut_anywhere_arrive_whole() -> None:
+    stream = piece([5]) + piece([6]) + b'data: {"usage": {}, "choices": []}\n\n' + b"data: [DONE]\n\n"
+    pieces = [(bytes([byte]), 7) for byte in stream]
+    out = await sent("text/event-stream", pieces, 7)
+    assert out == await sent("text/event-stream", [(stream, 7)], 7)
+    assert out.endswith(b"data: [DONE]\n\n")
+    assert choices_of(out)[-1]["finish_reason"] == "abort", "it ended without a reason"
+
+
+async def test_an_error_in_a_stream_is_no_abort() -> None:
+    stream = piece([5]) + b'data: {"error": {"message": "the engine died", "code": 500}}\n\n' + b"data: [DONE]\n\n"
+    out = await sent("text/event-stream", [(stream, 7)], 7)
+    assert b"abort" not in out
+    assert b"the engine died" in out
