@@ -107,6 +107,7 @@ SUMS = Training(
     response_tokens=160,
     tail=160,
     tail_steps=120,
+    learning_rate=2e-4,
 )
 TRAININGS = {training.name: training for training in (LAKE, SUMS)}
 

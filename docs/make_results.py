@@ -88,8 +88,8 @@ operators, in the format of its renderer, and says that it is done. The tool's l
 call, it is what the model says. The reward is reasoning-gym's. The weak player guesses three times in ten, and
 otherwise calls the tool with any operator. Calls with the numbers, and problems with different operators, were tried
 too: this model does not learn to copy them from some hundred transcripts. So the tool has the numbers, and all
-problems are sums. Even so it did not learn: 14 of 48 rollouts made a valid call in the first step, none after the
-first update. Only one seed was trained.
+problems are sums. The learning rate is {learning_rate:g}: with 0.0015, as on the lake, no call was valid JSON after
+the first update. Only one seed was trained, and eight steps changed little.
 """,
 }
 _GAMES = """\
