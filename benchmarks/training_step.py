@@ -53,7 +53,7 @@ def run_ours_in_one_container(steps: int, work: Path, model: list[str]) -> None:
     asyncio.run(_run_with_one_container(_example(steps, work, model)))
 
 
-async def _run_with_one_container(example: _Example) -> None:
+async def _run_with_one_container(example: Example) -> None:
     port = free_port()
     async with LocalStorage(run_dir=example.work / "cloud") as storage:
         env = {**os.environ, **storage.environ, "AWS_ENDPOINT_URL": storage.endpoint_url, "HOST": "127.0.0.1"}
@@ -80,19 +80,23 @@ def run_verl(steps: int, work: Path, model: list[str]) -> None:
     """Run verl's own agent loop on the questions of the example."""
     example = _example(steps, work, model)
     data = write_questions(example.tasks, work / "questions.parquet")
-    own = [
-        f"data.train_files={data}",
-        f"data.val_files={data}",
+    example.run(agent_loop_overrides(data), {})
+
+
+def agent_loop_overrides(questions: Path) -> list[str]:
+    """Return what a training script adds to train with verl's own agent loop."""
+    return [
+        f"data.train_files={questions}",
+        f"data.val_files={questions}",
         "algorithm.adv_estimator=grpo",
-        f"{example.module.ROLLOUT}.calculate_log_probs=True",
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
         "reward.num_workers=1",
         f"reward.custom_reward_function.path={HERE.absolute() / 'arithmetic_reward.py'}",
     ]
-    example.run(own, {})
 
 
 @dataclass(frozen=True)
-class _Example:
+class Example:
     """The example's settings for verl, with its tasks in a file."""
 
     module: Any
@@ -116,13 +120,18 @@ class _Example:
         _run(argv, self.work, {**environment(), **env, "VERL_FILE_LOGGER_PATH": str(self.work / METRICS)})
 
 
-def _example(steps: int, work: Path, model: list[str]) -> _Example:
+def example_module() -> Any:
+    """Return the example's script, with its settings for verl."""
     sys.path.insert(0, str(EXAMPLE))
-    module = importlib.import_module("train")
+    return importlib.import_module("train")
+
+
+def _example(steps: int, work: Path, model: list[str]) -> Example:
+    module = example_module()
     tiny = "--tiny" in model
     options = argparse.Namespace(tiny=tiny, dtype="float32", trainer="v1", steps=steps, work=work)
     folder = make_tiny_model(work / "model") if tiny else find_model()
-    return _Example(module, options, folder, module.write_tasks(work / "tasks.jsonl", module.PROMPTS * (steps + 1)))
+    return Example(module, options, folder, module.write_tasks(work / "tasks.jsonl", module.PROMPTS * (steps + 1)))
 
 
 def write_questions(tasks: Path, path: Path) -> Path:

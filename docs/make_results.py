@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "benchmarks"))
 
 import fault_report  # noqa: E402
+import learning_report  # noqa: E402
 import many_turns_report  # noqa: E402
 
 RESULTS, PAGE = HERE / "results.json", HERE / "results.md"
@@ -63,6 +64,39 @@ What is missing otherwise was reported as failed. An agent's own error, its time
 this backend, which does not repeat them; agentlightning's store does. A system that cannot meet a fault, because it
 has no queue for example, has no number, so the sums are of different faults. Four steps run at a time on few cores,
 so how long they took says nothing about speed, and is in `docs/results.json` only.
+"""
+_LEARNING = """\
+A tiny model learns single-digit sums by GRPO, for {steps} steps of {prompts} questions with {group} rollouts each. It
+has two layers and one token per byte, and was fitted to the sums until it is right about every fifth time, because RL
+needs some right answers to begin with. All runs have verl's v1 trainer, a real SGLang server on the CPU and the same
+settings. Runs of one seed have the same initial model and the same questions, in the same order. The engine samples
+without a seed, so even two runs of one seed differ.
+
+The figures count which part of the replies is right, of all rollouts that began, whatever is trained of them. The
+lines are means over the seeds and over seven steps, the bands reach from the lowest seed to the highest.
+
+- verl: verl's own agent loop, in which a rollout is a coroutine of the trainer and a function scores the reply. Its
+  replay buffer is polled every 0.25 s, as ours, instead of every 2 s.
+- ours: each rollout is a session of an agent in `RolloutApp`. It is invoked on AgentCore, calls the model through the
+  gateway, and its result is written to S3 and announced on SQS, all by their wire protocols on this machine.
+- ours, faults: the same with lost sessions. Each sampled token has a risk of {killed:g} % that its container dies and
+  of {late:g} % that its agent gets stuck, so longer rollouts are lost more often. {throttled:g} % of the invokes are
+  refused with 429.
+- faults as 0: the same losses, but a rollout whose container died or whose agent got stuck is trained with the tokens
+  that it had sampled and the reward 0. Other systems do this: see above. This backend cannot; here the agent itself
+  returns the 0.
+"""
+_LEARNING_INTERVALS = """\
+The next table compares the runs of each seed: the mean difference, with its 95 % confidence interval (Student's t).
+An interval that contains 0 shows no difference, and how large one could still be.
+"""
+_LEARNING_TIME = """\
+Where the time of a step goes, as verl measures it:
+"""
+_LEARNING_FAULTS = """\
+A killed session sends no more heartbeats: after 3 s its rollout gets another session, which samples another reply.
+A session that takes twice as long as its step's others is stopped as a straggler, and its rollout is left out of the
+group's baseline. A refused invoke is sent again.
 """
 
 _MANY_TURNS = """\
@@ -112,6 +146,10 @@ def pictures(sections: dict[str, Any]) -> dict[str, str]:
         drawn["results-faults.svg"] = fault_report.picture(sections["faults"]["results"])
     if "many_turns" in sections:
         drawn["results-many-turns.svg"] = many_turns_report.picture(sections["many_turns"]["results"])
+    if "learning" in sections:
+        results = sections["learning"]["results"]
+        drawn["results-learning-path.svg"] = learning_report.picture(results, learning_report.PATH)
+        drawn["results-learning-faults.svg"] = learning_report.picture(results, learning_report.LOSSES)
     return drawn
 
 
@@ -167,9 +205,30 @@ def _many_turns(results: dict[str, Any]) -> Iterator[str]:
     yield many_turns_report.games(results).markdown() + "\n"
 
 
+def _learning(results: dict[str, Any]) -> Iterator[str]:
+    settings = results["settings"]
+    percent = {name: 100 * settings[key] for name, key in _SHARES.items()}
+    yield _LEARNING.format(**settings, **percent)
+    yield "### Does the path cost learning?\n"
+    yield "![Right replies over training, verl and ours](results-learning-path.svg)\n"
+    yield learning_report.outcomes(results, learning_report.PATH).markdown() + "\n"
+    yield _LEARNING_INTERVALS
+    yield learning_report.differences(results, learning_report.PATH_PAIRS).markdown() + "\n"
+    yield _LEARNING_TIME
+    yield learning_report.parts(results, (*learning_report.PATH, learning_report.FAULTS)).markdown() + "\n"
+    yield "### Do faults cost learning?\n"
+    yield _LEARNING_FAULTS
+    yield "![Right replies over training, with and without faults](results-learning-faults.svg)\n"
+    yield learning_report.outcomes(results, learning_report.LOSSES).markdown() + "\n"
+    yield learning_report.differences(results, learning_report.LOSS_PAIRS).markdown() + "\n"
+    yield learning_report.losses(results).markdown() + "\n"
+
+
+_SHARES = {"killed": "killed_per_token", "late": "late_per_token", "throttled": "throttled"}
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "faults": ("Rivals under the same faults", _faults),
     "many_turns": ("Many turns, segments and tools", _many_turns),
+    "learning": ("Learning through the cloud, and through its faults", _learning),
 }
 
 

@@ -47,7 +47,7 @@ class AgentCore:
             answer(self._stop(session_id), self._latency_s)
         else:
             self._calls["control plane"] += 1
-            answer(_refused(403, "AccessDeniedException"), self._latency_s)
+            answer(refused(403, "AccessDeniedException"), self._latency_s)
 
     def _invoke(self, session_id: str, payload: bytes) -> None:
         if session_id in self._sessions:
@@ -73,7 +73,7 @@ class AgentCore:
 
     def _stop(self, session_id: str) -> Response:
         if session_id not in self._sessions:
-            return _refused(404, "ResourceNotFoundException")
+            return refused(404, "ResourceNotFoundException")
         timer = self._sessions.pop(session_id)
         if timer is not None:
             timer.cancel()
@@ -84,5 +84,5 @@ class AgentCore:
         self.invoked, self.stopped, self.published = [], [], {}
 
 
-def _refused(status: int, code: str) -> Response:
+def refused(status: int, code: str) -> Response:
     return json_response(status, {"message": code}, f"x-amzn-ErrorType: {code}\r\n")

@@ -33,7 +33,7 @@ from agent_wrapper.contract import (
     Turn,
     result_key,
 )
-from emulated_aws.agentcore import SESSION
+from emulated_aws.agentcore import SESSION, refused
 from emulated_aws.http_server import Answer, Request, Response, json_response
 from emulated_aws.s3 import S3
 from emulated_aws.sqs import Sqs
@@ -102,7 +102,7 @@ class FaultyAgents:
         elif request.path.endswith(("/stopruntimesession", "/stop")):
             answer(self._stop(session_id), 0.01)
         else:
-            answer(_refused(403, "AccessDeniedException"), 0.01)
+            answer(refused(403, "AccessDeniedException"), 0.01)
 
     def _invoke(self, session_id: str, payload: dict[str, Any]) -> dict[str, Any]:
         envelope = payload.get(_ENVELOPE)
@@ -131,7 +131,7 @@ class FaultyAgents:
     def _stop(self, session_id: str) -> Response:
         session = self.sessions.get(session_id)
         if session is None or not session.open:
-            return _refused(404, "ResourceNotFoundException")
+            return refused(404, "ResourceNotFoundException")
         session.open = False
         if session.work is not None:
             session.work.cancel()
@@ -340,7 +340,3 @@ def _segment(proof: int) -> Segment:
         logprobs=array("f", [math.nan] * half + [-0.5] * half),
         turns=(Turn(start=half, end=TOKENS, finish_reason="stop", weight_versions=()),),
     )
-
-
-def _refused(status: int, code: str) -> Response:
-    return json_response(status, {"message": code}, f"x-amzn-ErrorType: {code}\r\n")

@@ -164,7 +164,8 @@ class Sqs:
             "VisibilityTimeout": f"{queue.visibility_s:g}",
         }
         names = asked.get("AttributeNames", [])
-        return {"Attributes": attributes if "All" in names else {name: attributes[name] for name in names}}
+        wanted = attributes if "All" in names else attributes.keys() & names  # an attribute that is unset is left out
+        return {"Attributes": {name: attributes[name] for name in wanted}}
 
     def _send_message(self, queue: Queue, asked: dict[str, Any]) -> dict[str, Any]:
         return _sent(queue.send(asked["MessageBody"]))

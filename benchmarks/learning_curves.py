@@ -1,0 +1,315 @@
+"""Train the same model on the same sums in four ways, and compare how it learns.
+
+    .venv-verl/bin/python benchmarks/learning_curves.py --json runs/results/learning.json
+
+- verl: verl's own agent loop. A rollout is a coroutine in verl's process, and a function scores the reply.
+- ours: this backend. A rollout is a session of an agent that runs in `RolloutApp`, against S3, SQS and AgentCore by
+  their wire protocols.
+- ours, faults: the same, while a fifth of the sessions are killed, late or throttled.
+- faults as 0: the same losses, but a killed or late rollout is trained with its tokens and the reward 0. The backend
+  has no such setting: here the agent returns the 0.
+
+All have the same trainer (verl's v1 trainer with GRPO), engine (SGLang) and optimizer, and for each seed the same
+initial model and questions. The engine samples without a seed, so two runs of one seed differ, too. The model has two
+layers and one token per byte. It is fitted to the sums until it is right about every fifth time (`warm_start.py`), so
+that a run takes minutes on one core.
+
+The risk of being killed or late is the same for each sampled token, so longer rollouts are lost more often. A killed
+session publishes nothing and sends no more heartbeats; its rollout gets another attempt. A late one would run for
+minutes and ends as a straggler. A throttled invoke is answered 429 by a proxy, and is sent again.
+
+The curves show which part of the replies is right, whatever is trained of them: of each rollout's first session.
+
+Each run is kept in a file of `--runs` and is not repeated: after an interruption, start the script again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import statistics
+import time
+from argparse import Namespace
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from arithmetic_reward import compute_score
+from emulated_aws.agentcore import ARN
+from emulated_aws.http_server import Answer, Connection, Request
+from emulated_aws.s3 import S3
+from emulated_aws.sqs import REGION, Sqs
+from emulated_aws.wrapped_agents import LossRates, SessionRecord, WrappedAgents
+from learning_report import AS_0, FAULTS, VARIANTS, VERL
+from run_all import machine
+from training_step import METRICS, Example, agent_loop_overrides, example_module, steps_of, write_questions
+from warm_start import make_warm_model, question
+
+from rollout_backend.core.report import StepReport
+from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
+
+HERE = Path(__file__).parent
+RUNS = HERE.parent / "runs" / "results" / "learning"
+INVOKE = "bedrock-agentcore:InvokeAgentRuntime"
+# Ray would run its workers at a lower priority than the agents. One thread each, so that runs can be compared.
+_TRAINER = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+_KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": REGION}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs have in common."""
+
+    steps: int = 30
+    prompts: int = 16
+    group: int = 4
+    learning_rate: float = 3e-4
+    entropy: float = 0.0
+    right_at_start: float = 0.2
+    killed_per_token: float = 0.04
+    late_per_token: float = 0.02
+    throttled: float = 0.05
+
+
+def rates_of(variant: str, settings: Settings) -> LossRates:
+    if variant not in (FAULTS, AS_0):
+        return LossRates()
+    return LossRates(settings.killed_per_token, settings.late_per_token, scored_0=variant == AS_0)
+
+
+def write_tasks(path: Path, settings: Settings, seed: int) -> Path:
+    """Write the questions of all steps. The same seed gives the same questions."""
+    draw = random.Random(seed)
+    lines = []
+    for _ in range(settings.prompts * (settings.steps + 1)):
+        a, b = draw.randint(1, 9), draw.randint(1, 9)
+        lines.append(json.dumps({"payload": {"question": question(a, b), "answer": str(a + b)}}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+# --- one run ---------------------------------------------------------------------------------------------------
+
+
+async def run(variant: str, seed: int, settings: Settings, model: Path, work: Path) -> dict[str, Any]:
+    """Train the model once in `work`, and return what is kept of it. Raises SystemExit with the end of verl's log."""
+    began = time.monotonic()
+    options = Namespace(tiny=True, dtype="float32", trainer="v1", steps=settings.steps, work=work)
+    example = Example(example_module(), options, model, write_tasks(work / "tasks.jsonl", settings, seed))
+    found = await (run_verl(example, settings) if variant == VERL else run_ours(variant, seed, example, settings))
+    logged = [json.loads(line)["data"] for line in (work / METRICS).read_text().splitlines()]
+    parts = steps_of(work / METRICS)
+    found.setdefault("right", [step["critic/score/mean"] for step in logged])
+    return {
+        "variant": variant,
+        "seed": seed,
+        "trained_reward": _rounded(step["critic/score/mean"] for step in logged),
+        "step_s": _rounded(sum(step.values()) for step in parts),
+        "parts_s": {name: round(statistics.fmean(step[name] for step in parts[1:]), 3) for name in parts[0]},
+        **found,
+        "seconds": round(time.monotonic() - began),
+    }
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [round(value, 4) for value in values]
+
+
+def common_overrides(settings: Settings) -> list[str]:
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return [
+        f"data.train_batch_size={settings.prompts}",
+        "data.max_response_length=8",
+        f"{rollout}.n={settings.group}",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu={settings.prompts * settings.group}",
+        f"{actor}.ppo_mini_batch_size={settings.prompts}",
+        f"{actor}.ppo_micro_batch_size_per_gpu={settings.prompts * settings.group}",
+        f"{actor}.entropy_coeff={settings.entropy}",
+        f"{actor}.optim.lr={settings.learning_rate}",
+    ]
+
+
+async def run_verl(example: Example, settings: Settings) -> dict[str, Any]:
+    own = [
+        *agent_loop_overrides(write_questions(example.tasks, example.work / "questions.parquet")),
+        f"trainer.v1.sampler.custom_sampler.path={HERE.absolute() / 'eager_buffer.py'}",
+        "trainer.v1.sampler.custom_sampler.name=EagerReplayBuffer",
+    ]
+    await asyncio.to_thread(example.run, [*common_overrides(settings), *own], _TRAINER)
+    return {}
+
+
+def is_right(reply: str, answer: str) -> bool:
+    return compute_score("", reply, answer) == 1
+
+
+class Cloud:
+    """S3, SQS and AgentCore on one port."""
+
+    def __init__(self, agents: WrappedAgents) -> None:
+        calls: Counter[str] = Counter()
+        self._s3, self._sqs, self._agents = S3(0.0, calls), Sqs(0.0, calls), agents
+
+    def _handle(self, request: Request, answer: Answer) -> None:
+        if b"x-amz-target" in request.headers:
+            self._sqs.handle(request, answer)
+        elif request.path.startswith("/runtimes/"):
+            self._agents.handle(request, answer)
+        else:
+            self._s3.handle(request, answer)
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        server = await asyncio.get_running_loop().create_server(lambda: Connection(self._handle), "127.0.0.1", 0)
+        clock = asyncio.create_task(self._sqs.run())
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            clock.cancel()
+            server.close()
+
+
+async def run_ours(variant: str, seed: int, example: Example, settings: Settings) -> dict[str, Any]:
+    agents = WrappedAgents(
+        lambda reply, answer: compute_score("", reply, answer) == 1, rates_of(variant, settings), seed
+    )
+    throttle = Rule(INVOKE, Fault.FAIL, share=settings.throttled, status=429, code="ThrottlingException")
+    rules = [throttle] if variant in (FAULTS, AS_0) else []
+    async with Cloud(agents).serve() as url, agents, FaultProxy(url, rules, seed) as proxy:
+        os.environ["AWS_ENDPOINT_URL"] = url  # of the agents, which run in this process
+        path = example.work / "rollout_backend.json"  # JSON is YAML
+        path.write_text(json.dumps(backend_settings(url, proxy.url, example.work / "runs")))
+        own = [*common_overrides(settings), *example.module.backend_overrides(example.tasks, path)]
+        await asyncio.to_thread(example.run, own, _TRAINER)
+        throttled = proxy.count(INVOKE, Fault.FAIL)
+    reports = [
+        StepReport.model_validate_json(file.read_text()) for file in (example.work / "runs").glob("*/steps/*.json")
+    ]
+    return {"right": right_by_step(agents.records), **accounts(agents.records, reports), "throttled": throttled}
+
+
+def backend_settings(url: str, runtime_url: str, output: Path) -> dict[str, Any]:
+    return {
+        "aws": {"region": REGION, "endpoint_url": url},
+        "storage": {"bucket": "results"},
+        "runtime": {"kind": "agentcore", "arn": ARN, "endpoint_url": runtime_url, "invoke_per_s": 200},
+        # Steps take seconds, so silence is noticed after 3 s instead of 45 s, and a straggler after twice the time
+        # of the others.
+        "timeouts": {
+            "model_call_s": 60, "agent_s": 120, "publish_grace_s": 30, "collection_s": 300, "session_key_s": 400,
+            "heartbeat_s": 1,
+        },
+        "group": {"straggler_after": 0.75, "straggler_factor": 2},
+        "output_dir": str(output),
+    }  # fmt: skip
+
+
+def right_by_step(records: Iterable[SessionRecord]) -> list[float]:
+    """Return for each step which part of the first sessions' replies is right, lost ones included."""
+    by_step: dict[int, list[bool]] = defaultdict(list)
+    for record in records:
+        if record.nth == 1:
+            by_step[record.step].append(record.right)
+    return _rounded(statistics.fmean(by_step[step]) for step in sorted(by_step))
+
+
+def accounts(records: Iterable[SessionRecord], reports: Iterable[StepReport]) -> dict[str, Any]:
+    """Return how many sessions were lost, and what became of the rollouts."""
+    reports = list(reports)
+    sums: Counter[str] = Counter()
+    for report in reports:
+        sums.update({"planned": report.planned, "trainable": report.trainable, "attempts": report.attempts})
+    reasons: Counter[str] = Counter()
+    for report in reports:
+        reasons.update(report.reasons)
+    return {
+        "sessions": len(list(records)),
+        "lost": Counter(record.lost for record in records if record.lost),
+        **sums,
+        "reasons": reasons,
+        "unbalanced_steps": sum(not report.balanced for report in reports),
+    }
+
+
+# --- all runs --------------------------------------------------------------------------------------------------
+
+
+def run_or_read(variant: str, seed: int, settings: Settings, folder: Path) -> dict[str, Any]:
+    """Return a run with these settings: the one that is kept in the folder, or a new one."""
+    name = f"{VARIANTS.index(variant)}-{seed}"
+    kept, work = folder / f"{name}.json", folder / f"{name}.work"
+    if kept.exists():
+        found: dict[str, Any] = json.loads(kept.read_text())
+        if found.pop("settings") == asdict(settings):
+            return found
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    model = warm_model(folder, seed, settings).absolute()
+    found = asyncio.run(run(variant, seed, settings, model, work.absolute()))
+    kept.write_text(json.dumps({**found, "settings": asdict(settings)}) + "\n")
+    shutil.rmtree(work)
+    return found
+
+
+def warm_model(folder: Path, seed: int, settings: Settings) -> Path:
+    """Return the initial model of a seed, which is made once."""
+    model = folder / f"model-{seed}-{settings.right_at_start:g}"
+    if not model.exists():
+        unfinished = folder / "model.work"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make_warm_model(unfinished, seed, settings.right_at_start)
+        unfinished.rename(model)
+    return model
+
+
+def line(found: dict[str, Any]) -> str:
+    curve = " ".join(f"{value:.2f}" for value in found["right"])
+    lost = f"; lost {found['lost']}, throttled {found['throttled']}, {found['reasons']}" if "lost" in found else ""
+    step_s = statistics.fmean(found["step_s"][1:])
+    return f"{found['variant']:12s} seed {found['seed']}: {curve}; {step_s:.2f} s a step, {found['seconds']} s{lost}"
+
+
+def section(runs: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
+    """Return what `docs/make_results.py` takes."""
+    return {
+        "section": "learning",
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(),
+        "command": "python benchmarks/learning_curves.py",
+        "seconds": sum(run["seconds"] for run in runs),
+        "results": {"settings": asdict(settings), "runs": runs},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the finished runs")
+    parser.add_argument("--smoke", action="store_true", help="one seed and two steps, to see that all variants run")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    settings = Settings(steps=2 if options.smoke else options.steps)
+    os.environ.update(_KEYS)
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+    runs = []
+    for seed in options.seeds[:1] if options.smoke else options.seeds:
+        for variant in options.variants:
+            runs.append(run_or_read(variant, seed, settings, options.runs))
+            print(line(runs[-1]), flush=True)
+            if options.json is not None:
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(section(runs, settings), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
