@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @ray.remote
 class Server:
-    """As verl's `vLLMHttpServer`: `engine` is the engine client of vLLM's app, which it serves."""
+    """Asynchronous, as verl's `vLLMHttpServer`: `engine` is the engine client of vLLM's app, which it serves."""
 
     def __init__(self, global_steps: int) -> None:
         self.engine = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode="processed_logprobs"))
@@ -42,7 +42,7 @@ class Server:
     def address(self) -> str:
         return f"127.0.0.1:{self._port}"
 
-    def set_global_steps(self, global_steps: int) -> None:
+    async def set_global_steps(self, global_steps: int) -> None:
         self.global_steps = global_steps
 
 
