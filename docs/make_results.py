@@ -104,9 +104,9 @@ Each training runs verl's trainer (GRPO, {group} rollouts of each of {prompts} t
 SQS and AgentCore on this machine, and a process for each agent. It trains a byte-level model of 90,000 weights,
 because a step of SmolLM2-135M with one turn per rollout takes most of a minute on this machine. The model is first
 fitted to {transcripts} rollouts of a weak player with the same agent and gateway. All seeds begin with this model.
-Each has different tasks; the engine samples without a seed. The length of the fit and the learning rate were chosen by
-a simulation and two runs of the first seed, which are not in the tables. Other programs ran on the machine at the same
-time, so the times are longer than necessary.
+Each has different tasks; the engine samples without a seed. The length of the fit and the learning rate were chosen
+by a simulation and two runs of the first seed, which are not in the tables. Other programs ran on the machine at the
+same time, so the times are longer than necessary.
 """
 _TRAININGS = {
     "lake": """\
