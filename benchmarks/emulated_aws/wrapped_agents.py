@@ -65,7 +65,7 @@ class WrappedAgents:
         self._dead: set[str] = set()  # rollouts whose current session was killed
         self._app = RolloutApp()
         self._app.entrypoint(self._agent)
-        self._model = httpx.AsyncClient(timeout=None, verify=False)
+        self._model = httpx.AsyncClient(timeout=None)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:

@@ -13,6 +13,7 @@ from rollout_backend.errors import ConfigError, PreflightError, StartupError
 from rollout_backend.local.scripted_vllm import ScriptedVllm
 from rollout_backend.serving.engine_directory import EngineDirectory
 from rollout_backend.serving.engine_fleet import EngineFleet
+from rollout_backend.serving.external_engine import ExternalEngineFactory
 from rollout_backend.serving.install import CPU_ENGINES
 from rollout_backend.serving.model_server import check_vllm, served_model
 from rollout_backend.serving.placement import ServerNode
@@ -101,14 +102,23 @@ async def test_gateways_get_the_list_of_servers_that_serve(tmp_path):
             assert sorted(await listed()) == sorted([one.url, two.url])
             async with http.post(f"{fleet.router_url}/inference/v1/generate", json={}) as reply:
                 assert reply.status == 503
-            await fleet.sleep()
-            async with http.get(f"{one.url}/health") as reply:
-                assert (reply.status, one.paused) == (200, True)
-            await fleet.wake()
-            assert not two.paused
             await fleet.follow([two.url])
             assert await listed() == [two.url]
         assert not (tmp_path / "router.log").exists()
+
+
+@pytest.mark.parametrize(("kind", "paused"), [("process", True), ("external", False)])
+async def test_only_servers_that_this_side_started_are_paused(tmp_path, kind, paused):
+    with ScriptedVllm(["x"]) as engine:
+        urls = [engine.url]
+        external = run_config(serving={"engine": "vllm", "kind": "external", "urls": urls})
+        config = external if kind == "external" else run_config(serving={"engine": "vllm", "python": PYTHON})
+        factory = ExternalEngineFactory(external, tmp_path)
+        async with EngineFleet(config, tmp_path, factory=factory) as fleet:
+            await fleet.sleep()
+            assert engine.paused is paused
+            await fleet.wake()
+            assert not engine.paused
 
 
 async def test_a_taken_port_is_reported(tmp_path):
