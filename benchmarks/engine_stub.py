@@ -1,8 +1,9 @@
 """Serve an engine that answers every call with the same tokens: PORT, and the answers as JSON on standard input.
 
 The standard input has `latency_s`, `reply` (the body of an answer of `/generate`), `pieces` (the events of a streamed
-one) and `chat` (the answer of any other path that is posted to, for proxies). Answers are ready-made bytes. Of a
-request only its length is read, and whether it asks for a stream, so a call costs this process 12 us.
+one), and `chat` and `chat_pieces` (the answers of any other path that is posted to, for proxies). Answers are
+ready-made bytes. Of a request only its length is read, and whether it asks for a stream, so a call costs this process
+12 us.
 """
 
 from __future__ import annotations
@@ -30,15 +31,20 @@ def stream(events: Sequence[bytes]) -> Iterator[bytes]:
     yield b"0\r\n\r\n"
 
 
+def _chunks(pieces: Sequence[Any]) -> list[bytes]:
+    events = [f"data: {json.dumps(piece)}\n\n".encode() for piece in pieces]
+    *chunks, last, end = stream([*events, b"data: [DONE]\n\n"])
+    return [*chunks, last + end]
+
+
 class Answers:
     """The responses of one engine."""
 
     def __init__(self, made: Mapping[str, Any]) -> None:
         self.latency_s: float = made["latency_s"]
         self.reply = response(json.dumps(made["reply"]).encode())
-        events = [f"data: {json.dumps(piece)}\n\n".encode() for piece in made["pieces"]]
-        *self.pieces, last, end = stream([*events, b"data: [DONE]\n\n"])
-        self.pieces.append(last + end)
+        self.pieces = _chunks(made["pieces"])
+        self.chat_pieces = _chunks(made["chat_pieces"])
         self.chat = response(json.dumps(made["chat"]).encode())
         self.healthy = response(b"{}")
         self.unknown = response(b"{}", "404 Not Found")
@@ -72,13 +78,12 @@ class Connection(asyncio.Protocol):
         made, path = self._answers, request.split(b" ", 2)[1]
         if request.startswith(b"GET"):
             self._transport.write(made.healthy if path == b"/health" else made.unknown)
-        elif path != b"/generate":
-            self._loop.call_later(made.latency_s, self._write, made.chat)
         elif b'"stream":' in request[-2000:]:
-            for i, piece in enumerate(made.pieces, 1):
-                self._loop.call_later(made.latency_s * i / len(made.pieces), self._write, piece)
+            pieces = made.pieces if path == b"/generate" else made.chat_pieces
+            for i, piece in enumerate(pieces, 1):
+                self._loop.call_later(made.latency_s * i / len(pieces), self._write, piece)
         else:
-            self._loop.call_later(made.latency_s, self._write, made.reply)
+            self._loop.call_later(made.latency_s, self._write, made.reply if path == b"/generate" else made.chat)
 
     def _write(self, data: bytes) -> None:
         if not self._transport.is_closing():

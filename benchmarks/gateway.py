@@ -49,6 +49,7 @@ from rollout_backend.config import ModelConfig
 from rollout_backend.core.session_key import SessionClaims, issue
 from rollout_backend.gateway import journal
 from rollout_backend.gateway.__main__ import allow_files
+from rollout_backend.gateway.engine_protocol import STREAM_INTERVAL
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.serving.install import find_model
 from rollout_backend.serving.server_process import ServerProcess, free_port
@@ -146,17 +147,21 @@ class Conversation:
         end = {"type": "stop", "matched": ids[-1]}
         whole = meta | {"finish_reason": end, "completion_tokens": len(ids), "output_token_logprobs": logprobs}
         pieces = []
-        for n in range(4, len(ids) + 4, 4):
-            made = {"completion_tokens": min(n, len(ids)), "output_token_logprobs": logprobs[n - 4 : n]}
+        for n in range(STREAM_INTERVAL, len(ids) + STREAM_INTERVAL, STREAM_INTERVAL):
+            new = slice(n - STREAM_INTERVAL, n)
+            made = {"completion_tokens": min(n, len(ids)), "output_token_logprobs": logprobs[new]}
             finish = end if n >= len(ids) else None
-            pieces.append({"output_ids": ids[n - 4 : n], "meta_info": meta | made | {"finish_reason": finish}})
+            pieces.append({"output_ids": ids[new], "meta_info": meta | made | {"finish_reason": finish}})
         function = {"name": "bash", "arguments": json.dumps({"command": COMMAND})}
         calls = [{"id": "call_0", "type": "function", "function": function}]
         message = {"role": "assistant", "content": None, "tool_calls": calls}
+        head = {"id": "chatcmpl-0", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
+        deltas = [{} for _ in pieces[1:]] + [{"role": "assistant", "tool_calls": [{"index": 0, **calls[0]}]}]
         return {
             "latency_s": latency_s,
             "reply": {"text": "", "output_ids": ids, "meta_info": whole},
             "pieces": pieces,
+            "chat_pieces": [{**head, "choices": [{"index": 0, "delta": delta}]} for delta in deltas],
             "chat": {
                 "id": "chatcmpl-0",
                 "object": "chat.completion",

@@ -29,7 +29,13 @@ from rollout_backend.serving.install import find_model
 from rollout_backend.serving.server_process import free_port
 
 RIVALS_FOLDER = Path(__file__).parent / "rivals"
-TABLE = (Scenario(), Scenario(8192), Scenario(in_flight=100, rate=500))
+TABLE = (
+    Scenario(),
+    Scenario(stream=True),
+    Scenario(8192),
+    Scenario(in_flight=100, rate=500),
+    Scenario(in_flight=100, stream=True, rate=500),
+)  # streams are passed on by the bare proxy only
 SMOKE = (Scenario(1024, 8),)
 
 
@@ -70,6 +76,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for scenario in SMOKE if options.smoke else TABLE:
         for name in options.only:
+            if scenario.stream and name != "bare proxy":
+                continue
             try:
                 made = asyncio.run(measure(scenario, find_model(), serve=RIVALS[name]))
             except (RivalFailed, RolloutBackendError, RuntimeError) as error:

@@ -15,10 +15,17 @@ def make_app(engine: str) -> web.Application:
             app["http"] = http
             yield
 
-    async def forward(request: web.Request) -> web.Response:
+    async def forward(request: web.Request) -> web.StreamResponse:
         body = await request.read()
         async with request.app["http"].post(f"{engine}/vllm/v1/chat/completions", data=body) as answer:
-            return web.Response(body=await answer.read(), status=answer.status, content_type="application/json")
+            if answer.content_type != "text/event-stream":
+                return web.Response(body=await answer.read(), status=answer.status, content_type="application/json")
+            response = web.StreamResponse(headers={"Content-Type": answer.content_type})
+            await response.prepare(request)
+            async for piece in answer.content.iter_any():
+                await response.write(piece)
+            await response.write_eof()
+            return response
 
     app = web.Application(client_max_size=2**26)
     app.cleanup_ctx.append(client)

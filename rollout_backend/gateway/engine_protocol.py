@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from rollout_backend.core.images import PlacedImage
 from rollout_backend.errors import ServingError
 
+STREAM_INTERVAL = 8
+"""Tokens per piece of a stream. Each piece costs the engine a message, and the gateway a turn of its event loop."""
+
 Span = tuple[str, int, int]
 """A weight version, and the first token of a reply that it sampled, and the one after its last."""
 

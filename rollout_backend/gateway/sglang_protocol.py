@@ -12,10 +12,17 @@ from numpy.typing import NDArray
 
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.routed_experts import pack
-from rollout_backend.gateway.engine_protocol import EngineRequest, PromptDiffers, Span, Tokens, covering, finite
+from rollout_backend.gateway.engine_protocol import (
+    STREAM_INTERVAL,
+    EngineRequest,
+    PromptDiffers,
+    Span,
+    Tokens,
+    covering,
+    finite,
+)
 from rollout_backend.rendering.image_positions import collapse_images
 
-_STREAM_INTERVAL = 4  # tokens per piece of a stream; each piece costs the engine a message
 _IMAGES_STREAM_INTERVAL = 32  # each piece repeats the prompt
 
 
@@ -46,7 +53,7 @@ class SglangProtocol:
         if request.experts_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
         if request.stream:
-            interval = _IMAGES_STREAM_INTERVAL if images else _STREAM_INTERVAL
+            interval = _IMAGES_STREAM_INTERVAL if images else STREAM_INTERVAL
             body |= {"stream": True, "sampling_params": {**params, "stream_interval": interval}}
         return body
 

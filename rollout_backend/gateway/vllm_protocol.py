@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout_backend.gateway.engine_protocol import EngineRequest, Span, Tokens, covering, finite
+from rollout_backend.gateway.engine_protocol import STREAM_INTERVAL, EngineRequest, Span, Tokens, covering, finite
 
-_STREAM_INTERVAL = 4  # tokens per piece of a stream; 0.24.0 ignores it
 _MISSING_LOGPROB = -9999.0
 _ID_PREFIX = "token_id:"  # of the tokens in 0.24.0's logprobs
 
@@ -70,7 +69,7 @@ class VllmProtocol:
         if request.adapter:
             body["model"] = request.adapter
         if request.stream:
-            params["stream_interval"] = _STREAM_INTERVAL
+            params["stream_interval"] = STREAM_INTERVAL  # 0.24.0 ignores it
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
 
