@@ -61,7 +61,8 @@ endif
 test-slow: engine verl inspect  ## the tests that `make test` leaves out
 	$(call both,slow,2)
 
-test-all: lint engine verl inspect  ## every test, with property tests on new examples
+test-all: lint engine verl inspect trl  ## every test, those on vLLM and TRL too, with property tests on new examples
+	$(RUN)/rollout engine install --engine vllm
 	$(RUN)/pytest --numprocesses 3 $(SPREAD) $(EXPLORE) --durations 20
 	$(VERL)/bin/pytest tests/verl --numprocesses 3 $(SPREAD) $(EXPLORE) --durations 10
 
