@@ -32,7 +32,7 @@ import openai
 from token_identity import SECRET, serve_gateway
 
 from agent_wrapper.contract import Sampling, Trajectory
-from rollout_backend.config import ModelConfig, RouterConfig, ServingConfig
+from rollout_backend.config import ModelConfig, RouterConfig, RouterKind, ServingConfig
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.rendering.renderer import RendererBundle, load_renderer
 from rollout_backend.serving.install import find_engine, find_model
@@ -89,15 +89,12 @@ class Setup:
     policy: str
     by_group: bool = False
     options: tuple[str, ...] = ()
-    smg: bool = False
+    router: RouterKind = "sglang-router"
 
-    def command(self, port: int, engines: Sequence[str], smg: str | None) -> list[str]:
-        argv = router_command(RouterConfig(), port, free_port(), 600)
+    def command(self, port: int, engines: Sequence[str]) -> list[str]:
+        argv = router_command(RouterConfig(kind=self.router), port, free_port(), 600)
         start, options = argv[:3], argv[3:]
-        if self.smg:
-            assert smg is not None
-            start[0], start[2] = smg, "smg.launch_router"
-        elif self.policy == "consistent_hashing":
+        if self.policy == "consistent_hashing":
             start[1:] = ["-c", CONSISTENT_HASHING]
         else:
             options[options.index("--policy") + 1] = self.policy
@@ -113,8 +110,8 @@ SETUPS = (
     Setup("cache_aware", "cache_aware"),
     Setup("balanced cache_aware", "cache_aware", options=BALANCED),
     Setup("round_robin", "round_robin"),
-    Setup("smg: manual, by session", "manual", smg=True),
-    Setup("smg: manual, by group", "manual", by_group=True, smg=True),
+    Setup("smg: manual, by session", "manual", router="smg"),
+    Setup("smg: manual, by group", "manual", by_group=True, router="smg"),
 )
 
 # --- sessions ---------------------------------------------------------------------------------------------
@@ -321,13 +318,12 @@ async def measure(
     model: ModelConfig,
     bundle: RendererBundle,
     engines: Sequence[str],
-    smg: str | None,
     run: str,
 ) -> Measured:
     port = free_port()
     loads: list[list[int]] = []
     with tempfile.TemporaryDirectory() as folder:
-        router = ServerProcess("the router", setup.command(port, engines, smg), Path(folder) / "router.log")
+        router = ServerProcess("the router", setup.command(port, engines), Path(folder) / "router.log")
         async with aiohttp.ClientSession() as http:
 
             async def ready() -> bool:
@@ -396,7 +392,6 @@ async def main() -> None:
     parser.add_argument("--groups", type=int, default=GROUPS)
     parser.add_argument("--rules", type=int, default=0, help="of 18 tokens, with which every prompt begins")
     parser.add_argument("--only", nargs="+", help="setups whose names begin so")
-    parser.add_argument("--smg", help="Python interpreter of an environment with smg, to measure it too")
     parser.add_argument("--json", type=Path, help="also write the figures of each run to this file")
     parser.add_argument("--record", action="store_true", help="print the lengths of replies of the real model")
     args = parser.parse_args()
@@ -410,11 +405,7 @@ async def main() -> None:
 
 async def run(args: argparse.Namespace, model: ModelConfig) -> None:
     bundle = load_renderer(model)
-    setups = [
-        setup
-        for setup in SETUPS
-        if (args.smg or not setup.smg) and (not args.only or setup.name.startswith(tuple(args.only)))
-    ]
+    setups = [setup for setup in SETUPS if not args.only or setup.name.startswith(tuple(args.only))]
     results: dict[str, list[dict[str, float]]] = {setup.name: [] for setup in setups}
     async with serve_engines(model, args.kv_tokens) as engines:
         if args.record:
@@ -425,7 +416,7 @@ async def run(args: argparse.Namespace, model: ModelConfig) -> None:
         # The repetitions of a setup are apart, so that a busy machine affects all setups.
         for repetition, setup in itertools.product(range(args.repetitions), setups):
             name = f"{setups.index(setup)}-{repetition}"
-            found = (await measure(setup, groups, model, bundle, engines, args.smg, name)).fields()
+            found = (await measure(setup, groups, model, bundle, engines, name)).fields()
             results[setup.name].append(found)
             print(setup.name, {name: round(value, 3) for name, value in found.items()}, file=sys.stderr, flush=True)
             if args.json:

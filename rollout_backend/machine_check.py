@@ -32,6 +32,7 @@ from rollout_backend.serving.engine_environment import interpreter
 from rollout_backend.serving.gateway_process import check_certificate, gateway_name, is_loopback, public_url
 from rollout_backend.serving.install import CPU_ENGINES
 from rollout_backend.serving.relay_process import public_gateway_config
+from rollout_backend.serving.router import check_installed as check_router_installed
 from rollout_backend.serving.server_process import require_port
 from rollout_backend.tracing import check_installed
 
@@ -45,6 +46,7 @@ def check_machine(config: RolloutConfig) -> list[CheckResult]:
     checks: tuple[Callable[[RolloutConfig], Iterator[CheckResult]], ...] = (
         _check_model,
         _check_engines,
+        _check_router,
         _check_ports,
         _check_addresses,
         _check_collector,
@@ -198,6 +200,16 @@ def _check_engines(config: RolloutConfig) -> Iterator[CheckResult]:
     for setting, kind in (("serving.kind", serving.kind), ("gateway.kind", config.gateway.kind)):
         if kind == "ray" and importlib.util.find_spec("ray") is None:
             yield CheckResult("problem", setting, "Ray is not installed in this environment: install the extra ray")
+
+
+def _check_router(config: RolloutConfig) -> Iterator[CheckResult]:
+    if config.router.kind == "smg":
+        try:
+            check_router_installed(config.router)
+        except ConfigError as error:
+            yield CheckResult("problem", "router.kind", str(error))
+        else:
+            yield CheckResult("ok", "router.kind", "smg is installed")
 
 
 def _check_listens(setting: str, url: str) -> CheckResult:

@@ -17,7 +17,7 @@ from rollout_backend.config.observe import ObserveConfig
 from rollout_backend.config.queue import QueueConfig
 from rollout_backend.config.relay import RelayConfig
 from rollout_backend.config.rollout import RolloutConfig
-from rollout_backend.config.router import RouterConfig
+from rollout_backend.config.router import RouterConfig, RouterKind
 from rollout_backend.config.runtimes import (
     RUNTIME_KINDS,
     AgentCoreConfig,
@@ -55,6 +55,7 @@ __all__ = [
     "RelayConfig",
     "RolloutConfig",
     "RouterConfig",
+    "RouterKind",
     "RuntimeConfig",
     "ScoringConfig",
     "Seconds",

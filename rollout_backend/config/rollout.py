@@ -76,11 +76,15 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _no_router_for_vllm(self) -> Self:
-        if self.serving.engine == "vllm" and self.router.policy != "manual":
-            raise ValueError(
-                f"router.policy={self.router.policy} has no effect with serving.engine=vllm, whose calls pass no "
-                "router: remove it"
-            )
+        for setting, value, default in (
+            ("kind", self.router.kind, "sglang-router"),
+            ("policy", self.router.policy, "manual"),
+        ):
+            if self.serving.engine == "vllm" and value != default:
+                raise ValueError(
+                    f"router.{setting}={value} has no effect with serving.engine=vllm, whose calls pass no router: "
+                    "remove it"
+                )
         if self.serving.engine == "vllm" and self.serving.kind == "process" and self.gateway.kind == "ray":
             raise ValueError(
                 "gateway.kind=ray puts gateways on other machines, which must reach each vLLM server: with "
@@ -95,10 +99,10 @@ class RolloutConfig(Section):
             return self
         if self.serving.engine != "sglang":
             raise ValueError(f"model.routed_experts=true needs serving.engine=sglang, not {self.serving.engine}")
-        if self.router.policy != "manual":
+        if self.router.policy != "manual" and self.router.kind == "sglang-router":
             raise ValueError(
                 f"router.policy={self.router.policy} has no effect with model.routed_experts=true, whose calls pass "
-                "no router: remove it"
+                "no sglang-router: remove it, or set router.kind=smg"
             )
         if "--enable-hierarchical-cache" in self.serving.extra_args:
             raise ValueError(

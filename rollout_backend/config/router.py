@@ -8,8 +8,12 @@ from pydantic import Field, model_validator
 
 from rollout_backend.config.section import Seconds, Section
 
+RouterKind = Literal["sglang-router", "smg"]
+
 
 class RouterConfig(Section):
+    kind: RouterKind = "sglang-router"
+    """The router program. `smg` is the successor of sglang-router and needs the extra `smg`."""
     host: str = "127.0.0.1"
     """Address to listen on. With `serving.engine=vllm` no router runs, and the list of servers is served here."""
     port: int = Field(default=0, ge=0, le=65535)

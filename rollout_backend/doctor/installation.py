@@ -17,7 +17,7 @@ from rollout_backend.gateway.open_files import needed_files
 from rollout_backend.serving.engine_environment import interpreter
 
 _PACKAGE = "rollout-backend"
-_SHOWN = ("renderers", "sglang-router", "verl")
+_SHOWN = ("renderers", "sglang-router", "smg", "verl")
 _OTHER_FILES = 256  # logs, pipes of child processes, modules
 _ASK_SGLANG = "import importlib.metadata as m; print(m.version('sglang'))"
 _INSTALL = f"pip install -c constraints/trainer.txt '{_PACKAGE}[trainer]'"
@@ -49,7 +49,7 @@ def _requirements(*extras: str) -> Iterator[tuple[Requirement, bool]]:
     """Yield what this package requires for training, and whether a run works without it."""
     for text in metadata.requires(_PACKAGE) or ():
         needed = Requirement(text)
-        for extra in extras or ("trainer", "verl"):
+        for extra in extras or ("trainer", "smg", "verl"):
             applies = needed.marker is None or needed.marker.evaluate({"extra": extra})
             if applies and needed.name != _PACKAGE:
                 yield needed, extra != "trainer"

@@ -93,7 +93,7 @@ def judge(trajectory: Trajectory) -> CheckResult:
     if any(math.isnan(each) for each in logprobs):
         text = (
             f"the engine returned {len(logprobs)} tokens, but not every log-probability: training needs them. Use "
-            "SGLang's native /generate behind sglang-router, without a proxy that changes answers"
+            "SGLang's native /generate behind the router, without a proxy that changes answers"
         )
         return CheckResult("problem", "serving", text, _NAME)
     versions = {span.version for segment in segments for turn in segment.turns for span in turn.weight_versions}

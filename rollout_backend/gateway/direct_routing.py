@@ -1,8 +1,9 @@
 """Send calls that the router would truncate or not forward directly to an engine.
 
-sglang-router re-encodes the body of `/generate` with the fields it knows: 0.3.2 drops `structural_tag`, `logit_bias`,
-`return_prompt_token_ids` and `return_routed_experts`. A call that needs one of them bypasses the router, and so does
-every call to vLLM: sglang-router answers its token endpoint with 404.
+A router re-encodes the body of `/generate` with the fields it knows. sglang-router 0.3.2 and smg 1.13.0 drop
+`structural_tag` and `logit_bias`; sglang-router also drops `return_prompt_token_ids` and `return_routed_experts`. A
+call that needs one of them bypasses the router, and so does every call to vLLM: both answer its token endpoint with
+404.
 
 Invariants:
 

@@ -406,7 +406,9 @@ class EngineClient:
         async with self._http.post(url + self._protocol.path, data=written, headers=headers) as response:
             if response.status != 200:
                 message = f"HTTP {response.status}: {_error_message(await response.text())}"
-                if response.status in _RETRIED or response.status >= 500:
+                # smg answers 404 before its first engine is added; SGLang does not use this code.
+                no_engine = response.status == 404 and "model_not_found" in message and url == self._url
+                if response.status in _RETRIED or response.status >= 500 or no_engine:
                     raise _Retry(message)
                 raise EngineRefused(message)
             if response.content_type != "text/event-stream":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_backend.config import EngineName, GatewayConfig, ModelConfig, Seconds
+from rollout_backend.config import EngineName, GatewayConfig, ModelConfig, RouterKind, Seconds
 from rollout_backend.core.session_key import MIN_SECRET_CHARS
 
 
@@ -24,6 +24,8 @@ class GatewaySettings(BaseModel):
     engine_name: EngineName = "sglang"
     engine_url: str
     """The router's URL, or an engine's."""
+    router: RouterKind = "sglang-router"
+    """The kind of router at `engine_url`."""
     model_call_s: Seconds = 300.0
     """Time limit of one model call, including all attempts."""
     session_key_s: Seconds = 5400.0

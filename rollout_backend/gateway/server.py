@@ -105,7 +105,9 @@ class Gateway:
             bundle, self._model_name, settings.session_key_s, sealer=sealer, journal=self._journal, experts=experts
         )
         self._counters = Counters()
-        protocol: EngineProtocol = SglangProtocol(experts) if settings.engine_name == "sglang" else VllmProtocol()
+        protocol: EngineProtocol = (
+            SglangProtocol(experts, settings.router) if settings.engine_name == "sglang" else VllmProtocol()
+        )
         self._engines = DirectRouting(GenerationGate(is_open=not settings.paused), protocol.needs_direct_calls)
         adapters = AdapterVersions(settings.adapters)
         self._executor = ModelCallExecutor(settings, bundle, self._counters, self._engines, protocol, adapters)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_backend.config import ExpertShape
+from rollout_backend.config import ExpertShape, RouterKind
 from rollout_backend.core.routed_experts import pack
 from rollout_backend.gateway.engine_protocol import (
     STREAM_INTERVAL,
@@ -32,10 +32,10 @@ class SglangProtocol:
     path = "/generate"
     keepalive_s = 15.0
 
-    def __init__(self, experts: ExpertShape | None = None) -> None:
+    def __init__(self, experts: ExpertShape | None = None, router: RouterKind = "sglang-router") -> None:
         """`experts` is the shape of the model's routing, if it is to be recorded."""
         self._experts = experts
-        self.needs_direct_calls = experts is not None  # sglang-router drops the request for it
+        self.needs_direct_calls = experts is not None and router == "sglang-router"  # it drops the request for it
 
     def body(self, request: EngineRequest) -> dict[str, Any]:
         images, params = request.images, request.params
@@ -128,7 +128,7 @@ class SglangReader:
 def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
     if not reply["output_ids"]:
         return  # aborted, perhaps before the prompt was built
-    saw = reply.get("prompt_token_ids")  # absent behind a router, which drops the request for them
+    saw = reply.get("prompt_token_ids")  # absent behind sglang-router, which drops the request for them
     length = len(saw) if saw is not None else reply["meta_info"].get("prompt_tokens")
     if length is None:
         raise PromptDiffers("the engine does not report the length of the prompt that it built from the images")

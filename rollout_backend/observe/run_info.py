@@ -23,7 +23,7 @@ from rollout_backend.run_lease import LeaseHolder
 RunState = Literal["running", "ended", "interrupted", "failed", "killed"]
 StartedBy = Literal["run", "local", "demo", "verl", "python"]
 
-_PACKAGES = ("rollout-backend", "renderers", "sglang", "sglang-router", "torch", "transformers", "verl")
+_PACKAGES = ("rollout-backend", "renderers", "sglang", "sglang-router", "smg", "torch", "transformers", "verl")
 
 
 class RunStart(BaseModel):

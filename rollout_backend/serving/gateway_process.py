@@ -114,6 +114,7 @@ class GatewayProcess:
             gateway=config.gateway.model_copy(update={"secret": None}),  # its dump would be stars
             shard=self._shard,
             engine_name=config.serving.engine,
+            router=config.router.kind,
             engine_url=self._engine_url,
             model_call_s=config.timeouts.model_call_s,
             session_key_s=config.timeouts.session_key_s,

@@ -1,4 +1,6 @@
-"""Run sglang-router: one process in front of all engines that keeps each session on the engine with its prefix.
+"""Run sglang-router or smg: one process before all engines that keeps each session on the engine with its prefix.
+
+smg is the successor of sglang-router, with the same options and interface. Where the two differ, a comment says so.
 
 Invariants:
 
@@ -9,16 +11,18 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
 
-from rollout_backend.config import RouterConfig
-from rollout_backend.errors import StartupError
+from rollout_backend.config import RouterConfig, RouterKind
+from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.serving.engine import PROBE
 from rollout_backend.serving.server_process import ServerProcess, free_port, require_port
 
@@ -26,12 +30,32 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - bind addre
 _POLL_S = 0.05
 _HEALTH_CHECK_S = 10
 
+_MODULES: Mapping[RouterKind, str] = {"sglang-router": "sglang_router", "smg": "smg"}
+_SMG_OPTIONS = (
+    # By default, smg sends no request to an engine in which 8 requests wait or 80 % of the KV cache is used. Its
+    # sessions would move to engines without their prefix.
+    "--disable-worker-overload-protection",
+    "--disable-load-monitoring",  # the protection was its only use
+    # By default, smg answers 429 above 4,096 requests, or 1,024 per core. `gateway.max_concurrent_calls` limits them.
+    *("--max-concurrent-requests", "0"),
+)
+_NOT_ROUTED = frozenset({"pending", "draining"})  # statuses at smg; sglang-router lists no such engine
+
+
+def check_installed(config: RouterConfig) -> None:
+    """Raise ConfigError if the router is smg, and the extra `smg` is not installed."""
+    if config.kind == "smg" and importlib.util.find_spec(_MODULES["smg"]) is None:
+        raise ConfigError(
+            "router.kind=smg, and smg is not installed in this environment: install the extra smg (pip install "
+            "'.[smg]'), or remove the setting"
+        )
+
 
 def router_command(config: RouterConfig, port: int, prometheus_port: int, model_call_s: float) -> list[str]:
     """Return the command line of a router that listens on `port`. A model call takes at most `model_call_s`."""
     return [
         sys.executable,
-        *("-m", "sglang_router.launch_router"),
+        *("-m", f"{_MODULES[config.kind]}.launch_router"),
         *("--host", config.host),
         *("--port", str(port)),
         *("--prometheus-host", "127.0.0.1"),
@@ -59,6 +83,7 @@ def router_command(config: RouterConfig, port: int, prometheus_port: int, model_
         *("--worker-startup-check-interval", "1"),
         *("--shutdown-grace-period-secs", "2"),  # no session is open by then; the default drains for 3 min
         *("--log-level", "warn"),
+        *(_SMG_OPTIONS if config.kind == "smg" else ()),
     ]
 
 
@@ -71,6 +96,8 @@ class Router:
     """Enter it, or `start` and `stop` it. After a `start` that failed, `stop` it too."""
 
     def __init__(self, config: RouterConfig, log: Path, model_call_s: float = 300.0) -> None:
+        """Raise ConfigError if the router's package is not installed."""
+        check_installed(config)
         self._config = config
         self._log = log
         self._model_call_s = model_call_s
@@ -143,9 +170,10 @@ class Router:
         """
         if url in await self.workers():
             return
+        deadline = time.monotonic() + timeout_s
+        await self._wait_removed(url, deadline)
         reply = await self._call("POST", "/workers", {"url": url})
         path = f"/workers/{reply['worker_id']}"
-        deadline = time.monotonic() + timeout_s
         while True:
             worker = await self._call("GET", path, missing_ok=True)
             if worker.get("is_healthy"):
@@ -153,6 +181,8 @@ class Router:
             job = worker.get("job_status") or {}
             if job.get("status") == "failed":
                 raise StartupError(f"the router did not take the engine {url}: {job.get('message')}")
+            if not worker and self._config.kind == "smg":  # it forgets a failed job
+                raise StartupError(f"the router did not take the engine {url}. {self._tail()}")
             if time.monotonic() > deadline:
                 raise StartupError(f"the router did not take the engine {url} within {timeout_s:g} s. {self._tail()}")
             await asyncio.sleep(_POLL_S)
@@ -175,8 +205,19 @@ class Router:
 
     async def workers(self) -> dict[str, str]:
         """Return the engines that the router sends requests to: URL to the router's id."""
-        reply = await self._call("GET", "/workers")
-        return {worker["url"]: worker["id"] for worker in reply["workers"]}
+        listed = await self._listed()
+        return {worker["url"]: worker["id"] for worker in listed if worker.get("status") not in _NOT_ROUTED}
+
+    async def _wait_removed(self, url: str, deadline: float) -> None:
+        """Wait until the router no longer lists the engine: smg refuses to add it until 5 s after its removal."""
+        while time.monotonic() < deadline:
+            if not any(worker["url"] == url for worker in await self._listed()):
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def _listed(self) -> list[dict[str, Any]]:
+        listed: list[dict[str, Any]] = (await self._call("GET", "/workers"))["workers"]
+        return listed
 
     async def _alive(self) -> bool:
         assert self._http is not None

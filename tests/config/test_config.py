@@ -156,6 +156,12 @@ def test_affinity_needs_a_policy_that_keeps_sessions_on_one_server():
     assert load_config(base={**MINIMAL, **vllm}, env={}).router.affinity == "group"
 
 
+@pytest.mark.parametrize(("setting", "value"), [("kind", "smg"), ("policy", "random")])
+def test_settings_of_a_router_are_refused_for_vllm(setting, value):
+    match = rf"router\.{setting}={value} has no effect with serving\.engine=vllm"
+    refused(match, serving={"engine": "vllm"}, router={setting: value})
+
+
 @pytest.mark.parametrize("prefix", ["a", "/a/", "a//", "a b/"])
 def test_a_prefix_that_is_no_folder_is_refused(prefix):
     refused(r"storage\.prefix", storage={"bucket": "rollouts", "prefix": prefix})

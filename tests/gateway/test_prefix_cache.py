@@ -44,9 +44,10 @@ class CachingEngine(ScriptedEngine):
         return completion
 
 
-async def test_a_session_continues_when_its_engine_dies(serve, tmp_path):
+@pytest.mark.parametrize("kind", ["sglang-router", "smg"])
+async def test_a_session_continues_when_its_engine_dies(serve, tmp_path, kind):
     with CachingEngine() as first, CachingEngine() as second:
-        async with Router(RouterConfig(), tmp_path / "router.log", model_call_s=20) as router:
+        async with Router(RouterConfig(kind=kind), tmp_path / "router.log", model_call_s=20) as router:
             await asyncio.gather(router.add(first.url), router.add(second.url))
             gateway = serve(router.url, engine_attempts=10)
             client = gateway.client()
@@ -97,10 +98,11 @@ def test_what_no_engine_reports_is_unknown_and_not_zero(serve):
         assert [turn.cached_tokens for turn in segment.turns] == [None]
 
 
-async def test_sessions_with_one_routing_key_share_an_engine_and_its_cache(serve, tmp_path):
+@pytest.mark.parametrize("kind", ["sglang-router", pytest.param("smg", marks=pytest.mark.slow)])
+async def test_sessions_with_one_routing_key_share_an_engine_and_its_cache(serve, tmp_path, kind):
     prompt = "the prompt of the group " * 20
     with CachingEngine() as first, CachingEngine() as second:
-        async with Router(RouterConfig(), tmp_path / "router.log", model_call_s=20) as router:
+        async with Router(RouterConfig(kind=kind), tmp_path / "router.log", model_call_s=20) as router:
             await asyncio.gather(router.add(first.url), router.add(second.url))
             gateway = serve(router.url)
             for session in "abc":

@@ -206,13 +206,17 @@ ADD = {
 
 
 @pytest.mark.parametrize(
-    "routed",
-    [pytest.param(False, id="at the engine", marks=pytest.mark.slow), pytest.param(True, id="behind a router")],
+    "router",
+    [
+        pytest.param(None, id="at the engine", marks=pytest.mark.slow),
+        "sglang-router",
+        pytest.param("smg", marks=pytest.mark.slow),
+    ],
 )
-def test_a_forced_tool_call_has_no_trained_logprobs(serve, engine, behind_router, model, routed):
-    if routed and engine.name == "vllm":
+def test_a_forced_tool_call_has_no_trained_logprobs(serve, engine, behind_router, model, router):
+    if router and engine.name == "vllm":
         pytest.skip("no router forwards vLLM's token endpoint")
-    url = behind_router(engine.url) if routed else engine.url
+    url = behind_router(engine.url, router) if router else engine.url
     gateway = serve(url, engine_name=engine.name, model=model, bundle=load_renderer(model), model_call_s=120)
     tools = [{"type": "function", "function": ADD}, {"type": "function", "function": {"name": "other"}}]
     choice = {"type": "function", "function": {"name": "add"}}

@@ -192,10 +192,26 @@ def test_a_restarted_gateway_has_the_routing_of_the_calls_before(serve, model, t
     assert all(is_routed(segment) for segment in sealed.segments)
 
 
-def test_calls_for_routing_bypass_the_router():
-    routing = DirectRouting(all_calls=SglangProtocol(SHAPE).needs_direct_calls)
+@pytest.mark.parametrize(("router", "engine"), [("sglang-router", "http://engine"), ("smg", None)])
+def test_calls_for_routing_bypass_a_router_that_drops_the_request(router, engine):
+    routing = DirectRouting(all_calls=SglangProtocol(SHAPE, router).needs_direct_calls)
     routing.urls = ("http://engine",)
-    assert routing.for_call({}, "session") == "http://engine"
+    assert routing.for_call({}, "session") == engine
+
+
+@pytest.mark.parametrize("router", ["sglang-router", "smg"])
+def test_the_routing_is_recorded_behind_a_router(serve, behind_router, model, router):
+    with ScriptedEngine(["one", "two", "three"], routing=ROUTING) as engine:
+        gateway = serve(behind_router(engine.url, router), model=model, router=router)
+        for said in (["Hi"], ["Hi", "one", "More"]):
+            ask(gateway, *said)
+        list(ask(gateway, "Hi", "one", "More", "two", "Go", stream=True))
+        [segment] = gateway.trajectory().segments
+        assert len(segment.turns) == 3
+        assert is_routed(segment)
+        # smg adds the model's name to the body of a call.
+        passed = ["model" in request for request in engine.requests]
+        assert passed == [router == "smg"] * 3
 
 
 def test_a_segment_without_the_routing_of_some_token_has_none():

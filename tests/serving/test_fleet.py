@@ -16,6 +16,7 @@ from rollout_backend.serving.registry import engine_factory
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.serving.supervisor import Probing
 
+ROUTERS = ["sglang-router", pytest.param("smg", marks=pytest.mark.slow)]
 QUICK = Probing(interval_s=0.1, timeout_s=1.0, failures=2)  # on a busy machine an answer takes half a second
 
 
@@ -85,8 +86,9 @@ async def test_fleet_serves_and_leaves_no_process(make_fleet):
     await fleet.stop()  # idempotent
 
 
-async def test_killed_engine_is_restarted_and_calls_succeed_meanwhile(make_fleet, until):
-    fleet, events, engines = make_fleet(serving={"servers": 2})
+@pytest.mark.parametrize("kind", ROUTERS)
+async def test_killed_engine_is_restarted_and_calls_succeed_meanwhile(make_fleet, until, kind):
+    fleet, events, engines = make_fleet(serving={"servers": 2}, router={"kind": kind})
     async with fleet:
         keys = [f"session-{i}" for i in range(30)]
         await asyncio.gather(*(generate(fleet, key) for key in keys))  # pins each to an engine
@@ -116,8 +118,9 @@ async def test_hung_engine_is_restarted(make_fleet, until):
         assert await generate(fleet) == (200, engines[1].pid)
 
 
-async def test_killed_router_restarts_with_all_engines(make_fleet, until):
-    fleet, events, engines = make_fleet(serving={"servers": 2})
+@pytest.mark.parametrize("kind", ROUTERS)
+async def test_killed_router_restarts_with_all_engines(make_fleet, until, kind):
+    fleet, events, engines = make_fleet(serving={"servers": 2}, router={"kind": kind})
     async with fleet:
         url = fleet.router_url
         os.kill(fleet._router.pid, signal.SIGKILL)
@@ -352,12 +355,13 @@ async def post(url, path, body=None):
         return reply.status
 
 
-@pytest.fixture
-async def sleeper(make_config, start_engine, tmp_path, monkeypatch):
+@pytest.fixture(params=ROUTERS)
+async def sleeper(request, make_config, start_engine, tmp_path, monkeypatch):
     """A fleet with one external engine that is probed often, the engine, and the events."""
     monkeypatch.setattr(router_module, "_HEALTH_CHECK_S", 1)
     url, process = await start_engine()
-    config = make_config(serving={"kind": "external", "urls": [url], "startup_timeout_s": 5})
+    serving = {"kind": "external", "urls": [url], "startup_timeout_s": 5}
+    config = make_config(serving=serving, router={"kind": request.param})
     events = []
     async with EngineFleet(config, tmp_path, events.append, probing=QUICK) as fleet:
         yield fleet, url, process, events
@@ -400,7 +404,7 @@ async def test_server_is_idle_when_it_sleeps_and_stays_alive(sleeper, until):
 
 @pytest.mark.slow
 async def test_router_restarted_while_servers_sleep_gets_them_when_they_wake(sleeper, until):
-    """The router requests `/health` from a new engine and ignores `--health-check-endpoint`."""
+    """Both routers request `/health` from a new engine and ignore `--health-check-endpoint`."""
     fleet, url, process, events = sleeper
     await fleet.sleep()
     assert await post(url, "/release_memory_occupation") == 200

@@ -13,6 +13,7 @@ from builders import complete, run_config
 from rollout_backend.core.seal import Sealer
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.serving import gateway_process
 from rollout_backend.serving.gateway_process import GatewayProcess
 from rollout_backend.serving.server_process import ServerProcess
 
@@ -44,6 +45,22 @@ async def test_a_gateway_process_serves_revokes_and_logs_nothing_private(tmp_pat
     assert "private" not in logged
     assert "Traceback" not in logged
     assert all(json.loads(line)["level"] == "INFO" for line in logged.splitlines())
+
+
+async def test_a_gateway_process_knows_the_kind_of_router(tmp_path, monkeypatch):
+    """With smg it sends calls for routed experts to the router."""
+    given = []
+
+    def record(*_, stdin, **__):
+        given.append(json.loads(stdin)["router"])
+        raise StartupError("not started")
+
+    monkeypatch.setattr(gateway_process, "ServerProcess", record)
+    gateway = GatewayProcess(run_config(router={"kind": "smg"}), "http://e", tmp_path / "log")
+    with pytest.raises(StartupError, match="not started"):
+        await gateway.start()
+    await gateway.stop()
+    assert given == ["smg"]
 
 
 def test_endpoints_use_the_public_url(tmp_path, claims):

@@ -1,41 +1,95 @@
 import asyncio
+import importlib.util
 import io
 import json
 import os
 import signal
 import socket
+import time
 from collections import Counter
 
 import aiohttp
 import pytest
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
+from builders import run_config
 from rollout_backend.config import RouterConfig
-from rollout_backend.errors import StartupError
+from rollout_backend.core.check_result import CheckResult
+from rollout_backend.errors import ConfigError, StartupError
+from rollout_backend.gateway.engine_client import EngineClient
 from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.machine_check import check_machine
+from rollout_backend.serving import router as router_module
 from rollout_backend.serving.router import Router, router_command
 from rollout_backend.serving.server_process import free_port
 
+KINDS = ("sglang-router", "smg")
+SMG_SLOW = ("sglang-router", pytest.param("smg", marks=pytest.mark.slow))
 
-@pytest.fixture
-async def router(tmp_path):
-    async with Router(RouterConfig(), tmp_path / "router.log", model_call_s=30) as router:
+
+@pytest.fixture(params=KINDS)
+async def router(request, tmp_path):
+    async with Router(RouterConfig(kind=request.param), tmp_path / "router.log", model_call_s=30) as router:
         yield router
 
 
-async def served_by(http: aiohttp.ClientSession, router: Router, key: str) -> int:
-    body = {"input_ids": [1, 2]}
+async def call(http: aiohttp.ClientSession, router: Router, key: str, tokens: int = 1) -> tuple[int, int | None]:
+    """Return the status of a call, and the process that answered it."""
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": tokens}}
     async with http.post(f"{router.url}/generate", json=body, headers={"X-SMG-Routing-Key": key}) as response:
-        assert response.status == 200
-        return (await response.json())["pid"]
+        return response.status, (await response.json()).get("pid")
+
+
+async def served_by(http: aiohttp.ClientSession, router: Router, key: str) -> int:
+    status, pid = await call(http, router, key)
+    assert status == 200
+    return pid
 
 
 def test_command_line_bounds_every_wait():
     argv = router_command(RouterConfig(host="0.0.0.0"), 5000, 5001, model_call_s=12.5)
+    assert argv[1:3] == ["-m", "sglang_router.launch_router"]
     given = dict(zip(argv[3::2], argv[4::2], strict=True))
     assert given["--host"] == "0.0.0.0"
     assert given["--request-timeout-secs"] == "13"
     assert int(given["--worker-startup-timeout-secs"]) <= 10
     assert given["--policy"] == "manual"
+
+
+def test_smg_gets_the_same_options_and_its_own_protections_are_off():
+    argv = router_command(RouterConfig(kind="smg"), 5000, 5001, model_call_s=12.5)
+    common = router_command(RouterConfig(), 5000, 5001, model_call_s=12.5)
+    assert argv[1:3] == ["-m", "smg.launch_router"]
+    assert argv[3 : len(common)] == common[3:]
+    assert argv[len(common) :] == [
+        "--disable-worker-overload-protection",
+        "--disable-load-monitoring",
+        "--max-concurrent-requests",
+        "0",
+    ]
+
+
+def test_a_missing_smg_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "smg" else find(name, *more))
+    with pytest.raises(ConfigError, match=r"router\.kind=smg.*pip install '\.\[smg\]'"):
+        Router(RouterConfig(kind="smg"), tmp_path / "router.log")
+    Router(RouterConfig(), tmp_path / "router.log")
+    [found] = router_findings("smg")
+    assert found.level == "problem"
+    assert "pip install '.[smg]'" in found.text
+
+
+def test_preflight_checks_that_smg_is_installed():
+    [found] = router_findings("smg")
+    assert (found.level, found.text) == ("ok", "smg is installed")
+    assert router_findings("sglang-router") == []
+
+
+def router_findings(kind: str) -> list[CheckResult]:
+    config = run_config(model={"path": "absent"}, router={"kind": kind})  # no renderer is loaded
+    return [found for found in check_machine(config) if found.setting == "router.kind"]
 
 
 async def test_sessions_are_spread_and_sticky(router, start_engine):
@@ -52,6 +106,7 @@ async def test_sessions_are_spread_and_sticky(router, start_engine):
     assert min(counts.values()) >= 10
 
 
+@pytest.mark.parametrize("router", SMG_SLOW, indirect=True)  # smg takes an engine again after 5 s
 async def test_add_and_remove_are_idempotent(router, start_engine):
     url, _ = await start_engine()
     await router.add(url)
@@ -64,11 +119,110 @@ async def test_add_and_remove_are_idempotent(router, start_engine):
     assert list(await router.workers()) == [url]
 
 
+@pytest.mark.parametrize("router", SMG_SLOW, indirect=True)  # smg tries for 8 s
 async def test_adding_a_dead_engine_fails_with_the_reason(router):
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(StartupError, match=f"did not take the engine {url}"):
+    began = time.monotonic()
+    with pytest.raises(StartupError, match=f"(?s)did not take the engine {url}.*[Hh]ealth check") as refused:
         await router.add(url)
+    assert time.monotonic() - began < 25, refused.value
     assert await router.workers() == {}
+
+
+async def test_a_removed_engine_gets_no_new_call_and_finishes_those_in_flight(router, start_engine, until):
+    (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
+    await asyncio.gather(router.add(url_a), router.add(url_b))
+    keys = [f"session-{i}" for i in range(20)]
+    async with aiohttp.ClientSession() as http:
+        first = await asyncio.gather(*(call(http, router, key) for key in keys))
+        pinned = [key for key, (_, pid) in zip(keys, first, strict=True) if pid == a.pid]
+        assert pinned
+        in_flight = asyncio.create_task(call(http, router, pinned[0], tokens=200))
+        await until(lambda: "generates 200" in a.log.read_text())
+        began = time.monotonic()
+        await router.remove(url_a)
+        assert time.monotonic() - began < 2  # before that call ends
+        assert set(await router.workers()) == {url_b}
+        assert {await call(http, router, key) for key in keys} == {(200, b.pid)}
+        assert await in_flight == (200, a.pid)
+
+
+async def test_calls_in_flight_on_a_killed_engine_are_retried_elsewhere(router, start_engine, until):
+    """These failures open the killed engine's circuit breaker, so later calls of its sessions succeed too."""
+    (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
+    await asyncio.gather(router.add(url_a), router.add(url_b))
+    async with aiohttp.ClientSession() as http:
+        keys = [f"session-{i}" for i in range(40)]
+        first = await asyncio.gather(*(call(http, router, key) for key in keys))
+        pinned = [key for key, (_, pid) in zip(keys, first, strict=True) if pid == a.pid][:12]
+        calls = [asyncio.create_task(call(http, router, key, tokens=100)) for key in pinned]
+        await until(lambda: a.log.read_text().count("generates 100") == len(calls))
+        os.kill(a.pid, signal.SIGKILL)
+        assert {await each for each in calls} == {(200, b.pid)}
+        assert {await call(http, router, key) for key in keys} == {(200, b.pid)}
+
+
+async def test_sessions_of_an_idle_killed_engine_move(router, start_engine):
+    """smg retries at another engine; sglang-router retries at the killed one, and answers 500, until it skips it."""
+    (url_a, a), (url_b, b) = await asyncio.gather(start_engine(), start_engine())
+    await asyncio.gather(router.add(url_a), router.add(url_b))
+    async with aiohttp.ClientSession() as http:
+        keys = [f"session-{i}" for i in range(40)]
+        first = await asyncio.gather(*(call(http, router, key) for key in keys))
+        pinned = [key for key, (_, pid) in zip(keys, first, strict=True) if pid == a.pid]
+        os.kill(a.pid, signal.SIGKILL)
+        await a.wait_ended()
+        found = [await call(http, router, key) for key in pinned]
+    assert found[-1] == (200, b.pid)
+    assert set(found) <= {(200, b.pid), (500, None)}
+    assert router._config.kind == "sglang-router" or set(found) == {(200, b.pid)}
+
+
+async def test_a_call_waits_for_the_first_engine(router):
+    """smg answers 404 without an engine, and sglang-router 503."""
+    client = EngineClient(router.url, 30.0)
+    await client.start()
+    try:
+        generating = asyncio.create_task(client.generate((1, 2), {"max_new_tokens": 4}, "session"))
+        await asyncio.wait({generating}, timeout=0.3)
+        assert not generating.done(), await generating
+        with ScriptedEngine(["a"]) as engine:
+            await router.add(engine.url)
+            assert (await generating).token_ids
+    finally:
+        await client.close()
+
+
+class QueueingEngine(ScriptedEngine):
+    """Reports a long queue and a full KV cache."""
+
+    def _routes(self):
+        async def loads(_):
+            self.polls += 1
+            load = {"dp_rank": 0, "num_running_reqs": 9, "num_waiting_reqs": 20, "token_usage": 0.95}
+            return JSONResponse({"loads": [load]})
+
+        self.polls = 0
+        return [*super()._routes(), Route("/v1/loads", loads)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protects", [True, False])
+async def test_sessions_stay_on_an_engine_with_a_queue(tmp_path, monkeypatch, protects):
+    """With smg's defaults they leave it, which shows that the options are needed."""
+    options = ("--load-monitor-interval", "1")
+    monkeypatch.setattr(router_module, "_SMG_OPTIONS", (*(() if protects else router_module._SMG_OPTIONS), *options))
+    with QueueingEngine(["a"] * 100) as busy, ScriptedEngine(["a"] * 100) as idle:
+        async with (
+            Router(RouterConfig(kind="smg"), tmp_path / "router.log") as router,
+            aiohttp.ClientSession() as http,
+        ):
+            await router.add(busy.url)
+            assert (await call(http, router, "session"))[0] == 200
+            await router.add(idle.url)
+            await asyncio.sleep(4)  # without the protection, smg does not ask, so nothing can be awaited
+            assert (await call(http, router, "session"))[0] == 200
+    assert (busy.polls > 1, len(busy.requests), len(idle.requests)) == ((True, 1, 1) if protects else (False, 2, 0))
 
 
 async def test_port_in_use_names_the_setting(tmp_path):
@@ -98,7 +252,6 @@ async def test_router_restarts_on_its_port(router, start_engine):
 
 
 async def test_router_forwards_the_images_of_a_call(router):
-    """It drops `return_prompt_token_ids` and `logit_bias`, which it does not know."""
     body = {
         "rid": "r",
         "input_ids": [1, 2],
@@ -117,3 +270,40 @@ async def test_router_forwards_the_images_of_a_call(router):
             async with http.post(f"{router.url}/generate", json={**body, "image_data": None}) as response:
                 assert (await response.json())["meta_info"]["prompt_tokens"] == 2
     assert engine.requests[0].items() >= body.items()
+
+
+KEPT = {
+    "rid": "r",
+    "input_ids": [1, 2],
+    "sampling_params": {"max_new_tokens": 1, "temperature": 0.5, "json_schema": "{}", "stop_token_ids": [7]},
+    "return_logprob": True,
+    "logprob_start_len": -1,
+    "lora_path": "math@1",
+}
+DROPPED = {"structural_tag": "{}", "logit_bias": {"7": 1.0}, "stream_interval": 4}
+UNKNOWN = {"return_routed_experts": True, "routed_experts_start_len": 1, "return_prompt_token_ids": True}
+
+
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
+async def test_which_fields_of_a_call_reach_the_engine(router, stream):
+    """`DirectRouting` sends the calls that need one of the others to an engine."""
+    params = {**KEPT["sampling_params"], **DROPPED}
+    body = {**KEPT, **UNKNOWN, "sampling_params": params, "stream": stream}
+    with ScriptedEngine(["a", "a"]) as engine:
+        await router.add(engine.url)
+        async with aiohttp.ClientSession() as http:
+            replies = []
+            for url in (engine.url, router.url):
+                async with http.post(f"{url}/generate", json=body, headers={"X-SMG-Routing-Key": "s"}) as response:
+                    assert response.status == 200
+                    replies.append(await response.text())
+    [direct, routed] = engine.requests
+    assert direct.items() >= body.items()
+    assert {key: routed.get(key) for key in KEPT} == KEPT
+    if router._config.kind == "smg":
+        assert routed.items() >= UNKNOWN.items()
+        assert replies[0] == replies[1]
+    else:
+        assert not routed.keys() & UNKNOWN.keys()
+        assert ("prompt_token_ids" in replies[0], "prompt_token_ids" in replies[1]) == (True, False)
+    assert all(words in replies[1] for words in ("output_ids", "output_token_logprobs", "weight_versions"))

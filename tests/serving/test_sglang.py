@@ -156,12 +156,16 @@ def test_routed_experts_are_recorded_only_if_configured():
         ({"serving": {"engine": "vllm"}}, r"needs serving\.engine=sglang, not vllm"),
         ({"serving": {"extra_args": ["--enable-hierarchical-cache"]}}, "remove --enable-hierarchical-cache"),
         ({"collect": {"retokenize": True}}, r"collect\.retokenize"),
-        ({"router": {"policy": "random"}}, "whose calls pass no router: remove it"),
+        ({"router": {"policy": "random"}}, r"whose calls pass no sglang-router: remove it, or set router\.kind=smg"),
     ],
 )
 def test_settings_that_lose_routed_experts_are_refused(sections, words):
     with pytest.raises(ConfigError, match=rf"model\.routed_experts=true.*{words}"):
         run_config(model={"path": "model", "routed_experts": True}, **sections)
+
+
+def test_calls_for_routed_experts_pass_smg_so_its_policy_has_an_effect():
+    run_config(model={"path": "model", "routed_experts": True}, router={"kind": "smg", "policy": "random"})
 
 
 async def test_an_external_server_without_routed_experts_is_refused(monkeypatch):

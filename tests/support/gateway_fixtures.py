@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from rollout_backend.config import GatewayConfig, ModelConfig, RouterConfig, ServingConfig
+from rollout_backend.config import GatewayConfig, ModelConfig, RouterConfig, RouterKind, ServingConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.serving.install import cache_dir, find_engine, find_model, model_path
 
@@ -161,15 +161,15 @@ def real_vllm(real_model, run_engine, vllm_python) -> Iterator[str]:
 
 
 @pytest.fixture
-def behind_router(tmp_path: Path) -> Iterator[Callable[[str], str]]:
-    """`behind_router(engine_url)` is the URL of a real sglang-router with this engine."""
+def behind_router(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """`behind_router(engine_url, kind)` is the URL of a real router with this engine."""
     from rollout_backend.serving.router import Router
 
     with start_blocking_portal() as portal, ExitStack() as stack:
 
-        def start(engine_url: str) -> str:
+        def start(engine_url: str, kind: RouterKind = "sglang-router") -> str:
             router = stack.enter_context(
-                portal.wrap_async_context_manager(Router(RouterConfig(), tmp_path / "router.log"))
+                portal.wrap_async_context_manager(Router(RouterConfig(kind=kind), tmp_path / "router.log"))
             )
             portal.call(router.add, engine_url)
             return router.url

@@ -70,9 +70,9 @@ def engine(model, run_engine):
         yield url
 
 
-@pytest.fixture(params=["at the engine", "behind the router"])
+@pytest.fixture(params=["at the engine", "sglang-router", "smg"])
 def engine_url(request, engine, behind_router):
-    return engine if request.param == "at the engine" else behind_router(engine)
+    return engine if request.param == "at the engine" else behind_router(engine, request.param)
 
 
 def shown(data: bytes, text: str) -> dict:
