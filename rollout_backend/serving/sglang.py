@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollout_backend.config import ModelConfig, ServingConfig
+from rollout_backend.gateway.engine_protocol import STREAM_INTERVAL
 from rollout_backend.serving.engine_environment import Command, base_environment, cpu_threads, interpreter
 from rollout_backend.serving.placement import ServerNode
 
@@ -60,6 +61,7 @@ def engine_command(
         *("--sampling-defaults", "openai"),
         *("--log-level-http", "warning"),  # no line for each request
         "--incremental-streaming-output",  # else each piece of a stream repeats all tokens and logprobs before it
+        *("--stream-interval", str(STREAM_INTERVAL)),  # a router drops the request for it
     ]
     sizes = {
         "--pp-size": serving.pipeline_parallel,

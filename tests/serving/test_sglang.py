@@ -45,6 +45,7 @@ def test_command_of_a_gpu_server():
         "sampling-defaults": "openai",
         "log-level-http": "warning",
         "incremental-streaming-output": "",
+        "stream-interval": "8",
         "base-gpu-id": "2",
         "mem-fraction-static": "0.7",
     }
