@@ -17,6 +17,8 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from rollout_backend.verl.verl_api import attribute
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -29,8 +31,13 @@ _END = b"\n\n"
 
 
 def attach(server: Any) -> None:
-    """Show the middleware the actor that runs its server. Runs in the actor's process; `server` is verl's object."""
-    setattr(server.engine, _SERVER, server)
+    """Show the middleware the actor that runs its server. Runs in the actor's process; `server` is verl's object.
+
+    Raises:
+        ConfigError: the installed version of verl keeps no weight version there.
+    """
+    attribute(server, "global_steps")
+    setattr(attribute(server, "engine"), _SERVER, server)
 
 
 class WeightVersions:
