@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 SUPPORTED = "0.9.1"
 ADAPTER = "verl_actor_lora_name"
-"""The LoRA adapter that verl trains: its name in verl's SGLang servers."""
+"""The LoRA adapter that verl trains: its name in verl's SGLang servers. The middleware gives it to vLLM's, too."""
 
 _NAMES = {
     "DataProto": "verl",
@@ -106,6 +106,14 @@ def server_actors(balancer: Any) -> dict[str, Any]:
 
 def _servers(balancer: Any) -> dict[str, Any]:
     return dict(attribute(balancer, "_servers"))
+
+
+def vllm_adapter() -> Any:
+    """Return verl's LoRA adapter as vLLM's engine takes it with a request. Runs in the process of verl's server."""
+    from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_PATH
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=ADAPTER, lora_int_id=VLLM_LORA_INT_ID, lora_path=VLLM_LORA_PATH)
 
 
 def attribute(owner: Any, name: str) -> Any:

@@ -59,6 +59,19 @@ def test_an_object_that_lacks_an_attribute_is_an_error_with_the_version() -> Non
             attach(SimpleNamespace(**lacking))
 
 
+def test_constants_are_those_of_verl() -> None:
+    """verl's modules that have them import SGLang and vLLM, which are not installed here."""
+    assigned = {}
+    for engine in ("sglang", "vllm"):
+        source = (VERL / "workers" / "rollout" / f"{engine}_rollout" / "utils.py").read_text()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                assigned[ast.unparse(node.targets[0])] = node.value.value
+    assert assigned["SGLANG_LORA_NAME"] == verl_api.ADAPTER
+    assert assigned["VLLM_LORA_INT_ID"] == 123  # as in tests/verl/vllm_adapter_server.py
+    assert assigned["VLLM_LORA_PATH"] == "simon_lora_path"
+
+
 def test_only_verl_api_imports_verl() -> None:
     for file in BACKEND.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
