@@ -1,6 +1,7 @@
 """vLLM's HTTP interface with scripted answers, as strict and as lenient as vLLM itself (0.32.0).
 
 - It ignores unknown fields with 200: without `max_tokens` the answer is not limited.
+- It answers 404 to a request that names an unknown model, and samples from the base model if a request names none.
 - `logprobs` must be asked for. A logprob that is missing is -9999.0.
 - An aborted stream may end without a `finish_reason`, as one in four of 0.24.0 does.
 - `/health` is 200 while generation is paused. A call that arrives meanwhile waits.
@@ -29,6 +30,8 @@ _SAMPLING = frozenset(
 )
 _MISSING_LOGPROB = -9999.0
 _NO_LIMIT = 1 << 20
+_BASE = "scripted"
+_ERRORS = {403: "Forbidden", 404: "NotFoundError"}
 
 
 class ScriptedVllm(ScriptedEngine):
@@ -36,7 +39,8 @@ class ScriptedVllm(ScriptedEngine):
 
     The logprob of a token at one of the positions `missing_logprobs` is missing. With `aborted_after`, each stream is
     aborted after that number of tokens until it has been set to None; `says_abort` is whether it says so.
-    `old_format` writes token ids and versions as 0.24.0 does.
+    `old_format` writes token ids and versions as 0.24.0 does. `adapters` holds the LoRA adapters that requests may
+    name as their model, and `sampled_with` the adapter that each request named, or "" for the base model.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class ScriptedVllm(ScriptedEngine):
         self.says_abort = True
         self.cached_tokens = 0
         self.ignored: list[str] = []  # fields that vLLM does not know
+        self.adapters: dict[str, Any] = {}
+        self.sampled_with: list[str] = []
         self._scale_out = scale_out
         self._raw_logprobs = raw_logprobs
         self._old_format = old_format
@@ -66,7 +72,9 @@ class ScriptedVllm(ScriptedEngine):
             return Response()
 
         async def models(_: Request) -> Response:
-            return JSONResponse({"object": "list", "data": [{"id": "scripted", "root": str(self._model_path)}]})
+            base = [{"id": _BASE, "root": str(self._model_path)}]
+            adapters = [{"id": name, "parent": _BASE} for name in self.adapters]
+            return JSONResponse({"object": "list", "data": [*base, *adapters]})
 
         async def version(_: Request) -> Response:
             return JSONResponse({"version": "0.24.0" if self._old_format else "0.32.0"})
@@ -87,6 +95,10 @@ class ScriptedVllm(ScriptedEngine):
         if not self._scale_out:
             message = "Endpoint disabled. Launch with --enable-scale-out to enable the scale-out endpoints."
             return _error(403, message)
+        named = (await request.json()).get("model") or _BASE
+        if named != _BASE and named not in self.adapters:
+            return _error(404, f"The model `{named}` does not exist.")
+        self.sampled_with.append("" if named == _BASE else named)
         while self.paused:  # noqa: ASYNC110  # as the scheduler does
             await asyncio.sleep(0.01)
         return await super()._generate(request)
@@ -166,4 +178,4 @@ class ScriptedVllm(ScriptedEngine):
 
 
 def _error(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "Forbidden", "code": status}}, status_code=status)
+    return JSONResponse({"error": {"message": message, "type": _ERRORS[status], "code": status}}, status_code=status)

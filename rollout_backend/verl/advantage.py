@@ -40,7 +40,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from verl.trainer.ppo.core_algos import register_adv_est
+
+from rollout_backend.verl.verl_api import register_adv_est
 
 _ROW_UID = re.compile(r"(.+)_(\d+)_(\d+)")
 

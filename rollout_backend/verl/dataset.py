@@ -57,7 +57,7 @@ class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
             TaskFileError: names the file, the row, and what to change.
             ConfigError, PreflightError: the run cannot start. verl has started no engine yet.
         """
-        from verl.utils.fs import copy_to_local
+        from rollout_backend.verl.verl_api import copy_to_local  # late: it imports verl
 
         preflight.check(config)
 

@@ -28,8 +28,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
-import ray
-
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.staleness import AbandonedWeights
@@ -38,7 +36,7 @@ from rollout_backend.errors import RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
 from rollout_backend.report.files import try_to_write_report
 from rollout_backend.serving.supervisor import ServingEvent
-from rollout_backend.verl import preflight, row_formats
+from rollout_backend.verl import row_formats, verl_api
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
 from rollout_backend.verl.async_batches import AsyncBatches
 from rollout_backend.verl.dataset import payload_of, private_of
@@ -83,8 +81,7 @@ class CloudAgentLoopManager:
 
     def __init__(self, config: Any, llm_client: Any) -> None:
         self._rollout = config.actor_rollout_ref.rollout
-        # `_load_balancer` is private, but nothing public leads from the client to the servers that have joined.
-        self._load_balancer = llm_client._load_balancer
+        self._load_balancer = verl_api.load_balancer(llm_client)
         on_vllm = engine_of(self._rollout) == "vllm"
         self._vllm_servers = VllmServers(self._load_balancer) if on_vllm else None
         addresses = self._addresses()
@@ -133,7 +130,7 @@ class CloudAgentLoopManager:
             ConfigError, PreflightError, StartupError: the run cannot start; no rollout was dispatched. The message
                 says what to change.
         """
-        preflight.check_version()
+        verl_api.check_version()
         refuse_unsupported(config)
         return cls(config, llm_client)
 
@@ -191,7 +188,6 @@ class CloudAgentLoopManager:
     def _write_group(self, batch: V1Batch, group: GroupResult) -> None:
         """Write all rows of a group, then its status. Runs in the writer's thread, so no row follows the status."""
         import transfer_queue as tq
-        from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
         uid, base = batch.uid(group.task.task_id), batch.prompts[group.task.task_id]
         step = int(base["global_steps"])
@@ -215,7 +211,7 @@ class CloudAgentLoopManager:
                     tags.append(row_formats.v1_tag(row, step, _weight_version(step, batch.validates)))
                     keys.append(key)
             if keys:
-                data = list_of_dict_to_tensordict(fields)
+                data = verl_api.list_of_dict_to_tensordict(fields)
                 tq.kv_batch_put(keys=keys, partition_id=batch.partition, fields=data, tags=tags)
                 status = "finished"
         finally:
@@ -288,8 +284,6 @@ class CloudAgentLoopManager:
         began: float,
         validate: bool,
     ) -> Any:
-        from verl import DataProto
-
         batch = row_formats.legacy_batch(
             slots,
             *self._lengths,
@@ -305,7 +299,7 @@ class CloudAgentLoopManager:
         parts = [row.versions(fallback=version) for of_rollout in slots for row in of_rollout or ()]
         counts["trained_tokens"] = sum(tokens for tokens, _, _ in parts)
         lag = result.report.lag
-        return DataProto(
+        return verl_api.DataProto(
             batch=batch.tensors,
             non_tensor_batch={**batch.non_tensors, "missing": batch.missing},
             meta_info={
@@ -410,7 +404,7 @@ class CloudAgentLoopManager:
     def _addresses(self) -> list[str]:
         if self._vllm_servers is not None:
             return self._vllm_servers.addresses()
-        return sorted(ray.get(self._load_balancer.get_all_servers.remote()))
+        return verl_api.server_addresses(self._load_balancer)
 
     async def _urls(self) -> list[str]:
         return engine_urls(await asyncio.to_thread(self._addresses))

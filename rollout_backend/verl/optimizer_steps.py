@@ -17,8 +17,8 @@ import math
 from typing import Any
 
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.utils import need_critic
+
+from rollout_backend.verl.verl_api import need_critic, upsample_batch_to_divisible_size
 
 _ANY_TOKEN = 0  # of padding rows, which are masked
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.metadata
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.image_positions import prepares_images
 from rollout_backend.serving.sglang import IMAGE_CACHE
 from rollout_backend.verl.unsupported import refuse_unsupported
+from rollout_backend.verl.verl_api import check_version
 from rollout_backend.verl.verl_settings import settings_of
 
 MANAGER = "rollout_backend.verl.CloudAgentLoopManager"
@@ -53,13 +53,6 @@ def _batch(root: Any) -> int | None:
     """Return how many rollouts a training step plans; None in asynchronous modes, which request them one by one."""
     asynchronous = root.trainer.get("use_v1", True) and root.trainer.v1.trainer_mode != "sync"
     return None if asynchronous else int(root.data.train_batch_size) * int(root.actor_rollout_ref.rollout.n)
-
-
-def check_version() -> None:
-    """Raise ConfigError for verl before 0.9, whose trainer has another interface for rows and their status."""
-    version = importlib.metadata.version("verl")
-    if tuple(int(part) for part in version.split(".")[:2]) < (0, 9):
-        raise ConfigError(f"verl {version} is too old for this backend: install verl 0.9.1")
 
 
 def check_image_cache(actor: Any, config: RolloutConfig, environ: Mapping[str, str]) -> None:

@@ -82,7 +82,7 @@ def load_vision_inputs(model: Path, wanted: bool) -> VisionInputs | None:
     """
     if not prepares_images(model):
         return None
-    from verl.utils.tokenizer import hf_processor  # late: it loads transformers
+    from rollout_backend.verl.verl_api import hf_processor  # late: it loads transformers
 
     processor = hf_processor(str(model), local_files_only=True)
     if type(processor).__name__ == _PROCESSOR:

@@ -34,12 +34,12 @@ from typing import Any
 import transfer_queue as tq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from rollout_backend.core.staleness import groups_to_await
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.metrics import TALLY, TOO_OLD, as_metrics, staleness
 from rollout_backend.verl.optimizer_steps import StableSteps
+from rollout_backend.verl.verl_api import ReplayBuffer, ReplayBufferAsync
 
 log = logging.getLogger(__name__)
 

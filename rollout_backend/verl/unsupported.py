@@ -119,12 +119,6 @@ def _vllm(config: Any) -> Iterable[str]:
             f"  {rollout}.logprobs_mode={mode}: logprobs would be of another distribution than tokens are sampled "
             "from: set it to processed_logprobs"
         )
-    rank = _at(config, "actor_rollout_ref.model.lora_rank")
-    if rank and not _at(config, "actor_rollout_ref.model.lora.merge"):
-        yield (
-            f"  actor_rollout_ref.model.lora_rank={rank}: no call over HTTP can name the adapter of verl's vLLM: set "
-            "actor_rollout_ref.model.lora.merge=True, so that the servers get merged weights"
-        )
     if _at(config, _REPLAY):
         yield f"  {_REPLAY}=True: the routing in vLLM's replies is not read: set {rollout}.name=sglang"
 

@@ -14,10 +14,10 @@ from agent_wrapper.contract import Sampling
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.advantage import needs_row_uids
+from rollout_backend.verl.verl_api import ADAPTER
 
 KEY = "actor_rollout_ref.rollout.custom.rollout_backend"
 _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")  # verl's estimators that compare no rollouts of a group
-_ADAPTER = "verl_actor_lora_name"  # verl/workers/rollout/sglang_rollout/utils.py, which imports sglang
 _SERVING_LIMITS = frozenset({"max_restarts", "restart_window_s", "startup_timeout_s"})
 
 
@@ -119,7 +119,7 @@ def adapter_of(model: Any) -> str:
     `model` is verl's section `actor_rollout_ref.model`.
     """
     merges = (model.get("lora") or {}).get("merge", False)
-    return _ADAPTER if model.get("lora_rank") and not merges else ""
+    return ADAPTER if model.get("lora_rank") and not merges else ""
 
 
 def max_staleness_of(trainer: Any) -> int | None:

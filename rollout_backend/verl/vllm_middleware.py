@@ -1,7 +1,11 @@
-"""Make verl's vLLM servers (0.24.0) report which weights sampled a reply, and that an aborted stream was aborted.
+"""Make verl's vLLM servers (0.24.0) report which weights sampled a reply, and sample with verl's LoRA adapter.
 
 vLLM 0.24.0 reports no weight version: verl keeps it in the Ray actor that runs the server, as `global_steps`. vLLM
 loads this module in that actor's process, by its option `--middleware`, and the manager calls `attach` there.
+
+verl loads its adapter into the engine, where the HTTP server does not know it: vLLM answers a request that names the
+adapter with 404, and samples from the base model, with 200, if a request names no model. So the middleware adds the
+adapter to the HTTP server's models.
 
 Invariants:
 
@@ -9,6 +13,11 @@ Invariants:
   version, and resumes after that. So all tokens of a reply have one version: that at which its first token arrives.
   Tokens that arrive only with their abort have one if the version has not changed since the call began.
 - Each stream ends with a `finish_reason`. 8 of 32 streams of 0.24.0 that a pause aborted ended without one.
+- On a server with a LoRA adapter, a request for `/inference/v1/generate` never samples from the base model: it is
+  refused with 400 if it does not name the adapter. verl's own calls use the base model until the first weight update.
+- A request reaches the engine only if the engine has the adapter, and gets 503 otherwise, because verl removes the
+  adapter before it loads the next one. An engine that lacks the adapter of a request reads it from a folder that does
+  not exist, and ends.
 """
 
 from __future__ import annotations
@@ -16,6 +25,8 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
+
+from rollout_backend.verl.verl_api import ADAPTER, attribute, vllm_adapter
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -29,8 +40,13 @@ _END = b"\n\n"
 
 
 def attach(server: Any) -> None:
-    """Show the middleware the actor that runs its server. Runs in the actor's process; `server` is verl's object."""
-    setattr(server.engine, _SERVER, server)
+    """Show the middleware the actor that runs its server. Runs in the actor's process; `server` is verl's object.
+
+    Raises:
+        ConfigError: the installed version of verl keeps no weight version there.
+    """
+    attribute(server, "global_steps")
+    setattr(attribute(server, "engine"), _SERVER, server)
 
 
 class WeightVersions:
@@ -43,8 +59,17 @@ class WeightVersions:
         if scope["type"] == "http" and scope["path"] == INFO:
             engine = scope["app"].state.engine_client
             info = {"logprobs_mode": str(engine.model_config.logprobs_mode), "weight_version": _version(scope)}
-            await _respond(send, json.dumps(info).encode())
+            await _respond(send, 200, info)
         elif scope["type"] == "http" and scope["path"] == GENERATE:
+            state = scope["app"].state
+            if state.engine_client.vllm_config.lora_config is not None:
+                body = await _read(receive)
+                if body is None:
+                    return  # the client disconnected
+                if (refusal := await _refusal(state, body)) is not None:
+                    await _respond(send, *refusal)
+                    return
+                receive = _replay(body, receive)
             await self._app(scope, receive, _Reply(lambda: _version(scope), send))
         else:
             await self._app(scope, receive, send)
@@ -126,7 +151,54 @@ def _event(**fields: str | None) -> bytes:
     return b"data: " + json.dumps({"choices": [choice]}).encode() + _END
 
 
-async def _respond(send: Send, body: bytes) -> None:
+async def _read(receive: Receive) -> bytes | None:
+    """Return a request's body; None if the client disconnected before its end."""
+    parts, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that returns the whole body first."""
+    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return unread.pop() if unread else await receive()
+
+    return replay
+
+
+async def _refusal(state: Any, body: bytes) -> tuple[int, dict[str, Any]] | None:
+    """Return the error for a request that would not be sampled with verl's adapter. Otherwise, make vLLM's HTTP
+    server know the adapter and return None."""
+    try:
+        named = json.loads(body).get("model")
+    except (ValueError, AttributeError):
+        named = None
+    if named != ADAPTER:
+        return _error(
+            400,
+            f"verl trains a LoRA adapter, and this request names the model {named!r}, so it would be sampled without "
+            f"the adapter: name the model {ADAPTER!r}",
+        )
+    adapter = vllm_adapter()
+    if adapter.lora_int_id not in await state.engine_client.list_loras():
+        return _error(503, "the engine has no LoRA adapter yet: verl loads it with its next weight update")
+    state.openai_serving_models.lora_requests[ADAPTER] = adapter
+    return None
+
+
+def _error(status: int, message: str) -> tuple[int, dict[str, Any]]:
+    return status, {"error": {"message": message, "type": "LoraAdapterError", "code": status}}
+
+
+async def _respond(send: Send, status: int, content: dict[str, Any]) -> None:
+    body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

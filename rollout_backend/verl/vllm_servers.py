@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from rollout_backend.verl.verl_api import server_actors, server_addresses
 from rollout_backend.verl.vllm_middleware import attach
 
 
@@ -22,14 +23,10 @@ class VllmServers:
         Raises:
             RayError: the load balancer or a server does not answer.
         """
-        listed = ray.get(self._load_balancer.get_all_servers.remote())
+        listed = server_addresses(self._load_balancer)
         self._attached &= set(listed)
         if joined := set(listed) - self._attached:
-            actors = ray.get(self._load_balancer.__ray_call__.remote(_actors))
+            actors = server_actors(self._load_balancer)
             ray.get([actors[address].__ray_call__.remote(attach) for address in joined])
             self._attached |= joined
-        return sorted(listed)
-
-
-def _actors(load_balancer: Any) -> dict[str, Any]:
-    return dict(load_balancer._servers)
+        return listed

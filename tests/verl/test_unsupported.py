@@ -47,8 +47,9 @@ def test_supported_settings_pass(more: list[str]) -> None:
 VLLM = (f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.middleware={MIDDLEWARE}")
 
 
-def test_vllm_is_supported_with_the_middleware() -> None:
-    refuse_unsupported(verl_config(*VLLM))
+@pytest.mark.parametrize("more", [[], [f"{MODEL}.lora_rank=8"], [f"{MODEL}.lora_rank=8", "trainer.use_v1=False"]])
+def test_vllm_is_supported_with_the_middleware(more: list[str]) -> None:
+    refuse_unsupported(verl_config(*VLLM, *more))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,6 @@ def test_vllm_is_supported_with_the_middleware() -> None:
     [
         (f"{ROLLOUT}.logprobs_mode=raw_logprobs", "set it to processed_logprobs"),
         (f"{ROLLOUT}.enable_rollout_routing_replay=True", "the routing in vLLM's replies is not read"),
-        (f"{MODEL}.lora_rank=8", r"lora\.merge=True"),
     ],
 )
 def test_vllms_replies_must_be_those_of_the_trained_model(more: str, advice: str) -> None:
@@ -129,12 +129,13 @@ def test_an_unsupported_setting_is_refused_by_name(override: str, advice: str) -
     assert f"  {named}: " in str(caught.value)
 
 
-def test_an_adapter_that_verl_does_not_send_is_refused() -> None:
+@pytest.mark.parametrize("engine", [(), VLLM])
+def test_an_adapter_that_verl_does_not_send_is_refused(engine: tuple[str, ...]) -> None:
     lora = f"{MODEL}.lora_rank=8"
     with pytest.raises(ConfigError, match=rf"{lora}: asynchronous trainers .*lora\.merge=True"):
-        refuse_unsupported(verl_config(lora, ASYNCHRONOUS))
+        refuse_unsupported(verl_config(*engine, lora, ASYNCHRONOUS))
     with pytest.raises(ConfigError, match=r"checkpoint_engine\.backend=nccl: it does not send an adapter"):
-        refuse_unsupported(verl_config(lora, f"{ROLLOUT}.checkpoint_engine.backend=nccl"))
+        refuse_unsupported(verl_config(*engine, lora, f"{ROLLOUT}.checkpoint_engine.backend=nccl"))
 
 
 @pytest.mark.parametrize(

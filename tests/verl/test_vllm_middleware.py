@@ -8,34 +8,71 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 
 from agent_wrapper.contract import VersionSpan
-from rollout_backend.errors import PreflightError
+from rollout_backend.errors import EngineUnavailable, PreflightError
 from rollout_backend.gateway import engine_client
 from rollout_backend.gateway.engine_client import EngineClient, EngineRefused
 from rollout_backend.gateway.vllm_protocol import VllmProtocol
 from rollout_backend.local.scripted import Fail
 from rollout_backend.local.scripted_vllm import ScriptedVllm
 from rollout_backend.serving.model_server import check_vllm
+from rollout_backend.verl import vllm_middleware
+from rollout_backend.verl.verl_api import ADAPTER
 from rollout_backend.verl.vllm_middleware import GENERATE, WeightVersions, attach
 
+VERLS_ID = 123
 PARAMS = {"temperature": 1.0, "max_new_tokens": 40, "stop_token_ids": [2]}
 
 
-class VerlServer(ScriptedVllm):
-    """A vLLM 0.24.0 server with the middleware, and verl's actor in the same process, which has `global_steps`."""
+class Engine:
+    """vLLM's engine client. `loaded` has the ids of its adapters; None: it was started without --enable-lora."""
 
-    def __init__(self, *replies: str, logprobs_mode: str = "processed_logprobs") -> None:
+    def __init__(self, logprobs_mode: str, loaded: set[int] | None) -> None:
+        self.model_config = SimpleNamespace(logprobs_mode=logprobs_mode)
+        self.vllm_config = SimpleNamespace(lora_config=None if loaded is None else SimpleNamespace(max_loras=1))
+        self.loaded = loaded
+        self.loaded_next = loaded  # after the next time that it is asked
+
+    async def list_loras(self) -> set[int]:
+        loaded, self.loaded = self.loaded, self.loaded_next
+        return loaded or set()
+
+
+class VerlServer(ScriptedVllm):
+    """A vLLM 0.24.0 server with the middleware, and verl's actor in the same process, which has `global_steps`.
+
+    The engine ends if a request needs an adapter that it does not have, as vLLM's does.
+    """
+
+    def __init__(
+        self, *replies: str, logprobs_mode: str = "processed_logprobs", loaded: set[int] | None = None
+    ) -> None:
         self.global_steps: int | None = None
-        self.engine = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode=logprobs_mode))
+        self.engine = Engine(logprobs_mode, loaded)
         super().__init__(replies, old_format=True)
 
     def _app(self) -> Any:
         app = super()._app()
         app.state.engine_client = self.engine
+        app.state.openai_serving_models = SimpleNamespace(lora_requests=self.adapters)
         app.add_middleware(WeightVersions)
         return app
+
+    async def _translated(self, body: dict[str, Any]) -> dict[str, Any]:
+        named = self.adapters.get(body.get("model", ""))
+        if named is not None and named.lora_int_id not in (self.engine.loaded or ()):
+            await self._crash()
+        return await super()._translated(body)
+
+
+@pytest.fixture(autouse=True)
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace verl's constants and vLLM's class: vLLM is not installed here."""
+    adapter = SimpleNamespace(lora_name=ADAPTER, lora_int_id=VERLS_ID)
+    monkeypatch.setattr(vllm_middleware, "vllm_adapter", lambda: adapter)
 
 
 @pytest.fixture
@@ -102,12 +139,72 @@ async def test_a_server_that_may_be_asleep_is_checked_without_a_request_for_toke
         await check_vllm(server.url)
 
 
+# --- LoRA -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_samples_with_verls_adapter_and_its_tokens_say_so(client: Any, stream: bool) -> None:
+    with VerlServer("one two three", loaded={VERLS_ID}) as server:
+        attach(server)
+        server.global_steps = 3
+        progress = (lambda *_: None) if stream else None
+        completion = await client(server, adapter=ADAPTER, progress=progress)
+    assert server.sampled_with == [ADAPTER]
+    [span] = completion.weight_versions
+    assert span == VersionSpan(version=f"{ADAPTER}@3", start=0, end=len(completion.token_ids))
+
+
+async def test_no_call_samples_from_the_base_model_while_verl_trains_an_adapter(client: Any) -> None:
+    with VerlServer("one", "two", loaded={VERLS_ID}) as server:
+        attach(server)
+        await client(server, adapter=ADAPTER)
+        for other in ("", "scripted", str(VERLS_ID)):
+            with pytest.raises(EngineRefused, match=f"sampled without the adapter: name the model '{ADAPTER}'"):
+                await client(server, adapter=other)
+    assert server.sampled_with == [ADAPTER]
+
+
+async def test_a_call_never_reaches_an_engine_without_the_adapter(client: Any) -> None:
+    with VerlServer("one", loaded=set()) as server:
+        attach(server)
+        server.adapters[ADAPTER] = vllm_middleware.vllm_adapter()  # an earlier call has added it
+        with pytest.raises(EngineUnavailable, match="the engine has no LoRA adapter yet"):
+            await client(server, adapter=ADAPTER)
+    assert server.requests == []
+    assert not server.crashed
+
+
+async def test_a_call_is_retried_until_verl_has_loaded_the_adapter(client: Any) -> None:
+    """verl removes the adapter before it loads the next one."""
+    with VerlServer("one", loaded=set()) as server:
+        attach(server)
+        server.engine.loaded_next = {VERLS_ID}
+        assert (await client(server, adapter=ADAPTER)).finish_reason == "stop"
+
+
+async def test_without_an_adapter_vllm_decides_which_models_it_knows(client: Any) -> None:
+    with VerlServer("one", "two") as server:
+        attach(server)
+        assert (await client(server)).finish_reason == "stop"
+        with pytest.raises(EngineRefused, match=r"404: .*does not exist"):
+            await client(server, adapter=ADAPTER)
+    assert server.sampled_with == [""]
+
+
+@pytest.mark.parametrize("body", [b"not json", b"[1]", b'{"model": null}'])
+async def test_a_body_without_a_model_is_refused(body: bytes) -> None:
+    with VerlServer(loaded={VERLS_ID}) as server:
+        async with aiohttp.ClientSession() as http, http.post(server.url + GENERATE, data=body) as reply:
+            assert reply.status == 400
+    assert server.requests == []
+
+
 # --- single messages ------------------------------------------------------------------------------------------
 
 
 async def sent(kind: str, bodies: list[tuple[bytes, int]], arrived_at: int) -> bytes:
     """Return what is sent for the bodies of a reply. Each comes with the version at its time."""
-    server = SimpleNamespace(global_steps=arrived_at, engine=SimpleNamespace())
+    server = SimpleNamespace(global_steps=arrived_at, engine=Engine("processed_logprobs", loaded=None))
     attach(server)
     app = SimpleNamespace(state=SimpleNamespace(engine_client=server.engine))
     out: list[dict[str, Any]] = []

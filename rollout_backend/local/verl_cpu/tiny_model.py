@@ -12,10 +12,11 @@ BYTE_MODEL = Path(__file__).parent.parent / "byte_model"
 CONTEXT_LENGTH = 1024
 
 
-def make_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True) -> Path:
+def make_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True, heads: int = 4) -> Path:
     """Create the model in `folder`, in float32; equal seeds give equal weights. Needs transformers and torch.
 
-    The output layer is the input embedding if `tied`, as in small real models.
+    The output layer is the input embedding if `tied`, as in small real models. vLLM 0.24.0 on the CPU needs heads of
+    size 32 at least, which `heads=2` gives.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -29,8 +30,8 @@ def make_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True) -> Path:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=CONTEXT_LENGTH,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
