@@ -91,12 +91,19 @@ The next table compares the runs of each seed: the mean difference, with its 95 
 An interval that contains 0 shows no difference, and how large one could still be.
 """
 _LEARNING_TIME = """\
-Where the time of a step goes, as verl measures it:
+Where the time of a step goes, as verl measures it. In `gen`, this backend also invokes a session for each rollout,
+calls the model over HTTP through the gateway, and collects results from S3 and SQS. All of it, the emulated AWS and
+the agents included, ran on the same two cores as the engine and the trainer. Other programs ran on them too, so the
+times are longer than necessary.
 """
 _LEARNING_FAULTS = """\
 A killed session sends no more heartbeats: after 3 s its rollout gets another session, which samples another reply.
-A session that takes twice as long as its step's others is stopped as a straggler, and its rollout is left out of the
-group's baseline. A refused invoke is sent again.
+A rollout that takes twice as long as its step's others is stopped as a straggler, and left out of the group's
+baseline. Steps are so short here that this happens to most killed rollouts before the 3 s have passed. A refused
+invoke is sent again.
+
+A 0 for each loss punishes long replies, which are lost more often. Right answers are the shortest replies to these
+questions, so it does not work against the task here, as it would where right answers are long.
 """
 
 _MANY_TURNS = """\
@@ -209,7 +216,7 @@ def _many_turns(results: dict[str, Any]) -> Iterator[str]:
 def _learning(results: dict[str, Any]) -> Iterator[str]:
     settings = results["settings"]
     percent = {name: 100 * settings[key] for name, key in _SHARES.items()}
-    yield _LEARNING.format(**settings, **percent)
+    yield _LEARNING.format(**{**settings, **percent})
     yield "### Does the path cost learning?\n"
     yield "![Right replies over training, verl and ours](results-learning-path.svg)\n"
     yield learning_report.outcomes(results, learning_report.PATH).markdown() + "\n"
