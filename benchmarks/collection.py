@@ -26,11 +26,9 @@ import dataclasses
 import json
 import os
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections import Counter
@@ -40,6 +38,7 @@ from typing import Any
 
 from emulated_aws.agentcore import ARN
 from flame_graph import record
+from kept_folder import kept_folder
 from rich.console import Console
 from rich.table import Table
 
@@ -183,7 +182,6 @@ async def measure(scenario: Scenario, url: str, work: Path, core: int, flame: st
         pin(core)
         await manager.collect(tasks_of(WARM_UP))
         call(url, "reset")
-        shutil.rmtree(work / "collection" / "rollouts")
         forget_peak()
         tasks, had = tasks_of(scenario.rollouts), dict[str, float]()
 
@@ -329,16 +327,17 @@ def main() -> None:
     made = {name: getattr(options, name) for name in ("rate", "tokens", "agent_s", "spread", "rows")}
     scenarios = [Scenario(rollouts, **made) for rollouts in options.rollouts] or list(TABLE)
     table, found = Table(*COLUMNS), []
-    for scenario in scenarios:
-        with tempfile.TemporaryDirectory() as work:
-            measured = asyncio.run(run(scenario, Path(work), options.flame))
-        found.append(measured.summary())
-        table.add_row(*measured.row())
-        if measured.outcomes != {"completed": scenario.rollouts}:
-            print(f"not every rollout was completed: {measured.outcomes}", file=sys.stderr)
-        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=1))
+    with kept_folder():
+        for scenario in scenarios:
+            with kept_folder() as work:
+                measured = asyncio.run(run(scenario, work, options.flame))
+            found.append(measured.summary())
+            table.add_row(*measured.row())
+            if measured.outcomes != {"completed": scenario.rollouts}:
+                print(f"not every rollout was completed: {measured.outcomes}", file=sys.stderr)
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps(found, indent=1))
     Console(width=160).print(table)
     totals = Counter[str]()
     for each in found:

@@ -24,12 +24,12 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from emulated_aws.agentcore import ARN
+from kept_folder import kept_folder
 from rivals.environments import RivalFailed, environment, python_of, tail, version_of
 from rivals.spent import call
 
@@ -96,8 +96,9 @@ async def measure(rival: Rival, work: Work, timeout_s: float) -> dict[str, Any]:
         "agents_core": cores[-1],
         "secret": SECRET,
     }
-    with tempfile.TemporaryDirectory() as logs:
-        emulator = await start_emulator(port, rival, work, Path(logs)) if rival.agents else None
+    with kept_folder() as folder:
+        asked["folder"] = str(folder)
+        emulator = await start_emulator(port, rival, work, folder) if rival.agents else None
         try:
             argv = [str(python), str(HERE / "rivals" / rival.script), json.dumps(asked)]
             env = environment() | ({} if rival.package else {"PYTHONPATH": str(HERE.parent)})
@@ -182,15 +183,18 @@ def main() -> None:
     args = parser.parse_args()
     asked = (Work(args.rollouts, args.rate, args.agent_s),) if args.rollouts else ()
     found: list[dict[str, Any]] = []
-    for work in asked or FLOORS:
-        for rival in RIVALS:
-            if (args.rivals and rival.name not in args.rivals) or work not in (asked or rival.works):
-                continue
-            try:
-                found.append(asyncio.run(measure(rival, work, args.timeout_s)))
-            except RivalFailed as error:
-                found.append({"system": rival.name, "version": rival.version, **asdict(work), "failed": str(error)})
-            print(line(found[-1]), flush=True)
+    with kept_folder():
+        for work in asked or FLOORS:
+            for rival in RIVALS:
+                if (args.rivals and rival.name not in args.rivals) or work not in (asked or rival.works):
+                    continue
+                try:
+                    found.append(asyncio.run(measure(rival, work, args.timeout_s)))
+                except RivalFailed as error:
+                    found.append(
+                        {"system": rival.name, "version": rival.version, **asdict(work), "failed": str(error)}
+                    )
+                print(line(found[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from kept_folder import kept_folder
 from plot import picture
 from report import DETAILS, failures, summary
 
@@ -91,16 +92,17 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "machine": machine()}
     results |= {"commands": {}, "seconds": {}, "parts": {}, "failed": {}}
-    for part in PARTS:
-        if part.name not in args.only:
-            continue
-        began = time.monotonic()
-        results["commands"][part.name] = " ".join(part.command(args.smoke))
-        try:
-            results["parts"][part.name] = run(part, out, args.smoke)
-        except subprocess.CalledProcessError as error:
-            results["failed"][part.name] = f"ended with {error.returncode}"
-        results["seconds"][part.name] = round(time.monotonic() - began)
+    with kept_folder():
+        for part in PARTS:
+            if part.name not in args.only:
+                continue
+            began = time.monotonic()
+            results["commands"][part.name] = " ".join(part.command(args.smoke))
+            try:
+                results["parts"][part.name] = run(part, out, args.smoke)
+            except subprocess.CalledProcessError as error:
+                results["failed"][part.name] = f"ended with {error.returncode}"
+            results["seconds"][part.name] = round(time.monotonic() - began)
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (out / "results.svg").write_text(picture(results))
     for tables in DETAILS.values():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -95,5 +94,4 @@ class CheckedReference(Reference):
 
 if __name__ == "__main__":
     work = json.loads(sys.argv[1])
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(main(CheckedReference(work, Path(folder)), work))
+    asyncio.run(main(CheckedReference(work, Path(work["folder"])), work))
