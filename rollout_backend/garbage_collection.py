@@ -10,7 +10,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_DURING_A_STEP = (20000, 50, 10)  # a full run after 10 million objects that were kept
+_DURING_A_STEP = (20000, 50)
+_RUNS_DURING_A_STEP = 10  # of one million objects that were kept, before a full run
 # Older objects are visited after 5 million that were kept: a server's are rarely garbage, and 375 open sessions of a
 # gateway take 0.1 s to visit.
 _OF_A_SERVER = (5000, 1000, 10)
@@ -29,10 +30,13 @@ def rare_full_collections() -> Iterator[None]:
     """Let the block, and others that overlap it, run with few full collections. The last one restores the setting."""
     _before.append(gc.get_threshold() if not _before else _before[-1])
     if gc.get_threshold()[0]:  # 0: the process has switched the collector off
-        gc.set_threshold(*_DURING_A_STEP)
+        # Python counts the runs of younger objects since the last full one: before the step they may be enough for it.
+        gc.set_threshold(*_DURING_A_STEP, gc.get_count()[2] + _RUNS_DURING_A_STEP)
     try:
         yield
     finally:
         before = _before.pop()
         if not _before:
+            if gc.isenabled() and before[0]:
+                gc.collect(1)  # or a full run that is due would be made now, and delay the end of the step
             gc.set_threshold(*before)

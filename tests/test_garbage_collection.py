@@ -52,3 +52,48 @@ def test_a_server_does_not_visit_older_objects_while_sessions_open():
         assert older == [0, 0], len(kept)
     finally:
         gc.unfreeze()
+
+
+def runs_of_old_objects():
+    return gc.get_stats()[2]["collections"]
+
+
+@pytest.fixture
+def a_full_run_is_due():
+    """The process has kept so many objects that Python makes a full run at the next opportunity, after 11 of these."""
+    gc.collect()
+    gc.set_threshold(0)
+    kept = [[] for _ in range(len(gc.get_objects()))]
+    for _ in range(12):
+        gc.collect(1)
+    gc.set_threshold(700, 10, 10)
+    yield
+    assert kept
+
+
+@pytest.mark.usefixtures("a_full_run_is_due")
+def test_no_full_run_is_made_during_a_step():
+    before = runs_of_old_objects()
+    with rare_full_collections():
+        kept = [[] for _ in range(500_000)]
+        assert runs_of_old_objects() == before, len(kept)
+
+
+@pytest.mark.usefixtures("a_full_run_is_due")
+def test_a_full_run_that_is_due_is_made_after_the_step():
+    before = runs_of_old_objects()
+    with rare_full_collections():
+        step = [[] for _ in range(10_000)]
+    assert runs_of_old_objects() == before
+    kept = [[] for _ in range(10_000)]
+    assert runs_of_old_objects() > before, (len(kept), len(step))
+
+
+def test_the_objects_of_one_step_cause_no_full_run():
+    gc.collect()
+    gc.set_threshold(700, 10, 10)
+    before = runs_of_old_objects()
+    with rare_full_collections():
+        kept = [[] for _ in range(200_000)]
+    more = [[] for _ in range(5_000)]
+    assert runs_of_old_objects() == before, (len(kept), len(more))
