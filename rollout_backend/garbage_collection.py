@@ -28,10 +28,11 @@ def exempt_loaded_objects() -> None:
 @contextmanager
 def rare_full_collections() -> Iterator[None]:
     """Let the block, and others that overlap it, run with few full collections. The last one restores the setting."""
-    _before.append(gc.get_threshold() if not _before else _before[-1])
-    if gc.get_threshold()[0]:  # 0: the process has switched the collector off
-        # Python counts the runs of younger objects since the last full one: before the step they may be enough for it.
+    before = _before[-1] if _before else gc.get_threshold()
+    if not _before and before[0]:  # 0: the process has switched the collector off
+        # The runs of younger objects since the last full one count: there may have been enough for the next already.
         gc.set_threshold(*_DURING_A_STEP, gc.get_count()[2] + _RUNS_DURING_A_STEP)
+    _before.append(before)
     try:
         yield
     finally:

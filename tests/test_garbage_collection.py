@@ -60,7 +60,7 @@ def runs_of_old_objects():
 
 @pytest.fixture
 def a_full_run_is_due():
-    """The process has kept so many objects that Python makes a full run at the next opportunity, after 11 of these."""
+    """Python makes a full run at its next opportunity: so many objects were kept, in so many runs of younger ones."""
     gc.collect()
     gc.set_threshold(0)
     kept = [[] for _ in range(len(gc.get_objects()))]
@@ -97,3 +97,16 @@ def test_the_objects_of_one_step_cause_no_full_run():
         kept = [[] for _ in range(200_000)]
     more = [[] for _ in range(5_000)]
     assert runs_of_old_objects() == before, (len(kept), len(more))
+
+
+def test_steps_that_overlap_for_ever_do_not_postpone_a_full_run_for_ever():
+    gc.collect()
+    gc.set_threshold(700, 10, 10)
+    before = runs_of_old_objects()
+    with rare_full_collections():
+        kept = []
+        for _ in range(30):
+            with rare_full_collections():
+                kept.append([[] for _ in range(20_000)])
+                gc.collect(1)  # as after a million objects
+    assert runs_of_old_objects() > before

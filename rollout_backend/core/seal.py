@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jwt
+import msgpack
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -28,12 +28,14 @@ from agent_wrapper.contract import ContractError, Rollout, Segment, Trajectory
 from rollout_backend.core.session_key import SessionClaims
 
 _ALGORITHM = "HS256"
-_HASHED_RAW: Mapping[str, Any] = {
+_HASHED_AS_THEY_ARE: Mapping[str, Any] = {
     "token_ids": True,
     "response_mask": True,
     "logprobs": True,
+    "messages": True,
     "routed_experts": {"ids"},
 }
+_LEAST, _END = -(2**63), 2**64  # of msgpack's integers
 _OF_THE_ROLLOUT = ("run_id", "step", "rollout_id", "attempt", "session_id", "model")
 
 
@@ -121,17 +123,18 @@ def _check(rollout: Rollout, decode: Callable[[str], Mapping[str, Any]]) -> None
 
 
 def digest_of(segments: Iterable[Segment]) -> str:
-    """Return the SHA-256 of each segment's arrays and of its other fields as JSON, each preceded by its length."""
-    state = hashlib.sha256(b"rollout-backend segments 1")
+    """Return the SHA-256 of each segment's arrays and of its other fields as msgpack, each preceded by its length."""
+    state = hashlib.sha256(b"rollout-backend segments 2")
     for segment in segments:
-        rest = segment.model_dump(mode="json", exclude=_HASHED_RAW)
+        rest = segment.model_dump(mode="json", exclude=_HASHED_AS_THEY_ARE)
+        rest["messages"] = segment.messages
         parts = [
             np.asarray(segment.token_ids, dtype="<i4").tobytes(),
             segment.response_mask.tobytes(),
             _logprobs(segment),
-            json.dumps(_plain(rest), sort_keys=True, separators=(",", ":")).encode(),
+            msgpack.packb(_plain(rest)),
         ]
-        if segment.routed_experts is not None:  # its shape is in the JSON
+        if segment.routed_experts is not None:  # its shape is among the other fields
             parts.append(segment.routed_experts.ids)
         for part in parts:
             state.update(len(part).to_bytes(8, "little"))
@@ -146,9 +149,12 @@ def _logprobs(segment: Segment) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Convert whole floats to integers: JSON of some languages does not distinguish 1.0 from 1."""
+    """Sort keys, and convert whole floats to integers: JSON of some languages does not distinguish 1.0 from 1."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
+        return {key: _plain(value[key]) for key in sorted(value)}
+    if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    whole = isinstance(value, float) and value.is_integer() and _LEAST <= value < _END
+    return int(value) if whole else value

@@ -92,6 +92,17 @@ def test_equal_values_have_equal_digests():
     assert digest_of([other]) == digest_of([segment()])
 
 
+def test_the_order_of_keys_and_the_type_of_whole_numbers_do_not_change_a_digest():
+    call = {"args": {"a": 1, "b": [2, 1e300]}, "name": "x"}
+    again = {"name": "x", "args": {"b": [2.0, 1e300], "a": 1.0}}
+    assert digest_of([segment(messages=[call])]) == digest_of([segment(messages=[again])])
+
+
+@pytest.mark.parametrize("other", [{"n": "1"}, {"n": 1.5}, {"n": True}, {"n": [1]}, {"m": 1}, {"n": 1, "m": None}])
+def test_other_values_have_other_digests(other):
+    assert digest_of([segment(messages=[other])]) != digest_of([segment(messages=[{"n": 1}])])
+
+
 TURN = segment().turns[0]
 ALTERED = {
     "a token": segment(token_ids=[5, 6, 7, 9]),
@@ -173,4 +184,4 @@ def test_the_digest_without_images_is_unchanged():
     spans = (VersionSpan(version="7", start=2, end=4),)
     turn = Turn(start=2, end=4, finish_reason="stop", weight_versions=spans, cached_tokens=0)
     found = digest_of([seen.model_copy(update={"turns": (turn,)})])
-    assert found == "412c1f285d8a25ebf85efe65746565234a475ef907f592b6944985941486df5e"
+    assert found == "f8de2fe756ed2b975efe47f19ca05e478eddea2ed635b4d84a741e69b1906e12"
