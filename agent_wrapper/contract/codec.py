@@ -169,6 +169,10 @@ def _first_bytes() -> list[tuple[int, int, int]]:
 
 _FIRST_BYTES = _first_bytes()
 _REFUSED_BYTES = frozenset([0xC1, *range(0xC7, 0xCA), *range(0xD4, 0xD9)])
+_SIZES = [  # of a value without a length and without children, as most are; otherwise 0
+    0 if width or children or first in _REFUSED_BYTES else 1 + after
+    for first, (after, width, children) in enumerate(_FIRST_BYTES)
+]
 
 
 def check_packed(raw: bytes, share: int = 1) -> None:
@@ -178,14 +182,17 @@ def check_packed(raw: bytes, share: int = 1) -> None:
         ContractError: it is, or it is cut short, or holds what JSON does not have.
     """
     at, containers, values = 0, 0, 1
-    to_come = [1]  # values, by level
+    to_come, above = 1, list[int]()  # values of this level, and of those above it
     try:
-        while to_come:
-            if not to_come[-1]:
-                to_come.pop()
+        while to_come or above:
+            if not to_come:
+                to_come = above.pop()
                 continue
-            to_come[-1] -= 1
+            to_come -= 1
             first = raw[at]
+            if size := _SIZES[first]:
+                at += size
+                continue
             after, width, children = _FIRST_BYTES[first]
             at += 1
             if width > 0:
@@ -199,8 +206,9 @@ def check_packed(raw: bytes, share: int = 1) -> None:
             containers += 1
             values += after * children
             _check_counts(containers, values, share)
-            if len(to_come) > MAX_DEPTH:
+            if len(above) >= MAX_DEPTH:
                 raise ContractError("object", f"is nested deeper than {MAX_DEPTH} levels")
-            to_come.append(after * children)
+            above.append(to_come)
+            to_come = after * children
     except IndexError:
         raise ContractError("object", "is no msgpack: it is cut short") from None
