@@ -81,7 +81,10 @@ def _fields(node: ast.ClassDef, source: str) -> Iterator[str]:
     }
     for member in node.body:
         if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
-            name, kind = member.target.id, ast.unparse(member.annotation)
+            name, kind = (
+                member.target.id,
+                re.sub(r"Annotated\[(.+), Field\(.*\)\]", r"\1", ast.unparse(member.annotation)),
+            )
         elif isinstance(member, ast.Assign) and isinstance(member.targets[0], ast.Name):
             name, kind = member.targets[0].id, ast.unparse(member.value)
         else:

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_DURING_A_STEP = (20000, 50)
+_DURING_A_STEP = (50000, 20)
 _RUNS_DURING_A_STEP = 10  # of one million objects that were kept, before a full run
 # Older objects are visited after 5 million that were kept: a server's are rarely garbage, and 375 open sessions of a
 # gateway take 0.1 s to visit.

@@ -105,8 +105,8 @@ def test_steps_that_overlap_for_ever_do_not_postpone_a_full_run_for_ever():
     before = runs_of_old_objects()
     with rare_full_collections():
         kept = []
-        for _ in range(30):
+        for _ in range(20):
             with rare_full_collections():
-                kept.append([[] for _ in range(20_000)])
+                kept.append([[] for _ in range(60_000)])
                 gc.collect(1)  # as after a million objects
     assert runs_of_old_objects() > before

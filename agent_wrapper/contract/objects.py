@@ -28,6 +28,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.dataclasses import dataclass
 
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES, ContractError, pack, unpack
 from agent_wrapper.contract.keys import ID_PATTERN, MAX_STEP
@@ -156,7 +157,7 @@ _Object = TypeVar("_Object", bound="ContractObject")
 
 
 class ContractObject(BaseModel):
-    """Base of all exchanged objects: frozen, strict, unknown fields refused."""
+    """Base of the exchanged objects: frozen, strict, unknown fields refused."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -200,23 +201,29 @@ class _OmitsEmpty(ContractObject):
         return self.model_dump_json().encode()
 
 
-class VersionSpan(ContractObject):
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+# Dataclasses, because a result has many of them: as models they would take six times the memory.
+@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
+class VersionSpan:
     """The tokens `[start, end)` of a segment that one version of the weights sampled."""
 
     version: str  # such as "3", or "math@3" for version 3 of the LoRA adapter "math"
-    start: int = Field(ge=0)
-    end: int = Field(ge=0)
+    start: Annotated[int, Field(ge=0)]
+    end: Annotated[int, Field(ge=0)]
 
 
-class Turn(ContractObject):
+@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
+class Turn:
     """One model call: the sampled tokens `[start, end)` of its segment."""
 
-    start: int = Field(ge=0)
-    end: int = Field(ge=0)
+    start: Annotated[int, Field(ge=0)]
+    end: Annotated[int, Field(ge=0)]
     finish_reason: str
     weight_versions: tuple[VersionSpan, ...]  # covers [start, end) without a gap; empty if the engine reported none
-    cached_tokens: int | None = Field(default=None, ge=0)  # prompt tokens in the engine's prefix cache; None: unknown
-    seconds: float = Field(default=0.0, ge=0)  # from the gateway's request to the engine's last token
+    cached_tokens: Annotated[int | None, Field(ge=0)] = None  # prompt tokens in the engine's prefix cache; None: unknown
+    seconds: Annotated[float, Field(ge=0)] = 0.0  # from the gateway's request to the engine's last token
 
 
 class ImageSpan(ContractObject):

@@ -11,12 +11,12 @@ import random
 from array import array
 from typing import Any
 
-import jwt
 import msgpack
 import zstandard
 
 from agent_wrapper.contract import Outcome, Rollout, RolloutRequest, Sampling, Segment, Trajectory, Turn, VersionSpan
-from rollout_backend.core.seal import Sealer
+from rollout_backend.core import signed_claims
+from rollout_backend.core.seal import SealClaims, Sealer
 from rollout_backend.core.session_key import SessionClaims
 
 MODEL = "scripted"
@@ -25,6 +25,7 @@ _TURN = 1000  # tokens, of which half are sampled
 _CHARACTERS = 4  # of text per token
 _WORDS = [random.Random(i).randbytes(4).hex()[: 3 + i % 6] for i in range(5000)]
 _IDENTITY = ("run_id", "step", "task_id", "rollout_id", "attempt", "session_id")
+_SEALED = frozenset(_IDENTITY) & SealClaims.model_fields.keys()
 _VARYING = frozenset({*_IDENTITY, "seal", "reward", "finished_at"})
 _RAW_BLOCK, _FRAME_OF_4_SIZE_BYTES = 0, 0xA0
 _LARGEST_BLOCK = 128 * 1024
@@ -60,8 +61,9 @@ class ReadyMadeResults:
     def make(self, request: RolloutRequest, finished_at: float) -> tuple[bytes, bytes]:
         """Return an encoded result in two parts; the second is the same object for all of them."""
         identity = {name: getattr(request, name) for name in _IDENTITY}
-        sealed = {name: identity.get(name, value) for name, value in self._seal.items()}
-        varying = {**identity, "seal": jwt.encode(sealed, self._key), "reward": 1.0, "finished_at": finished_at}
+        sealed = self._seal.model_copy(update={name: identity[name] for name in _SEALED})
+        seal = signed_claims.sign(self._key, sealed)
+        varying = {**identity, "seal": seal, "reward": 1.0, "finished_at": finished_at}
         head = b"\xde" + self._fields.to_bytes(2, "big") + b"".join(_packed(*item) for item in varying.items())
         assert len(head) <= _LARGEST_BLOCK
         size = len(head) + self._shared_size
@@ -69,13 +71,13 @@ class ReadyMadeResults:
         return frame + (len(head) << 3 | _RAW_BLOCK).to_bytes(3, "little") + head, self._shared_blocks
 
 
-def _template_of_seal(sealer: Sealer, trajectory: Trajectory) -> dict[str, Any]:
+def _template_of_seal(sealer: Sealer, trajectory: Trajectory) -> SealClaims:
     claims = SessionClaims(
         run_id="run", step=0, rollout_id="task.0", attempt=1, session_id="s", sampling=Sampling(), expires_at=0
     )
     seal = sealer.seal(trajectory, claims).seal
     assert seal is not None
-    return dict(jwt.decode(seal, options={"verify_signature": False}))
+    return signed_claims.read(seal, SealClaims)
 
 
 def _packed(name: str, value: Any) -> bytes:

@@ -9,7 +9,7 @@ Invariants:
 - A rollout has the same digest in both of the contract's encodings: numbers are compared as numbers, and every NaN is
   the same.
 
-A seal is a JWT (HS256). Its key is derived from the run's seal secret. Its claims are readable but cannot be altered.
+A seal's key is derived from the run's seal secret. Its claims are readable but cannot be altered.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ import hmac
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jwt
 import msgpack
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from agent_wrapper.contract import ContractError, Rollout, Segment, Trajectory
+from rollout_backend.core import signed_claims
 from rollout_backend.core.session_key import SessionClaims
 
-_ALGORITHM = "HS256"
 _HASHED_AS_THEY_ARE: Mapping[str, Any] = {
     "token_ids": True,
     "response_mask": True,
@@ -39,7 +38,9 @@ _LEAST, _END = -(2**63), 2**64  # of msgpack's integers
 _OF_THE_ROLLOUT = ("run_id", "step", "rollout_id", "attempt", "session_id", "model")
 
 
-class _Seal(BaseModel):
+class SealClaims(BaseModel):
+    """What a seal says: whose trajectory it is, the digest of its segments, and how many of its calls were lost."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run_id: str
@@ -65,7 +66,7 @@ class Sealer:
 
     def seal(self, trajectory: Trajectory, claims: SessionClaims) -> Trajectory:
         """Return the trajectory of the session of `claims` with its seal."""
-        seal = _Seal(
+        seal = SealClaims(
             run_id=claims.run_id,
             step=claims.step,
             rollout_id=claims.rollout_id,
@@ -75,8 +76,7 @@ class Sealer:
             segments=digest_of(trajectory.segments),
             unanswered_calls=trajectory.unanswered_calls,
         )
-        signed = jwt.encode(seal.model_dump(), self._key, algorithm=_ALGORITHM)
-        return trajectory.model_copy(update={"seal": signed})
+        return trajectory.model_copy(update={"seal": signed_claims.sign(self._key, seal)})
 
     def check(self, rollout: Rollout) -> None:
         """Verify the seal of a trainable rollout. Other rollouts need none.
@@ -84,7 +84,7 @@ class Sealer:
         Raises:
             ContractError: for the field `seal`; says how the rollout differs from what the gateway returned.
         """
-        _check(rollout, lambda seal: jwt.decode(seal, self._key, algorithms=[_ALGORITHM]))
+        _check(rollout, lambda seal: signed_claims.verify(self._key, seal, SealClaims))
 
 
 def check_without_secret(rollout: Rollout) -> None:
@@ -93,10 +93,10 @@ def check_without_secret(rollout: Rollout) -> None:
     Raises:
         ContractError: as `Sealer.check`.
     """
-    _check(rollout, lambda seal: jwt.decode(seal, options={"verify_signature": False}))
+    _check(rollout, lambda seal: signed_claims.read(seal, SealClaims))
 
 
-def _check(rollout: Rollout, decode: Callable[[str], Mapping[str, Any]]) -> None:
+def _check(rollout: Rollout, read: Callable[[str], SealClaims]) -> None:
     if not rollout.trainable:
         return
     if rollout.seal is None:
@@ -106,8 +106,8 @@ def _check(rollout: Rollout, decode: Callable[[str], Mapping[str, Any]]) -> None
             "needs the wrapper of this version, or the settings gateway.require_seal=false",
         )
     try:
-        seal = _Seal.model_validate(decode(rollout.seal))
-    except (jwt.PyJWTError, ValidationError):
+        seal = read(rollout.seal)
+    except (signed_claims.BadSignature, signed_claims.Malformed):
         raise ContractError("seal", "is not one that this run's gateway made") from None
     for field in _OF_THE_ROLLOUT:
         sealed, found = getattr(seal, field), getattr(rollout, field)

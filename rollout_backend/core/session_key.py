@@ -1,7 +1,7 @@
 """Session keys: what one session may do and until when, signed.
 
-A key is a JWT (HS256) that carries its claims, so nothing is registered before a dispatch and every process that
-knows the secret can check a key by itself. Anybody who holds a key can read its claims but not alter them.
+A key carries its claims, so nothing is registered before a dispatch and every process that knows the secret can check
+a key by itself. Anybody who holds a key can read its claims but not alter them.
 Keys and the secret never go into a log or a message. `serving.model_endpoint` issues keys, `gateway.authentication`
 checks them.
 """
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-import jwt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from agent_wrapper.contract import Identifier, Sampling
+from rollout_backend.core import signed_claims
 from rollout_backend.errors import RolloutBackendError
 
 MIN_SECRET_CHARS = 32
-_ALGORITHM = "HS256"
 
 
 class SessionClaims(BaseModel):
@@ -51,7 +50,7 @@ class KeyRefused(RolloutBackendError):
 
 def issue(secret: str, claims: SessionClaims) -> str:
     """Return the signed key for these claims."""
-    return jwt.encode(claims.model_dump(mode="json"), secret, algorithm=_ALGORITHM)
+    return signed_claims.sign(secret.encode(), claims)
 
 
 def verify(secret: str, key: str, now: float) -> SessionClaims:
@@ -61,11 +60,10 @@ def verify(secret: str, key: str, now: float) -> SessionClaims:
         KeyRefused: says in which way it is not.
     """
     try:
-        payload = jwt.decode(key, secret, algorithms=[_ALGORITHM])
-        claims = SessionClaims.model_validate(payload)
-    except jwt.InvalidSignatureError:
+        claims = signed_claims.verify(secret.encode(), key, SessionClaims)
+    except signed_claims.BadSignature:
         raise KeyRefused("bad_signature") from None
-    except (jwt.PyJWTError, ValidationError):
+    except signed_claims.Malformed:
         raise KeyRefused("malformed") from None
     if claims.expires_at <= now:
         raise KeyRefused("expired")

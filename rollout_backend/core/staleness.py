@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from agent_wrapper.contract import Rollout, Segment
@@ -78,10 +78,10 @@ class AbandonedWeights:
                 version = versions[at]
                 if at < abandoned and version is not None:
                     label = renumbered(span.version, self.equivalent(version))
-                    span = span.model_copy(update={"version": label})
+                    span = replace(span, version=label)
                 spans.append(span)
                 at += 1
-            turns.append(turn.model_copy(update={"weight_versions": tuple(spans)}))
+            turns.append(replace(turn, weight_versions=tuple(spans)))
         return segment.model_copy(update={"turns": tuple(turns)})
 
 

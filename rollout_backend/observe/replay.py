@@ -7,7 +7,7 @@ has its seal if the run requires seals.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ def _lists(arrays: Sequence[Any], dtype: type) -> Any:
 
 
 def _versions(segment: Segment) -> list[dict[str, Any]]:
-    return [span.model_dump() for turn in segment.turns for span in turn.weight_versions]
+    return [asdict(span) for turn in segment.turns for span in turn.weight_versions]
 
 
 def _version_spans() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Self
 
@@ -94,7 +94,7 @@ class TurnView:
             "sampled_tokens": turn.end - turn.start,
             "cached_tokens": turn.cached_tokens,
             "finish_reason": turn.finish_reason,
-            "weight_versions": [span.model_dump() for span in turn.weight_versions],
+            "weight_versions": [asdict(span) for span in turn.weight_versions],
             "seconds": turn.seconds,
             "mean_logprob": mean(known),
             "min_logprob": min(known, default=None),

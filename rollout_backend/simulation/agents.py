@@ -223,7 +223,7 @@ def _segments(request: RolloutRequest, calls: Sequence[int]) -> tuple[Segment, .
             "token_ids": ids,
             "response_mask": [0, 1, 1, 1] * len(calls),
             "logprobs": [None, -0.5, -0.25, -0.125] * len(calls),
-            "turns": [turn.model_dump() for turn in turns],
+            "turns": turns,
         }
     )
     return (segment,)

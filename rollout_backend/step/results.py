@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 
@@ -40,7 +41,8 @@ class StepResults:
         self._context = context
         self._groups = groups
         self.scoring = StepScoring(context, self._settle)
-        self._archived: list[Future[bool]] = []
+        self._archiving: deque[Future[bool]] = deque()  # of results whose files may not be written yet
+        self._unarchived = 0  # results that could not be written
         self.engine_use = EngineUseMeter()  # while the step runs
         self.latencies: list[float] = []  # seconds since the announcements of those that were announced
         self._lags: list[float] = []
@@ -90,7 +92,9 @@ class StepResults:
             self.scoring.start(services.scorer, task, rollout, data)
 
     def _settle(self, task: RolloutTask, rollout: Rollout, data: bytes) -> None:
-        self._archived.append(self._context.services.archive(rollout, data))
+        self._archiving.append(self._context.services.archive(rollout, data))
+        while self._archiving and self._archiving[0].done():
+            self._count_archived()
         self.received.append(rollout)
         self._groups[task.entry.planned.task_id].arrived.append(rollout)
         task.settle_with(rollout)
@@ -104,15 +108,20 @@ class StepResults:
         """Return one record for each planned rollout."""
         return records_of(self._context.ledger, self._context.services.log_of, self.received)
 
-    async def _unarchived(self) -> int:
+    def _count_archived(self) -> None:
+        written = self._archiving.popleft()
+        self._unarchived += written.exception() is not None or not written.result()
+
+    async def _finish_archiving(self) -> int:
         """Wait until the results are in the run's folder, and return how many could not be written."""
-        writing = [asyncio.wrap_future(written) for written in self._archived if not written.done()]
-        await asyncio.gather(*writing, return_exceptions=True)
-        return sum(written.exception() is not None or not written.result() for written in self._archived)
+        await asyncio.gather(*map(asyncio.wrap_future, self._archiving), return_exceptions=True)
+        while self._archiving:
+            self._count_archived()
+        return self._unarchived
 
     async def summarize(self, *, seconds: float, refused: int, deadline_reached: bool) -> StepResult:
         """Return the result of a step that is over. `refused` counts the buffer's refused messages."""
-        unarchived = await self._unarchived()
+        unarchived = await self._finish_archiving()
         ledger = self._context.ledger
         groups = [group.result(ledger) for group in self._groups.values()]
         report = make_report(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +91,7 @@ def test_the_rows_of_a_live_step_are_rebuilt_byte_for_byte(rollout, live, tmp_pa
         assert [each.tobytes() for each in rebuilt] == [getattr(segment, name).tobytes() for segment in segments]
     assert rows["reward"].to_pylist() == [each.reward for each in rollouts]
     assert rows["rollout_id"].to_pylist() == [each.rollout_id for each in rollouts]
-    spans = [[span.model_dump() for turn in segment.turns for span in turn.weight_versions] for segment in segments]
+    spans = [[asdict(span) for turn in segment.turns for span in turn.weight_versions] for segment in segments]
     assert rows["weight_versions"].to_pylist() == spans
 
 

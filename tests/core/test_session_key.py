@@ -1,10 +1,11 @@
 import base64
 import json
 
-import jwt
 import pytest
+from pydantic import RootModel
 
 from agent_wrapper.contract import Sampling
+from rollout_backend.core import signed_claims
 from rollout_backend.core.session_key import KeyRefused, SessionClaims, issue, verify
 
 SECRET = "s" * 48
@@ -39,23 +40,24 @@ def test_a_key_of_another_secret_is_refused():
 
 
 def test_altered_claims_are_refused():
-    head, body, signature = issue(SECRET, CLAIMS).split(".")
+    body, signature = issue(SECRET, CLAIMS).split(".")
     claims = json.loads(base64.urlsafe_b64decode(body + "=="))
     claims["session_id"] = "another"
     forged = base64.urlsafe_b64encode(json.dumps(claims).encode()).rstrip(b"=").decode()
-    assert refused(SECRET, f"{head}.{forged}.{signature}") == "bad_signature"
+    assert refused(SECRET, f"{forged}.{signature}") == "bad_signature"
 
 
-def test_an_unsigned_key_is_refused():
-    key = jwt.encode(CLAIMS.model_dump(mode="json"), None, algorithm="none")
-    assert refused(SECRET, key) in ("malformed", "bad_signature")
+@pytest.mark.parametrize("signature", ["", "A", "é", "\x00", "A" * 43, "=" * 43])
+def test_an_unsigned_key_is_refused(signature):
+    body, _ = issue(SECRET, CLAIMS).split(".")
+    assert refused(SECRET, f"{body}.{signature}") == "bad_signature"
 
 
-@pytest.mark.parametrize("key", ["", "x", "a.b.c", "é.é.é", "sk-1234", "\x00"])
+@pytest.mark.parametrize("key", ["", "x", "sk-1234", "\x00"])
 def test_a_malformed_key_is_refused(key):
     assert refused(SECRET, key) == "malformed"
 
 
 @pytest.mark.parametrize("claims", [{}, {"session_id": "s"}, {**CLAIMS.model_dump(mode="json"), "more": 1}])
 def test_signed_claims_with_other_fields_are_refused(claims):
-    assert refused(SECRET, jwt.encode(claims, SECRET, algorithm="HS256")) == "malformed"
+    assert refused(SECRET, signed_claims.sign(SECRET.encode(), RootModel(claims))) == "malformed"

@@ -6,7 +6,7 @@ import json
 import math
 import resource
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from pathlib import Path
@@ -547,7 +547,7 @@ def test_a_reply_without_tokens():
 
 
 def test_tokens_without_a_weight_version():
-    turns = tuple(turn.model_copy(update={"weight_versions": ()}) for turn in recorded().segments[0].turns)
+    turns = tuple(replace(turn, weight_versions=()) for turn in recorded().segments[0].turns)
     found = token_capture.judge(recorded(turns=turns))
     assert (found.level, "without a weight version" in found.text) == ("warning", True)
 
