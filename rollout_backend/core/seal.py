@@ -61,8 +61,8 @@ class Sealer:
 
     @property
     def fingerprint(self) -> str:
-        """Return an identifier of the secret that does not reveal it."""
-        return hmac.digest(self._key, b"fingerprint", "sha256").hex()[:16]
+        """Return an identifier of the secret, which does not reveal it, and of the format of the seals."""
+        return hmac.digest(self._key, b"fingerprint of format 2", "sha256").hex()[:16]
 
     def seal(self, trajectory: Trajectory, claims: SessionClaims) -> Trajectory:
         """Return the trajectory of the session of `claims` with its seal."""

@@ -33,8 +33,9 @@ def can_verify_seals(before: Manifest | None, sealed_by: str) -> bool:
     if before is None or not sealed_by or before.sealed_by == sealed_by:
         return True
     log.warning(
-        "step %d was begun with another secret, so its results cannot be checked: all of its rollouts run again. "
-        "To resume a run on another machine, set gateway.secret, or copy OUTPUT_DIR/.secrets",
+        "step %d was begun with another secret, or by another version of this package, so its results cannot be "
+        "checked: all of its rollouts run again. To resume a run on another machine, set gateway.secret, or copy "
+        "OUTPUT_DIR/.secrets",
         before.step,
     )
     return False
