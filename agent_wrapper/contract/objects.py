@@ -222,7 +222,7 @@ class Turn:
     end: Annotated[int, Field(ge=0)]
     finish_reason: str
     weight_versions: tuple[VersionSpan, ...]  # covers [start, end) without a gap; empty if the engine reported none
-    cached_tokens: Annotated[int | None, Field(ge=0)] = None  # prompt tokens in the engine's prefix cache; None: unknown
+    cached_tokens: Annotated[int | None, Field(ge=0)] = None  # prompt tokens in the prefix cache; None: unknown
     seconds: Annotated[float, Field(ge=0)] = 0.0  # from the gateway's request to the engine's last token
 
 
