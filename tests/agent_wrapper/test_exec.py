@@ -184,7 +184,7 @@ def test_a_command_that_takes_too_long_is_killed_and_may_be_scored():
 
 
 def test_a_command_that_is_scored_ends_before_the_agents_deadline():
-    given = dataclasses.replace(context(), deadline=time.time() + 3.0)
+    given = dataclasses.replace(context(), deadline=time.time() + 6.0)
     arguments = ["--reward", "none", "--score-failures", "--", "sleep", "60"]
     assert asyncio.run(parse_arguments(arguments).run(given)) == {"reward": 0.0}
     assert given.remaining_s > 0

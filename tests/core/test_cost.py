@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from agent_wrapper.contract import Outcome
@@ -53,7 +55,7 @@ def test_a_step_costs_the_same_in_a_display_and_by_its_records():
         ledger.accept(f"task-a.{i}")
     clock.now = 110.0
     segment = make_segment()
-    turn = segment.turns[0].model_copy(update={"seconds": 4.0})
+    turn = replace(segment.turns[0], seconds=4.0)
     rollout = make_rollout(
         "task-a.0", segments=[segment.model_copy(update={"turns": (turn,)})], started_at=1, finished_at=10
     )

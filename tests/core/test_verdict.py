@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ MESSAGES = "messages"
 
 def cut_off(rollout_id: str) -> Rollout:
     segment = make_segment()
-    turn = segment.turns[0].model_copy(update={"finish_reason": "length"})
+    turn = replace(segment.turns[0], finish_reason="length")
     return make_rollout(rollout_id, segments=[segment.model_copy(update={"turns": (turn,)})])
 
 

@@ -77,7 +77,7 @@ def show(screen):
 def with_text(text: str) -> Segment:
     """Return a segment with this text wherever the agent can put one."""
     segment = make_segment()
-    turn = segment.turns[0].model_copy(update={"finish_reason": text})
+    turn = dataclasses.replace(segment.turns[0], finish_reason=text)
     message = {"role": text, "content": text}
     return segment.model_copy(update={"split_reason": text, "turns": (turn,), "messages": (message,)})
 

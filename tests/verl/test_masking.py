@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def rollout(kind: str = WHOLE, reward: float = 1.0) -> Rollout:
     whole = make_segment(2, 3)
     segment = make_segment(2, 9) if kind == CUT_ROW else whole
     if kind == CUT_REPLY:
-        segment = whole.model_copy(update={"turns": [whole.turns[0].model_copy(update={"finish_reason": "length"})]})
+        segment = whole.model_copy(update={"turns": [replace(whole.turns[0], finish_reason="length")]})
     return make_rollout(reward=reward, segments=[whole, segment])
 
 
