@@ -53,6 +53,11 @@ def test_an_unsigned_key_is_refused(signature):
     assert refused(SECRET, f"{body}.{signature}") == "bad_signature"
 
 
+@pytest.mark.parametrize("key", ["a.b.c", "é.é.é", "."])
+def test_a_key_that_was_never_signed_is_refused(key):
+    assert refused(SECRET, key) == "bad_signature"
+
+
 @pytest.mark.parametrize("key", ["", "x", "sk-1234", "\x00"])
 def test_a_malformed_key_is_refused(key):
     assert refused(SECRET, key) == "malformed"
