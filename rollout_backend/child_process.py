@@ -1,11 +1,16 @@
-"""Run a command to its end."""
+"""Run a command to its end, and find uv, which installs packages."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from subprocess import CompletedProcess
+
+from rollout_backend.errors import ConfigError
 
 
 async def run_child(
@@ -28,3 +33,11 @@ async def run_child(
             await process.wait()
     assert process.returncode is not None
     return CompletedProcess(argv, process.returncode, out, errors)
+
+
+def find_uv() -> str:
+    """Return the path of uv. Raises ConfigError if it is not installed."""
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}") or shutil.which("uv")
+    if uv is None:
+        raise ConfigError("uv, which installs packages, is not here: pip install uv, or install the extra local")
+    return uv

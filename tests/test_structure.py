@@ -8,7 +8,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "rollout_backend"
 LAYERS = (
-    {"atomic_file", "child_process", "errors", "garbage_collection", "lazy_retry", "logs"},
+    {"errors"},
+    {"atomic_file", "child_process", "garbage_collection", "lazy_retry", "logs"},
     {"aws", "config"},
     {"core"},
     {"rendering", "runtimes", "tracing"},

