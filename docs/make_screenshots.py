@@ -3,7 +3,7 @@
 The runs are made from a fixed seed, so the pictures change only with the report. It needs Chromium, and the small
 model of `rollout engine install` for the text of its tokens.
 
-The picture of a real training run is made from the folder that `make train` leaves in runs/:
+The reward curve of a real training run is made from the folder that `make train` leaves in runs/:
 
     python docs/make_screenshots.py --training runs/train-arithmetic-train-arithmetic
 
@@ -143,13 +143,13 @@ def main() -> None:
 
 
 def shoot_training(run: Path) -> None:
-    """Take a picture of the report of a real training run, without the path of its folder."""
+    """Take a picture of the reward curve of a real training run."""
     run = run.absolute()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         copy = Path("runs") / run.name
         shutil.copytree(run, copy, ignore=shutil.ignore_patterns("report*"))
-        shoot(write_report(copy), "training-run", 1010)
+        shoot(write_report(copy), "reward-curve", 300, only="rewards")
 
 
 if __name__ == "__main__":
