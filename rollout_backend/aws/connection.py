@@ -185,6 +185,8 @@ class Connection(asyncio.Protocol):
         if response is None or head is None:
             return
         self._response = self._head = None
+        if self.is_open:  # the last piece of a body may have paused reading
+            self.resume()
         if head.done():
             response.finish(error)
         elif error is not None:

@@ -124,6 +124,17 @@ async def test_a_whole_response_leaves_a_connection_to_use_again(serve, pieces, 
     assert server.connections == 1
 
 
+async def test_a_body_that_fills_the_read_ahead_leaves_a_connection_to_use_again(serve):
+    body = b"x" * (1024 * 1024)
+    server, pool = await serve(says(b"HTTP/1.1 200 OK\r\nContent-Length: 1048576\r\n\r\n", body))
+    for _ in range(2):
+        async with asyncio.timeout(60), await pool.send(GET, idempotent=False) as response:
+            while not response._complete:  # noqa: ASYNC110  # the whole body arrives before it is read
+                await asyncio.sleep(0)
+            assert await response.read() == body
+    assert server.connections == 1
+
+
 LAST_ANSWERS = {
     "closed": b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok",
     "HTTP/1.0": b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok",
