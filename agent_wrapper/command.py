@@ -57,7 +57,7 @@ class CommandResult:
         shown = self.stderr.strip()[-_SHOWN_CHARS:] or "it wrote nothing to stderr"
         if end := self.stdout.strip()[-_SHOWN_STDOUT_CHARS:]:  # some command-line agents report errors there
             shown += f" (its stdout ends with: {end})"
-        return f"{self.name} {_ending(self.exit_code)}: {shown}"
+        return f"{self.name} {describe_exit(self.exit_code)}: {shown}"
 
 
 async def run_command(
@@ -213,8 +213,9 @@ def _is_in_exec(process: Path, began_at: float) -> bool:
     return state not in "ZX" and int(fields[18]) >= int(began_at * os.sysconf("SC_CLK_TCK"))
 
 
-def _ending(exit_code: int) -> str:
-    if exit_code > 0:
+def describe_exit(exit_code: int) -> str:
+    """Return `exited with code 3` or `was killed by SIGSEGV`. Real-time signals have no names."""
+    if exit_code >= 0:
         return f"exited with code {exit_code}"
     try:
         return f"was killed by {signal.Signals(-exit_code).name}"

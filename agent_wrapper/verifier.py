@@ -78,8 +78,9 @@ def _score(folder: Path, root: Path) -> dict[str, object]:
         )
     finally:
         if output.exists():  # the container's log
-            sys.stdout.write(output.read_text(errors="replace"))
-            sys.stdout.flush()
+            with output.open("rb") as file:
+                shutil.copyfileobj(file, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
     return read_reward(logs, ended)
 
 

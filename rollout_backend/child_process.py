@@ -1,8 +1,9 @@
-"""Run a command to its end, and find uv, which installs packages."""
+"""Run a command to its end, read the end of a process's log, and find uv, which installs packages."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
@@ -11,6 +12,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 from rollout_backend.errors import ConfigError
+
+_TAIL_BYTES = 64 * 1024
 
 
 async def run_child(
@@ -41,3 +44,13 @@ def find_uv() -> str:
     if uv is None:
         raise ConfigError("uv, which installs packages, is not here: pip install uv, or install the extra local")
     return uv
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """Return the last lines of a log, of at most its last 64 KiB; none if it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []

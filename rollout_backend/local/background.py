@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rollout_backend.atomic_file import write_file
+from rollout_backend.child_process import last_lines
 from rollout_backend.errors import StartupError
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
@@ -98,7 +99,7 @@ def start_background_cloud(folder: Path) -> BackgroundCloud:
             return cloud
         time.sleep(_POLL_S)
     process.terminate()
-    tail = "\n".join((folder / _LOG).read_text(errors="replace").splitlines()[-15:])
+    tail = "\n".join(last_lines(folder / _LOG, 15))
     raise StartupError(f"the local cloud did not start. Its log, {folder / _LOG}, ends:\n{tail}")
 
 

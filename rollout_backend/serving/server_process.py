@@ -21,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+from rollout_backend.child_process import last_lines
 from rollout_backend.errors import StartupError
 from rollout_backend.serving import process_group_guard
 
@@ -176,22 +177,16 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         """Return the end of the log, with its path, for an error message."""
-        lines = self._last_lines(_TAIL_LINES)
+        lines = last_lines(self.log, _TAIL_LINES)
         return f"Its log, {self.log}, ends:\n" + "\n".join(f"    {line}" for line in lines or ["(empty)"])
 
     def _cause(self) -> str:
         """Return a sentence about the end of the process if it had too little memory, else nothing."""
-        if any(_OUT_OF_MEMORY.search(line) for line in self._last_lines(_SEARCHED_LINES)):
+        if any(_OUT_OF_MEMORY.search(line) for line in last_lines(self.log, _SEARCHED_LINES)):
             return f"It ran out of memory. {self._memory_advice}. "
         if self.returncode == -signal.SIGKILL:
             return f"Something killed it, usually the kernel for lack of memory. {self._memory_advice}. "
         return ""
-
-    def _last_lines(self, count: int) -> list[str]:
-        try:
-            return self.log.read_text(errors="replace").splitlines()[-count:]
-        except OSError:
-            return []
 
     async def _guard(self, pid: int) -> None:
         """Start the guard, in 20 ms. Its environment holds no secret."""

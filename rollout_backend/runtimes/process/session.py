@@ -17,7 +17,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from agent_wrapper.command import describe_exit
 from agent_wrapper.one_shot import PAYLOAD_VARIABLE
+from rollout_backend.child_process import last_lines
 from rollout_backend.config import ProcessConfig
 from rollout_backend.errors import InvokeRejected, OutcomeUnknown, RuntimeCallError, RuntimeUnavailable
 from rollout_backend.runtimes.process import supervisor
@@ -28,6 +30,7 @@ _FULL = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 _OUT_OF_MEMORY = re.compile(r"out of memory|cannot allocate memory|MemoryError|bad_alloc", re.IGNORECASE)
 _OWN_SETTINGS = "ROLLOUT__"  # of the backend, which may be secrets
 _TAIL_LINES = 20
+_LINE_CHARS = 2000
 
 
 class ProcessSession:
@@ -97,11 +100,11 @@ class ProcessSession:
         if self.end is not None and self.end["why"] == "memory":
             return "out_of_memory"
         failed = self.end is None or self.end["code"] != 0
-        return "out_of_memory" if failed and _OUT_OF_MEMORY.search(_tail(self.log)) else "container_lost"
+        return "out_of_memory" if failed and any(map(_OUT_OF_MEMORY.search, last_lines(self.log, _TAIL_LINES))) else "container_lost"
 
     def describe_end(self) -> str:
         """Describe how the session ended, with the last line of its log."""
-        last = (_tail(self.log).splitlines() or ["its log is empty"])[-1].strip()
+        last = (last_lines(self.log, 1) or ["its log is empty"])[-1].strip()[-_LINE_CHARS:]
         end = self.end
         if end is None:
             how = "its supervisor was killed"
@@ -111,10 +114,8 @@ class ProcessSession:
             how = f"its processes used more than {self._config.memory_bytes} bytes (runtime.memory_bytes)"
         elif end["code"] == -signal.SIGKILL:
             how = "it was killed by SIGKILL, usually by the kernel for lack of memory"
-        elif end["code"] < 0:
-            how = f"it was killed by {signal.Signals(-end['code']).name}"
         else:
-            how = f"it exited with code {end['code']}"
+            how = f"it {describe_exit(end['code'])}"
         return f"{how}: {last}"
 
 
@@ -167,10 +168,3 @@ def _check_started(answer: dict[str, Any] | None) -> None:
     if answer["errno"] in _FULL:
         raise RuntimeUnavailable(text, never_opened=True)
     raise InvokeRejected(text, reason="container_error")
-
-
-def _tail(log: Path) -> str:
-    try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-    except OSError:
-        return ""
