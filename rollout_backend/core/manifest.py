@@ -61,6 +61,8 @@ class Manifest(ContractObject):
     gateway: str = ""
     """Identifies the addresses and the journals of the gateways. Empty if no session can outlive the trainer."""
     tasks: tuple[PlannedTask, ...]
+    replaced: tuple[Manifest, ...] = ()
+    """Manifests of the steps that had this number before and whose sessions may be open."""
 
     @classmethod
     def plan(
@@ -104,6 +106,7 @@ class Manifest(ContractObject):
         }
         if before is None:
             return cls.model_validate({**fields, "tasks": groups})
+        fields["replaced"] = before.replaced
         same = same_weights and before.weights == weights
         taken = before.matched(groups, allow_subset) if same else None
         if taken is not None:
@@ -118,6 +121,8 @@ class Manifest(ContractObject):
                     "tasks": taken,
                 }
             )
+        if before.attempts_closed < before.attempts_before + before.attempts:
+            fields["replaced"] = (before.model_copy(update={"replaced": ()}), *before.replaced)
         generation = before.generation + 1
         renamed = []
         for group in groups:
@@ -170,19 +175,21 @@ class Manifest(ContractObject):
         text = f"{self.nonce}/{self.generation}/{rollout_id}/{attempt}"
         return f"rollout-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
-    def earlier_sessions(self, rollout_id: str, besides: Container[int] = ()) -> list[str]:
-        """Return the sessions that an earlier execution may have left open, the last first, `besides` these
-        attempts."""
-        attempts = range(self.attempts_before, self.attempts_closed, -1)
-        return [self.session_id(rollout_id, attempt) for attempt in attempts if attempt not in besides]
+    def open_sessions(self, besides: Container[int] = ()) -> list[str]:
+        """Return the sessions that executions up to this one may have left open, `besides` these attempts: for each
+        rollout, the last first."""
+        numbers = range(self.attempts_before + self.attempts, self.attempts_closed, -1)
+        attempts = [attempt for attempt in numbers if attempt not in besides]
+        rollouts = (rollout_id for task in self.tasks for rollout_id in task.rollouts)
+        return [self.session_id(rollout_id, attempt) for rollout_id in rollouts for attempt in attempts]
 
     def with_attempts(self, attempts: int) -> Self:
         """Return a copy for a rollout that needs this many attempts in this execution."""
         return self.model_copy(update={"attempts": attempts})
 
     def with_closed(self, attempts: int) -> Self:
-        """Return a copy in which every session of the first `attempts` attempts is closed."""
-        return self.model_copy(update={"attempts_closed": attempts})
+        """Return a copy in which every session of the first `attempts` attempts, and of replaced steps, is closed."""
+        return self.model_copy(update={"attempts_closed": attempts, "replaced": ()})
 
 
 def digest_of(task: Task, size: int, sampling: Sampling) -> str:

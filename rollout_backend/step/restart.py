@@ -86,7 +86,7 @@ async def resume(
     """
     services, sessions, manifest = context.services, context.sessions, context.plan.manifest
     records = services.in_flight.running_attempts(context.step)
-    left = services.in_flight.open_sessions(context.step, manifest.nonce)
+    in_flight = services.in_flight.open_sessions(context.step, manifest.nonce).session_ids
     attempts = resumable_attempts(before, manifest, records, services.wall())
     adopted = [rollouts[rollout_id] for rollout_id in attempts]
     for rollout in adopted:  # first, so that what they have published counts
@@ -98,15 +98,16 @@ async def resume(
     kept = {attempts[each.rollout_id].session_id: None for each in adopted}
     for session_id in kept:
         sessions.watch(session_id)
-    tasks_before = before.tasks if before is not None and manifest.resumed else ()
-    planned_before = [rollout_id for task in tasks_before for rollout_id in task.rollouts]
     left_open = [
         session_id
-        for rollout_id in planned_before  # a session that has finished its rollout stays open as well
-        for session_id in manifest.earlier_sessions(rollout_id, besides=left.complete_attempts)
+        for earlier in (() if before is None else (before, *before.replaced))
+        # A session that has finished its rollout stays open as well.
+        for session_id in earlier.open_sessions(
+            besides=services.in_flight.open_sessions(context.step, earlier.nonce).complete_attempts
+        )
     ]
-    unused = [each for each in dict.fromkeys((*left.session_ids, *left_open)) if each not in kept]
-    record = manifest.resumed and not adopted  # otherwise it is recorded once the step is over
+    unused = [each for each in dict.fromkeys((*in_flight, *left_open)) if each not in kept]
+    record = not adopted  # otherwise it is recorded once the step is over
     sessions.in_background(_close_unused(unused, record, context))
     sessions.earlier_known = True
     for rollout in adopted:  # they have their sessions, and so the first of the slots

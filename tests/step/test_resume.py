@@ -115,12 +115,28 @@ async def test_a_step_may_be_resumed_with_some_of_its_tasks(open_bench):
 async def test_another_step_of_the_same_number_reuses_nothing(open_bench, tasks, more):
     bench = await open_bench()
     await begin_and_die(bench, "a", "b")
+    before = Manifest.parse(await bench.manifest())
     result = await bench.run(*tasks, **more)
+    assert {*before.open_sessions()} <= {*bench.agents.stopped}
     assert len(bench.agents.requests) == 2 * len(tasks)
     assert result.report.resumed == 0
     assert not {r.rollout_id for r in result.rollouts} & {"a.0", "a.1", "b.0", "b.1"}
     more.pop("same_weights", None)
     assert (await bench.run(*tasks, **more)).report.resumed == 2 * len(tasks), "the new step replaced the old one"
+
+
+async def test_the_sessions_of_a_replaced_step_are_closed_even_by_the_trainer_after_the_next(open_bench):
+    bench = await open_bench()
+    await begin_and_die(bench, "a")
+    first = Manifest.parse(await bench.manifest())
+    second = Manifest.plan(first.run_id, 0, [(Task("a", {}), 2, Sampling())], now=0, deadline=1, before=first)
+    await bench.put(bench.manifest_key, second.model_dump_json().encode())  # killed before it closed a session
+    await bench.run("b")
+    assert {*first.open_sessions(), *second.open_sessions()} <= {*bench.agents.stopped}
+    bench.forget()
+    await bench.run("c")
+    assert {*bench.agents.stopped} == {request.session_id for request in bench.agents.requests}
+    assert not Manifest.parse(await bench.manifest()).replaced
 
 
 async def test_a_rollout_that_was_lost_before_is_run_again(open_bench):
