@@ -161,7 +161,8 @@ class CircuitOpen(RolloutBackendError):
 
 
 class ManifestError(RolloutBackendError):
-    """The manifest of an earlier execution of a step cannot be read. Nothing was dispatched."""
+    """The manifest of an earlier execution of a step cannot be read, or this one's is too large. Nothing was
+    dispatched."""
 
 
 class LedgerError(RolloutBackendError):

@@ -44,6 +44,7 @@ MAX_CONVERSATIONS = 1024  # of one rollout
 MAX_MESSAGES = 10_000  # of one conversation
 MAX_ARTIFACTS = 64  # of one rollout
 MAX_ARTIFACT_BYTES = 32 * 1024 * 1024  # of all artifacts of one rollout
+MAX_PACKED_ARTIFACT_BYTES = MAX_ARTIFACT_BYTES + MAX_ARTIFACTS * 1024  # of the object that holds them
 
 
 class Outcome(StrEnum):
@@ -413,7 +414,7 @@ def unpack_artifacts(data: bytes, listed: Iterable[Artifact]) -> dict[str, bytes
     Raises:
         ContractError: they are not exactly those that its result lists.
     """
-    files = unpack(data, MAX_ARTIFACT_BYTES + MAX_ARTIFACTS * 1024).get("files")
+    files = unpack(data, MAX_PACKED_ARTIFACT_BYTES).get("files")
     if not isinstance(files, dict) or not all(isinstance(content, bytes) for content in files.values()):
         raise ContractError("files", "is not a map of bytes")
     if [Artifact.of(name, content) for name, content in files.items()] != [*listed]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pydantic_core import from_json
 
 from agent_wrapper.contract import ContractError, manifest_key
+from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import ManifestError, ResultMissing, RunHeld, StoreError, WriteConflict
@@ -69,12 +70,19 @@ class ManifestStore:
         """Replace the manifest that was last read or written.
 
         Raises:
+            ManifestError: it is too large to be read again.
             WriteConflict: a former owner of the run has written since; read the manifest and plan again.
             RunHeld: another manager has taken over the run and written.
             StoreError: S3 did not store it.
         """
         fenced = manifest.model_copy(update={"fencing_token": self._fencing_token, "owner": self._owner})
         key, body = self._key(manifest.step), fenced.model_dump_json(indent=1).encode()
+        if len(body) > MAX_OBJECT_BYTES:
+            rollouts = sum(len(task.rollouts) for task in manifest.tasks)
+            raise ManifestError(
+                f"the manifest of step {manifest.step}, with {rollouts:,} rollouts, has {len(body):,} bytes, more than "
+                f"the {MAX_OBJECT_BYTES:,} that a restarted trainer reads: give the step fewer tasks"
+            )
         try:
             self._etags[manifest.step] = await self._store.put_if_match(key, body, self._etags.get(manifest.step))
         except WriteConflict as conflict:

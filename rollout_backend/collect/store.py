@@ -22,7 +22,8 @@ from typing import Any, Protocol, Self
 import aiohttp
 from botocore.exceptions import BotoCoreError, ClientError
 
-from agent_wrapper.contract import ContractError, probe_key, quarantine_prefix
+from agent_wrapper.contract import MAX_PACKED_ARTIFACT_BYTES, ContractError, probe_key, quarantine_prefix
+from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
 from rollout_backend import aws
 from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.errors import PreflightError, ResultMissing, StoreError, WriteConflict
@@ -34,6 +35,11 @@ _EVIDENCE_BYTES = 4096
 _TRUNCATED = (aiohttp.ClientError, ConnectionError)  # errors while reading a body; botocore retries earlier ones
 _PAUSES_S = (0.1, 0.2)  # before an object whose body was truncated is read again
 _GET_S = 300.0  # limit for one object, so that an endless body does not block a fetch slot for ever
+# Largest objects by folder, other than results: what only trainers write, or what another cap bounds.
+_MAX_BYTES = {
+    **dict.fromkeys(("lease", "manifests", "scores", "task-blocklist"), MAX_OBJECT_BYTES),
+    "artifacts": MAX_PACKED_ARTIFACT_BYTES,
+}
 _NO_ETAG = '"00000000000000000000000000000000"'  # matches no object
 
 
@@ -183,7 +189,8 @@ class ResultStore:
 
         Raises:
             ResultMissing: the object does not exist.
-            ContractError: the object exceeds `storage.max_result_bytes`, or S3 refuses it permanently.
+            ContractError: the object exceeds its cap (of a result, `storage.max_result_bytes`), or S3 refuses it
+                permanently.
             StoreError: S3 did not answer.
         """
         body, headers = await self._read(key)
@@ -248,10 +255,12 @@ class ResultStore:
         """Read an object once. Raises ContractError if it exceeds the cap, or one of `aws.CALL_ERRORS`."""
         reply = await self._get_object(Key=key)
         headers: Mapping[str, str] = reply["ResponseMetadata"]["HTTPHeaders"]
-        return await self._body(reply["Body"], headers), headers
+        folder = key.removeprefix(self.config.prefix).split("/")[2:3]  # of runs/RUN/FOLDER
+        cap = _MAX_BYTES.get("".join(folder), self.config.max_result_bytes)
+        return await self._body(reply["Body"], headers, cap), headers
 
-    async def _body(self, stream: Any, headers: Mapping[str, str]) -> bytes:
-        size, cap = headers.get("content-length"), self.config.max_result_bytes
+    async def _body(self, stream: Any, headers: Mapping[str, str], cap: int) -> bytes:
+        size = headers.get("content-length")
         async with stream as body:
             if size is not None:
                 if int(size) > cap:

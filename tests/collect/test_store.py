@@ -10,11 +10,23 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agent_wrapper.contract import ContractError, ResultName, step_prefix
+from agent_wrapper.contract import (
+    ContractError,
+    ResultName,
+    artifacts_key,
+    lease_key,
+    manifest_key,
+    result_key,
+    score_key,
+    step_prefix,
+)
+from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
 from rollout_backend.collect import store as store_module
 from rollout_backend.collect.inventory import inventory
+from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.config import AwsConfig
-from rollout_backend.errors import PreflightError, ResultMissing, StoreError
+from rollout_backend.core.manifest import Manifest
+from rollout_backend.errors import ManifestError, PreflightError, ResultMissing, StoreError
 from rollout_backend.local.fault_proxy import Fault, Rule
 
 
@@ -88,6 +100,26 @@ async def test_an_object_up_to_the_cap_is_read_and_a_larger_one_is_not(open_stor
     assert len(await store.get(f"{run_id}/fits")) == 2048
     with pytest.raises(ContractError, match="object: has 2049 bytes, more than the cap of 2048"):
         await store.get(f"{run_id}/large")
+
+
+@pytest.mark.parametrize("prefix", ["", "some/where/"])
+async def test_the_cap_of_results_does_not_hold_for_what_only_trainers_write(open_store, put, run_id, prefix):
+    store = await open_store(prefix=prefix, max_result_bytes=1024)
+    place = prefix, run_id, 0, "t.0"
+    for key in (manifest_key(*place[:3]), score_key(*place, "d"), artifacts_key(*place, 1), lease_key(*place[:2])):
+        await put(key, b"x" * 1025)
+        assert len(await store.get(key)) == 1025
+    await put(result_key(*place), b"x" * 1025)
+    with pytest.raises(ContractError, match="more than the cap of 1024"):
+        await store.get(result_key(*place))
+
+
+async def test_a_manifest_that_could_not_be_read_again_is_not_written(open_store, run_id):
+    manifests = ManifestStore(await open_store(), run_id)
+    large = Manifest.plan(run_id, 0, [], now=0, deadline=1, weights="x" * MAX_OBJECT_BYTES)
+    with pytest.raises(ManifestError, match=r"with 0 rollouts, has 268,\d{3},\d{3} bytes, .* fewer tasks"):
+        await manifests.write(large)
+    assert await manifests.read(0) is None
 
 
 async def test_objects_above_the_cap_do_not_leak_connections(open_store, put, run_id):

@@ -100,7 +100,11 @@ class ProcessSession:
         if self.end is not None and self.end["why"] == "memory":
             return "out_of_memory"
         failed = self.end is None or self.end["code"] != 0
-        return "out_of_memory" if failed and any(map(_OUT_OF_MEMORY.search, last_lines(self.log, _TAIL_LINES))) else "container_lost"
+        return (
+            "out_of_memory"
+            if failed and any(map(_OUT_OF_MEMORY.search, last_lines(self.log, _TAIL_LINES)))
+            else "container_lost"
+        )
 
     def describe_end(self) -> str:
         """Describe how the session ended, with the last line of its log."""
