@@ -80,8 +80,8 @@ class ManifestStore:
         if len(body) > MAX_OBJECT_BYTES:
             rollouts = sum(len(task.rollouts) for task in manifest.tasks)
             raise ManifestError(
-                f"the manifest of step {manifest.step}, with {rollouts:,} rollouts, has {len(body):,} bytes, more than "
-                f"the {MAX_OBJECT_BYTES:,} that a restarted trainer reads: give the step fewer tasks"
+                f"the manifest of step {manifest.step}, with {rollouts:,} rollouts, has {len(body):,} bytes, more "
+                f"than the {MAX_OBJECT_BYTES:,} that a restarted trainer reads: give the step fewer tasks"
             )
         try:
             self._etags[manifest.step] = await self._store.put_if_match(key, body, self._etags.get(manifest.step))

@@ -100,11 +100,8 @@ class ProcessSession:
         if self.end is not None and self.end["why"] == "memory":
             return "out_of_memory"
         failed = self.end is None or self.end["code"] != 0
-        return (
-            "out_of_memory"
-            if failed and any(map(_OUT_OF_MEMORY.search, last_lines(self.log, _TAIL_LINES)))
-            else "container_lost"
-        )
+        full = failed and any(map(_OUT_OF_MEMORY.search, last_lines(self.log, _TAIL_LINES)))
+        return "out_of_memory" if full else "container_lost"
 
     def describe_end(self) -> str:
         """Describe how the session ended, with the last line of its log."""
