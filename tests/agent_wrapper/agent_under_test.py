@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+import time
 from typing import Any
 
 from agent_wrapper import RolloutApp, RolloutContext
@@ -9,8 +10,16 @@ from agent_wrapper import RolloutApp, RolloutContext
 app = RolloutApp()
 
 
+def pass_time(seconds: float) -> None:
+    """Put the clock of this process forward, and with it the timers of its event loop."""
+    clock = time.monotonic
+    time.monotonic = lambda: clock() + seconds
+    for task in app._tasks:
+        task.get_loop().call_soon_threadsafe(lambda: None)  # so that it looks at the clock
+
+
 def make_body(kind: str, context: RolloutContext) -> Any:
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"pass_time": pass_time}
     source = f"{kind} body(context):\n" + textwrap.indent(context.payload["body"], "    ")
     exec("import asyncio, os, sys, time\nfrom agent_wrapper import AgentFailure\n" + source, scope)
     return scope["body"]

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import math
-import time
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -536,11 +535,8 @@ def test_hostile_input_is_refused(data):
 
 def test_a_bomb_is_refused_unopened():
     bomb = zstandard.ZstdCompressor().compress(bytes(300 * 1024 * 1024))
-    assert len(bomb) < 100_000
-    began = time.process_time()
     with pytest.raises(ContractError, match="more than the cap"):
-        Rollout.decode(bomb)
-    assert time.process_time() - began < 0.05
+        Rollout.decode(bomb[:20])  # its header, after which nothing can be decompressed
 
 
 def test_a_frame_that_hides_its_size_is_refused():

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
 import json
 import os
 import shlex
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -176,18 +174,21 @@ def test_a_failed_command_is_scored_if_asked_for():
 
 
 def test_a_command_that_takes_too_long_is_killed_and_may_be_scored():
-    slow = ["--", "sh", "-c", "exec sleep 60"]
+    slow = ["--", "sh", "-c", "exec sleep 600"]
     with pytest.raises(CommandError, match=r"sh did not end within 0.05 s \(--timeout\)"):
         run("--reward", "stdout", "--timeout", "0.05", *slow)
     verifier = ["--verifier", "echo 0.5", "--score-failures"]
     assert run("--reward", "stdout", "--timeout", "0.05", *verifier, *slow) == {"reward": 0.5}
 
 
-def test_a_command_that_is_scored_ends_before_the_agents_deadline():
-    given = dataclasses.replace(context(), deadline=time.time() + 6.0)
-    arguments = ["--reward", "none", "--score-failures", "--", "sleep", "60"]
-    assert asyncio.run(parse_arguments(arguments).run(given)) == {"reward": 0.0}
-    assert given.remaining_s > 0
+def test_a_command_that_is_scored_ends_before_the_agents_deadline(caplog):
+    class Late(RolloutContext):
+        remaining_s = 0.5
+
+    arguments = ["--reward", "none", "--score-failures", "--", "sleep", "600"]
+    with caplog.at_level("INFO"):
+        assert asyncio.run(parse_arguments(arguments).run(Late({}, "", "", "m", rollout_id="r"))) == {"reward": 0.0}
+    assert "sleep was killed after 0.45 s" in caplog.text
 
 
 def test_a_command_that_cannot_start_is_an_infrastructure_failure():
@@ -277,7 +278,7 @@ def test_the_command_cannot_alter_what_the_verifier_reads_and_writes():
         ("true", "reported no reward"),
         ("echo inf", "not finite"),
         ("no-such-verifier", "cannot be started: [Errno 2]"),
-        ("sleep 60", "did not end within 0.05 s (--verifier-timeout)"),
+        ("sleep 600", "did not end within 0.05 s (--verifier-timeout)"),
     ],
 )
 def test_a_verifier_that_fails_is_an_infrastructure_failure(verifier, message):
@@ -324,14 +325,14 @@ def test_a_stopped_container_ends_its_command_and_publishes(cloud, gateway, tmp_
     try:
         block = container.request()
         assert container.invoke("", block).json()["status"] == "accepted"
-        until(pid_file.exists, 60, "the command runs")
+        until(pid_file.exists, what="the command runs")
         if how == "stop":
             assert container.stop_session(block["session_id"]).status_code == 200
         else:
             container.process.terminate()
         rollout = container.await_result(block)
         assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "terminated")
-        until(lambda: not is_running(int(pid_file.read_text())), 30, "the child is killed")
+        until(lambda: not is_running(int(pid_file.read_text())), what="the child is killed")
     finally:
         with suppress(httpx.HTTPError):
             container.close()
@@ -345,7 +346,7 @@ def test_a_command_runs_one_payload_from_a_file_and_exits(cloud, sync_container,
     check = 'test -z "$ROLLOUT_PAYLOAD_FILE" && test "$OPENAI_API_KEY" && test "$1" = "2 + 2?" && echo 0.5'
     command = ["--reward", "stdout", "--", "sh", "-c", check, "-", "{payload.question}"]
     environ = {**os.environ, **cloud.env, "ROLLOUT_PAYLOAD_FILE": str(payload)}
-    subprocess.run([sys.executable, "-m", "agent_wrapper.exec", *command], env=environ, check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "agent_wrapper.exec", *command], env=environ, check=True, timeout=120)
     assert sync_container.await_result(block).reward == 0.5
 
 

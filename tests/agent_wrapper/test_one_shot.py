@@ -32,7 +32,7 @@ def test_one_payload_is_run_and_published(sync_container, tmp_path):
     block = sync_container.request()
     process = start(sync_container, tmp_path, {"_rollout": block, "body": "return context.payload['x']", "x": 0.5})
     rollout = sync_container.await_result(block)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     assert (rollout.outcome, rollout.reward) == (Outcome.COMPLETED, 0.5)
 
 
@@ -43,7 +43,7 @@ def test_sigterm_publishes_the_rollout_as_a_failure(sync_container, make_signal,
     process = start(sync_container, tmp_path, {"_rollout": block, "body": body, "started": started.path})
     started.wait()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     rollout = sync_container.await_result(block)
     assert (rollout.outcome, rollout.failure.reason) == (Outcome.INFRA_ERROR, "terminated")
 
@@ -60,7 +60,7 @@ def test_sigterm_publishes_the_rollout_as_a_failure(sync_container, make_signal,
 )
 def test_a_file_without_a_rollout_is_refused(sync_container, tmp_path, payload, message):
     process = start(sync_container, tmp_path, payload)
-    assert process.wait(30) == 1
+    assert process.wait(120) == 1
     errors = (tmp_path / "log").read_text()
     assert "payload.json holds no rollout to run" in errors
     assert message in errors
@@ -71,5 +71,5 @@ def test_an_unpublished_rollout_exits_with_1(sync_container, dead_url, tmp_path)
     urls = {"result": f"{dead_url}/r", "failure_marker": f"{dead_url}/f"}
     block = sync_container.request(result__urls=urls, remaining_s=10, publish_grace_s=4)
     process = start(sync_container, tmp_path, {"_rollout": block, "body": "return 1"})
-    assert process.wait(60) == 1
+    assert process.wait(120) == 1
     assert "is lost: cannot write" in (tmp_path / "log").read_text()

@@ -54,10 +54,12 @@ class Cloud:
         return str(self.sqs.create_queue(QueueName=f"wrapper-{os.getpid()}-{next(_numbers)}")["QueueUrl"])
 
     def receive(self, queue_url: str, wait_s: int = 20) -> list[str]:
-        """Return the keys of the next message."""
-        answer = self.sqs.receive_message(QueueUrl=queue_url, WaitTimeSeconds=wait_s)
-        messages = answer.get("Messages", [])
-        return [item.key for message in messages for item in Announcement.decode(message["Body"])]
+        """Return the keys of the next message, which is waited for unless `wait_s` is 0."""
+        deadline = time.monotonic() + 6 * wait_s
+        while True:
+            answer = self.sqs.receive_message(QueueUrl=queue_url, WaitTimeSeconds=wait_s)
+            if (messages := answer.get("Messages", [])) or time.monotonic() >= deadline:
+                return [item.key for message in messages for item in Announcement.decode(message["Body"])]
 
     def get(self, key: str) -> bytes:
         return bytes(self.s3.get_object(Bucket=self.bucket, Key=key)["Body"].read())
@@ -95,8 +97,8 @@ class Container:
             [sys.executable, str(AGENT), kind] if isinstance(kind, str) else kind,
             env={**os.environ, **cloud.env, "HOST": "127.0.0.1", "PORT": str(port), **env},
         )
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
-        until(self._answers, 60, "the container answers")
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+        until(self._answers, what="the container answers")
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, f"the container ended with {self.process.returncode}"
@@ -121,7 +123,7 @@ class Container:
                 "trajectory_url": f"{self.gateway.url}/{rollout_id}/trajectory",
             },
             "sampling": {"temperature": 0.7},
-            "deadline": time.time() + 60,
+            "deadline": time.time() + 600,
             "result": {"bucket": self.cloud.bucket, "prefix": "p/", "queue_url": self.cloud.make_queue()},
         }
         for path, value in overrides.items():
@@ -162,12 +164,10 @@ class Container:
         answer: dict[str, Any] = json.loads(self.client.get("/ping").text)
         return answer
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> float:
-        """Send the signal, and return the seconds until the process has ended."""
-        started = time.monotonic()
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send the signal, and wait until the process has ended, which no agent's sleep of 600 s may delay."""
         self.process.send_signal(number)
-        self.process.wait(30)
-        return time.monotonic() - started
+        self.process.wait(120)
 
     def close(self) -> None:
         self.client.close()
@@ -184,6 +184,6 @@ class Signal:
         self._end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def wait(self) -> None:
-        readable, _, _ = select.select([self._end], [], [], 30)
+        readable, _, _ = select.select([self._end], [], [], 120)
         os.close(self._end)
         assert readable, "the agent never got there"
