@@ -72,9 +72,10 @@ class _DialerRefused(Exception):
 class Relay(Exchange):
     """The server's state: the calls in flight, and the dialer."""
 
-    def __init__(self, settings: RelaySettings) -> None:
+    def __init__(self, settings: RelaySettings, max_backlog_bytes: int = _BACKLOG) -> None:
         super().__init__(settings.reconnect_s)
         self._settings = settings
+        self._max_backlog_bytes = max_backlog_bytes
         self._id = handshake.new_id()
         self._numbers = itertools.count(1)
         self._in_flight = 0
@@ -184,7 +185,7 @@ class Relay(Exchange):
             return _error(413, f"the body is larger than {settings.max_body_bytes} bytes")
         if self._in_flight >= settings.max_calls:
             return _error(429, f"{settings.max_calls} calls are in flight")
-        if self._link is not None and self._link.backlog > _BACKLOG:
+        if self._link is not None and self._link.backlog > self._max_backlog_bytes:
             return _error(429, "the connection to the training side is congested")
         self._in_flight += 1
         answer: list[web.StreamResponse] = []

@@ -46,7 +46,7 @@ class RelayServer:
 
     async def start(self) -> None:
         await self.process.start()
-        await self.process.wait_healthy(self.healthy, 30.0)
+        await self.process.wait_healthy(self.healthy, 120.0)
 
     async def health(self) -> dict[str, Any]:
         async with aiohttp.ClientSession() as http, http.get(f"{self.url}/health") as response:
@@ -255,7 +255,7 @@ async def dial() -> AsyncIterator[Callable[..., tuple[Dialer, asyncio.Task[None]
 
 @pytest.fixture
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         yield session
 
 

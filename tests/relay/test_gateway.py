@@ -22,7 +22,7 @@ from rollout_backend.serving.server_process import free_port
 
 
 def config(url: str, key: str, **sections) -> RolloutConfig:
-    relay = {"url": url, "key": key, "startup_timeout_s": 30}
+    relay = {"url": url, "key": key, "startup_timeout_s": 120}
     return run_config(**{"gateway": {"processes": 2}, "relay": relay, **sections})
 
 
@@ -35,7 +35,7 @@ class Held:
 
     def __call__(self, prompt: str) -> str:
         self.asked.set()
-        self.go.wait(30)
+        self.go.wait(120)
         return "It is 7."
 
 
@@ -64,7 +64,7 @@ ask_streamed = partial(complete, stream=True)
 
 
 async def test_rollout_through_the_relay(start_relay, wire, training_side, key, until, claims):
-    relay = await start_relay("--wait-s", 30)
+    relay = await start_relay("--wait-s", 600)
     laid = await wire(relay.port)
     script = Held()
     script.go.set()
@@ -76,7 +76,7 @@ async def test_rollout_through_the_relay(start_relay, wire, training_side, key, 
         assert given.base_url == f"{relay.url}/s/{shard}/k/{given.api_key}/v1"
         assert await complete(given) == "It is 7."
         assert await ask_streamed(given, "And 5 + 2?") == "It is 7."
-        trajectory = await fetch_trajectory(given, 10)
+        trajectory = await fetch_trajectory(given, 120)
         assert sum(len(segment.turns) for segment in trajectory.segments) == 2
         with pytest.raises(openai.APIStatusError):
             await complete(given)  # sealed
@@ -109,7 +109,7 @@ async def test_rollout_through_the_relay(start_relay, wire, training_side, key, 
     await until(script.asked.is_set)
     relay.kill()
     script.go.set()
-    await start_relay("--wait-s", 30, port=relay.port)
+    await start_relay("--wait-s", 600, port=relay.port)
     assert await call == "It is 7."
 
     # Control paths are refused by the relay, wrong session keys by the gateway.
@@ -123,7 +123,7 @@ async def test_rollout_through_the_relay(start_relay, wire, training_side, key, 
 
 async def test_wrong_key_stops_the_run_at_start(start_relay, key, tmp_path):
     relay = await start_relay(key="another-key-" * 4)
-    settings = RelayConfig(url=relay.url.replace("http", "ws"), key=SecretStr(key), startup_timeout_s=20)
+    settings = RelayConfig(url=relay.url.replace("http", "ws"), key=SecretStr(key), startup_timeout_s=120)
     dialer = DialerProcess(settings, ["http://127.0.0.1:9"], tmp_path / "dialer.log")
     with pytest.raises(StartupError, match=r"relay\.key here and ROLLOUT__RELAY__KEY there must be the same"):
         await dialer.start()

@@ -67,7 +67,7 @@ async def test_proof_cannot_be_replayed(line, http, key):
 
 async def test_excess_handshakes_are_refused(line, http, get):
     laid = await line()
-    sockets = [(await door(http, laid.url))[0] for _ in range(32)]
+    sockets = [socket for socket, _ in await asyncio.gather(*(door(http, laid.url) for _ in range(32)))]
     with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
         await door(http, laid.url)
     assert refused.value.status == 503
