@@ -85,7 +85,7 @@ async def serve() -> AsyncIterator[Callable[..., Awaitable[tuple[Server, Connect
             play: Play, *, served: ssl.SSLContext | None = None, trusted: ssl.SSLContext | None = None, **options: Any
         ) -> tuple[Server, ConnectionPool]:
             server = await stack.enter_async_context(Server(play, served))
-            limits = {"limit": 4, "connect_timeout_s": 20.0, "read_timeout_s": 20.0, "keepalive_s": 60.0}
+            limits = {"limit": 4, "connect_timeout_s": 120.0, "read_timeout_s": 120.0, "keepalive_s": 600.0}
             pool = ConnectionPool(server.origin, trusted, **{**limits, **options})
             stack.push_async_callback(pool.aclose)
             return server, pool

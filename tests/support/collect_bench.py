@@ -67,7 +67,7 @@ class Sink:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds. It is checked after each call of the buffer."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

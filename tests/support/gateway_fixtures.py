@@ -62,7 +62,7 @@ def make_gateway(engine_url: str, model: ModelConfig, bundle, gateway=None, dial
         secret=SECRET,
         control_key=CONTROL_KEY,
         model=model,
-        **{"engine_attempts": 2, "model_call_s": 20, **settings},
+        **{"engine_attempts": 2, "model_call_s": 120, **settings},
     )
     return GatewayServer(create_app(settings, bundle, dialects or DIALECTS), port, engine)
 

@@ -158,12 +158,12 @@ class GatewayServer(ServerThread):
     ) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {key or self.key(session)}", **(headers or {})}
-        return httpx.post(self.url + path, content=content, headers=headers, timeout=30)
+        return httpx.post(self.url + path, content=content, headers=headers, timeout=120)
 
     def stream(self, body: dict[str, Any], session: str = "s1", path: str = "/v1/chat/completions") -> Any:
         """Post a request whose answer is read line by line: a context manager."""
         body = {"model": "scripted", "stream": True, **body}
-        return httpx.stream("POST", self.url + path, json=body, headers=self.headers(session), timeout=30)
+        return httpx.stream("POST", self.url + path, json=body, headers=self.headers(session), timeout=120)
 
     def seal(self, session: str = "s1") -> httpx.Response:
         return self.post(b"", session, path="/v1/rollout/trajectory")
@@ -173,11 +173,12 @@ class GatewayServer(ServerThread):
 
     def instruct(self, path: str, body: object = None) -> httpx.Response:
         """Post to the control API."""
-        return httpx.post(f"{self.url}/control/{path}", json=body, headers=self.control)
+        return httpx.post(f"{self.url}/control/{path}", json=body, headers=self.control, timeout=120)
 
     def stats(self) -> GatewayStats:
         """Return the counts; those of a view are since it was made."""
-        now = GatewayStats.model_validate(httpx.get(f"{self.url}/control/stats", headers=self.control).json())
+        answer = httpx.get(f"{self.url}/control/stats", headers=self.control, timeout=120)
+        now = GatewayStats.model_validate(answer.json())
         if self._before is None:
             return now
         fields: dict[str, Any] = {}

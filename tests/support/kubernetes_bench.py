@@ -81,13 +81,13 @@ class Bench:
 
     async def end(self) -> SessionEnd:
         """Wait for the next end, and return it."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await self.ended.wait()
         self.ended.clear()
         return self.ends[-1]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not condition():  # noqa: ASYNC110  # nothing tells when it is so
                 await asyncio.sleep(0.01)
 
@@ -103,7 +103,7 @@ def request_block(session_id: str) -> dict[str, Any]:
         "session_id": session_id,
         "endpoint": {"base_url": "http://g/v1", "api_key": "secret", "name": "m", "trajectory_url": "http://g/t"},
         "sampling": {},
-        "deadline": time.time() + 60,
+        "deadline": time.time() + 600,
         "remaining_s": 60,
         "publish_grace_s": 30,
         "result": {"bucket": "b"},
