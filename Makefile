@@ -16,7 +16,7 @@ INSPECT_READY := $(INSPECT)/.ready
 TRL := .venv-trl
 TRL_READY := $(TRL)/.ready
 
-.PHONY: demo test quick test-loaded test-slow test-all train train-smoke bench results lint format audit setup engine \
+.PHONY: demo test quick test-loaded test-slow test-all chaos train train-smoke bench results lint format audit setup engine \
   verl trl inspect docs constraints clean
 
 # The engine of `make demo` and `make engine`: sglang or vllm.
@@ -69,6 +69,13 @@ test-all: lint engine verl inspect trl  ## every test, those on vLLM and TRL too
 	$(RUN)/rollout engine install --engine vllm
 	$(RUN)/pytest --numprocesses 3 $(SPREAD) $(EXPLORE) --durations 20
 	$(VERL)/bin/pytest tests/verl --numprocesses 3 $(SPREAD) $(EXPLORE) --durations 10
+
+# `make chaos SEED=17` plays one seed, `MUTANT=list` names what can be broken on purpose.
+SEEDS ?= 1000
+SEED ?=
+MUTANT ?=
+chaos: setup  ## simulated runs with faults of every kind, in virtual time: `SEEDS=1000` of them
+	$(RUN)/python -m tests.simulation --seeds $(SEEDS) $(if $(SEED),--seed $(SEED)) $(if $(MUTANT),--mutant $(MUTANT))
 
 train: engine verl  ## verl trains a small model on sums: some 15 minutes
 	$(VERL)/bin/python examples/train_arithmetic/train.py

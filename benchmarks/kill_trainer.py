@@ -45,7 +45,8 @@ from rollout_backend.serving.server_process import ServerProcess
 RUN = "killed"
 READY = "the trainer is ready"
 _STEP_S = 1.5  # approximate duration of a step
-AGENT = Path(__file__).parent.parent / "examples" / "arithmetic" / "agent.py"
+ROOT = Path(__file__).parent.parent
+AGENT = ROOT / "examples" / "arithmetic" / "agent.py"
 
 
 def answer(prompt: str) -> str:
@@ -81,7 +82,8 @@ def steps_done(checkpoint: Path) -> int:
 
 async def train_asynchronously(settings: Path, checkpoint: Path, steps: int, tasks: int, save_every: int) -> None:
     """Run an asynchronous trainer until all steps are done. It may be killed at any time."""
-    from rollout_backend.simulation.async_trainer import AsyncTrainer
+    sys.path.insert(0, str(ROOT))
+    from tests.simulation.async_trainer import AsyncTrainer
 
     def task_of(index: int) -> Task:
         [task] = tasks_of(index, 1)

@@ -22,7 +22,7 @@ LAYERS = (
     {"run_services", "doctor"},
     {"manager"},
     {"verl"},
-    {"local", "simulation"},
+    {"local"},
     {"deploy"},
     {"cli"},
 )

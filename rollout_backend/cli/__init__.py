@@ -14,7 +14,6 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
-from rollout_backend.cli.chaos import chaos
 from rollout_backend.cli.common import console, errors
 from rollout_backend.cli.compare import compare
 from rollout_backend.cli.demo import demo
@@ -46,7 +45,6 @@ app = typer.Typer(
 for command in (init, dev, demo, deploy, doctor, run, down, ls, show, report, compare, export, replay, rescore):
     app.command()(command)
 app.command("relay", rich_help_panel="Advanced")(relay)
-app.command(rich_help_panel="Advanced")(chaos)
 engine_app = typer.Typer(no_args_is_help=True, help="Install an engine for machines without a GPU.")
 engine_app.command("install")(engine_install)
 app.add_typer(engine_app, name="engine")

@@ -11,7 +11,7 @@ from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.message_deleter import MessageDeleter
 from rollout_backend.collect.queue import Message
 from rollout_backend.config import StorageConfig
-from rollout_backend.simulation.clock import VirtualLoop
+from tests.simulation.clock import VirtualLoop
 
 
 class Queue:

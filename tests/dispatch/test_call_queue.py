@@ -9,7 +9,7 @@ from rollout_backend.config import HttpConfig
 from rollout_backend.core.ledger import CallTally
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import InvokeRejected, OutcomeUnknown, QuotaExceeded, RuntimeUnavailable, Throttled
-from rollout_backend.simulation.clock import VirtualLoop
+from tests.simulation.clock import VirtualLoop
 
 
 def in_virtual_time(test):

@@ -23,8 +23,8 @@ from agent_wrapper.contract import Announcement, Rollout, RolloutRequest, Trajec
 from rollout_backend import errors
 from rollout_backend.cli import app
 from rollout_backend.config import load_config
-from rollout_backend.simulation.mutants import MUTANTS
 from rollouts import make_rollout
+from tests.simulation.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "infra" / "README.md"]

@@ -13,17 +13,17 @@ from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.tasks import Task
-from rollout_backend.simulation.clock import VirtualLoop
-from rollout_backend.simulation.faults import Faults
-from rollout_backend.simulation.gateway import SimGateway
-from rollout_backend.simulation.run_directory import SimArchive, SimInFlightLog
-from rollout_backend.simulation.runtime import SimRuntime
-from rollout_backend.simulation.s3 import BUCKET, SimStore
-from rollout_backend.simulation.sqs import SimQueue
-from rollout_backend.simulation.trainer import Trainer
-from rollout_backend.simulation.world import World
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
+from tests.simulation.clock import VirtualLoop
+from tests.simulation.faults import Faults
+from tests.simulation.gateway import SimGateway
+from tests.simulation.run_directory import SimArchive, SimInFlightLog
+from tests.simulation.runtime import SimRuntime
+from tests.simulation.s3 import BUCKET, SimStore
+from tests.simulation.sqs import SimQueue
+from tests.simulation.trainer import Trainer
+from tests.simulation.world import World
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from typing import Any
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
-from rollout_backend.simulation.async_trainer import AHEAD, AsyncTrainer
 from rollout_backend.step.step import Step
+from tests.simulation.async_trainer import AHEAD, AsyncTrainer
 
 KILLS, STEPS, BATCH, SIZE = 50, 100, 2, 4
 

@@ -10,12 +10,12 @@ import pytest
 from agent_wrapper.contract import Announcement, result_key
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.decode import ResultDecoder
-from rollout_backend.simulation.clock import VirtualLoop
-from rollout_backend.simulation.faults import Faults
-from rollout_backend.simulation.s3 import BUCKET, SimStore
-from rollout_backend.simulation.sqs import SimQueue
-from rollout_backend.simulation.trainer import Trainer
-from rollout_backend.simulation.world import World
+from tests.simulation.clock import VirtualLoop
+from tests.simulation.faults import Faults
+from tests.simulation.s3 import BUCKET, SimStore
+from tests.simulation.sqs import SimQueue
+from tests.simulation.trainer import Trainer
+from tests.simulation.world import World
 
 
 class Sink:

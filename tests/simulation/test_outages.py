@@ -6,7 +6,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.dispatch.token_bucket import TokenBucket
-from rollout_backend.simulation.capacity import REFUSALS, Outage
+from tests.simulation.capacity import REFUSALS, Outage
 
 GROUP = 8
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import rollout_backend.simulation
-
-SIMULATION = Path(rollout_backend.simulation.__file__).parent
+SIMULATION = Path(__file__).parent
+MODULES = [path for path in sorted(SIMULATION.rglob("*.py")) if not path.name.startswith(("test_", "conftest"))]
+OURS = ("rollout_backend.", "tests.simulation.")
 REPLACE = {"patch", "object", "dict", "setattr", "getattr", "delattr"}  # `object` of `patch.object`
 
 
@@ -56,7 +56,7 @@ class PrivateUses(ast.NodeVisitor):
         own = own_names(node)
         for base in self.bases(node):
             names = own_names(ast.parse(textwrap.dedent(inspect.getsource(base))))
-            if base.__module__.startswith("rollout_backend.simulation."):
+            if base.__module__.startswith("tests.simulation."):
                 own |= names
             else:
                 self.add(*[f"{node.name} overrides {name}" for name in sorted(own & names)], private=True)
@@ -67,9 +67,9 @@ class PrivateUses(ast.NodeVisitor):
     def bases(self, node: ast.ClassDef) -> Iterator[type]:
         """Return the classes of this project that a class inherits from."""
         for base in node.bases:
-            if isinstance(base, ast.Name) and self.modules.get(base.id, "").startswith("rollout_backend."):
+            if isinstance(base, ast.Name) and self.modules.get(base.id, "").startswith(OURS):
                 found = getattr(importlib.import_module(self.modules[base.id]), base.id)
-                yield from (each for each in found.__mro__ if each.__module__.startswith("rollout_backend."))
+                yield from (each for each in found.__mro__ if each.__module__.startswith(OURS))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if not (self.own and is_self(node.value) and node.attr in self.own[-1]):
@@ -87,9 +87,7 @@ class PrivateUses(ast.NodeVisitor):
         self.found += [name for name in names if private or is_private(name)]
 
 
-@pytest.mark.parametrize(
-    "module", sorted(SIMULATION.rglob("*.py")), ids=lambda path: str(path.relative_to(SIMULATION))
-)
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(SIMULATION)))
 def test_simulation_uses_public_names_only(module):
     assert PrivateUses(module.read_text()).found == []
 

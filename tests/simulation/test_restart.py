@@ -8,10 +8,10 @@ import pytest
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Ledger, Phase, PlannedRollout
 from rollout_backend.errors import LedgerError
-from rollout_backend.simulation.agents import calls_of
-from rollout_backend.simulation.faults import Faults
-from rollout_backend.simulation.gateway import Journal
-from rollout_backend.simulation.world import World
+from tests.simulation.agents import calls_of
+from tests.simulation.faults import Faults
+from tests.simulation.gateway import Journal
+from tests.simulation.world import World
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,12 @@ from ast import literal_eval
 import pytest
 from typer.testing import CliRunner
 
-from rollout_backend import cli
-from rollout_backend.simulation.chaos import play
-from rollout_backend.simulation.clock import Deadlock, VirtualLoop
-from rollout_backend.simulation.faults import Faults
-from rollout_backend.simulation.mutants import MUTANTS
-from rollout_backend.simulation.run import simulate
+from tests.simulation.__main__ import app
+from tests.simulation.chaos import play
+from tests.simulation.clock import Deadlock, VirtualLoop
+from tests.simulation.faults import Faults
+from tests.simulation.mutants import MUTANTS
+from tests.simulation.run import simulate
 
 SEEDS = range(60)
 
@@ -60,7 +60,7 @@ def test_a_quiet_world_completes_everything():
 @pytest.mark.slow
 def test_a_seed_plays_the_same_history_in_each_process():
     seeds = [0, 7, 22, 34]
-    code = f"from rollout_backend.simulation.run import simulate; print([simulate(s).history for s in {seeds}])"
+    code = f"from tests.simulation.run import simulate; print([simulate(s).history for s in {seeds}])"
     played = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in "ab"]
     assert played[0].stdout == played[1].stdout
     for seed, history in zip(seeds, literal_eval(played[0].stdout), strict=True):
@@ -142,11 +142,11 @@ def test_mutants_are_caught(mutant):
 @pytest.mark.slow
 def test_chaos_prints_the_failing_seed_and_how_to_replay_it():
     runner = CliRunner()
-    found = runner.invoke(cli.app, ["chaos", "--seeds", "8", "--mutant", "reward_zero_on_failure"])
+    found = runner.invoke(app, ["--seeds", "8", "--mutant", "reward_zero_on_failure"])
     assert found.exit_code == 1
     seed = found.output.partition("seed ")[2].partition(":")[0]
-    again = runner.invoke(cli.app, ["chaos", "--seed", seed, "--mutant", "reward_zero_on_failure"])
+    again = runner.invoke(app, ["--seed", seed, "--mutant", "reward_zero_on_failure"])
     assert again.exit_code == 1
     assert "trainer 1 starts" in again.output
-    assert runner.invoke(cli.app, ["chaos", "--seeds", "8"]).exit_code == 0
-    assert runner.invoke(cli.app, ["chaos", "--mutant", "nonsense"]).exit_code == 2
+    assert runner.invoke(app, ["--seeds", "8"]).exit_code == 0
+    assert runner.invoke(app, ["--mutant", "nonsense"]).exit_code == 2

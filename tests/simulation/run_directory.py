@@ -11,11 +11,11 @@ from typing import Any
 
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.observe.archive import RunArchive
-from rollout_backend.simulation.environment import Environment
-from rollout_backend.simulation.s3 import Bucket
-from rollout_backend.simulation.session_audit import SessionAudit
-from rollout_backend.simulation.trainer import Trainer
 from rollout_backend.step.in_flight import InFlightLog
+from tests.simulation.environment import Environment
+from tests.simulation.s3 import Bucket
+from tests.simulation.session_audit import SessionAudit
+from tests.simulation.trainer import Trainer
 
 
 class RunDirectory:

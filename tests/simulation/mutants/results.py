@@ -23,12 +23,12 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.scoring.scorer import ArtifactLost, Score
-from rollout_backend.simulation import agents as agents_module
-from rollout_backend.simulation.mutants.registry import Patch, all_of, mutant
 from rollout_backend.step import scoring as scoring_module
 from rollout_backend.step.group import Group
 from rollout_backend.step.results import StepResults
 from rollout_backend.step.rollout_task import RolloutTask
+from tests.simulation import agents as agents_module
+from tests.simulation.mutants.registry import Patch, all_of, mutant
 
 
 @mutant

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollout_backend.collect.queue import Message
-from rollout_backend.simulation.environment import Environment
-from rollout_backend.simulation.trainer import Trainer
+from tests.simulation.environment import Environment
+from tests.simulation.trainer import Trainer
 
 _MAX_RECEIVES = 5
 _MOST_MESSAGES = 10  # of one receive

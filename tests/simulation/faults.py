@@ -74,7 +74,7 @@ class Faults:
         chosen = {name: random.random() * most for name, most in worst.items() if random.random() < often[name]}
         for name, often_so in (("queue_off", 0.1), ("queue_gone", 0.1), ("chatter", 0.4)):  # yes or no
             chosen[name] = float(random.random() < often_so)
-        own = Random(str(chosen))  # noqa: S311  # so that it changes no other draw of a seed
+        own = Random(str(chosen))  # so that it changes no other draw of a seed
         chosen["scorer_fails"] = own.choice([0.0, 0.3, 0.6, 0.9])
         chosen["artifact_fails"] = own.choice([0.0, 0.3, 0.8])
         return cls(**{name: p if name in _PER_RUN else p * severity for name, p in chosen.items()})

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 from agent_wrapper.contract import Announcement
-from rollout_backend.simulation.checks import Checks, Violation
-from rollout_backend.simulation.clock import Deadlock, VirtualLoop
-from rollout_backend.simulation.faults import Faults
-from rollout_backend.simulation.s3 import BUCKET
-from rollout_backend.simulation.scenario import Scenario, planned_rollouts
-from rollout_backend.simulation.trainer import Killed, Trainer
-from rollout_backend.simulation.trainer_process import Checkpoint, TrainerProcess
-from rollout_backend.simulation.world import World
+from tests.simulation.checks import Checks, Violation
+from tests.simulation.clock import Deadlock, VirtualLoop
+from tests.simulation.faults import Faults
+from tests.simulation.s3 import BUCKET
+from tests.simulation.scenario import Scenario, planned_rollouts
+from tests.simulation.trainer import Killed, Trainer
+from tests.simulation.trainer_process import Checkpoint, TrainerProcess
+from tests.simulation.world import World
 
 _MOST_KILLS = 12
 _MOST_STARTS = 60
@@ -39,7 +39,7 @@ class Verdict:
 def simulate(seed: int, faults: Faults | None = None) -> Verdict:
     """Play the history of a seed. It is deterministic."""
     random.seed(seed)  # tenacity's jitter
-    draw = random.Random(seed)  # noqa: S311
+    draw = random.Random(seed)
     logger = logging.getLogger("rollout_backend")  # hundreds of planned faults would be logged
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

@@ -9,8 +9,8 @@ import asyncio
 from collections import defaultdict
 from random import Random
 
-from rollout_backend.simulation.evidence import Evidence
-from rollout_backend.simulation.faults import Faults
+from tests.simulation.evidence import Evidence
+from tests.simulation.faults import Faults
 
 EPOCH = 1_700_000_000.0  # unix seconds at the start of each history
 
@@ -20,7 +20,7 @@ class Environment:
 
     def __init__(self, seed: int, faults: Faults | None = None, severity: float = 1.0) -> None:
         """`faults` are drawn if there are none; see `Faults.draw`."""
-        self.random = Random(seed)  # noqa: S311  # deterministic
+        self.random = Random(seed)  # deterministic
         self.faults = Faults.draw(self.random, severity) if faults is None else faults
         self.history: list[str] = []
         self.evidence = Evidence()

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from rollout_backend.simulation.agents import Agents
-from rollout_backend.simulation.capacity import Limits
-from rollout_backend.simulation.environment import Environment
-from rollout_backend.simulation.faults import Faults
-from rollout_backend.simulation.gateway import Gateway
-from rollout_backend.simulation.run_directory import RunDirectory
-from rollout_backend.simulation.run_holder import RunHolder
-from rollout_backend.simulation.runtime import Runtime
-from rollout_backend.simulation.s3 import Bucket
-from rollout_backend.simulation.scorer import SimScorer
-from rollout_backend.simulation.session import Session
-from rollout_backend.simulation.session_audit import SessionAudit
-from rollout_backend.simulation.sqs import Queue
-from rollout_backend.simulation.trainer import Trainer
+from tests.simulation.agents import Agents
+from tests.simulation.capacity import Limits
+from tests.simulation.environment import Environment
+from tests.simulation.faults import Faults
+from tests.simulation.gateway import Gateway
+from tests.simulation.run_directory import RunDirectory
+from tests.simulation.run_holder import RunHolder
+from tests.simulation.runtime import Runtime
+from tests.simulation.s3 import Bucket
+from tests.simulation.scorer import SimScorer
+from tests.simulation.session import Session
+from tests.simulation.session_audit import SessionAudit
+from tests.simulation.sqs import Queue
+from tests.simulation.trainer import Trainer
 
 
 class World(Environment):

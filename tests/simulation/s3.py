@@ -11,9 +11,9 @@ from agent_wrapper.contract import quarantine_prefix
 from rollout_backend.collect.store import StoredObject
 from rollout_backend.config import StorageConfig
 from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
-from rollout_backend.simulation.environment import Environment
-from rollout_backend.simulation.run_holder import RunHolder
-from rollout_backend.simulation.trainer import Trainer
+from tests.simulation.environment import Environment
+from tests.simulation.run_holder import RunHolder
+from tests.simulation.trainer import Trainer
 
 BUCKET = "rollouts"
 _TRIES = 3  # by the SDK

@@ -14,9 +14,9 @@ from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.heartbeats import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.gateway import journal as journals
-from rollout_backend.simulation.environment import Environment
-from rollout_backend.simulation.session import Session
-from rollout_backend.simulation.trainer import Trainer
+from tests.simulation.environment import Environment
+from tests.simulation.session import Session
+from tests.simulation.trainer import Trainer
 
 HEARTBEAT_S = 5.0
 

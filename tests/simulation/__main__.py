@@ -1,45 +1,41 @@
-"""`rollout chaos`: simulated runs with faults."""
+"""`make chaos`: simulated runs with faults of every kind. Run in the repository as `python -m tests.simulation`."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
-from rollout_backend.cli.common import console, exit_codes
-from rollout_backend.errors import ConfigError
+from tests.simulation.chaos import chaos, play
+from tests.simulation.mutants import MUTANTS
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def chaos(
+@app.command()
+def main(
     seeds: Annotated[int, typer.Option(min=1, help="Number of histories.")] = 1000,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     seed: Annotated[int | None, typer.Option(min=0, help="Only this seed, with its whole history.")] = None,
     mutant: Annotated[str | None, typer.Option(help="Break the code on purpose; `list` names the ways.")] = None,
 ) -> None:
     """Simulate runs with faults of every kind, and check the invariants."""
-    with exit_codes():
-        _chaos(range(first, first + seeds), seed, mutant)
-
-
-def _chaos(seeds: range, one: int | None, mutant: str | None) -> None:
-    from rich.progress import Progress
-
-    from rollout_backend.simulation.chaos import chaos, play
-    from rollout_backend.simulation.mutants import MUTANTS
-
+    console = Console(highlight=False)
     if mutant is not None and mutant not in MUTANTS:
         for name, make in MUTANTS.items():
             console.print(f"[bold]{name}[/] {make.__doc__}")
         if mutant == "list":
             return
-        raise ConfigError(f"there is no mutant {mutant!r}: see above")
-    if one is not None:
-        verdict = play(one, mutant)
-        console.print("\n".join(verdict.history), markup=False, highlight=False)
+        raise typer.BadParameter(f"there is no mutant {mutant!r}: see above")
+    if seed is not None:
+        verdict = play(seed, mutant)
+        console.print("\n".join(verdict.history), markup=False)
     else:
         with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("seeds", total=len(seeds))
-            tally = chaos(seeds, mutant, on_verdict=lambda _: progress.advance(bar))
+            bar = progress.add_task("seeds", total=seeds)
+            tally = chaos(range(first, first + seeds), mutant, on_verdict=lambda _: progress.advance(bar))
         if tally.failed is None:
             counts = ", ".join(f"{count:,} {outcome}" for outcome, count in tally.outcomes.items() if count)
             console.print(
@@ -48,8 +44,11 @@ def _chaos(seeds: range, one: int | None, mutant: str | None) -> None:
             return
         verdict = tally.failed
     if verdict.violation is not None:
-        extra = f" --mutant {mutant}" if mutant else ""
-        console.print(f"[red]seed {verdict.seed}: {verdict.violation}[/]", highlight=False)
-        if one is None:
-            console.print(f"its history: rollout chaos --seed {verdict.seed}{extra}", highlight=False)
+        console.print(f"[red]seed {verdict.seed}: {verdict.violation}[/]")
+        if seed is None:
+            console.print(f"its history: make chaos SEED={verdict.seed}" + (f" MUTANT={mutant}" if mutant else ""))
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

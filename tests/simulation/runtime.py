@@ -17,12 +17,12 @@ from rollout_backend.errors import (
     RuntimeUnavailable,
     Throttled,
 )
-from rollout_backend.simulation.agents import Agents
-from rollout_backend.simulation.capacity import Limits
-from rollout_backend.simulation.environment import Environment
-from rollout_backend.simulation.session import Session
-from rollout_backend.simulation.session_audit import SessionAudit
-from rollout_backend.simulation.trainer import Trainer
+from tests.simulation.agents import Agents
+from tests.simulation.capacity import Limits
+from tests.simulation.environment import Environment
+from tests.simulation.session import Session
+from tests.simulation.session_audit import SessionAudit
+from tests.simulation.trainer import Trainer
 
 
 class Runtime:

@@ -9,9 +9,9 @@ from typing import Any, Self
 
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.tasks import Task
-from rollout_backend.simulation.gateway import HEARTBEAT_S
-from rollout_backend.simulation.s3 import BUCKET
-from rollout_backend.simulation.world import World
+from tests.simulation.gateway import HEARTBEAT_S
+from tests.simulation.s3 import BUCKET
+from tests.simulation.world import World
 
 
 def planned_rollouts(seed: int) -> int | None:

@@ -12,8 +12,8 @@ import msgpack
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.scoring.scorer import ScoringError
-from rollout_backend.simulation.agents import artifacts_of
-from rollout_backend.simulation.environment import Environment
+from tests.simulation.agents import artifacts_of
+from tests.simulation.environment import Environment
 
 NAME, SHA256 = "judge", "0" * 64
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 
 from rollout_backend.run_lease import LeaseRecord
-from rollout_backend.simulation.environment import Environment
-from rollout_backend.simulation.trainer import Trainer
+from tests.simulation.environment import Environment
+from tests.simulation.trainer import Trainer
 
 LEASE_S = 60.0
 _GRACE_S = 5.0  # an invoke that was sent before the run was taken over may arrive this much later

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 
 from agent_wrapper.contract import RolloutRequest, manifest_key
-from rollout_backend.simulation.environment import Environment
-from rollout_backend.simulation.gateway import Gateway
-from rollout_backend.simulation.run_holder import RunHolder
-from rollout_backend.simulation.s3 import Bucket
-from rollout_backend.simulation.session import Session
+from tests.simulation.environment import Environment
+from tests.simulation.gateway import Gateway
+from tests.simulation.run_holder import RunHolder
+from tests.simulation.s3 import Bucket
+from tests.simulation.session import Session
 
 _REVOKED_WITHIN_S = 2.0
 

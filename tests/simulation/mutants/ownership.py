@@ -11,10 +11,10 @@ from unittest.mock import patch
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.run_lease import LeaseRecord, RunLease
-from rollout_backend.simulation.mutants.registry import Patch, all_of, mutant
-from rollout_backend.simulation.s3 import SimStore
 from rollout_backend.step.plan import StepPlan
 from rollout_backend.step.rollout_task import RolloutTask
+from tests.simulation.mutants.registry import Patch, all_of, mutant
+from tests.simulation.s3 import SimStore
 
 
 @mutant
@@ -51,7 +51,7 @@ def manifest_writes_overtake() -> Patch:
         await self.services.write_manifest(self.manifest)
 
     async def overtaking(self: ManifestStore, manifest: Manifest) -> None:
-        await asyncio.sleep(10 * random())  # noqa: S311  # so that they overtake each other often
+        await asyncio.sleep(10 * random())  # so that they overtake each other often
         await self.read(manifest.step)  # the write is conditional on the manifest that S3 holds by now
         await write(self, manifest)
 

@@ -22,19 +22,19 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, RunHeld, StoreError
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
-from rollout_backend.simulation.checks import Checks, Violation
-from rollout_backend.simulation.gateway import HEARTBEAT_S, SimGateway
-from rollout_backend.simulation.run_directory import SimArchive, SimInFlightLog
-from rollout_backend.simulation.run_holder import LEASE_S
-from rollout_backend.simulation.runtime import SimRuntime
-from rollout_backend.simulation.s3 import SimStore
-from rollout_backend.simulation.scenario import Scenario
-from rollout_backend.simulation.scorer import NAME, SHA256
-from rollout_backend.simulation.sqs import SimQueue
-from rollout_backend.simulation.trainer import Trainer
-from rollout_backend.simulation.world import World
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
+from tests.simulation.checks import Checks, Violation
+from tests.simulation.gateway import HEARTBEAT_S, SimGateway
+from tests.simulation.run_directory import SimArchive, SimInFlightLog
+from tests.simulation.run_holder import LEASE_S
+from tests.simulation.runtime import SimRuntime
+from tests.simulation.s3 import SimStore
+from tests.simulation.scenario import Scenario
+from tests.simulation.scorer import NAME, SHA256
+from tests.simulation.sqs import SimQueue
+from tests.simulation.trainer import Trainer
+from tests.simulation.world import World
 
 
 @dataclass

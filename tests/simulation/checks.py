@@ -11,11 +11,11 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.core.ledger import STORE_UNAVAILABLE
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.report import StepResult
-from rollout_backend.simulation.gateway import HEARTBEAT_S
-from rollout_backend.simulation.s3 import BUCKET
-from rollout_backend.simulation.trainer import Trainer
-from rollout_backend.simulation.world import World
 from rollout_backend.step.step import Step
+from tests.simulation.gateway import HEARTBEAT_S
+from tests.simulation.s3 import BUCKET
+from tests.simulation.trainer import Trainer
+from tests.simulation.world import World
 
 _REFUSALS = ("throttled", "quota_exceeded", "runtime_conflict")
 _SILENCE_S = 5 * HEARTBEAT_S  # three missed heartbeats, a late one, and the time between polls

@@ -8,7 +8,7 @@ from random import Random
 
 from rollout_backend.dispatch.token_bucket import TokenBucket
 from rollout_backend.errors import QuotaExceeded, RuntimeCallError, RuntimeUnavailable, Throttled
-from rollout_backend.simulation.environment import Environment
+from tests.simulation.environment import Environment
 
 
 @dataclass(frozen=True)

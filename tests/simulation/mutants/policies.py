@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.policy import StragglerRule
-from rollout_backend.simulation.mutants.registry import Patch, mutant
 from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.rollout_task import RolloutTask
 from rollout_backend.step.task_blocklist import TaskBlocklist
+from tests.simulation.mutants.registry import Patch, mutant
 
 
 @mutant

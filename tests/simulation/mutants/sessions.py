@@ -14,10 +14,10 @@ from rollout_backend.dispatch.call_queue import CallKind
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
 from rollout_backend.errors import QuotaExceeded, RuntimeUnavailable, Throttled
-from rollout_backend.simulation.mutants.registry import Patch, all_of, mutant
 from rollout_backend.step.rollout_task import RolloutTask
 from rollout_backend.step.sessions import StepSessions
 from rollout_backend.step.step import Step
+from tests.simulation.mutants.registry import Patch, all_of, mutant
 
 
 @mutant

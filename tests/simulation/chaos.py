@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from rollout_backend.simulation.mutants import mutated
-from rollout_backend.simulation.run import Verdict, simulate
+from tests.simulation.mutants import mutated
+from tests.simulation.run import Verdict, simulate
 
 
 @dataclass

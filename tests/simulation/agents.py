@@ -24,12 +24,12 @@ from agent_wrapper.contract import (
     pack_artifacts,
 )
 from agent_wrapper.outcome import without_artifacts
-from rollout_backend.simulation.environment import Environment
-from rollout_backend.simulation.gateway import Gateway
-from rollout_backend.simulation.s3 import BUCKET, Bucket
-from rollout_backend.simulation.session import Session
-from rollout_backend.simulation.session_audit import SessionAudit
-from rollout_backend.simulation.sqs import Queue
+from tests.simulation.environment import Environment
+from tests.simulation.gateway import Gateway
+from tests.simulation.s3 import BUCKET, Bucket
+from tests.simulation.session import Session
+from tests.simulation.session_audit import SessionAudit
+from tests.simulation.sqs import Queue
 
 
 class Agents:
@@ -103,7 +103,7 @@ class Agents:
         """Return the result of a session whose trajectory has these calls."""
         completed = outcome is Outcome.COMPLETED
         # Agents are deterministic: the samples follow from the rollout id, and are the same in each attempt.
-        own = Random(request.rollout_id)  # noqa: S311
+        own = Random(request.rollout_id)
         return Rollout(
             run_id=request.run_id,
             step=request.step,
@@ -144,7 +144,7 @@ class Agents:
         files = artifacts_of(rollout)
         if not files or not self.publish_artifacts:
             return rollout
-        own = Random(f"{request.session_id} artifacts")  # noqa: S311  # so that it changes no other draw of a seed
+        own = Random(f"{request.session_id} artifacts")  # so that it changes no other draw of a seed
         for _ in range(4):
             await asyncio.sleep(own.random() * 0.3)
             if own.random() < self._env.faults.artifact_fails:
@@ -203,19 +203,19 @@ class Agents:
 
 def artifacts_of(rollout: Rollout) -> dict[str, bytes]:
     """Return the files that the agent of this result publishes. Each attempt has others."""
-    if rollout.reward is None or Random(f"{rollout.rollout_id} artifacts").random() < 0.5:  # noqa: S311
+    if rollout.reward is None or Random(f"{rollout.rollout_id} artifacts").random() < 0.5:
         return {}
     return {"patch.diff": f"{rollout.rollout_id} attempt {rollout.attempt}".encode()}
 
 
 def calls_of(request: RolloutRequest) -> range:
     """Return the model calls of the rollout's agent."""
-    return range(Random(request.rollout_id).randint(1, 6))  # noqa: S311
+    return range(Random(request.rollout_id).randint(1, 6))
 
 
 def _segments(request: RolloutRequest, calls: Sequence[int]) -> tuple[Segment, ...]:
     """Return one conversation: each call has one given and three sampled tokens."""
-    ids = [Random(f"{request.rollout_id} {call}").randrange(1000) for call in calls for _ in range(4)]  # noqa: S311
+    ids = [Random(f"{request.rollout_id} {call}").randrange(1000) for call in calls for _ in range(4)]
     spans = [VersionSpan(version="0", start=at, end=at + 3) for at in range(1, len(ids), 4)]
     turns = [Turn(start=s.start, end=s.end, finish_reason="stop", weight_versions=(s,)) for s in spans]
     segment = Segment.parse(
