@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollout_backend.local.fault_proxy import Fault, Rule
+from rollout_backend.testing.fault_proxy import Fault, Rule
 
 OUTAGE_S = 60.0
 OURS, BY_S3, BY_HTTP, LIGHTNING = "ours", "toolkit, S3", "toolkit, HTTP", "agentlightning"

@@ -48,8 +48,8 @@ from fault_cases import BY_HTTP, BY_NAME, BY_S3, CASES, LIGHTNING, OURS, OUTAGE_
 from rivals.environments import RivalFailed, environment, python_of, tail, version_of
 from run_all import machine
 
-from rollout_backend.local.fault_proxy import FaultProxy
 from rollout_backend.serving.server_process import free_port
+from rollout_backend.testing.fault_proxy import FaultProxy
 
 HERE = Path(__file__).parent
 GROUPS, GROUP = 8, 4

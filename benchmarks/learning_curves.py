@@ -54,7 +54,7 @@ from training_step import METRICS, Example, agent_loop_overrides, example_module
 from warm_start import make_warm_model, question
 
 from rollout_backend.core.report import StepReport
-from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
+from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "runs" / "results" / "learning"

@@ -18,7 +18,7 @@ from agent_servers import serve_agent
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.local.fault_proxy import FaultProxy
+from rollout_backend.testing.fault_proxy import FaultProxy
 
 pytest_plugins = ["gateway_fixtures"]  # in tests/support
 

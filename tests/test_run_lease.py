@@ -24,9 +24,9 @@ from rollout_backend.core.records import RolloutRecord, records_of
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import InvokeRejected, RunHeld, StoreError, WriteConflict
-from rollout_backend.local.fault_proxy import Fault, Rule
 from rollout_backend.manager import RolloutManager
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
+from rollout_backend.testing.fault_proxy import Fault, Rule
 
 LONG = 600.0
 Open = Callable[..., RunLease]

@@ -23,7 +23,7 @@ LAYERS = (
     {"manager"},
     {"verl"},
     {"local"},
-    {"deploy"},
+    {"deploy", "testing"},
     {"cli"},
 )
 """From the bottom up: a folder, or a module of the package itself, imports only from the layers below its own."""

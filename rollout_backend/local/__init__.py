@@ -1,1 +1,1 @@
-"""Run everything on one machine: S3, SQS, an AgentCore emulator, scripted engines, fault proxies, test fixtures."""
+"""Run everything on one machine: S3, SQS, an AgentCore emulator, scripted engines, test fixtures, verl on the CPU."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollout_backend.local.scripted import Script
 
 
-pytest.register_assert_rewrite("rollout_backend.local.runtime_contract")
+pytest.register_assert_rewrite("rollout_backend.testing.runtime_contract")
 
 
 class _Blocking:

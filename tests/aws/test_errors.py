@@ -16,8 +16,8 @@ from rollout_backend.collect.queue import AnnouncementQueue
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AgentCoreConfig, AwsConfig, QueueConfig, StorageConfig
 from rollout_backend.errors import CredentialsExpired, InvokeRejected, NoCredentials, PreflightError, RuntimeCallError
-from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
+from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
 SESSION = "s" * 40

@@ -16,8 +16,8 @@ from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, QueueConfig, StorageConfig
 from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.local.fault_proxy import FaultProxy, Rule
 from rollout_backend.serving.server_process import free_port
+from rollout_backend.testing.fault_proxy import FaultProxy, Rule
 
 
 @pytest.fixture

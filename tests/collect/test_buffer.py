@@ -17,7 +17,7 @@ from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.queue import AnnouncementQueue
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.errors import CredentialsExpired, StoreError
-from rollout_backend.local.fault_proxy import Fault, Rule
+from rollout_backend.testing.fault_proxy import Fault, Rule
 from rollouts import make_segment
 
 # --- by announcement --------------------------------------------------------------------------------------

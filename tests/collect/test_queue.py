@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rollout_backend.collect.queue import AWS_ERRORS, AnnouncementQueue, Message, _messages, queue_name
 from rollout_backend.config import StorageConfig
 from rollout_backend.errors import PreflightError
-from rollout_backend.local.fault_proxy import Fault, Rule
+from rollout_backend.testing.fault_proxy import Fault, Rule
 
 run_ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True)
 STORAGE = StorageConfig(bucket="bucket")

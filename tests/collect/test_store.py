@@ -27,7 +27,7 @@ from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.config import AwsConfig
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import ManifestError, PreflightError, ResultMissing, StoreError
-from rollout_backend.local.fault_proxy import Fault, Rule
+from rollout_backend.testing.fault_proxy import Fault, Rule
 
 
 @pytest.fixture

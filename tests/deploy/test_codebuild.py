@@ -13,8 +13,8 @@ from rollout_backend.deploy import codebuild as module
 from rollout_backend.deploy.codebuild import build_image
 from rollout_backend.deploy.target import Target
 from rollout_backend.errors import PreflightError
-from rollout_backend.local.codebuild_emulator import CodeBuildEmulator
 from rollout_backend.local.http_proxy import HttpProxy, signature_of
+from tests.emulators.codebuild_emulator import CodeBuildEmulator
 
 ROLE = "arn:aws:iam::000000000000:role/build"
 REPOSITORY = "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent"

@@ -30,12 +30,12 @@ from rollout_backend.doctor.installation import check_engine_version, check_open
 from rollout_backend.doctor.public_address import check_public_address
 from rollout_backend.doctor.tool_round_trip import check_tools
 from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
-from rollout_backend.local.iam_proxy import IamProxy
 from rollout_backend.local.scripted import Fail, ScriptedEngine
 from rollout_backend.serving.server_process import free_port
+from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 from rollouts import make_rollout
 from stub_server import Request, StubServer
+from tests.emulators.iam_proxy import IamProxy
 
 ALL = {"Effect": "Allow", "Action": "*", "Resource": "*"}
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/agent-0123456789"

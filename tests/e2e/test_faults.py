@@ -39,11 +39,11 @@ from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CredentialsExpired
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
-from rollout_backend.local.fault_proxy import Fault, FaultProxy, Rule
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
 from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

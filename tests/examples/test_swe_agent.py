@@ -19,11 +19,11 @@ from rollout_backend.config import load_config
 from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.tasks import read_tasks
 from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.local.kubernetes_emulator import KubernetesEmulator
-from rollout_backend.local.kubernetes_images import FolderImage, can_make_containers
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.serving.server_process import free_port
+from tests.emulators.kubernetes_emulator import KubernetesEmulator
+from tests.emulators.kubernetes_images import FolderImage, can_make_containers
 from token_exact import is_token_exact, recorded_calls
 
 MODEL = f"model={{path: {BYTE_MODEL}, renderer: chatml, context_length: 32768}}"

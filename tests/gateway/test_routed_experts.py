@@ -22,8 +22,8 @@ from rollout_backend.gateway import journal as journals
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.sglang_protocol import SglangProtocol
 from rollout_backend.local.scripted import BYTE_MODEL, Aborted, ScriptedEngine
-from rollout_backend.local.scripted_experts import seeded_routing
 from rollout_backend.rendering.segments import SegmentRecorder
+from tests.emulators.scripted_experts import seeded_routing
 
 SHAPE = ExpertShape(layers=3, topk=2, experts=8)
 ROUTING = seeded_routing(SHAPE)

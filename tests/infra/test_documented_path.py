@@ -28,12 +28,12 @@ from rollout_backend.doctor.examination import examine
 from rollout_backend.errors import PreflightError
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
-from rollout_backend.local.iam_proxy import Access, IamProxy, allowed
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
 from rollout_backend.run_lease import LeaseHolder, RunLease
 from rollout_backend.runtimes.registry import open_runtime
+from tests.emulators.iam_proxy import Access, IamProxy, allowed
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "infra" / "README.md"]

@@ -24,10 +24,10 @@ from rollout_backend.deploy.target import find_deployed, read_stack
 from rollout_backend.deploy.teardown import Teardown
 from rollout_backend.errors import PreflightError
 from rollout_backend.local.cloud import LocalRuntime
-from rollout_backend.local.codebuild_emulator import CodeBuildEmulator
 from rollout_backend.local.control_plane import ControlLimits
 from rollout_backend.local.http_proxy import HttpProxy
-from rollout_backend.local.iam_proxy import IamProxy
+from tests.emulators.codebuild_emulator import CodeBuildEmulator
+from tests.emulators.iam_proxy import IamProxy
 
 AGENT = """
 import sys

@@ -15,7 +15,7 @@ import pytest
 from rollout_backend.collect import buffer
 from rollout_backend.config import AgentCoreConfig, RuntimeConfig, load_config
 from rollout_backend.deploy.calls import BUILD, DEPLOY, DOWN
-from rollout_backend.local.iam_proxy import Access, allowed
+from tests.emulators.iam_proxy import Access, allowed
 
 # Actions that AWS checks against no resource, so that "*" is the only thing that can be written.
 NAMELESS = {

@@ -37,10 +37,10 @@ from rollout_backend.errors import (
     Throttled,
 )
 from rollout_backend.janitor.__main__ import stop_sessions
-from rollout_backend.local.kubernetes_emulator import ApiFault, KubernetesEmulator
 from rollout_backend.runtimes.kubernetes.cluster import ExecPlugin, load_cluster
 from rollout_backend.runtimes.kubernetes.pod_state import pod_state
 from rollout_backend.runtimes.kubernetes.runtime import RULES, KubernetesRuntime
+from tests.emulators.kubernetes_emulator import ApiFault, KubernetesEmulator
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from builders import eventually
 from rollout_backend.config import ProcessConfig, load_config
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import ConfigError, InvokeRejected, PreflightError
-from rollout_backend.local.runtime_contract import new_session
 from rollout_backend.runtimes.process.control import send_stop
 from rollout_backend.runtimes.process.runtime import ProcessRuntime
+from rollout_backend.testing.runtime_contract import new_session
 
 OpenRuntime = Callable[..., Awaitable[ProcessRuntime]]
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollout_backend.config import ProcessConfig
-from rollout_backend.local.runtime_contract import Call, Fault, RuntimeContract, Service
+from rollout_backend.testing.runtime_contract import Call, Fault, RuntimeContract, Service
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 

@@ -15,11 +15,11 @@ from bare_agent import BARE_AGENT
 from kubernetes_bench import IMAGE, Containers, payload
 from rollout_backend.config import AgentCoreConfig, HttpConfig, KubernetesConfig
 from rollout_backend.local.cloud import LocalRuntime
-from rollout_backend.local.fault_proxy import FaultProxy
-from rollout_backend.local.kubernetes_emulator import ApiFault, FaultKind, KubernetesEmulator
-from rollout_backend.local.runtime_contract import Call, Fault, ProxiedService, RuntimeContract, Service
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.runtimes.http import SESSION_HEADER
+from rollout_backend.testing.fault_proxy import FaultProxy
+from rollout_backend.testing.runtime_contract import Call, Fault, ProxiedService, RuntimeContract, Service
+from tests.emulators.kubernetes_emulator import ApiFault, FaultKind, KubernetesEmulator
 
 TOKEN = "the token of the agent server"
 NOWHERE = "http://127.0.0.1:9"

@@ -21,10 +21,10 @@ from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, KubernetesConfig, ScoringConfig, StorageConfig
 from rollout_backend.core.task_container import CONTAINER_FIELD, TaskContainer
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
-from rollout_backend.local.kubernetes_emulator import ApiFault, KubernetesEmulator
 from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 from rollout_backend.scoring.verifier_jobs import VerifierJobs
 from rollouts import make_rollout
+from tests.emulators.kubernetes_emulator import ApiFault, KubernetesEmulator
 
 TASK = "registry.example.com/tasks/t:1"
 

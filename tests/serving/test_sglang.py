@@ -9,12 +9,12 @@ from builders import run_config
 from rollout_backend.config import ExpertShape, ModelConfig, ServingConfig
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.local.scripted_experts import seeded_routing
 from rollout_backend.machine_check import _check_experts
 from rollout_backend.serving.external_engine import ExternalEngine
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.sglang import engine_command
+from tests.emulators.scripted_experts import seeded_routing
 
 MODEL = ModelConfig(path=Path("/models/Qwen3-8B"), name="qwen", context_length=4096)
 PYTHON = Path("/opt/sglang/bin/python")

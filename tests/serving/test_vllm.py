@@ -10,7 +10,6 @@ import pytest
 from builders import run_config
 from rollout_backend.config import ModelConfig, RouterConfig, ServingConfig
 from rollout_backend.errors import ConfigError, PreflightError, StartupError
-from rollout_backend.local.scripted_vllm import ScriptedVllm
 from rollout_backend.serving.engine_directory import EngineDirectory
 from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.external_engine import ExternalEngineFactory
@@ -18,6 +17,7 @@ from rollout_backend.serving.install import CPU_ENGINES
 from rollout_backend.serving.model_server import check_vllm, served_model
 from rollout_backend.serving.placement import ServerNode
 from rollout_backend.serving.vllm import vllm_command
+from tests.emulators.scripted_vllm import ScriptedVllm
 
 MODEL = ModelConfig(path=Path("/models/Qwen3-8B"), name="qwen", context_length=4096)
 PYTHON = Path("/opt/vllm/bin/python")

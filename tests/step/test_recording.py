@@ -11,8 +11,8 @@ from agent_wrapper.contract import Outcome
 from builders import eventually
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import CircuitOpen, CredentialsExpired, StoreError
-from rollout_backend.local.fault_proxy import Fault, Rule
 from rollout_backend.step import plan as plan_module
+from rollout_backend.testing.fault_proxy import Fault, Rule
 from step_bench import Agents, only
 
 REPLACING = "group.policy=replace"

@@ -6,7 +6,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from builders import eventually
-from rollout_backend.local.fault_proxy import Fault, Rule
+from rollout_backend.testing.fault_proxy import Fault, Rule
 from step_bench import Agents, only
 
 SOON = ("timeouts.model_call_s=0.1", "timeouts.agent_s=0.5", "timeouts.publish_grace_s=0.5")

@@ -14,9 +14,9 @@ from agent_wrapper.contract import REQUEST_FIELD
 from agent_wrapper.one_shot import PAYLOAD_VARIABLE
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.session_ends import SessionEnd
-from rollout_backend.local.kubernetes_emulator import KubernetesEmulator
-from rollout_backend.local.kubernetes_images import termination_file
 from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
+from tests.emulators.kubernetes_emulator import KubernetesEmulator
+from tests.emulators.kubernetes_images import termination_file
 
 IMAGE = "registry.example.com/agent:1"
 

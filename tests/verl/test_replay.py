@@ -19,11 +19,11 @@ from rollout_backend.core.routed_experts import unpack
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.local.scripted_experts import seeded_routing
 from rollout_backend.manager import RolloutManager
 from rollout_backend.observe.replay import replay_step, rows_as_parquet
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields, v1_tag
 from rollout_backend.verl.rows import rows_of
+from tests.emulators.scripted_experts import seeded_routing
 
 SHAPE = ExpertShape(layers=3, topk=2, experts=8)
 PROMPT = 16  # shorter than the prompts, so that they continue in the response

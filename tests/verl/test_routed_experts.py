@@ -29,11 +29,11 @@ from gateway_fixtures import make_gateway
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.seal import Sealer
 from rollout_backend.local.scripted import BYTE_MODEL, Aborted, Routing, ScriptedEngine
-from rollout_backend.local.scripted_experts import seeded_routing
 from rollout_backend.serving.model_server import check_records_experts
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields
 from rollout_backend.verl.rows import Row, rows_of
 from rollouts import make_rollout
+from tests.emulators.scripted_experts import seeded_routing
 
 PROMPT, RESPONSE = 16, 256  # the first prompt is longer
 EQUAL, ENGINE_EQUAL, DIFFERENT = 1e-5, 1e-4, 1e-2

@@ -17,11 +17,11 @@ from rollout_backend.gateway import engine_client
 from rollout_backend.gateway.engine_client import EngineClient, EngineRefused
 from rollout_backend.gateway.vllm_protocol import VllmProtocol
 from rollout_backend.local.scripted import Fail
-from rollout_backend.local.scripted_vllm import ScriptedVllm
 from rollout_backend.serving.model_server import check_vllm
 from rollout_backend.verl import vllm_middleware
 from rollout_backend.verl.verl_api import ADAPTER
 from rollout_backend.verl.vllm_middleware import GENERATE, WeightVersions, attach
+from tests.emulators.scripted_vllm import ScriptedVllm
 
 VERLS_ID = 123
 PARAMS = {"temperature": 1.0, "max_new_tokens": 40, "stop_token_ids": [2]}

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rollout_backend.local.kubernetes_images import FolderImage, can_make_containers, termination_file
+from tests.emulators.kubernetes_images import FolderImage, can_make_containers, termination_file
 
 pytestmark = pytest.mark.skipif(not can_make_containers(), reason="the kernel lets this user make no mount namespace")
 

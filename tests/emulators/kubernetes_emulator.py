@@ -27,8 +27,8 @@ from uuid import uuid4
 import yaml
 from aiohttp import web
 
-from rollout_backend.local.kubernetes_nodes import Fate, Nodes
 from rollout_backend.local.spawner import Spawner
+from tests.emulators.kubernetes_nodes import Fate, Nodes
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rollout_backend.local.kubernetes_images import FolderImage, termination_file
 from rollout_backend.local.spawner import Spawner
 from rollout_backend.serving.server_process import ServerProcess
+from tests.emulators.kubernetes_images import FolderImage, termination_file
 
 Fate = Literal[
     "runs",

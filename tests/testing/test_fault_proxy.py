@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError, ConnectionError, HTTPClientError, R
 
 from builders import served
 from rollout_backend import aws
-from rollout_backend.local.fault_proxy import Fault, FaultProxy, ProxiedCall, Rule
+from rollout_backend.testing.fault_proxy import Fault, FaultProxy, ProxiedCall, Rule
 
 CUT = (ConnectionError, HTTPClientError)
 ODD_KEY = "a folder/ü+%41 ~'()&=?#"

@@ -45,9 +45,9 @@ from rollout_backend.errors import (
     RuntimeUnavailable,
     Throttled,
 )
-from rollout_backend.local import fault_proxy
 from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.registry import open_runtime
+from rollout_backend.testing import fault_proxy
 
 Call = Literal["invoke", "stop"]
 _WAIT_S, _POLL_S = 20.0, 0.02
