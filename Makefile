@@ -11,13 +11,13 @@ VERL_READY := $(VERL)/.ready
 DOCS := .venv-docs
 DOCS_READY := $(DOCS)/.ready
 
-INSPECT := .venv-inspect
-INSPECT_READY := $(INSPECT)/.ready
+CLIENTS := .venv-clients
+CLIENTS_READY := $(CLIENTS)/.ready
 TRL := .venv-trl
 TRL_READY := $(TRL)/.ready
 
 .PHONY: demo test quick test-loaded test-slow test-all chaos train train-smoke bench results lint format audit setup engine \
-  verl trl inspect docs constraints clean
+  verl trl clients docs constraints clean
 
 # The engine of `make demo` and `make engine`: sglang or vllm.
 ENGINE ?= sglang
@@ -36,6 +36,10 @@ EXPLORE := --hypothesis-profile=explore
 # Tests start hundreds of Python processes, which would compile this package each time.
 unexport PYTHONDONTWRITEBYTECODE
 
+# dev's agent frameworks hold the SDKs back; users install the newest.
+SDK_TESTS := $(addprefix tests/,dialects/test_sdk_clients.py dialects/test_through_the_gateway.py \
+  dialects/clients/test_sdks.py agent_wrapper/test_context.py agent_wrapper/test_app.py agent_wrapper/test_outcome.py \
+  gateway/test_server.py gateway/test_retries.py local/test_pytest_plugin.py relay/test_gateway.py test_logs.py)
 MAIN_TESTS := $(RUN)/pytest $(FIXED)
 VERL_TESTS := $(VERL)/bin/pytest tests/verl --numprocesses 0 $(FIXED) -o cache_dir=$(VERL)/.pytest_cache
 # Both environments' tests of one kind, at the same time: $(call both,MARKER,PROCESSES). Many quick tests wait, so five
@@ -62,10 +66,11 @@ test-loaded: engine verl  ## the quick tests beside two busy processes per core,
 	trap "kill $$busy" EXIT; $(MAKE) quick
 	taskset --cpu-list 0 $(MAKE) quick
 
-test-slow: engine verl inspect  ## the tests that `make test` leaves out
+test-slow: engine verl clients  ## the tests that `make test` leaves out, and those of our APIs with the newest SDKs
+	$(CLIENTS)/bin/pytest $(SDK_TESTS) $(FIXED) --numprocesses 2 $(SPREAD) -m "not slow" -o cache_dir=$(CLIENTS)/.pytest_cache
 	$(call both,slow,2)
 
-test-all: lint engine verl inspect trl  ## every test, those on vLLM and TRL too, with property tests on new examples
+test-all: lint engine verl clients trl  ## every test, those on vLLM and TRL too, with property tests on new examples
 	$(RUN)/rollout engine install --engine vllm
 	$(RUN)/pytest --numprocesses 3 $(SPREAD) $(EXPLORE) --durations 20
 	$(VERL)/bin/pytest tests/verl --numprocesses 3 $(SPREAD) $(EXPLORE) --durations 10
@@ -147,11 +152,11 @@ $(TRL_READY): $(UV) pyproject.toml constraints/trl.txt
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(call install,$(TRL),-c constraints/trl.txt -e '.[trl]')
 
-inspect: $(INSPECT_READY)
+clients: $(CLIENTS_READY)
 
-$(INSPECT_READY): $(UV) pyproject.toml constraints/inspect.txt
-	$(PYTHON) -m venv $(INSPECT)
-	$(call install,$(INSPECT),-c constraints/inspect.txt -e '.[inspect]')
+$(CLIENTS_READY): $(UV) pyproject.toml constraints/clients.txt
+	$(PYTHON) -m venv --without-pip $(CLIENTS)
+	$(call install,$(CLIENTS),-c constraints/clients.txt -e '.[clients]')
 
 docs: setup $(DOCS_READY)  ## the pages that are made from the code, and the site in build/site; a broken link fails
 	for page in settings api cli calls contract_schema performance results; do $(RUN)/python docs/make_$$page.py || exit; done
@@ -163,7 +168,7 @@ $(DOCS_READY): $(UV) constraints/docs.txt
 	$(call install,$(DOCS),-r constraints/docs.txt)
 
 constraints: setup  ## pin anew what the extras install
-	for extras in agent "trainer --extra otel" inspect dev; do \
+	for extras in agent "trainer --extra otel" clients dev; do \
 	  $(RUN)/uv pip compile pyproject.toml --extra $$extras --python-version 3.11 --universal --upgrade \
 	    --no-annotate --no-header --quiet -o constraints/$${extras%% *}.txt; \
 	done
@@ -180,4 +185,4 @@ constraints: setup  ## pin anew what the extras install
 	  --no-annotate --no-header --quiet | grep -Ev '^(nvidia|cuda)-|^(torch|triton)==' > constraints/trl.txt
 
 clean:
-	rm -rf $(VENV) $(VERL) $(TRL) $(INSPECT) $(DOCS) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info runs
+	rm -rf $(VENV) $(VERL) $(TRL) $(CLIENTS) $(DOCS) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info runs

@@ -525,7 +525,7 @@ UNAVAILABLE, OWN = (Outcome.INFRA_ERROR, "model_unavailable"), (Outcome.AGENT_ER
         ((503, NO), False, UNAVAILABLE, "503"),
         ((429, NO), False, UNAVAILABLE, "429"),
         ((400, NO), False, OWN, "400"),
-        ((CUT, b'data: {"id": "x", "choices": []}\n\n'), True, UNAVAILABLE, "RemoteProtocolError"),
+        ((CUT, b'data: {"id": "x", "choices": []}\n\n'), True, UNAVAILABLE, "Error"),
         ((200, b'data: {"error": {"message": "the engine died"}}\n\n'), True, UNAVAILABLE, "the engine died"),
     ],
     ids=["no answer", "503", "429", "400", "a stream that is cut", "an error inside a stream"],

@@ -1,4 +1,4 @@
-"""Logs for Inspect, read by Inspect itself in the environment that `make inspect` prepares."""
+"""Logs for Inspect, read by Inspect itself in the environment that `make clients` prepares."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rollout_backend.observe.archive import RunArchive
 from rollout_backend.serving.server_process import free_port
 from rollouts import make_rollout, make_segment
 
-BIN = Path(__file__).parents[2] / ".venv-inspect" / "bin"
+BIN = Path(__file__).parents[2] / ".venv-clients" / "bin"
 pytestmark = [
     pytest.mark.slow,  # Inspect takes two seconds to import
-    pytest.mark.skipif(not BIN.is_dir(), reason="no .venv-inspect: run `make inspect`"),
+    pytest.mark.skipif(not BIN.is_dir(), reason="no .venv-clients: run `make clients`"),
 ]
 
 PIXEL = b"an image"
