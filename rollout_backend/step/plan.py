@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
 from agent_wrapper.contract import Sampling
 from rollout_backend.core.manifest import Manifest
@@ -25,8 +25,6 @@ from rollout_backend.step.services import StepServices
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-_BACK_OFF = wait_exponential_jitter(multiplier=0.5, max=10)
 
 
 class StepPlan:
@@ -120,7 +118,7 @@ class StepPlan:
         async for attempt in AsyncRetrying(
             retry=retry_if_exception_type(StoreError),
             stop=lambda _: loop.time() >= self.deadline,
-            wait=_BACK_OFF,
+            wait=self.services.store_wait,
             before_sleep=warn,
             reraise=True,
         ):

@@ -10,6 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from tenacity import wait_exponential_jitter
+from tenacity.wait import WaitBaseT
+
 from agent_wrapper.contract import (
     REQUEST_FIELD,
     ModelEndpoint,
@@ -57,6 +60,7 @@ class StepServices:
     write_manifest: Callable[[Manifest], Awaitable[None]]
     read_manifests_from: Callable[[int], Awaitable[list[Manifest]]]
     wall: Callable[[], float] = time.time  # unix seconds
+    store_wait: WaitBaseT = wait_exponential_jitter(multiplier=0.5, max=10)  # between retries of a request to S3
     sealed_by: str = ""  # fingerprint of the secret behind the seals that the buffer checks; empty: it checks none
     presign: Callable[[SessionClaims], ResultUrls] | None = None  # how agents write without credentials
     log_of: Callable[[LedgerEntry], str] = lambda entry: ""  # where a person finds the log of a rollout's session

@@ -1,4 +1,7 @@
-"""Steps over real S3 and SQS, with agents that run in this process."""
+"""Steps over real S3 and SQS, with agents that run in this process.
+
+The limits of time are long. A test in which one is reached advances the loop's clock (`skip`).
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ async def open_bench(
             "model_call_s": 5,
             "agent_s": 60,
             "publish_grace_s": 20,
-            "collection_s": 120,
-            "session_key_s": 300,
+            "collection_s": 600,
+            "session_key_s": 900,
         },
     }
     async with AsyncExitStack() as stack:

@@ -10,7 +10,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from agent_wrapper.contract import Outcome
-from builders import eventually
+from builders import eventually, skip
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, InvokeRejected
@@ -181,9 +181,11 @@ async def test_before_a_straggler_is_cut_off_s3_is_asked(open_bench):
 
 
 async def test_no_rollout_is_a_straggler_before_enough_are_finished(open_bench):
-    times = ("timeouts.model_call_s=0.1", "timeouts.agent_s=0.7", "timeouts.publish_grace_s=0.3")
-    bench = await open_bench("group.size=4", "group.straggler_after=0.8", *times)
-    result = await bench.run(behave=only("task-a.2", Agents.vanish))
+    bench = await open_bench("group.size=4", "group.straggler_after=0.8")
+    running = bench.start(behave=only("task-a.2", Agents.vanish))
+    await eventually(lambda: bench.ledger.counts()[Outcome.COMPLETED] == 3)
+    skip(81)  # the timeouts of an agent and of its publication
+    result = await running
     assert result.report.reasons == {"timed_out: no_result": 1}
 
 

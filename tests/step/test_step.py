@@ -12,18 +12,23 @@ from pathlib import Path
 import pytest
 
 from agent_wrapper.contract import Outcome, Sampling
-from builders import eventually
+from builders import eventually, skip
 from rollout_backend.atomic_file import write_file
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RuntimeUnavailable, ServingError, Throttled
 from rollout_backend.observe.archive import RunArchive
 from step_bench import Agents, only
 
-SOON = ("timeouts.model_call_s=0.1", "timeouts.agent_s=0.5", "timeouts.publish_grace_s=0.4")
+LATE = 81  # seconds after which a rollout of a bench is overdue
 
 
 def completed(result) -> int:
     return result.report.outcomes[Outcome.COMPLETED]
+
+
+def completed_in(bench) -> int:
+    """Return how many rollouts of the running step are completed."""
+    return bench.ledger.counts()[Outcome.COMPLETED]
 
 
 async def test_each_rollout_arrives_once_and_its_session_is_closed(open_bench):
@@ -67,7 +72,7 @@ async def test_doubled_announcements_change_nothing(open_bench):
             await agents.announce(request, times=times)
 
     running = bench.start("task-a", "task-b", behave=repeatedly)
-    await eventually(lambda: bench.ledger.duplicates == 4, 100)
+    await eventually(lambda: bench.ledger.duplicates == 4)
     waiting = next(request for request in bench.agents.requests if request.rollout_id == "task-b.0")
     await bench.agents.announce(waiting)
     result = await running
@@ -218,8 +223,12 @@ async def test_each_lost_rollout_is_replaced_by_one(open_bench):
 
 
 async def test_an_agent_that_disappears_times_out_and_the_others_count(open_bench):
-    bench = await open_bench(*SOON, "group.min_viable=1")
-    result = await bench.run(behave=only("task-a.0", Agents.vanish))
+    bench = await open_bench("group.min_viable=1")
+    running = bench.start(behave=only("task-a.0", Agents.vanish))
+    await eventually(lambda: bench.agents.finished == 2 and completed_in(bench) == 1)
+    skip(LATE)
+    result = await running
+    bench.check_ended(result)
     assert result.report.reasons == {"timed_out: no_result": 1}
     assert result.failures[0].session_id in result.failures[0].message
     assert completed(result) == 1
@@ -227,14 +236,21 @@ async def test_an_agent_that_disappears_times_out_and_the_others_count(open_benc
 
 
 async def test_before_a_rollout_is_timed_out_s3_is_asked(open_bench):
-    bench = await open_bench(*SOON)
-    assert completed(await bench.run(behave=Agents.write_unannounced)) == 2
+    bench = await open_bench()
+    running = bench.start(behave=Agents.write_unannounced)
+    await eventually(lambda: bench.agents.finished == 2)
+    skip(LATE)
+    assert completed(await running) == 2
 
 
 async def test_at_the_deadline_the_step_ends_with_what_has_arrived(open_bench):
     sizes = ("runtime.max_sessions=2", "group.size=4", "group.min_viable=1")
-    bench = await open_bench(*SOON, "timeouts.collection_s=1.0", *sizes)
-    result = await bench.run(behave=only("task-a.0", Agents.complete, Agents.hang))
+    bench = await open_bench(*sizes)
+    running = bench.start(behave=only("task-a.0", Agents.complete, Agents.hang))
+    await eventually(lambda: completed_in(bench) == 1)
+    skip(bench.config.timeouts.collection_s)
+    result = await running
+    bench.check_ended(result)
     assert completed(result) == 1
     assert result.report.outcomes[Outcome.TIMED_OUT] >= 1
     assert len(bench.agents.sessions) == 0
@@ -339,11 +355,12 @@ async def test_sessions_open_at_once_are_capped(open_bench):
 
 async def test_the_request_holds_the_runs_settings(open_bench):
     bench = await open_bench("sampling.temperature=0.7", "storage.prefix=team/")
+    bench.replace(wall=lambda: 1000.0)
     assert completed(await bench.run()) == 2
     first, second = bench.agents.requests
     assert first.sampling.temperature == 0.7
     assert first.key == f"team/runs/{bench.config.run_id}/steps/00000000/{first.rollout_id}"
-    assert first.deadline - second.deadline < 1.0
+    assert first.deadline == second.deadline == 1000.0 + bench.config.timeouts.agent_s
 
 
 async def test_a_task_may_set_its_own_sampling_and_number(open_bench):

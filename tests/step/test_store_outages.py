@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from agent_wrapper.contract import Outcome
-from builders import eventually
+from builders import eventually, skip
 from rollout_backend.testing.fault_proxy import Fault, Rule
 from step_bench import Agents, only
 
-SOON = ("timeouts.model_call_s=0.1", "timeouts.agent_s=0.5", "timeouts.publish_grace_s=0.5")
+LATE = 81  # seconds after which a rollout of a bench is overdue
 
 
 def refuse(operation: str, path: str = "*") -> Rule:
@@ -18,10 +18,11 @@ def refuse(operation: str, path: str = "*") -> Rule:
 
 @pytest.mark.parametrize("refused", ["s3:GetObject", "s3:*"])
 async def test_what_s3_was_not_asked_for_stays_open_until_it_answers(proxy, open_bench, refused):
-    bench = await open_bench(f"aws.endpoint_url={proxy.url}", *SOON)
+    bench = await open_bench(f"aws.endpoint_url={proxy.url}")
     running = bench.start("task-a", "task-b", behave=Agents.write_unannounced)
     await eventually(lambda: bench.agents.finished == 4)
     proxy.rules = [refuse(refused)]
+    skip(LATE)
     await eventually(
         lambda: proxy.count("s3:GetObject", Fault.FAIL) >= 16
     )  # each of the four, with the SDK's own retries
@@ -44,19 +45,27 @@ async def test_a_straggler_is_not_cut_off_before_s3_has_answered(proxy, open_ben
 
 
 async def test_unknown_results_are_reported_as_unknown_at_the_steps_deadline(proxy, open_bench):
-    bench = await open_bench(f"aws.endpoint_url={proxy.url}", *SOON, "timeouts.collection_s=2")
+    bench = await open_bench(f"aws.endpoint_url={proxy.url}")
     proxy.rules = [refuse("s3:GetObject", "*/steps/*")]
-    result = await bench.run(behave=only("task-a.0", Agents.vanish, Agents.write_unannounced))
+    running = bench.start(behave=only("task-a.0", Agents.vanish, Agents.write_unannounced))
+    await eventually(lambda: bench.agents.finished == 2)
+    skip(LATE)
+    await eventually(lambda: proxy.count("s3:GetObject", Fault.FAIL) >= 2)
+    skip(bench.config.timeouts.collection_s)
+    result = await running
     assert result.report.reasons == {"timed_out: store_unavailable": 2}
     assert "S3 could not be asked" in result.failures[0].message
 
 
 async def test_while_listings_fail_results_are_requested_by_their_keys(proxy, open_bench):
     sizes = ("group.size=60", "group.min_viable=1", "queue.enabled=false")
-    bench = await open_bench(f"aws.endpoint_url={proxy.url}", *SOON, "timeouts.agent_s=5", *sizes)  # 60 are written
+    bench = await open_bench(f"aws.endpoint_url={proxy.url}", *sizes)
 
     async def no_listings(request):  # from the first dispatch on
         proxy.rules = [refuse("s3:ListObjects")]
 
-    result = await bench.run(before=no_listings, behave=Agents.write_unannounced)
+    running = bench.start(before=no_listings, behave=Agents.write_unannounced)
+    await eventually(lambda: bench.agents.finished == 60)
+    skip(LATE)
+    result = await running
     assert result.report.outcomes[Outcome.COMPLETED] == 60

@@ -28,6 +28,13 @@ def run_config(**sections: Any) -> RolloutConfig:
     return RolloutConfig.parse({**base, **sections})
 
 
+def skip(seconds: float) -> None:
+    """Advance the clock of the running loop, so that timers of this period are due."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + seconds  # type: ignore[method-assign]
+
+
 class Clock:
     """A clock that tests set, in seconds."""
 

@@ -185,6 +185,7 @@ class Bench:
         return {
             "dispatcher": Dispatcher(runtime, calls, **bounds, wait=wait_none(), wait_refused=wait_none()),
             "closer": SessionCloser(runtime, calls, wait=wait_none()),
+            "store_wait": wait_none(),
         }
 
     async def _receive(self, store: ResultStore, stack: AsyncExitStack) -> tuple[RolloutBuffer, str | None]:
