@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,13 +88,18 @@ class EngineFleet:
         self._on_event = on_event
         self._changed = asyncio.Event()  # set by each event
         self._limits = RestartLimits(config.serving.max_restarts, config.serving.restart_window_s)
+        self._probing = probing or Probing()
         self._router: EngineRouter = (
             EngineDirectory(config.router)
             if config.serving.engine == "vllm"
-            else Router(config.router, log_dir / "router.log", config.timeouts.model_call_s)
+            else Router(
+                config.router,
+                log_dir / "router.log",
+                config.timeouts.model_call_s,
+                health_check_s=math.ceil(2 * self._probing.interval_s),
+            )
         )
         self._routing = EngineRouting(self._router, config.serving, newest, adapters)
-        self._probing = probing or Probing()
         self._router_supervisor = RouterSupervisor(self._routing, self._limits, on_event, self._probing)
         self._supervisors = SupervisorGroup()
         self._next_number = 0

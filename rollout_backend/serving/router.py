@@ -28,7 +28,6 @@ from rollout_backend.serving.server_process import ServerProcess, free_port, req
 
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - bind addresses
 _POLL_S = 0.05
-_HEALTH_CHECK_S = 10
 
 _MODULES: Mapping[RouterKind, str] = {"sglang-router": "sglang_router", "smg": "smg"}
 _SMG_OPTIONS = (
@@ -51,7 +50,9 @@ def check_installed(config: RouterConfig) -> None:
         )
 
 
-def router_command(config: RouterConfig, port: int, prometheus_port: int, model_call_s: float) -> list[str]:
+def router_command(
+    config: RouterConfig, port: int, prometheus_port: int, model_call_s: float, health_check_s: int = 10
+) -> list[str]:
     """Return the command line of a router that listens on `port`. A model call takes at most `model_call_s`."""
     return [
         sys.executable,
@@ -74,7 +75,7 @@ def router_command(config: RouterConfig, port: int, prometheus_port: int, model_
         *("--cb-success-threshold", "1"),
         *("--cb-timeout-duration-secs", "10"),
         *("--health-check-endpoint", PROBE),
-        *("--health-check-interval-secs", str(_HEALTH_CHECK_S)),
+        *("--health-check-interval-secs", str(health_check_s)),
         *("--health-check-timeout-secs", "10"),
         *("--health-failure-threshold", "3"),
         *("--health-success-threshold", "1"),
@@ -95,12 +96,15 @@ def local_address(host: str) -> str:
 class Router:
     """Enter it, or `start` and `stop` it. After a `start` that failed, `stop` it too."""
 
-    def __init__(self, config: RouterConfig, log: Path, model_call_s: float = 300.0) -> None:
+    def __init__(
+        self, config: RouterConfig, log: Path, model_call_s: float = 300.0, health_check_s: int = 10
+    ) -> None:
         """Raise ConfigError if the router's package is not installed."""
         check_installed(config)
         self._config = config
         self._log = log
         self._model_call_s = model_call_s
+        self._health_check_s = health_check_s
         self._port = config.port
         self._process: ServerProcess | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -136,7 +140,7 @@ class Router:
         """
         self._port = require_port(self._config.host, self._port, "the router", "router.port")
         metrics_port = next(port for port in iter(free_port, None) if port != self._port)
-        argv = router_command(self._config, self._port, metrics_port, self._model_call_s)
+        argv = router_command(self._config, self._port, metrics_port, self._model_call_s, self._health_check_s)
         if self._http is None:
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10))
         self._process = ServerProcess("the router", argv, self._log)

@@ -72,7 +72,7 @@ class Supervisor(ABC):
         self.tried = asyncio.Event()  # set after the first start, whether it succeeded or failed
         self.last_words = ""  # why the server was lost, the last time
         self.gone = f"{name} is gone after {limits}"
-        self._budget = RestartBudget(limits.max_restarts, limits.window_s)
+        self._budget = RestartBudget(limits.max_restarts, limits.window_s, lambda: asyncio.get_running_loop().time())
         self._on_event = on_event
         self._probing = probing
 

@@ -40,6 +40,8 @@ from rollout_backend.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.step.in_flight import InFlightLog, NoLines
 from rollout_backend.step.task_blocklist import Blocklist, NoBlocklist, TaskBlocklist
 
+_STORE_WAIT = wait_exponential_jitter(multiplier=0.5, max=10)
+
 
 async def _no_adoption(session_ids: Collection[str]) -> None: ...
 
@@ -60,7 +62,7 @@ class StepServices:
     write_manifest: Callable[[Manifest], Awaitable[None]]
     read_manifests_from: Callable[[int], Awaitable[list[Manifest]]]
     wall: Callable[[], float] = time.time  # unix seconds
-    store_wait: WaitBaseT = wait_exponential_jitter(multiplier=0.5, max=10)  # between retries of a request to S3
+    store_wait: WaitBaseT = _STORE_WAIT  # between retries of a request to S3
     sealed_by: str = ""  # fingerprint of the secret behind the seals that the buffer checks; empty: it checks none
     presign: Callable[[SessionClaims], ResultUrls] | None = None  # how agents write without credentials
     log_of: Callable[[LedgerEntry], str] = lambda entry: ""  # where a person finds the log of a rollout's session

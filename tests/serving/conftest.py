@@ -101,7 +101,7 @@ async def start_engine(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[
         processes.append(process)
         await process.start()
         url = f"http://127.0.0.1:{port}"
-        await process.wait_healthy(lambda: is_healthy(url), 20)
+        await process.wait_healthy(lambda: is_healthy(url), 120)
         return url, process
 
     yield start

@@ -2,9 +2,9 @@
 
 The mode `sick` never becomes healthy, `broken` exits at once with an error. Other modes fail to load new weights:
 `refuses` (400), `lies` (200 with success false), `hangs`, `dies`, or `mislabels` (loads them, keeps the version).
-`refuses` refuses adapters too. Each mode refuses a folder named `bad`. `/generate` returns the process id and the
-folders of the weights and of the adapter, so a test sees what served a request, and takes 10 ms per token. Every
-start serves the original weights. As on a GPU:
+`refuses` refuses adapters too. Each mode refuses a folder named `bad`. After `/fail_probes`, probes are answered 503.
+`/generate` returns the process id and the folders of the weights and of the adapter, so a test sees what served a
+request, and takes 10 ms per token. Every start serves the original weights. As on a GPU:
 
 - `/health` generates a token, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0;
 - a request that generates while the memory is released kills the server;
@@ -42,6 +42,7 @@ class Scheduler:
         self.aborts = 0
         self.paused = False
         self.asleep = False
+        self.fails_probes = False
         self.version = "0"
         self.folder = "original"
         self.adapters = {}
@@ -122,7 +123,9 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        if self.path in ("/health", "/health_generate"):
+        if scheduler.fails_probes and self.path in ("/health", "/health_generate", "/model_info"):
+            self.answer(503, {})
+        elif self.path in ("/health", "/health_generate"):
             ok = mode != "sick" and (not HEALTH_GENERATES or scheduler.generate(1, wait_s=20) is not None)
             self.answer(200 if ok else 503, {})
         elif self.path in ("/model_info", "/get_model_info"):
@@ -146,10 +149,13 @@ class Handler(BaseHTTPRequestHandler):
                     self.answer(400, {"error": {"message": f"adapters are not loaded: {name}"}})
                     return
                 tokens = body.get("sampling_params", {}).get("max_new_tokens", 1)
+                print(f"called for {tokens}\n", end="", flush=True)  # one write: threads do not interleave
                 ended, version, weights = scheduler.generate(tokens)
                 meta = {"id": "x", "weight_version": version, "finish_reason": {"type": ended}}
                 reply = {"text": "", "output_ids": [1], "meta_info": meta, "pid": os.getpid(), "weights": weights}
                 reply["adapter"] = adapter
+            case "/fail_probes":
+                scheduler.fails_probes = body["fail"]
             case "/pause_generation":
                 scheduler.pause(True)
             case "/continue_generation":

@@ -33,7 +33,7 @@ def save_model(folder, shapes=SHAPES):
 @pytest.fixture
 def config(make_config, model_folder, tmp_path):
     save_model(model_folder)
-    serving = {"servers": 2, "startup_timeout_s": 2.0, "max_restarts": 2, "lora_rank": 4, "max_adapters": 2}
+    serving = {"servers": 2, "max_restarts": 2, "lora_rank": 4, "max_adapters": 2}
     return make_config(serving=serving, output_dir=tmp_path)
 
 

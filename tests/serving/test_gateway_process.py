@@ -132,7 +132,7 @@ async def test_trajectories_are_sealed_with_the_runs_secret(tmp_path, claims):
         try:
             endpoint = gateway.endpoint(claims())
             await complete(endpoint)
-            trajectory = await fetch_trajectory(endpoint, budget_s=20)
+            trajectory = await fetch_trajectory(endpoint, budget_s=120)
         finally:
             await gateway.stop()
     assert trajectory.seal == Sealer(secret).seal(trajectory, claims()).seal

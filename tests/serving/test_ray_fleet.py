@@ -63,7 +63,7 @@ def test_fleet_does_not_import_ray():
 
 @pytest.mark.slow
 async def test_killed_ray_engine_is_restarted(ray, command, make_config, tmp_path, until):
-    config = make_config(serving={"kind": "ray", "startup_timeout_s": 30})
+    config = make_config(serving={"kind": "ray", "startup_timeout_s": 120})
     events = []
     factory = RayEngineFactory(config, tmp_path, command)
     async with EngineFleet(config, tmp_path, events.append, factory=factory) as fleet:
@@ -88,13 +88,13 @@ async def test_killed_ray_engine_is_restarted(ray, command, make_config, tmp_pat
 
 @pytest.mark.slow
 async def test_death_of_the_actor_ends_the_engine(ray, command, make_config, tmp_path):
-    config = make_config(serving={"kind": "ray", "startup_timeout_s": 30})
+    config = make_config(serving={"kind": "ray", "startup_timeout_s": 120})
     engine = RayEngine("engine-0", config.model, config.serving, tmp_path / "log", command)
     await reserved(engine)
     await engine.start()
     waiting = asyncio.create_task(engine.wait())
     ray.kill(engine._nodes[0].handle)
-    assert "Ray actor died" in await asyncio.wait_for(waiting, 20)
+    assert "Ray actor died" in await asyncio.wait_for(waiting, 120)
     assert "Ray actor died" in await engine.log_tail()
     assert await is_gone(engine.url)  # the server ends too
     await engine.stop()

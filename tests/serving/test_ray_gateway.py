@@ -32,7 +32,7 @@ def ray():
 
 
 def on_ray(**gateway) -> RolloutConfig:
-    settings = {"kind": "ray", "processes": 2, "startup_timeout_s": 60, **gateway}
+    settings = {"kind": "ray", "processes": 2, "startup_timeout_s": 120, **gateway}
     return run_config(gateway=settings, router={"host": "192.0.2.1"})  # not used: the fleet gets the engine's own URL
 
 
@@ -56,7 +56,7 @@ async def test_gateways_as_ray_actors(ray, engine, tmp_path, claims):
         await asyncio.sleep(0)
         ray.kill(fleet._shards[0].handle)
         with pytest.raises(StartupError, match="gateway 0 of 2: its Ray actor died"):
-            await asyncio.wait_for(waiting, 20)
+            await asyncio.wait_for(waiting, 120)
         with pytest.raises(ServingError, match="gateway 0 of 2"):
             await fleet.stats()
     finally:

@@ -30,7 +30,7 @@ async def test_one_gateway_on_each_machine(cluster, claims, tmp_path):
     machines = {node.node_ip_address for node in cluster.list_all_nodes()}
     assert len(machines) == 2
     config = run_config(
-        gateway={"kind": "ray", "processes": 2, "startup_timeout_s": 60},
+        gateway={"kind": "ray", "processes": 2, "startup_timeout_s": 120},
         router={"host": "192.0.2.1"},  # not used: the fleet gets the engine's own URL
     )
     with ScriptedEngine(["one"]) as engine:
@@ -47,6 +47,6 @@ async def test_one_gateway_on_each_machine(cluster, claims, tmp_path):
             await asyncio.to_thread(cluster.remove_node, lost)
             shard = next(i for i, url in enumerate(fleet.urls) if "127.0.0.2" in url)
             with pytest.raises(StartupError, match=f"gateway {shard} of 2"):
-                await asyncio.wait_for(waiting, 60)
+                await asyncio.wait_for(waiting, 120)
         finally:
             await fleet.stop()

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections import Counter
 
 import aiohttp
@@ -13,7 +12,7 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from builders import run_config
+from builders import post, run_config
 from rollout_backend.config import RouterConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError, StartupError
@@ -30,7 +29,7 @@ SMG_SLOW = ("sglang-router", pytest.param("smg", marks=pytest.mark.slow))
 
 @pytest.fixture(params=KINDS)
 async def router(request, tmp_path):
-    async with Router(RouterConfig(kind=request.param), tmp_path / "router.log", model_call_s=30) as router:
+    async with Router(RouterConfig(kind=request.param), tmp_path / "router.log", model_call_s=120) as router:
         yield router
 
 
@@ -122,10 +121,8 @@ async def test_add_and_remove_are_idempotent(router, start_engine):
 @pytest.mark.parametrize("router", SMG_SLOW, indirect=True)  # smg tries for 8 s
 async def test_adding_a_dead_engine_fails_with_the_reason(router):
     url = f"http://127.0.0.1:{free_port()}"
-    began = time.monotonic()
-    with pytest.raises(StartupError, match=f"(?s)did not take the engine {url}.*[Hh]ealth check") as refused:
-        await router.add(url)
-    assert time.monotonic() - began < 25, refused.value
+    with pytest.raises(StartupError, match=f"(?s)did not take the engine {url}[:.].*[Hh]ealth check"):
+        await router.add(url, timeout_s=120)
     assert await router.workers() == {}
 
 
@@ -137,13 +134,13 @@ async def test_a_removed_engine_gets_no_new_call_and_finishes_those_in_flight(ro
         first = await asyncio.gather(*(call(http, router, key) for key in keys))
         pinned = [key for key, (_, pid) in zip(keys, first, strict=True) if pid == a.pid]
         assert pinned
-        in_flight = asyncio.create_task(call(http, router, pinned[0], tokens=200))
-        await until(lambda: "generates 200" in a.log.read_text())
-        began = time.monotonic()
+        in_flight = asyncio.create_task(call(http, router, pinned[0], tokens=10**6))
+        await until(lambda: "generates 1000000" in a.log.read_text())
         await router.remove(url_a)
-        assert time.monotonic() - began < 2  # before that call ends
         assert set(await router.workers()) == {url_b}
         assert {await call(http, router, key) for key in keys} == {(200, b.pid)}
+        assert not in_flight.done()
+        await post(f"{url_a}/abort_request")
         assert await in_flight == (200, a.pid)
 
 
@@ -155,8 +152,9 @@ async def test_calls_in_flight_on_a_killed_engine_are_retried_elsewhere(router, 
         keys = [f"session-{i}" for i in range(40)]
         first = await asyncio.gather(*(call(http, router, key) for key in keys))
         pinned = [key for key, (_, pid) in zip(keys, first, strict=True) if pid == a.pid][:12]
-        calls = [asyncio.create_task(call(http, router, key, tokens=100)) for key in pinned]
-        await until(lambda: a.log.read_text().count("generates 100") == len(calls))
+        await post(f"{url_a}/pause_generation")
+        calls = [asyncio.create_task(call(http, router, key, tokens=2)) for key in pinned]
+        await until(lambda: a.log.read_text().count("called for 2") == len(calls))
         os.kill(a.pid, signal.SIGKILL)
         assert {await each for each in calls} == {(200, b.pid)}
         assert {await call(http, router, key) for key in keys} == {(200, b.pid)}
@@ -180,7 +178,7 @@ async def test_sessions_of_an_idle_killed_engine_move(router, start_engine):
 
 async def test_a_call_waits_for_the_first_engine(router):
     """smg answers 404 without an engine, and sglang-router 503."""
-    client = EngineClient(router.url, 30.0)
+    client = EngineClient(router.url, 120.0)
     await client.start()
     try:
         generating = asyncio.create_task(client.generate((1, 2), {"max_new_tokens": 4}, "session"))
@@ -208,7 +206,7 @@ class QueueingEngine(ScriptedEngine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("protects", [True, False])
-async def test_sessions_stay_on_an_engine_with_a_queue(tmp_path, monkeypatch, protects):
+async def test_sessions_stay_on_an_engine_with_a_queue(tmp_path, monkeypatch, until, protects):
     """With smg's defaults they leave it, which shows that the options are needed."""
     options = ("--load-monitor-interval", "1")
     monkeypatch.setattr(router_module, "_SMG_OPTIONS", (*(() if protects else router_module._SMG_OPTIONS), *options))
@@ -220,7 +218,8 @@ async def test_sessions_stay_on_an_engine_with_a_queue(tmp_path, monkeypatch, pr
             await router.add(busy.url)
             assert (await call(http, router, "session"))[0] == 200
             await router.add(idle.url)
-            await asyncio.sleep(4)  # without the protection, smg does not ask, so nothing can be awaited
+            # Without the protection, smg does not ask, so nothing can be awaited.
+            await (until(lambda: busy.polls > 1) if protects else asyncio.sleep(4))
             assert (await call(http, router, "session"))[0] == 200
     assert (busy.polls > 1, len(busy.requests), len(idle.requests)) == ((True, 1, 1) if protects else (False, 2, 0))
 

@@ -119,6 +119,14 @@ async def served(handle: Callable[[Any], Awaitable[Any]], port: int = 0, **runne
         await server.cleanup()
 
 
+async def post(url: str, body: object = None) -> int:
+    """Send JSON; return the status of the answer."""
+    import aiohttp
+
+    async with aiohttp.ClientSession() as http, http.post(url, json=body or {}) as reply:
+        return reply.status
+
+
 async def eventually(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
     """Wait until the condition, or the awaitable that it returns, is true."""
     async with asyncio.timeout(timeout_s):
