@@ -4,6 +4,7 @@ Invariants:
 
 - The decoder never allocates memory based only on a length in the input: it first checks sizes, maps, lists, values
   and depth against their caps. Otherwise a few hundred bytes could claim gigabytes.
+- Checking takes time proportional to the input's size, and stops at the first cap.
 - Refused input raises `ContractError`.
 """
 
@@ -22,7 +23,8 @@ MAX_CONTAINERS = 250_000  # maps and lists in one object
 MAX_VALUES = 4_000_000  # everything in one object, keys included
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+# Possessive, and a string without an end reaches to the end of the input: each byte is visited once.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 
 
 class ContractError(ValueError):
@@ -76,7 +78,7 @@ def read_json(data: bytes) -> Any:
     Raises:
         ContractError: it is no JSON, is nested too deep, holds a whole number beyond 64 bits, or is beyond a cap.
     """
-    _count_json(data)
+    check_json(data)
     try:
         fields = from_json(data)
     except ValueError as error:
@@ -88,21 +90,22 @@ def read_json(data: bytes) -> Any:
     return fields
 
 
-def _count_json(data: bytes) -> None:
-    """Refuse JSON that is beyond a cap, by its punctuation: nothing is built yet."""
-    try:
-        _check_counts(*_punctuation(data, 0, len(data)))
-    except ContractError:
-        pass  # the punctuation may be inside strings: count again without them
-    else:
+def check_json(data: bytes, max_containers: int = MAX_CONTAINERS, max_values: int = MAX_VALUES) -> None:
+    """Refuse JSON that is beyond a cap, by its punctuation: nothing is built yet.
+
+    Raises:
+        ContractError: it holds too many maps and lists, or too many values.
+    """
+    counts = _punctuation(data, 0, len(data))
+    if counts[0] <= max_containers and counts[1] <= max_values:
         return
-    containers = values = at = 0
+    containers = values = strings = at = 0  # the punctuation may be inside strings: count again without them
     for string in _STRING.finditer(data):
         more = _punctuation(data, at, string.start())
-        containers, values, at = containers + more[0], values + more[1], string.end()
-        _check_counts(containers, values)
+        containers, values, strings, at = containers + more[0], values + more[1], strings + 1, string.end()
+        _check_counts(containers, max(values, strings), max_containers, max_values)
     more = _punctuation(data, at, len(data))
-    _check_counts(containers + more[0], values + more[1])
+    _check_counts(containers + more[0], values + more[1], max_containers, max_values)
 
 
 def _punctuation(data: bytes, start: int, end: int) -> tuple[int, int]:
@@ -110,11 +113,11 @@ def _punctuation(data: bytes, start: int, end: int) -> tuple[int, int]:
     return containers, containers + data.count(b",", start, end) + data.count(b":", start, end)
 
 
-def _check_counts(containers: int, values: int, share: int = 1) -> None:
-    if containers > MAX_CONTAINERS // share:
-        raise ContractError("object", f"holds more than {MAX_CONTAINERS // share} maps and lists")
-    if values > MAX_VALUES // share:
-        raise ContractError("object", f"holds more than {MAX_VALUES // share} values; arrays as bytes are one each")
+def _check_counts(containers: int, values: int, max_containers: int, max_values: int) -> None:
+    if containers > max_containers:
+        raise ContractError("object", f"holds more than {max_containers} maps and lists")
+    if values > max_values:
+        raise ContractError("object", f"holds more than {max_values} values; arrays as bytes are one each")
 
 
 def _read_packed(data: bytes, max_bytes: int) -> object:
@@ -182,6 +185,7 @@ def check_packed(raw: bytes, share: int = 1) -> None:
         ContractError: it is, or it is cut short, or holds what JSON does not have.
     """
     at, containers, values = 0, 0, 1
+    max_containers, max_values = MAX_CONTAINERS // share, MAX_VALUES // share
     to_come, above = 1, list[int]()  # values of this level, and of those above it
     try:
         while to_come or above:
@@ -205,7 +209,7 @@ def check_packed(raw: bytes, share: int = 1) -> None:
                 continue
             containers += 1
             values += after * children
-            _check_counts(containers, values, share)
+            _check_counts(containers, values, max_containers, max_values)
             if len(above) >= MAX_DEPTH:
                 raise ContractError("object", f"is nested deeper than {MAX_DEPTH} levels")
             above.append(to_come)
