@@ -1,6 +1,14 @@
 """Folders as archives: the files that a task begins with, and the workspace that its agent leaves.
 
-Invariant: unpacking writes nothing outside the folder. Names and links that lead out of it, and devices, are skipped.
+Invariants:
+
+- Unpacking writes nothing outside the folder, and creates plain files and folders only. Links, devices and names that
+  lead out of the folder are skipped.
+- Entries and bytes are checked against their caps before anything is written, in time proportional to the bytes.
+
+Archives are read here, because tarfile is unsafe on Pythons in use: its filter can be evaded before 3.11.13, 3.12.11
+and 3.13.4 (CVE-2025-4517), negative sizes make it loop (CVE-2025-8194), and its header patterns backtrack
+(CVE-2024-6232).
 """
 
 from __future__ import annotations
@@ -9,20 +17,31 @@ import gzip
 import io
 import tarfile
 import zlib
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Collection, Iterator
+from pathlib import Path, PurePosixPath
 
 WORKSPACE = "workspace.tar.gz"
 """Name of the artifact that holds an agent's workspace."""
 MAX_UNPACKED_BYTES = 1024**3
+MAX_ENTRIES = 100_000
+"""Limit of files and folders in an archive."""
+_MAX_NAME = 1024
+_MAX_HEADER_BYTES = 64 * 1024  # of an extended header, which holds a long name
+_BLOCK = 512
+_EXTENSIONS = frozenset(
+    {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
+)
 
 
 def pack_folder(folder: Path, *, skip: Collection[str] = (), mtime: int | None = None) -> bytes:
     """Return a folder as a .tar.gz, without the paths in `skip`. With `mtime`, equal files give equal bytes.
 
+    A link to a file inside the folder becomes a copy of the file. Other links are left out.
+
     Raises:
         OSError: a file cannot be read.
     """
+    root = folder.resolve()
 
     def normalized(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid = member.gid = 0
@@ -33,35 +52,115 @@ def pack_folder(folder: Path, *, skip: Collection[str] = (), mtime: int | None =
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as compressed,
-        tarfile.open(fileobj=compressed, mode="w") as archive,
+        tarfile.open(fileobj=compressed, mode="w", dereference=True) as archive,
     ):
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
-            if name not in skip:
+            if name not in skip and _is_packed(path, root):
                 archive.add(path, name, recursive=False, filter=normalized)
     return packed.getvalue()
 
 
-def unpack_folder(data: bytes, folder: Path) -> None:
+def _is_packed(path: Path, root: Path) -> bool:
+    return not path.is_symlink() or (path.is_file() and path.resolve().is_relative_to(root))
+
+
+def unpack_folder(
+    data: bytes, folder: Path, *, max_bytes: int = MAX_UNPACKED_BYTES, max_entries: int = MAX_ENTRIES
+) -> None:
     """Unpack a .tar.gz into a folder.
 
     Raises:
-        ValueError: it is not one, or holds more than 1 GiB.
+        ValueError: it is not one, or holds more than `max_bytes` or `max_entries`. Nothing was written then.
     """
     try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
-            size = 0
-            for member in archive:
-                size += member.size
-                if size > MAX_UNPACKED_BYTES:
-                    raise ValueError(f"the archive holds more than {MAX_UNPACKED_BYTES} bytes")
-            archive.extractall(folder, filter=_inside)  # noqa: S202  # `_inside` keeps to the folder
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        for _ in _members(data, max_bytes, max_entries):
+            pass
+        folder.mkdir(parents=True, exist_ok=True)
+        root = folder.resolve()
+        for member, path, content in _members(data, max_bytes, max_entries):
+            _write(member, root / path, content, root)
+    except (tarfile.TarError, EOFError, OSError, zlib.error, RecursionError) as error:
         raise ValueError(f"the archive cannot be unpacked: {error}") from None
 
 
-def _inside(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
-    try:
-        return tarfile.data_filter(member, folder)
-    except tarfile.FilterError:
-        return None
+def _members(
+    data: bytes, max_bytes: int, max_entries: int
+) -> Iterator[tuple[tarfile.TarInfo, PurePosixPath, gzip.GzipFile]]:
+    """Yield the files and folders of an archive: each with its path, and the archive at the beginning of its content.
+
+    Raises:
+        ValueError: a cap is exceeded.
+        tarfile.TarError: it is no archive.
+    """
+    size = entries = 0
+    seen = {"."}
+    extended: dict[bytes, bytes] = {}
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as archive:
+        while (header := archive.read(_BLOCK)).strip(b"\0") or not entries:
+            member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+            entries += 1
+            long = member.type in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME)
+            if not long:
+                member.size = int(extended.get(b"size", member.size))
+                member.name = extended.get(b"path", member.name.encode("utf-8", "surrogateescape")).decode(
+                    "utf-8", "surrogateescape"
+                )
+            has_content = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES or member.type in _EXTENSIONS
+            here = archive.tell()
+            there = here + (-(-member.size // _BLOCK) * _BLOCK if has_content else 0)
+            size += there - here
+            path = PurePosixPath(member.name.lstrip("/"))
+            if member.size < 0 or member.type == tarfile.GNUTYPE_SPARSE or len(member.name) > _MAX_NAME:
+                raise tarfile.ReadError("it has a member that no workspace has")
+            for parent in path.parents:
+                if str(parent) in seen:
+                    break
+                seen.add(str(parent))
+                entries += 1
+            if size > max_bytes:
+                raise ValueError(f"the archive holds more than {max_bytes} bytes")
+            if entries > max_entries:
+                raise ValueError(f"the archive holds more than {max_entries} files and folders")
+            if long:
+                if member.size > _MAX_HEADER_BYTES:
+                    raise tarfile.ReadError("it has a member with a very long header")
+                text = archive.read(member.size)
+                extended |= _records(text) if member.type == tarfile.XHDTYPE else {b"path": text.rstrip(b"\0")}
+            else:
+                extended = {}
+                if (member.isreg() or member.isdir()) and path.parts and ".." not in path.parts:
+                    yield member, path, archive
+            if archive.seek(there) != there:
+                raise tarfile.ReadError("it is cut short")
+
+
+def _records(text: bytes) -> dict[bytes, bytes]:
+    """Return the fields of an extended header: `LENGTH NAME=VALUE` lines."""
+    found, at = {}, 0
+    while at < len(text) and text[at]:
+        length, _, _ = text[at : at + 20].partition(b" ")
+        if not length.isdigit() or not len(length) < int(length) <= len(text) - at:
+            raise tarfile.ReadError("it has a malformed header")
+        name, _, value = text[at + len(length) + 1 : at + int(length) - 1].partition(b"=")
+        found[name] = value
+        at += int(length)
+    return found
+
+
+def _write(member: tarfile.TarInfo, path: Path, content: gzip.GzipFile, root: Path) -> None:
+    if not path.parent.resolve().is_relative_to(root):  # the folder had a link before
+        return
+    if member.isdir():
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
+        left = member.size
+        while left:
+            piece = content.read(min(left, 1024 * 1024))
+            if not piece:
+                raise tarfile.ReadError("it is cut short")
+            left -= file.write(piece)
+    path.chmod(member.mode & 0o755 | 0o600)
