@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
+from collections.abc import Callable
 from typing import Any
 
-_SIGNED = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*X-Amz-Signature[^\s\"']*")
+_URL = re.compile(r"https?://[^\s\"']+")
 _KEY_IN_PATH = re.compile(r"/k/[A-Za-z0-9._-]+/v1\b")
-_CLIENTS = ("httpx", "openai._base_client", "anthropic._base_client")
 _MIN_KEY_CHARS = 16
 _SHOWN = "[session key]"
 
 
 def without_secrets(text: str) -> str:
     """Remove the signatures and the keys in paths of all URLs."""
-    return _KEY_IN_PATH.sub("/k/.../v1", _SIGNED.sub(r"\1", text))
+    return _KEY_IN_PATH.sub("/k/.../v1", _URL.sub(_without_signature, text))
+
+
+def _without_signature(url: re.Match[str]) -> str:
+    place, _, query = url[0].partition("?")
+    return place if "X-Amz-Signature" in query else url[0]
 
 
 def without_key(value: Any, key: str) -> Any:
@@ -38,18 +44,29 @@ def without_key(value: Any, key: str) -> Any:
 
 
 def redact_logs() -> None:
-    """Remove secrets from the logs of HTTP clients."""
-    for name in _CLIENTS:
-        logger = logging.getLogger(name)
-        if _redact not in logger.filters:
-            logger.addFilter(_redact)
+    """Remove secrets from all later log records, whichever HTTP client writes them.
+
+    A list of loggers would miss the next client: openai 3 logs through `httpx2`.
+    """
+    make = logging.getLogRecordFactory()
+    if not isinstance(make, _Redacting):
+        logging.setLogRecordFactory(_Redacting(make))
 
 
-def _redact(record: logging.LogRecord) -> bool:
-    try:
-        text = record.getMessage()
-    except (TypeError, ValueError):  # the handler reports it
-        return True
-    if (shown := without_secrets(text)) != text:
-        record.msg, record.args = shown, ()
-    return True
+class _Redacting:
+    def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
+        self._make = make
+
+    def __call__(self, *args: Any, **more: Any) -> logging.LogRecord:
+        record = self._make(*args, **more)
+        try:
+            text = record.getMessage()
+            if (shown := without_secrets(text)) != text:
+                record.msg, record.args = shown, ()
+            if record.exc_info and record.exc_info[0] is not None:
+                text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+                if (shown := without_secrets(text)) != text:
+                    record.exc_text = shown  # formatters show it instead of the exception
+        except Exception:  # noqa: S110  # the handler reports a record that cannot be formatted
+            pass
+        return record

@@ -31,14 +31,31 @@ def test_a_key_is_replaced_at_every_depth_and_a_placeholder_is_not():
     assert without_key({"a": "secret"}, "secret") == {"a": "secret"}
 
 
-def test_a_log_record_that_cannot_be_formatted_harms_no_caller(caplog, monkeypatch):
-    caplog.set_level("INFO", "httpx")
-    monkeypatch.setattr(logging, "raiseExceptions", False)
+@pytest.fixture
+def redacted(caplog, monkeypatch):
+    caplog.set_level("INFO")
+    make = logging.getLogRecordFactory()
     redact_logs()
     redact_logs()
-    httpx = logging.getLogger("httpx")
-    httpx.info("%s %s", "GET", "http://g/k/a.b.c/v1/models")
-    assert caplog.messages == ["GET http://g/k/.../v1/models"]
-    assert len([each for each in httpx.filters if each.__module__ == "agent_wrapper.redaction"]) == 1
-    monkeypatch.setattr(caplog.handler, "emit", lambda record: None)  # which would format it
-    httpx.info("%d", "x")
+    yield caplog
+    logging.setLogRecordFactory(make)
+
+
+@pytest.mark.parametrize("client", ["httpx", "httpx2", "urllib3.connectionpool", "a client of next year"])
+def test_no_client_logs_a_key(redacted, client):
+    logging.getLogger(client).info("%s %s", "GET", "http://g/k/a.b.c/v1/models")
+    assert redacted.messages == ["GET http://g/k/.../v1/models"]
+
+
+def test_a_logged_exception_shows_no_key(redacted):
+    try:
+        raise ConnectionError("POST http://g/k/a.b.c/v1/models failed")
+    except ConnectionError:
+        logging.getLogger("agent").exception("no answer")
+    assert "POST http://g/k/.../v1/models failed" in redacted.text
+    assert "a.b.c" not in redacted.text
+
+
+def test_a_log_record_that_cannot_be_formatted_harms_no_caller(redacted):
+    make = logging.getLogRecordFactory()
+    assert make("httpx", logging.INFO, __file__, 1, "%d", ("x",), None).args == ("x",)
