@@ -53,6 +53,19 @@ def test_an_unsigned_key_is_refused(signature):
     assert refused(SECRET, f"{body}.{signature}") == "bad_signature"
 
 
+@pytest.mark.parametrize("junk", ["!!!!", "==", "=", " ", "\n", "\x00"])
+@pytest.mark.parametrize("at", [0, 10, -20, -5, -1, None])
+def test_a_key_has_one_spelling(junk, at):
+    key = issue(SECRET, CLAIMS)
+    assert refused(SECRET, key + junk if at is None else key[:at] + junk + key[at:]) == "bad_signature"
+
+
+def test_no_other_last_character_spells_the_same_key():
+    key = issue(SECRET, CLAIMS)
+    for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_":
+        assert letter == key[-1] or refused(SECRET, key[:-1] + letter) == "bad_signature"
+
+
 @pytest.mark.parametrize("key", ["a.b.c", "é.é.é", "."])
 def test_a_key_that_was_never_signed_is_refused(key):
     assert refused(SECRET, key) == "bad_signature"
