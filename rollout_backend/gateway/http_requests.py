@@ -10,6 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from rollout_backend.core.api_error import ApiError
 
+_MAX_DIGITS = 15  # Python refuses to convert thousands of digits
+
 
 def bearer(request: Request) -> str:
     """Return the bearer token of a request, or an empty string."""
@@ -21,7 +23,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the body. Raises ApiError (413) if it is larger than `max_bytes`."""
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > max_bytes:
+    if length.isdecimal() and (len(length) > _MAX_DIGITS or int(length) > max_bytes):
         raise too_large
     body = bytearray()
     async for chunk in request.stream():

@@ -35,7 +35,7 @@ class RequestKey:
     def __init__(self, dialect: str, body: bytes, headers: Mapping[str, str]) -> None:
         key = headers.get(_IDEMPOTENCY_KEY, "")
         retries = headers.get(_RETRY_COUNT, "")
-        self.is_declared = bool(key) or (retries.isdecimal() and int(retries) > 0)
+        self.is_declared = bool(key) or (retries.isdecimal() and bool(retries.strip("0")))
         self.digest = hashlib.blake2b(f"{dialect}\0{key}\0".encode() + body, digest_size=16).digest()
 
 

@@ -250,7 +250,14 @@ async def test_each_failed_call_lets_one_retry_be_a_new_call():
 
 
 @pytest.mark.parametrize(
-    ("headers", "is_declared"), [({}, False), ({"x-stainless-retry-count": "x"}, False), (RETRIED, True)]
+    ("headers", "is_declared"),
+    [
+        ({}, False),
+        ({"x-stainless-retry-count": "x"}, False),
+        ({"x-stainless-retry-count": "00"}, False),
+        (RETRIED, True),
+        ({"x-stainless-retry-count": "9" * 5000}, True),
+    ],
 )
 def test_a_positive_retry_count_declares_a_retry(headers, is_declared):
     assert asked("a", **headers).is_declared is is_declared
