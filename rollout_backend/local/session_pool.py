@@ -147,7 +147,9 @@ class SessionPool:
         """
         session.requests += 1
         try:
-            response = await self._http.post(f"{session.url}/invocations", data=body, headers=headers)
+            response = await self._http.post(
+                f"{session.url}/invocations", data=body, headers=headers, allow_redirects=False
+            )
             if response.status >= 400:
                 text = (await response.text(errors="replace"))[:2000]
                 raise ServiceError(
@@ -288,7 +290,9 @@ class SessionPool:
 
     async def _ping(self, session: RuntimeSession) -> bool:
         try:
-            async with self._http.get(f"{session.url}/ping", timeout=_PING_TIMEOUT) as response:
+            async with self._http.get(
+                f"{session.url}/ping", timeout=_PING_TIMEOUT, allow_redirects=False
+            ) as response:
                 answer = await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return False

@@ -3,6 +3,8 @@
 A session is one invoke that carries its id in a header; `POST /stop` with the same header ends it. A server, or a
 replica, that does not have the session answers 404 with `{"error": "SessionNotFound"}`. A server that cannot stop
 sessions is refused at the start, unless the settings accept it.
+
+Invariant: no redirect is followed. A payload contains a session key, which another host must not get.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 from uuid import uuid4
 
@@ -31,6 +34,12 @@ from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 
 SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
 _STOP_S = 30.0
+_Post = AbstractAsyncContextManager[aiohttp.ClientResponse]
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        return None
 
 
 class HttpRuntime(AgentRuntime):
@@ -51,7 +60,9 @@ class HttpRuntime(AgentRuntime):
 
     async def check(self, session_s: float = 0.0) -> None:
         try:
-            async with self._http.get(f"{self._url}/ping") as reply:
+            async with self._http.get(f"{self._url}/ping", allow_redirects=False) as reply:
+                if 300 <= reply.status < 400:
+                    raise PreflightError(_redirected(reply))
                 if reply.status != 200:
                     raise PreflightError(
                         f"{self._url}/ping answers {reply.status}: runtime.url must be the root of an agent server "
@@ -69,7 +80,7 @@ class HttpRuntime(AgentRuntime):
         """Stop a session that does not exist. The answer of an overloaded server proves nothing, so it passes."""
         session_id = f"preflight-{uuid4()}"
         try:
-            async with self._http.post(f"{self._url}/stop", headers={SESSION_HEADER: session_id}) as reply:
+            async with self._post("/stop", session_id) as reply:
                 body = await reply.content.read(500)
         except (aiohttp.ClientError, TimeoutError) as error:
             why = error or type(error).__name__
@@ -100,9 +111,8 @@ class HttpRuntime(AgentRuntime):
         return CleanupSpec("rollout_backend.runtimes.http.session_stopper", options)
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
-        headers = {"Content-Type": "application/json", SESSION_HEADER: session_id}
         try:
-            async with self._http.post(f"{self._url}/invocations", data=payload, headers=headers) as reply:
+            async with self._post("/invocations", session_id, payload) as reply:
                 body = await read_answer(reply)
         except aiohttp.ClientConnectorError as error:
             raise RuntimeUnavailable(f"the agent server cannot be reached: {error}", never_opened=True) from error
@@ -122,6 +132,8 @@ class HttpRuntime(AgentRuntime):
                 raise InvokeRejected(text, reason="access_denied")
             case 502 | 503 | 504:  # from a proxy in front of the server, or from a server that is full
                 raise RuntimeUnavailable(text, refused=reply.status == 503)
+            case status if 300 <= status < 400:
+                raise InvokeRejected(_redirected(reply), reason="container_error")
             case _:
                 raise InvokeRejected(text, reason="container_error")
 
@@ -129,13 +141,15 @@ class HttpRuntime(AgentRuntime):
         if not self._config.can_stop:
             return
         try:
-            async with self._http.post(f"{self._url}/stop", headers={SESSION_HEADER: session_id}) as reply:
+            async with self._post("/stop", session_id) as reply:
                 text = f"{reply.status}: {(await reply.content.read(500)).decode(errors='replace')}"
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RuntimeUnavailable(f"the stop was not answered: {error or type(error).__name__}") from error
         match reply.status:
             case status if status < 300 or status == 404:
                 return
+            case status if status < 400:
+                raise InvokeRejected(_redirected(reply))
             case 429:
                 raise Throttled(text)
             case 409:
@@ -147,12 +161,23 @@ class HttpRuntime(AgentRuntime):
             case _:
                 raise InvokeRejected(text)
 
+    def _post(self, path: str, session_id: str, payload: bytes | None = None) -> _Post:
+        headers = {SESSION_HEADER: session_id}
+        if payload is not None:
+            headers["Content-Type"] = "application/json"
+        return self._http.post(self._url + path, data=payload, headers=headers, allow_redirects=False)
+
     async def aclose(self) -> None:
         await self._http.close()
 
 
 def _headers(config: HttpConfig) -> dict[str, str]:
     return {} if config.token is None else {"Authorization": f"Bearer {config.token.get_secret_value()}"}
+
+
+def _redirected(reply: aiohttp.ClientResponse) -> str:
+    place = reply.headers.get("Location", "")[:500]
+    return f"{reply.url} redirects to {place!r}: redirects are not followed, so set runtime.url to the final address"
 
 
 def _is_session_not_found(body: bytes) -> bool:
@@ -164,12 +189,13 @@ def _is_session_not_found(body: bytes) -> bool:
 
 def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
     """Return a function that stops one session, and returns False if it did not exist. See `CleanupSpec`."""
+    opener = urllib.request.build_opener(_NoRedirect)
 
     def stop(session_id: str) -> bool:
         headers = {**options["headers"], SESSION_HEADER: session_id}
         request = urllib.request.Request(options["url"], b"", headers)  # noqa: S310  # the setting allows http(s) only
         try:
-            urllib.request.urlopen(request, timeout=_STOP_S).close()  # noqa: S310
+            opener.open(request, timeout=_STOP_S).close()
         except urllib.error.HTTPError as error:
             error.close()
             if error.code == 404:

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 from aiohttp import web
@@ -40,7 +41,7 @@ from rollout_backend.local.cloud import LocalRuntime
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime, _to_call_error
 from rollout_backend.runtimes.base import AgentRuntime
-from rollout_backend.runtimes.http import SESSION_HEADER, HttpRuntime
+from rollout_backend.runtimes.http import SESSION_HEADER, HttpRuntime, session_stopper
 
 
 def session() -> str:
@@ -295,6 +296,34 @@ async def test_http_a_server_that_cannot_stop_sessions_is_not_asked():
 async def test_failed_http_stops_are_classified(http_runtime, status, kind):
     with pytest.raises(kind, match=str(status)):
         await http_runtime.stop(str(status))
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_http_follows_no_redirect(status):
+    reached = []
+
+    async def target(request: web.Request) -> web.Response:
+        reached.append(request.path)
+        return web.Response()
+
+    async def redirect(request: web.Request) -> web.Response:
+        return web.Response(status=status, headers={"Location": "/elsewhere"})
+
+    app = web.Application()
+    app.router.add_route("*", "/elsewhere", target)
+    app.router.add_route("*", "/{path:.*}", redirect)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    runtime = await HttpRuntime.open(HttpConfig(url=f"http://127.0.0.1:{runner.addresses[0][1]}", token="t" * 32))
+    options = runtime.cleanup_spec().options
+    calls = [runtime.check(), runtime.invoke(session(), b"{}"), runtime.stop(session())]
+    for call in [*calls, asyncio.to_thread(session_stopper(options), session())]:
+        with pytest.raises((PreflightError, InvokeRejected, HTTPError), match=r"elsewhere|HTTP Error 30"):
+            await call
+    assert reached == []
+    await runtime.aclose()
+    await runner.cleanup()
 
 
 async def test_http_never_invokes_on_a_connection_that_the_server_may_be_closing():
