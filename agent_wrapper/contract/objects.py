@@ -141,11 +141,15 @@ Images = dict[Sha256, RawBytes]
 Identifier = Annotated[str, StringConstraints(pattern=rf"^{ID_PATTERN}$")]
 """An id that is valid in a key, a URL and a file name: no slash, no leading dot, at most 128 characters."""
 
-_UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# The second line: those that reorder or break lines, with which a text can show another than it is (CVE-2021-42574).
+_UNREADABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    r"\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
 
 
 def readable(text: str) -> str:
-    """Replace control characters other than tab and newline, which a terminal or a log would interpret."""
+    """Replace control characters other than tab and newline, which a terminal, a log or a browser would interpret."""
     return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from agent_wrapper.contract import readable
 from rollout_backend.config import AgentCoreConfig, RolloutConfig, load_config, merge_overrides
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError, TaskFileError
 from rollout_backend.observe.keys import restore_terminals
@@ -235,4 +236,4 @@ def _explain(error: OSError) -> str:
 
 def _print_error(error: object) -> None:
     errors.print("[red]error:[/] ", end="")
-    errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+    errors.print(readable(str(error)), markup=False, highlight=False, soft_wrap=True)

@@ -246,14 +246,14 @@ def test_an_invalid_time_is_shown_as_unknown(show, started, finished):
 
 
 def test_agent_output_cannot_control_the_terminal(show):
-    trick = "\x1b]52;c;ZXZpbA==\x07\x9b2J"  # writes the clipboard, clears the screen
+    trick = "\x1b]52;c;ZXZpbA==\x07\x9b2J\u202e\u2066"  # writes the clipboard, clears the screen, shows text reversed
     failure = Failure(reason="agent_exception", message=trick, traceback=trick)
     names = {"session_id": trick, "model": trick, "extras": {"x": trick}}
     rollout = make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure, segments=[with_text(trick)], **names)
     show(rollout)
     text = show({"task-a.0": rollout})
     assert "ZXZpbA" in text
-    assert [letter for letter in text if letter in "\x1b\x07\x9b"] == []
+    assert [letter for letter in text if letter in "\x1b\x07\x9b\u202e\u2066"] == []
 
 
 # --- a record ---------------------------------------------------------------------------------------------
