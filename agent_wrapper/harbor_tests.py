@@ -82,7 +82,7 @@ def read_reward(folder: Path, ended: str) -> dict[str, Any]:
             continue
         try:
             fields = json.loads(file.read_text()) if file.suffix == ".json" else float(file.read_text())
-        except ValueError:
+        except (ValueError, RecursionError):
             raise TestsFailed(f"the tests wrote no number to {file.name} ({ended})") from None
         if not isinstance(fields, dict):
             return {"reward": fields}

@@ -45,6 +45,7 @@ from agent_wrapper.contract import (
     RolloutRequest,
     Segment,
     Trajectory,
+    check_rewards,
 )
 from agent_wrapper.contract.codec import MAX_DEPTH, check_packed
 from agent_wrapper.errors import AgentFailure, CommandError, CommandNotStarted, RewardError, VerifierError
@@ -231,10 +232,10 @@ def _classify_value(value: object) -> AgentResult:
                 raise ValueError(f"the agent returned a dict without 'reward' (it has {sorted(map(str, value))})")
             reward = finite_number(value["reward"])
             turn_rewards = _turn_rewards(value.get("turn_rewards", ()))
-            extras = {_key(k): _json(k, v) for k, v in value.items() if k not in ("reward", "turn_rewards")}
-            check_packed(msgpack.packb(extras), share=2)  # the other half is for what was sampled
+            extras = read_extras({k: v for k, v in value.items() if k not in ("reward", "turn_rewards")})
         else:
             reward = finite_number(value)
+        check_rewards(reward, turn_rewards)
     except ValueError as error:
         return failed(Outcome.AGENT_ERROR, "bad_reward", f"{error}; {_WANTED}")
     return AgentResult(Outcome.COMPLETED, reward, extras, turn_rewards)
@@ -244,6 +245,13 @@ def _turn_rewards(value: object) -> tuple[float, ...]:
     if not isinstance(value, Iterable) or isinstance(value, str):
         raise ValueError(f"turn_rewards is {_short(value)}, not a list of numbers")  # noqa: TRY004
     return tuple(finite_number(each) for each in value)
+
+
+def read_extras(values: Mapping[Any, object]) -> dict[str, Any]:
+    """Return the values as a result stores them. Raises ValueError: names the one that is no JSON."""
+    extras = {_key(key): _json(key, value) for key, value in values.items()}
+    check_packed(msgpack.packb(extras), share=2)  # the other half is for what was sampled
+    return extras
 
 
 def finite_number(value: object) -> float:
@@ -285,6 +293,7 @@ def _classify_error(error: BaseException, base_url: str) -> AgentResult:
             return failed(Outcome.AGENT_ERROR, "agent_failure", str(error), trace)
         try:
             reward = finite_number(error.reward)
+            check_rewards(reward, ())
         except ValueError as bad:
             return failed(Outcome.AGENT_ERROR, "bad_reward", f"{bad}, in AgentFailure({str(error)!r})", trace)
         return failed(Outcome.AGENT_ERROR, "agent_failure", str(error), trace, reward)

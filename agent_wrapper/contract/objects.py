@@ -40,6 +40,8 @@ else:  # arrays take no parameter at run time before Python 3.12
     IntArray = FloatArray = array
 
 SCHEMA_VERSION = 1
+MAX_REWARD = float.fromhex("0x1.fffffep127")  # the largest float32, in which trainers add up rewards
+_LAST_SECOND = 253402300799  # of the year 9999, where datetime ends
 MAX_CONVERSATIONS = 1024  # of one rollout
 MAX_MESSAGES = 10_000  # of one conversation
 MAX_ARTIFACTS = 64  # of one rollout
@@ -227,7 +229,7 @@ class Turn:
     end: Annotated[int, Field(ge=0)]
     finish_reason: str
     weight_versions: tuple[VersionSpan, ...]  # covers [start, end) without a gap; empty if the engine reported none
-    cached_tokens: Annotated[int | None, Field(ge=0)] = None  # prompt tokens in the prefix cache; None: unknown
+    cached_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None  # of the prompt; None: unknown
     seconds: Annotated[float, Field(ge=0)] = 0.0  # from the gateway's request to the engine's last token
 
 
@@ -361,6 +363,12 @@ class Failure(ContractObject):
     traceback: Readable | None = None
 
 
+def check_rewards(reward: float, turn_rewards: Iterable[float]) -> None:
+    """Raise ValueError if a sum of the rewards could exceed float32."""
+    if sum(map(abs, turn_rewards), abs(reward)) > MAX_REWARD:
+        raise ValueError(f"the reward is {reward:g}, which alone or with the turn_rewards is beyond float32")
+
+
 def _check_images(images: Images, segments: Iterable[Segment]) -> None:
     """Raise ValueError unless these are the images that the segments name, with matching digests."""
     named = {span.sha256 for segment in segments for span in segment.images}
@@ -377,7 +385,7 @@ class Trajectory(_OmitsEmpty):
     schema_version: Literal[1] = 1
     model: str
     segments: tuple[Segment, ...]
-    unanswered_calls: int = Field(default=0, ge=0)  # model calls that failed on the training side
+    unanswered_calls: int = Field(default=0, ge=0, lt=2**31)  # model calls that failed on the training side
     seal: Seal | None = None  # the gateway's signature, copied into the rollout
     images: Images = {}  # those that the segments name
 
@@ -442,7 +450,7 @@ class Rollout(_OmitsEmpty):
     step: int = Field(ge=0, le=MAX_STEP)
     task_id: Identifier
     rollout_id: Identifier
-    attempt: int = Field(ge=1)
+    attempt: int = Field(ge=1, lt=10**9)
     session_id: str
     outcome: Outcome
     reward: float | None = None
@@ -452,8 +460,8 @@ class Rollout(_OmitsEmpty):
     segments: tuple[Segment, ...] = ()
     seal: Seal | None = None  # the trajectory's seal of these segments
     conversations: tuple[Conversation, ...] = Field(default=(), max_length=MAX_CONVERSATIONS)  # instead of segments
-    started_at: float = Field(default=0.0, ge=0)  # unix seconds by the container's clock; 0: unknown
-    finished_at: float = Field(default=0.0, ge=0)
+    started_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)  # unix seconds by the container's clock; 0: unknown
+    finished_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)
     images: Images = {}  # those that the segments name, from the trajectory
     turn_rewards: tuple[float, ...] = ()  # one for each turn of each segment, in their order; empty: none are known
     artifacts: tuple[Artifact, ...] = Field(default=(), max_length=MAX_ARTIFACTS)  # that this attempt published
@@ -482,6 +490,8 @@ class Rollout(_OmitsEmpty):
         turns = sum(len(segment.turns) for segment in self.segments)
         if self.turn_rewards and (self.reward is None or len(self.turn_rewards) != turns):
             raise ValueError(f"turn_rewards are {len(self.turn_rewards)} for {turns} turns and reward {self.reward}")
+        if self.reward is not None:
+            check_rewards(self.reward, self.turn_rewards)
         _check_images(self.images, self.segments)
         return self
 

@@ -20,9 +20,9 @@ class Sampling(ContractObject):
 
     temperature: float = Field(default=1.0, ge=0, le=10)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1)  # -1 is off
-    max_tokens: int | None = Field(default=None, ge=1)  # of one model call
-    seed: int | None = None
+    top_k: int = Field(default=-1, ge=-1, lt=2**31)  # -1 is off
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)  # of one model call
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - 1024)
 
 
 class ModelEndpoint(ContractObject):

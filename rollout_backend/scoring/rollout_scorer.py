@@ -15,8 +15,6 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgpack
-
 from agent_wrapper.contract import (
     ContractError,
     Failure,
@@ -31,7 +29,7 @@ from agent_wrapper.contract.codec import unpacked_size
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
-from rollout_backend.scoring.scorer import ArtifactLost, Score, ScoringError
+from rollout_backend.scoring.scorer import ArtifactLost, Score, ScoringError, pack_request
 
 _LARGE_BYTES = 64 * 1024  # larger requests are made, and larger artifacts are unpacked, in a thread
 
@@ -88,8 +86,8 @@ class RolloutScorer:
             "artifacts": await self._artifacts(rollout) if rollout.artifacts else {},
         }
         large = len(data) + sum(artifact.size for artifact in rollout.artifacts) > _LARGE_BYTES
-        packing = asyncio.to_thread(msgpack.packb, request) if large else None
-        answer = await self._call(await packing if packing is not None else msgpack.packb(request))
+        packed = await asyncio.to_thread(pack_request, request) if large else pack_request(request)
+        answer = await self._call(packed)
         if "error" in answer:
             raise ScoringError(str(answer["error"]))
         return Score.parse(answer)

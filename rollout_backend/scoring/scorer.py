@@ -23,8 +23,8 @@ from typing import Any, Self
 import msgpack
 from pydantic import Field
 
-from agent_wrapper.contract import ContractObject, Rollout
-from agent_wrapper.outcome import finite_number
+from agent_wrapper.contract import ContractObject, Rollout, check_rewards
+from agent_wrapper.outcome import finite_number, read_extras
 from rollout_backend.core.reasons import ARTIFACT_LOST, SCORER_FAILED
 from rollout_backend.errors import ConfigError
 from rollout_backend.scoring.command import run_command
@@ -57,8 +57,8 @@ class ScoreInput:
 
     @classmethod
     def unpack(cls, request: bytes) -> Self:
-        """Read the msgpack that `RolloutScorer` sends. Raises ContractError if the result in it is invalid."""
-        fields = msgpack.unpackb(request)
+        """Read what `pack_request` returns. Raises ContractError if the result in it is invalid."""
+        fields = msgpack.unpackb(request, ext_hook=lambda _, digits: int(digits))
         return cls(rollout=Rollout.decode(fields.pop("result")), **fields)
 
     @property
@@ -89,6 +89,13 @@ class ScoreInput:
         fields = {name: getattr(self, name) for name in names}
         rollout = {"rollout_id": self.rollout.rollout_id, "outcome": self.rollout.outcome.value}
         return json.dumps(fields | rollout, ensure_ascii=False).encode()
+
+
+def pack_request(fields: Mapping[str, Any]) -> bytes:
+    """Encode the fields of a `ScoreInput`, with its encoded result. An integer beyond 64 bits, which msgpack lacks,
+    becomes an extension."""
+    data: bytes = msgpack.packb(fields, default=lambda number: msgpack.ExtType(0, str(number).encode()))
+    return data
 
 
 class Score(ContractObject):
@@ -149,7 +156,8 @@ class Scorer:
         turns = sum(len(segment.turns) for segment in given.rollout.segments)
         try:
             reward, turn_rewards = finite_number(returned), tuple(finite_number(each) for each in of_turns)
-            extras = json.loads(json.dumps(fields, allow_nan=False))
+            check_rewards(reward, turn_rewards)
+            extras = read_extras(fields)
         except (TypeError, ValueError) as error:
             raise ScoringError(str(error)) from None
         if turn_rewards and len(turn_rewards) != turns:

@@ -105,7 +105,7 @@ def _read_all(frames: BinaryIO, requests: _Requests) -> None:
 
 
 def _answer(answers: BinaryIO, number: int, fields: dict[str, Any]) -> None:
-    data = msgpack.packb(fields)
+    data = msgpack.packb(fields, unicode_errors="replace")  # an error may quote half of a surrogate pair
     answers.write(HEADER.pack(number, len(data)) + data)
     answers.flush()
 

@@ -75,7 +75,7 @@ def segments(draw: Callable[..., Any]) -> Segment:
                 end=len(mask),
                 finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
                 weight_versions=draw(st.sampled_from([(), versions])),
-                cached_tokens=draw(st.integers(0, 2**40)),
+                cached_tokens=draw(st.integers(0, 2**31 - 1)),
                 seconds=draw(st.floats(0, 1e6)),
             )
         )
@@ -95,14 +95,14 @@ def rollouts(draw: Callable[..., Any]) -> Rollout:
     found = tuple(draw(st.lists(segments(), max_size=3)))
     outcomes = [o for o in Outcome if o is not Outcome.COMPLETED or any(s.sampled_tokens for s in found)]
     outcome = draw(st.sampled_from(outcomes))
-    reward = draw(st.floats(allow_nan=False, allow_infinity=False))
+    reward = draw(st.floats(width=32, allow_nan=False, allow_infinity=False))
     failure = {"reason": "some_reason", "message": draw(texts), "traceback": draw(st.none() | texts)}
     return Rollout(
         run_id=draw(identifiers),
         step=draw(st.integers(0, MAX_STEP)),
         task_id=draw(identifiers),
         rollout_id=draw(identifiers),
-        attempt=draw(st.integers(1, 2**40)),
+        attempt=draw(st.integers(1, 10**9 - 1)),
         session_id=draw(texts),
         outcome=outcome,
         reward={Outcome.COMPLETED: reward, Outcome.AGENT_ERROR: draw(st.sampled_from([None, reward]))}.get(outcome),
@@ -294,6 +294,10 @@ def test_any_value_in_any_field_of_a_segment_is_read_or_refused(name, value):
         ({"reward": None}, "rollout", "reward is missing"),
         ({"reward": math.nan}, "reward", "finite"),
         ({"reward": "good"}, "reward", "number"),
+        ({"reward": -3.41e38}, "rollout", "beyond float32"),
+        ({"reward": 1.7e308, "turn_rewards": [1.7e308]}, "rollout", "beyond float32"),
+        ({"started_at": 1e300}, "started_at", "less"),
+        ({"attempt": 2**40}, "attempt", "less"),
         ({"step": -1}, "step", "greater"),
         ({"step": MAX_STEP + 1}, "step", "less"),
         ({"attempt": 0}, "attempt", "greater"),

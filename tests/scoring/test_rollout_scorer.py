@@ -14,7 +14,7 @@ from rollout_backend.config import StorageConfig
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
-from rollout_backend.scoring.scorer import ArtifactLost
+from rollout_backend.scoring.scorer import ArtifactLost, ScoreInput
 from rollouts import make_rollout
 
 TASK = Task("t", {"q": 1}, private={"answer": "7"})
@@ -87,6 +87,21 @@ async def test_the_scorer_gets_exactly_the_artifacts_that_the_result_lists(store
         await scorer.compute(rollout, rollout.encode(), TASK)
     assert caught.value.reason == "artifact_lost"
     assert len(requests) == 1
+
+
+async def test_the_scorer_gets_integers_of_any_size(store):
+    values = {"power": 2**100, "many": [-(10**3000), 2**64, -(2**63) - 1, 2**64 - 1, 1.5]}
+    seen: list[ScoreInput] = []
+
+    async def call(request: bytes) -> dict[str, Any]:
+        seen.append(ScoreInput.unpack(request))
+        return {"scorer": "judge", "sha256": SHA256, "reward": 1.0}
+
+    rollout = make_rollout("t.0")
+    await RolloutScorer(store, "run", call, "judge", SHA256).compute(
+        rollout, rollout.encode(), Task("t", values, private=values)
+    )
+    assert (seen[0].payload, seen[0].private) == (values, values)
 
 
 async def test_the_first_score_that_is_written_counts(store, scorer):

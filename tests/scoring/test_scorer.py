@@ -98,6 +98,11 @@ async def test_an_async_function_is_a_scorer(load):
         ({"score": 1}, "a dict without 'reward'"),
         ({"reward": 1, "turn_rewards": ["a"]}, "the reward is 'a'"),
         ({"reward": 1, "what": {1, 2}}, "not JSON serializable"),
+        (1e39, "beyond float32"),
+        ({"reward": 1, "turn_rewards": [3e38, 3e38]}, "beyond float32"),
+        ({"reward": 1, "what": 2**64}, "'what' cannot be stored as JSON"),
+        ({"reward": 1, "what": "\ud800"}, "half of a surrogate pair"),
+        ({"reward": 1, "what": [[]] * 130_000}, "more than 125000 maps and lists"),
     ],
 )
 def test_anything_else_is_no_score(load, returned, message):

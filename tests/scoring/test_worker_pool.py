@@ -30,6 +30,10 @@ def score(given):
             os._exit(3)
         case "raise":
             raise LookupError("no such answer")
+        case "raise text":
+            raise LookupError("no \\ud800")
+        case "large":
+            return {"reward": 0.5, "hash": 2**70}
     return {"reward": 0.5, "pid": os.getpid()}
 """
 
@@ -57,6 +61,8 @@ async def test_a_process_is_kept_until_it_fails_and_replaced(tmp_path, monkeypat
         assert (first["reward"], first["scorer"], first["sha256"]) == (0.5, "score", pool.sha256)
         answer = await pool.call(request(do="raise"))
         assert "LookupError: no such answer (scorer.py, line" in answer["error"]
+        assert "LookupError: no ? (scorer.py" in (await pool.call(request(do="raise text")))["error"]
+        assert "'hash' cannot be stored as JSON" in (await pool.call(request(do="large")))["error"]
         assert await pool.call(request(do="score")) == first, "it is the same process"
         with pytest.raises(ScoringError, match=r"took longer than scoring.timeout_s=1"):
             await pool.call(request(do="hang", file=str(tmp_path / "pids")))

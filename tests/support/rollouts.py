@@ -46,7 +46,7 @@ def make_rollout(rollout_id: str = "task-a.0", outcome: Outcome = Outcome.COMPLE
         fields["failure"] = Failure(reason="agent_exception", message="boom")
     if "segments" not in more:
         fields["segments"] = [make_segment()]
-    return Rollout.model_validate({**fields, **more})
+    return Rollout.parse({**fields, **more})
 
 
 def make_claims(session: str = "s", **more: Any) -> SessionClaims:
