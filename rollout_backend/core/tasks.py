@@ -9,6 +9,7 @@ in the same way. `harbor:FOLDER` in place of a file is a folder of Harbor tasks.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from agent_wrapper.json_values import check_json_value
 from rollout_backend.config import GroupConfig
 from rollout_backend.core.harbor import PREFIX, VERIFIER, read_harbor_tasks
 from rollout_backend.errors import ConfigError, TaskFileError
+
+log = logging.getLogger(__name__)
 
 MAX_TASK_ID = 100  # leaves room for the rollout's number in a 128-character id
 _ROLLOUT_ID = re.compile(r"(.+)\.([0-9]+)(\.g[0-9]+)?")
@@ -178,25 +181,69 @@ def _task(row: object, default_id: str) -> Task:
 
 
 def read_json(text: str) -> Any:
-    """Raises ValueError also for what is nested so deep that Python cannot read it."""
+    """Raises ValueError also for a key that occurs twice in an object, and for nesting that Python cannot read."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError(f"it is nested too deep; agents are given {MAX_DEPTH} levels at most") from None
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
+    return found
+
+
+class _Nulls:
+    """Finds fields that are null in some rows and have a value in others: dataset libraries fill such nulls in."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._null: set[str] = set()
+        self._given: set[str] = set()
+
+    def add(self, value: object, place: str) -> None:
+        todo = [(value, place)]
+        while todo:
+            value, place = todo.pop()
+            (self._null if value is None else self._given).add(place)
+            if isinstance(value, dict):
+                todo += [(each, f"{place}.{key}") for key, each in value.items()]
+            elif isinstance(value, list):
+                todo += [(each, f"{place}[]") for each in value]
+
+    def warn(self) -> None:
+        if filled := sorted(self._null & self._given):
+            names = ", ".join(filled[:5]) + (f" and {len(filled) - 5} more" if len(filled) > 5 else "")
+            log.warning(
+                "%s: %s: null in some rows, with a value in others. Dataset libraries add a null for each field that "
+                "a row lacks, and agents and scorers get it. To keep each row as it was, remove these nulls, or "
+                "write payload and private to Parquet as JSON text",
+                self._path,
+                names,
+            )
+
+
 def _jsonl(path: Path) -> Iterator[tuple[str, object]]:
+    nulls = _Nulls(path)
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise TaskFileError(f"{path} is not UTF-8: {error}") from None
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a text may hold U+2028, U+2029 and U+0085
         if not line.strip():
             continue
         try:
-            yield f"line {number}", read_json(line)
+            row = read_json(line)
         except ValueError as error:
             raise TaskFileError(f"{path}, line {number}: not JSON: {error}") from None
+        if isinstance(row, dict):
+            for column in ("payload", "private"):
+                nulls.add(row.get(column), column)
+        yield f"line {number}", row
+    nulls.warn()
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, object]]:
@@ -207,14 +254,21 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise TaskFileError(f"{path} is not a parquet file: {error}") from None
+    for each in table.schema:
+        if "map<" in str(each.type):  # its values read as pairs
+            raise TaskFileError(f"{path}: the column {each.name} holds maps of Parquet: write it as JSON text")
+    nulls = _Nulls(path)
     for number, row in enumerate(table.to_pylist()):
         # A struct column is the union of all rows' fields; a field that a row lacks reads as null. A column of
         # JSON text keeps each payload as it was written.
         for column in ("payload", "private"):
-            text = row.get(column)
-            if isinstance(text, str):
-                try:
-                    row[column] = read_json(text)
-                except ValueError as error:
-                    raise TaskFileError(f"{path}, row {number}: {column} is not JSON: {error}") from None
+            value = row.get(column)
+            if not isinstance(value, str):
+                nulls.add(value, column)
+                continue
+            try:
+                row[column] = read_json(value)
+            except ValueError as error:
+                raise TaskFileError(f"{path}, row {number}: {column} is not JSON: {error}") from None
         yield f"row {number}", row
+    nulls.warn()

@@ -118,6 +118,7 @@ def test_a_payload_that_cannot_reach_an_agent_is_refused(value, match):
         ("NaN", r"line 2: .*payload\.q is nan"),
         ("1e999", r"line 2: .*payload\.q is inf"),
         ("1" * 5000, "line 2: not JSON: .*limit"),
+        ('{"a": {"b": 1, "c": 2, "b": 1}}', "line 2: not JSON: the key 'b' occurs twice in one object"),
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -145,6 +146,41 @@ def test_payloads_that_the_wrapper_can_parse_are_accepted():
     payload = {"deep": nested(MAX_DEPTH - 1), "text": "\U0001f600\u2028", "numbers": (1, 10**300, 0.5, True, None)}
     task = Task("x", payload)
     assert from_json(json.dumps({**task.payload}))["text"] == payload["text"]
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "t.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"payload": {"q": 1}}\r\n{"payload": {"q": 2}}\r\n')
+    assert [task.payload["q"] for task in read_tasks(file)] == [1, 2]
+
+
+def test_nulls_that_a_library_fills_in_are_named(tmp_path, caplog):
+    """A Parquet struct has the fields of all rows, and `Dataset.to_json` writes those that a row lacks."""
+    payloads = [
+        {"q": "a", "tools": [{"name": "x", "limit": 3}, {"name": "y"}], "note": None},
+        {"q": "b", "hint": "h", "note": None},
+    ]
+    parquet, jsonl, text = (tmp_path / name for name in ("t.parquet", "t.jsonl", "text.parquet"))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"payload": each} for each in payloads]), parquet)
+    jsonl.write_text("\n".join(json.dumps({"payload": task.payload}) for task in read_tasks(parquet)))
+    [warning] = caplog.messages
+    assert "payload.hint, payload.tools, payload.tools[].limit: null in some rows" in warning
+    assert "JSON text" in warning
+    caplog.clear()
+    read_tasks(jsonl)
+    assert "payload.tools[].limit: null in some rows" in caplog.text
+    caplog.clear()
+    pyarrow.parquet.write_table(pyarrow.table({"payload": [json.dumps(each) for each in payloads]}), text)
+    assert [task.payload for task in read_tasks(text)] == payloads
+    assert not caplog.messages
+
+
+def test_maps_of_parquet_are_refused(tmp_path):
+    file = tmp_path / "t.parquet"
+    kind = pyarrow.struct([("m", pyarrow.map_(pyarrow.string(), pyarrow.int64()))])
+    pyarrow.parquet.write_table(pyarrow.table({"payload": pyarrow.array([{"m": {"a": 1}}], kind)}), file)
+    with pytest.raises(TaskFileError, match="the column payload holds maps of Parquet: write it as JSON text"):
+        read_tasks(file)
 
 
 def test_an_invalid_row_is_named(tmp_path):
