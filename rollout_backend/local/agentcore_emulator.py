@@ -101,8 +101,9 @@ class AgentCoreEmulator:
     The checks run in AWS's order: signature, name, form, rate, quota. The quota is per endpoint.
     """
 
-    def __init__(self, settings: EmulatorSettings) -> None:
+    def __init__(self, settings: EmulatorSettings, clock: Callable[[], float] = time.time) -> None:
         self._settings = settings
+        self._clock = clock  # of the session pools
         self._invokes = TokenBucket(settings.limits.invoke_per_s)
         self._stops = TokenBucket(settings.limits.stop_per_s)
         self._calls = TokenBucket(settings.limits.calls_per_s) if settings.limits.calls_per_s else None
@@ -138,7 +139,9 @@ class AgentCoreEmulator:
         settings = self._settings
         if settings.command:
             spawner = _spawner(settings, settings.command, {})
-            self._pools[settings.arn, "DEFAULT"] = SessionPool(spawner, settings.limits, settings.log_dir)
+            self._pools[settings.arn, "DEFAULT"] = SessionPool(
+                spawner, settings.limits, settings.log_dir, self._clock
+            )
             self._control.add(settings.arn, _first_definition(settings))
             if isinstance(spawner, PreforkSpawner):
                 spawner.warm()
@@ -167,7 +170,7 @@ class AgentCoreEmulator:
         if pool := self._pools.get((runtime.arn, endpoint)):
             pool.use(spawner, limits)
         else:
-            self._pools[runtime.arn, endpoint] = SessionPool(spawner, limits, self._settings.log_dir)
+            self._pools[runtime.arn, endpoint] = SessionPool(spawner, limits, self._settings.log_dir, self._clock)
 
     async def _drop(self, runtime: RuntimeRecord, endpoint: str) -> None:
         if pool := self._pools.pop((runtime.arn, endpoint), None):

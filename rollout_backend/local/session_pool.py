@@ -18,8 +18,8 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +89,10 @@ class RuntimeSession:
     id: str
     log: Path
     ready: asyncio.Future[None]
-    since: float = field(default_factory=time.time)
+    since: float
+    last_request: float
     status: str = "starting"  # then the status of its last ping: Healthy, HealthyBusy, or unresponsive
     updated: float = 0.0  # time_of_last_update of its last ping
-    last_request: float = field(default_factory=time.time)
     requests: int = 0  # in flight
     port: int = 0
     process: ServerProcess | None = None
@@ -102,22 +102,30 @@ class RuntimeSession:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def idle_s(self) -> float:
+    def idle_s(self, now: float) -> float:
         """Return the seconds since its last activity, as it reports it; 0 while it is busy."""
         if self.requests or (self.status == "HealthyBusy" and self.updated):
             return 0.0
-        return time.time() - max(self.last_request, self.updated)
+        return now - max(self.last_request, self.updated)
 
     def log_tail(self) -> str:
         return self.process.log_tail() if self.process else ""
 
 
 class SessionPool:
-    def __init__(self, spawner: Spawner, limits: EmulatorLimits, log_dir: Path) -> None:
+    def __init__(
+        self,
+        spawner: Spawner,
+        limits: EmulatorLimits,
+        log_dir: Path,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock` returns unix seconds; sessions are idle, old, or late to start by it."""
         self.counters: Counter[str] = Counter()
         self._spawners = [spawner]  # the last one starts new sessions
         self._limits = limits
         self._log_dir = log_dir
+        self._clock = clock
         self._open: dict[str, RuntimeSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._starts = asyncio.Semaphore(limits.parallel_starts)
@@ -169,7 +177,7 @@ class SessionPool:
 
     def release(self, session: RuntimeSession) -> None:
         session.requests -= 1
-        session.last_request = time.time()
+        session.last_request = self._clock()
 
     def stop(self, session_id: str) -> None:
         """Close the session; its process ends in the background.
@@ -207,6 +215,7 @@ class SessionPool:
                     "pid": session.process.pid if session.process else None,
                     "status": session.status,
                     "since": session.since,
+                    "requests": session.requests,
                 }
                 for session in self._open.values()
             ],
@@ -225,7 +234,8 @@ class SessionPool:
             raise ServiceError("ThrottlingException", "Too many new sessions: rate exceeded")
         # An id may hold characters that a file name cannot.
         log = self._log_dir / f"{re.sub(r'[^A-Za-z0-9._-]', '_', session_id)}.log"
-        session = RuntimeSession(session_id, log, asyncio.get_running_loop().create_future())
+        now = self._clock()
+        session = RuntimeSession(session_id, log, asyncio.get_running_loop().create_future(), now, now)
         self._open[session_id] = session
         self.counters["peak"] = max(self.counters["peak"], len(self._open))
         session.task = asyncio.create_task(self._run(session))
@@ -256,14 +266,14 @@ class SessionPool:
         session.port = next(self._ports)
         env = {"PORT": str(session.port), "HOST": "127.0.0.1"}
         session.process = await self._spawners[-1].spawn(f"session {session.id}", env, session.log)
-        deadline = time.monotonic() + self._limits.startup_timeout_s
+        deadline = self._clock() + self._limits.startup_timeout_s
         while not await self._ping(session):
             if not session.process.running:
                 code = session.process.returncode
                 raise StartupError(
                     f"The runtime ended with code {code} before it answered /ping. {session.log_tail()}"
                 )
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 raise StartupError(
                     f"Runtime initialization time exceeded: no answer to /ping on {session.url} (env PORT) within "
                     f"{self._limits.startup_timeout_s:g} s. {session.log_tail()}"
@@ -281,9 +291,9 @@ class SessionPool:
                     return "died"
                 if not await self._ping(session):
                     session.status = "unresponsive"
-                if session.idle_s() > self._limits.idle_timeout_s:
+                if session.idle_s(self._clock()) > self._limits.idle_timeout_s:
                     return "idle"
-                if time.time() - session.since > self._limits.max_life_s:
+                if self._clock() - session.since > self._limits.max_life_s:
                     return "expired"
         finally:
             ended.cancel()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,9 +18,9 @@ import pytest
 import uvicorn
 from botocore.config import Config
 
+from builders import eventually
 from rollout_backend.local.agentcore_emulator import AgentCoreEmulator, EmulatorSettings
 from rollout_backend.local.session_pool import EmulatorLimits
-from rollout_backend.serving.server_process import free_port
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
 
@@ -92,11 +94,21 @@ ThreadingHTTPServer((os.environ["HOST"], int(os.environ["PORT"])), Handler).serv
 """
 
 
+class ShiftedClock:
+    """The clock of the containers, and ahead of it by what tests set."""
+
+    ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.ahead_s
+
+
 class Runtime:
     """A running emulator with a real client."""
 
-    def __init__(self, plane: AgentCoreEmulator, url: str, client: Any) -> None:
+    def __init__(self, plane: AgentCoreEmulator, url: str, client: Any, clock: ShiftedClock) -> None:
         self.plane = plane
+        self._clock = clock
         self.url = url
         self.client = client
         self.arn = ARN
@@ -121,13 +133,17 @@ class Runtime:
         return dict(self.plane.pool.snapshot()["counters"])
 
     @property
+    def states(self) -> dict[str, tuple[str, int]]:
+        """Status and requests in flight, by session."""
+        return {each["id"]: (each["status"], each["requests"]) for each in self.plane.pool.snapshot()["sessions"]}
+
+    @property
     def open(self) -> list[str]:
         return [session["id"] for session in self.plane.pool.snapshot()["sessions"]]
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+    def pass_time(self, seconds: float) -> None:
+        """Let the emulator's clock jump."""
+        self._clock.ahead_s += seconds
 
 
 def sid(name: str) -> str:
@@ -153,7 +169,8 @@ async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime
         async def start(
             env: dict[str, str] | None = None, preload: tuple[str, ...] | None = None, **limits: float
         ) -> Runtime:
-            port = free_port()
+            listener = socket.create_server(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
             settings = EmulatorSettings(
                 arn=ARN,
                 command=(sys.executable, str(app)),
@@ -162,11 +179,12 @@ async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime
                 log_dir=tmp_path,
                 port=port,
                 preload=preload,
-                limits=EmulatorLimits(**{"ping_every_s": 0.1, "grace_s": 2.0, **limits}),
+                limits=EmulatorLimits(**{"ping_every_s": 0.1, "grace_s": 60.0, **limits}),
             )
-            plane = AgentCoreEmulator(settings)
-            server = uvicorn.Server(uvicorn.Config(plane.app(), port=port, log_level="error", lifespan="on"))
-            serving = asyncio.create_task(server.serve())
+            clock = ShiftedClock()
+            plane = AgentCoreEmulator(settings, clock)
+            server = uvicorn.Server(uvicorn.Config(plane.app(), log_level="error", lifespan="on"))
+            serving = asyncio.create_task(server.serve([listener]))
 
             async def end() -> None:
                 server.should_exit = True
@@ -174,8 +192,7 @@ async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime
                 await serving
 
             stack.push_async_callback(end)
-            while not server.started:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await eventually(lambda: server.started)
             url = f"http://127.0.0.1:{port}"
             client = await stack.enter_async_context(
                 aioboto3.Session().client(
@@ -184,9 +201,9 @@ async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime
                     endpoint_url=url,
                     aws_access_key_id="local",
                     aws_secret_access_key="local",
-                    config=Config(retries={"total_max_attempts": 1}),
+                    config=Config(retries={"total_max_attempts": 1}, read_timeout=600),
                 )
             )
-            return Runtime(plane, url, client)
+            return Runtime(plane, url, client, clock)
 
         yield start

@@ -12,6 +12,8 @@ import aiohttp
 import pytest
 from botocore.exceptions import ClientError
 
+from builders import eventually
+
 BOTH_SPAWNERS = pytest.mark.parametrize("preload", [None, ()], ids=["command", "prefork"])
 
 
@@ -93,7 +95,7 @@ async def test_stop_ends_the_process_and_the_id_stays_valid(start_runtime, tmp_p
     assert stopped["statusCode"] == 200
     assert stopped["runtimeSessionId"] == sid("a")
     assert runtime.open == []
-    await runtime.until(lambda: not alive(first))
+    await eventually(lambda: not alive(first))
     assert "got SIGTERM" in (tmp_path / f"{sid('a')}.log").read_text()
     await refused(runtime.stop("a"), 404, "ResourceNotFoundException")
     second = await runtime.seen("a")
@@ -108,7 +110,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(start_
     child = await runtime.seen("a", b'{"do": "child"}')
     pid = (await runtime.seen("a"))["pid"]
     await runtime.stop("a")
-    await runtime.until(lambda: not alive(pid) and not alive(child))
+    await eventually(lambda: not alive(pid) and not alive(child))
 
 
 async def test_unknown_runtimes_and_invalid_ids_are_refused(start_runtime):
@@ -149,10 +151,10 @@ async def test_session_quota_returns_402(start_runtime):
 
 
 async def test_calls_above_the_rate_are_throttled(start_runtime):
-    runtime = await start_runtime(invoke_per_s=2, stop_per_s=1, new_sessions_per_s=0.01)
+    runtime = await start_runtime(new_sessions_per_s=1e-6)
     await runtime.invoke("a")
     await refused(runtime.invoke("b"), 429, "ThrottlingException", "new sessions")
-    runtime = await start_runtime(invoke_per_s=0.01, stop_per_s=0.01)
+    runtime = await start_runtime(invoke_per_s=1e-6, stop_per_s=1e-6)
     await runtime.invoke("a")
     await refused(runtime.invoke("a"), 429, "ThrottlingException")
     await runtime.stop("a")
@@ -170,7 +172,7 @@ async def test_container_error_returns_424(start_runtime):
 async def test_crash_during_an_invoke_returns_424_and_the_next_invoke_starts_a_process(start_runtime, preload):
     runtime = await start_runtime(preload=preload)
     await refused(runtime.invoke("a", b'{"do": "die"}'), 424, "RuntimeClientError", "dying")
-    await runtime.until(lambda: runtime.open == [])
+    await eventually(lambda: runtime.open == [])
     assert runtime.counters["died"] == 1
     assert (await runtime.seen("a"))["calls"] == 1
 
@@ -201,48 +203,48 @@ async def test_libraries_with_threads_are_not_preloaded(start_runtime, app, tmp_
 
 
 async def test_missing_ping_answer_returns_424(start_runtime):
-    runtime = await start_runtime(env={"MUTE": "1"}, startup_timeout_s=0.5)
-    await refused(runtime.invoke("a"), 424, "RuntimeClientError", "initialization time exceeded")
+    runtime = await start_runtime(env={"MUTE": "1"})
+    invoke = asyncio.create_task(runtime.invoke("a"))
+    await eventually(lambda: [each["pid"] for each in runtime.plane.pool.snapshot()["sessions"]] not in ([], [None]))
+    runtime.pass_time(121)
+    await refused(invoke, 424, "RuntimeClientError", "initialization time exceeded")
     assert runtime.open == []
 
 
 async def test_stop_while_starting(start_runtime):
-    runtime = await start_runtime(env={"MUTE": "1"}, startup_timeout_s=60)
+    runtime = await start_runtime(env={"MUTE": "1"})
     invoke = asyncio.create_task(runtime.invoke("a"))
-    await runtime.until(lambda: runtime.open == [sid("a")])
+    await eventually(lambda: runtime.open == [sid("a")])
     await runtime.stop("a")
     with pytest.raises(ClientError, match="stopped while it was starting"):
         await invoke
-    await runtime.until(lambda: runtime.plane.pool.snapshot()["ending"] == 0)
+    await eventually(lambda: runtime.plane.pool.snapshot()["ending"] == 0)
 
 
 async def test_idle_sessions_end_and_busy_ones_do_not(start_runtime):
-    # time_of_last_update is in whole seconds, so a timeout must be well above 1 s.
-    runtime = await start_runtime(idle_timeout_s=1.5)
+    runtime = await start_runtime()
     await asyncio.gather(
         runtime.invoke("busy", b'{"do": "busy"}'),
         runtime.invoke("idle"),
         runtime.invoke("forgetful", b'{"do": "busy, without its time"}'),
     )
-    await runtime.until(lambda: runtime.open == [sid("busy")])
+    waiting = asyncio.create_task(runtime.invoke("waits", b'{"do": "wait"}'))  # a request in flight is not idle
+    idle, busy, waits = ("Healthy", 0), ("HealthyBusy", 0), ("Healthy", 1)
+    states = {sid("busy"): busy, sid("idle"): idle, sid("forgetful"): busy, sid("waits"): waits}
+    await eventually(lambda: runtime.states == states)
+    runtime.pass_time(901)
+    await eventually(lambda: runtime.open == [sid("busy"), sid("waits")])
     assert runtime.counters["idle"] == 2
-
-
-async def test_a_request_in_flight_is_not_idle(start_runtime):
-    runtime = await start_runtime(idle_timeout_s=1.2)
-    waiting = asyncio.create_task(runtime.invoke("waits", b'{"do": "wait"}'))
-    await runtime.invoke("idle")
-    await runtime.until(lambda: runtime.counters["idle"] == 1)
-    assert runtime.open == [sid("waits")]
     await runtime.stop("waits")
     with pytest.raises(ClientError, match="did not answer"):
         await waiting
 
 
 async def test_session_ends_at_its_maximum_lifetime(start_runtime):
-    runtime = await start_runtime(max_life_s=0.5)
+    runtime = await start_runtime()
     pid = (await runtime.seen("a", b'{"do": "busy"}'))["pid"]
-    await runtime.until(lambda: not alive(pid))
+    runtime.pass_time(28_801)
+    await eventually(lambda: not alive(pid))
     assert runtime.open == []
     assert runtime.counters["expired"] == 1
 
@@ -252,7 +254,7 @@ async def test_many_concurrent_sessions(start_runtime):
     answers = await asyncio.gather(*(runtime.invoke(f"s{i}") for i in range(24)))
     assert len({json.loads(answer["body"])["pid"] for answer in answers}) == 24
     await asyncio.gather(*(runtime.stop(f"s{i}") for i in range(24)))
-    await runtime.until(lambda: runtime.plane.pool.snapshot()["ending"] == 0)
+    await eventually(lambda: runtime.plane.pool.snapshot()["ending"] == 0)
     assert runtime.counters["stopped"] == runtime.counters["peak"] == 24
 
 
@@ -260,5 +262,5 @@ async def test_sessions_end_with_a_killed_prefork_process(start_runtime):
     runtime = await start_runtime(preload=())
     pid = (await runtime.seen("a"))["pid"]
     os.kill(parent_of(pid), signal.SIGKILL)
-    await runtime.until(lambda: not alive(pid) and runtime.open == [])
+    await eventually(lambda: not alive(pid) and runtime.open == [])
     await runtime.invoke("b")  # new sessions run the command

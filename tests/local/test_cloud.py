@@ -13,6 +13,7 @@ import aioboto3
 import anyio.from_thread
 import pytest
 
+from builders import eventually
 from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.local.cloud import LocalCloud, LocalRuntime
@@ -33,12 +34,6 @@ def processes_under(mark: str) -> list[int]:
         if f"MARK={mark}".encode() in environ and int(folder.name) != os.getpid():
             found.append(int(folder.name))
     return found
-
-
-async def until_gone(mark: str) -> None:
-    async with asyncio.timeout(15):
-        while processes_under(mark):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 @contextmanager
@@ -144,7 +139,7 @@ async def test_failed_start_leaves_no_process(app, tmp_path, mark):
     cloud = LocalCloud(app, run_dir=tmp_path, bucket="NOT A BUCKET")
     with pytest.raises(Exception, match="bucket"):
         await cloud.start()
-    await until_gone(mark)
+    await eventually(lambda: not processes_under(mark))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a process that was killed")
@@ -152,7 +147,7 @@ async def test_no_process_outlives_a_kill(app, tmp_path, mark):
     program = f"""
 import asyncio, pathlib, sys
 from rollout_backend.local.cloud import LocalCloud
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]!r}
 from test_cloud import invoke
 
 async def main():
@@ -167,7 +162,7 @@ asyncio.run(main())
         pid = int((await asyncio.to_thread(process.stdout.readline)).strip())
         assert {process.pid, pid} < set(processes_under(mark))
         process.send_signal(signal.SIGKILL)
-    await until_gone(mark)
+    await eventually(lambda: not processes_under(mark))
 
 
 async def test_limits_apply_to_the_emulator(app, tmp_path):

@@ -91,6 +91,7 @@ def test_agent_failures_are_results(run_agent, app, script):
     assert run_agent(scored, {}, replies=["hi"], outcome="agent_error").reward == -1.0
 
 
+@pytest.mark.slow
 def test_slow_agent_times_out(run_agent):
     import asyncio
 
@@ -100,7 +101,7 @@ def test_slow_agent_times_out(run_agent):
     async def agent(context):
         await asyncio.Event().wait()
 
-    rollout = run_agent(slow, {}, replies=[], timeout_s=0.5, outcome="timed_out")
+    rollout = run_agent(slow, {}, replies=[], timeout_s=10, outcome="timed_out")
     assert rollout.failure.reason == "agent_deadline"
 
 

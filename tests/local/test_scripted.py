@@ -13,6 +13,7 @@ def ask(engine: ScriptedEngine, session: str = "s", text: str = "hi", **params) 
         f"{engine.url}/generate",
         json={"input_ids": ids, "rid": "r", "sampling_params": {"max_new_tokens": 100, **params}},
         headers={"X-SMG-Routing-Key": session},
+        timeout=60,
     )
 
 
@@ -73,14 +74,14 @@ def test_max_new_tokens_and_stop_strings_cut_the_answer():
 def test_requests_of_a_router_are_answered():
     with ScriptedEngine([]) as engine:
         for path in ("/health", "/health_generate", "/get_model_info", "/get_server_info", "/v1/models"):
-            assert httpx.get(engine.url + path).status_code == 200
+            assert httpx.get(engine.url + path, timeout=60).status_code == 200
 
 
 def test_engine_ends_while_an_answer_is_blocked():
     held = threading.Event()
-    with ScriptedEngine(lambda _: "late" if held.wait(30) else "never") as engine:
+    with ScriptedEngine(lambda _: "late" if held.wait(300) else "never") as engine:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{engine.url}/generate", json={"input_ids": [5]}, timeout=0.2)
+            httpx.post(f"{engine.url}/generate", json={"input_ids": [5]}, timeout=httpx.Timeout(60, read=0.2))
         held.set()
     assert not engine._thread.is_alive()
 

@@ -28,7 +28,7 @@ async def through(local_aws) -> AsyncIterator[Callable[..., Awaitable[tuple[Faul
     """A proxy with these rules in front of the local storage, with S3 and SQS clients that use it."""
     async with AsyncExitStack() as stack:
 
-        async def open_(*rules: Rule, seed: int = 0, read_timeout_s: float = 10.0) -> tuple[FaultProxy, Any, Any]:
+        async def open_(*rules: Rule, seed: int = 0, read_timeout_s: float = 120.0) -> tuple[FaultProxy, Any, Any]:
             proxy = await stack.enter_async_context(FaultProxy(local_aws.endpoint_url, rules, seed))
             where = {"region": local_aws.region, "endpoint_url": proxy.url, "read_timeout_s": read_timeout_s}
             s3, sqs = [await stack.enter_async_context(aws.client(service, **where)) for service in ("s3", "sqs")]
@@ -60,7 +60,7 @@ async def test_calls_without_a_rule_pass_unchanged() -> None:
         seen.append((request.method, request.raw_path, list(request.headers.items()), await request.read()))
         return web.Response(status=207, body=b"\0\xff", headers={"x-amz-id": "7", "Content-Type": "odd/kind"})
 
-    async with served(note) as url, FaultProxy(url) as proxy, httpx.AsyncClient() as client:
+    async with served(note) as url, FaultProxy(url) as proxy, httpx.AsyncClient(timeout=60) as client:
         headers = {"Host": "bucket.example", "Authorization": "AWS4 Credential=AK/20260101/r/s3/aws4_request, x"}
         path = "/b/a%20%C3%BC%2B%2541?x-id=a%2Fb&empty="
         answer = await client.put(f"{proxy.url}{path}", content=b"\0\1\2", headers=headers)
@@ -114,12 +114,12 @@ async def test_connection_is_cut_before_or_after_the_call(through, local_aws, ru
 
 async def test_call_hangs_until_the_client_or_the_rule_times_out(through, local_aws, run_id) -> None:
     proxy, s3, _ = await through(Rule("s3:PutObject", Fault.HANG, times=1), read_timeout_s=0.3)
+    _, patient, _ = await through(Rule("s3:GetObject", Fault.HANG, seconds=0.2))
     put = {"Bucket": local_aws.bucket, "Key": f"{run_id}/hung", "Body": b"x", "IfNoneMatch": "*"}
     with pytest.raises(ReadTimeoutError):
         await s3.put_object(**put)
     assert proxy.calls[0].status is None
-    await s3.put_object(**put)  # the first call was not executed, or this one would be refused
-    _, patient, _ = await through(Rule("s3:GetObject", Fault.HANG, seconds=0.2))
+    await patient.put_object(**put)  # the first call was not executed, or this one would be refused
     assert (await patient.get_object(Bucket=local_aws.bucket, Key=f"{run_id}/hung"))["ContentLength"] == 1
 
 
