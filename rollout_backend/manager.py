@@ -65,7 +65,6 @@ if TYPE_CHECKING:  # only a run with metrics loads prometheus_client
 
 log = logging.getLogger(__name__)
 
-_GATEWAY_POLL_S = 5.0
 _METRICS_S = 5.0  # in which gateways must answer; Prometheus waits for 10 s
 
 _T = TypeVar("_T")
@@ -88,6 +87,7 @@ class RolloutManager:
         rollouts: int | None = None,
         started_by: StartedBy = "python",
         agent: Mapping[str, str] | None = None,
+        gateway_poll_s: float = 5.0,
     ) -> None:
         """Create a manager. Nothing starts before you enter it.
 
@@ -96,6 +96,8 @@ class RolloutManager:
         rollouts in a step: a step that cannot finish in time is then refused before anything starts. `wait_lost`
         raises CloudLost when the run's local cloud ends.
         `started_by` and `agent` are recorded in the run's folder; by default `agent` is what the runtime describes.
+        The gateways' counts are read every `gateway_poll_s`; after six intervals in which agents run and none calls
+        the model, a warning is logged.
         """
         self.config = config
         self.archive = RunArchive(config.run_dir)
@@ -108,6 +110,7 @@ class RolloutManager:
         self._wait_lost = wait_lost
         self._started_by = started_by
         self._agent = agent
+        self._gateway_poll_s = gateway_poll_s
         self._stack = AsyncExitStack()
         self._run: RunServices | None = None
         self._steps: dict[int, Step] = {}
@@ -137,7 +140,7 @@ class RolloutManager:
             stack.callback(self.archive.close)
             self.archive.write_start(self.config, await self._describe_start(run))
             setting = "relay.url" if self.config.relay is not None else "gateway.public_url"
-            self._first_call = FirstCall(run.serving.gateways.public_urls[0], setting)
+            self._first_call = FirstCall(run.serving.gateways.public_urls[0], setting, 6 * self._gateway_poll_s)
             watching = asyncio.create_task(self._watch_gateways(self._first_call))
             stack.callback(watching.cancel)
             self._run = run
@@ -218,7 +221,7 @@ class RolloutManager:
         """Sample the engines' load for the current steps. Log a warning if agents run for long and none of them has
         called the model."""
         while True:
-            await asyncio.sleep(_GATEWAY_POLL_S)
+            await asyncio.sleep(self._gateway_poll_s)
             stats = await self._gateway_stats() if self._steps else None
             if stats is None:
                 continue

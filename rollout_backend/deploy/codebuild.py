@@ -31,9 +31,7 @@ from rollout_backend.errors import PreflightError
 from rollout_backend.runtimes.agentcore.provision import TAG
 
 _BUILD_MINUTES, _QUEUED_MINUTES = 30, 20  # after which CodeBuild ends a build
-_BUILD_S = 60.0 * (_BUILD_MINUTES + _QUEUED_MINUTES + 5)
 _ROLE_S = 60.0  # until CodeBuild may assume a role that has just been created
-_POLL_S = 3.0
 _LOG_LINES = 40
 _RETRIES = 7  # CodeBuild throttles its calls at a few per second
 # Docker Hub limits anonymous pulls, and the Docker of `_IMAGE` knows this syntax without pulling it.
@@ -52,8 +50,16 @@ phases:
 """
 
 
-async def build_image(folder: Path, target: Target, echo: Callable[[str], object]) -> str:
-    """Upload the folder, build its image, and return the image's name.
+async def build_image(
+    folder: Path,
+    target: Target,
+    echo: Callable[[str], object],
+    *,
+    limit_s: float = 60.0 * (_BUILD_MINUTES + _QUEUED_MINUTES + 5),
+    poll_s: float = 3.0,
+) -> str:
+    """Upload the folder, build its image, and return the image's name. A build that takes longer than `limit_s` is
+    stopped.
 
     Raises:
         PreflightError: a call was refused, or the build failed; with the end of its log.
@@ -66,8 +72,8 @@ async def build_image(folder: Path, target: Target, echo: Callable[[str], object
         echo(f"uploading {archive.stat().st_size / 1e6:.1f} MB of source to s3://{target.bucket}/{key}")
         await upload_once(target, key, archive)
     async with _explained(target), _client(target, "codebuild") as client:
-        await _ensure_project(client, target, echo)
-        await _Build(client, target, f"{target.bucket}/{key}", image, echo).run()
+        await _ensure_project(client, target, echo, poll_s)
+        await _Build(client, target, f"{target.bucket}/{key}", image, echo, poll_s).run(limit_s)
     return image
 
 
@@ -115,7 +121,7 @@ def _pack(folder: Path, source: Path, target: Path) -> str:
     return write_zip(source, target)
 
 
-async def _ensure_project(client: Any, target: Target, echo: Callable[[str], object]) -> None:
+async def _ensure_project(client: Any, target: Target, echo: Callable[[str], object], poll_s: float) -> None:
     """Create or update the project, unless it is there and equal."""
     wanted = project_definition(target)
     name, deadline = wanted["name"], time.monotonic() + _ROLE_S
@@ -136,7 +142,7 @@ async def _ensure_project(client: Any, target: Target, echo: Callable[[str], obj
             is_new_role = "sts:AssumeRole" in aws.message_of(error) and time.monotonic() < deadline
             if not is_new_role:
                 raise
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(poll_s)
         else:
             return
 
@@ -151,24 +157,27 @@ def _includes(actual: Any, wanted: Any) -> bool:
 class _Build:
     """One build, until it has ended."""
 
-    def __init__(self, client: Any, target: Target, source: str, image: str, echo: Callable[[str], object]) -> None:
+    def __init__(
+        self, client: Any, target: Target, source: str, image: str, echo: Callable[[str], object], poll_s: float
+    ) -> None:
         self._client = client
         self._target = target
         self._source = source
         self._image = image
         self._echo = echo
+        self._poll_s = poll_s
 
-    async def run(self) -> None:
-        """Start the build and wait for its end. Stop it if it takes too long, or if this task is cancelled."""
+    async def run(self, limit_s: float) -> None:
+        """Start the build and wait for its end. Stop it after `limit_s`, or if this task is cancelled."""
         build_id = await self._start()
         self._echo(f"building {self._image} in CodeBuild")
         try:
-            async with asyncio.timeout(_BUILD_S):
+            async with asyncio.timeout(limit_s):
                 build = await self._ended(build_id)
         except BaseException as error:
             await asyncio.shield(self._stop(build_id))
             if isinstance(error, TimeoutError):
-                raise PreflightError(f"build {build_id} was stopped: it did not end within {_BUILD_S:g} s") from None
+                raise PreflightError(f"build {build_id} was stopped: it did not end within {limit_s:g} s") from None
             raise
         if build["buildStatus"] != "SUCCEEDED":
             raise PreflightError(f"{_describe_failure(build)}. {await self._log_tail(build)}")
@@ -201,7 +210,7 @@ class _Build:
             if build.get("currentPhase", phase) != phase:
                 phase = build["currentPhase"]
                 self._echo(f"  {phase.lower().replace('_', ' ')}")
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self._poll_s)
 
     async def _stop(self, build_id: str) -> None:
         try:

@@ -55,7 +55,9 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"{folder} is not an agent's folder: it has no {ENTRY_POINT}, which ends in app.run()")
 
 
-async def make_package(folder: Path, target: Path, *, native: bool = False) -> CodePackage:
+async def make_package(
+    folder: Path, target: Path, *, native: bool = False, max_unpacked_bytes: int = MAX_UNPACKED_BYTES
+) -> CodePackage:
     """Write `target`, the zip of an agent's folder. With `native` its machine code is for this machine, else for
     AgentCore's: Linux on arm64.
 
@@ -71,7 +73,7 @@ async def make_package(folder: Path, target: Path, *, native: bool = False) -> C
         wrapper = Path(agent_wrapper.__file__).parent
         shutil.copytree(wrapper, content / wrapper.name, ignore=shutil.ignore_patterns("__pycache__"))
         copy_agent(folder, content)
-        return await asyncio.to_thread(_zip, content, target, python)
+        return await asyncio.to_thread(_zip, content, target, python, max_unpacked_bytes)
 
 
 def requirements() -> list[str]:
@@ -166,14 +168,14 @@ def _files(content: Path) -> list[Path]:
     return [path for path in sorted(content.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
 
 
-def _zip(content: Path, target: Path, python: str) -> CodePackage:
+def _zip(content: Path, target: Path, python: str, max_unpacked_bytes: int) -> CodePackage:
     unpacked = sum(path.stat().st_size for path in _files(content))
     digest = write_zip(content, target)
     size = target.stat().st_size
-    if size > MAX_ZIP_BYTES or unpacked > MAX_UNPACKED_BYTES:
+    if size > MAX_ZIP_BYTES or unpacked > max_unpacked_bytes:
         raise ConfigError(
             f"the agent's zip has {size:,} bytes, and {unpacked:,} unpacked; AgentCore accepts {MAX_ZIP_BYTES:,} and "
-            f"{MAX_UNPACKED_BYTES:,}. Leave packages out of {REQUIREMENTS}, or build an image: --build codebuild"
+            f"{max_unpacked_bytes:,}. Leave packages out of {REQUIREMENTS}, or build an image: --build codebuild"
         )
     packages = len(list(content.glob("*.dist-info")))
     return CodePackage(target, python, digest, packages)

@@ -36,9 +36,12 @@ class BuildFailed(Exception):
 class CodeStore:
     """Agents that are deployed as code. `env` is the environment of a session."""
 
-    def __init__(self, folder: Path, region: str, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, region: str, env: Mapping[str, str], *, max_unpacked_bytes: int = MAX_UNPACKED_BYTES
+    ) -> None:
         self._folder = folder
         self._region = region
+        self._max_unpacked_bytes = max_unpacked_bytes
         self.env = {name: value for name, value in env.items() if name not in _ENVIRONMENT}
 
     def check(self, configuration: Mapping[str, Any]) -> None:
@@ -76,8 +79,8 @@ class CodeStore:
             shutil.rmtree(unpacked, ignore_errors=True)
             try:
                 with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                    if sum(each.file_size for each in archive.infolist()) > MAX_UNPACKED_BYTES:
-                        raise BuildFailed(f"The unzipped code exceeds {MAX_UNPACKED_BYTES} bytes")
+                    if sum(each.file_size for each in archive.infolist()) > self._max_unpacked_bytes:
+                        raise BuildFailed(f"The unzipped code exceeds {self._max_unpacked_bytes} bytes")
                     archive.extractall(unpacked)  # names cannot lead out of the folder
             except zipfile.BadZipFile as error:
                 raise BuildFailed(f"{code} is not a zip file: {error}") from None

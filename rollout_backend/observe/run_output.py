@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 
 Style = Literal["normal", "quiet", "verbose", "json"]
 
-_READ_S, _LINES_S = 0.5, 15.0
 _FAILURES_SHOWN = 10
 _DESCRIPTIONS = {
     RunPhase.CHECK: "checking this machine, bucket, runtime and queue",
@@ -60,7 +59,12 @@ _DESCRIPTIONS = {
 class RunOutput:
     """Prints one run on a console. Pass its methods to a manager, and `watch` the manager's progress."""
 
-    def __init__(self, console: Console, style: Style = "normal") -> None:
+    def __init__(
+        self, console: Console, style: Style = "normal", *, read_s: float = 0.5, lines_s: float = 15.0
+    ) -> None:
+        """`read_s` and `lines_s` are the seconds between two reads of the progress, and between two of its lines."""
+        self._read_s = read_s
+        self._lines_s = lines_s
         self.console = console
         self.style = style
         self._live: Live | None = None
@@ -183,12 +187,12 @@ class RunOutput:
                     self._progress, now = progress, time.monotonic()
                     self._history.add(now, progress)
                     self.failures(progress.failures)
-                    next_line = next_line or now + _LINES_S
+                    next_line = next_line or now + self._lines_s
                     if now >= next_line:
-                        next_line = now + _LINES_S
+                        next_line = now + self._lines_s
                         self._print_progress(progress)
             self._refresh()
-            await asyncio.sleep(_READ_S)
+            await asyncio.sleep(self._read_s)
 
     def _on_key(self, key: str) -> None:
         if key == "d":

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- A run of any size is exported with the records of one step and at most `_MAX_ROWS` rows of each table in memory.
+- A run of any size is exported with the records of one step and at most `max_rows` rows of each table in memory.
 - The files of an earlier export are replaced when all new ones are complete. A failed export leaves no file.
 """
 
@@ -33,14 +33,13 @@ from rollout_backend.report.tables import (
     turn_rows,
 )
 
-_MAX_ROWS = 5000  # of a table in memory; with Parquet, the rows of a row group
-
-
 TableFormat = Literal["parquet", "csv", "jsonl"]
 
 
-def export_run(run_dir: Path, to: TableFormat, out: Path) -> dict[Path, int]:
+def export_run(run_dir: Path, to: TableFormat, out: Path, *, max_rows: int = 5000) -> dict[Path, int]:
     """Write the tables of a run and `schema.json` into a folder. Return the number of rows of each table's file.
+
+    `max_rows` is the number of rows of a table in memory; with Parquet, the rows of a row group.
 
     Raises:
         ConfigError: the run's folder holds no step, or a file of another version.
@@ -51,7 +50,10 @@ def export_run(run_dir: Path, to: TableFormat, out: Path) -> dict[Path, int]:
     prices = Prices.of(config) if config is not None else None
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as parts:
-        tables = {name: _Table(out / f"{name}.{to}", schema, to, run_id, parts) for name, schema in SCHEMAS.items()}
+        tables = {
+            name: _Table(out / f"{name}.{to}", schema, to, run_id, parts, max_rows)
+            for name, schema in SCHEMAS.items()
+        }
         for step in read_steps(run_dir):
             for record in step.records:
                 rollout = read_rollout(archive, record)
@@ -83,18 +85,19 @@ class _Table:
     """One table, which is written to `part` until it is complete."""
 
     def __init__(
-        self, path: Path, schema: pa.Schema, to: TableFormat, run_id: str, parts: contextlib.ExitStack
+        self, path: Path, schema: pa.Schema, to: TableFormat, run_id: str, parts: contextlib.ExitStack, max_rows: int
     ) -> None:
         self.path, self.part, self.rows = path, path.with_name(f".{path.name}.part"), 0
         self._schema = schema.with_metadata({"schema_version": str(TABLES_VERSION), "run_id": run_id})
         self._pending: list[Row] = []
+        self._max_rows = max_rows
         parts.callback(self.part.unlink, missing_ok=True)
         self._writer = _open(self.part, self._schema, to)
         parts.callback(self._writer.close)
 
     def add(self, rows: Iterable[Row]) -> None:
         self._pending.extend(rows)
-        if len(self._pending) >= _MAX_ROWS:
+        if len(self._pending) >= self._max_rows:
             self._write()
 
     def close(self) -> None:

@@ -82,11 +82,10 @@ async def test_a_package_without_a_wheel_is_named_with_what_to_do(agent, fake_uv
         await make_package(agent, tmp_path / "a.zip")
 
 
-async def test_a_zip_that_agentcore_refuses_is_refused_here(agent, fake_uv, tmp_path, monkeypatch):
+async def test_a_zip_that_agentcore_refuses_is_refused_here(agent, fake_uv, tmp_path):
     fake_uv()
-    monkeypatch.setattr(package, "MAX_UNPACKED_BYTES", 1000)
     with pytest.raises(ConfigError, match=r"bytes, and .* unpacked; AgentCore accepts"):
-        await make_package(agent, tmp_path / "a.zip")
+        await make_package(agent, tmp_path / "a.zip", max_unpacked_bytes=1000)
 
 
 def test_a_missing_uv_is_named_before_anything_is_started(agent, tmp_path, monkeypatch):

@@ -3,13 +3,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from aiohttp import web
 
 from agent_wrapper import RolloutContext
 from agent_wrapper.contract import Sampling
 from agent_wrapper.outcome import classify
 from agent_wrapper.runner import Raised
+from builders import served
 from rollout_backend.local.scripted import ToolCall
-from rollout_backend.serving.server_process import free_port
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +131,15 @@ def test_a_truncated_reply_is_scored(run_agent, tool_agent, task):
     assert rollout.trainable
 
 
-async def test_a_lost_model_is_detected_through_the_framework(tool_agent, task, monkeypatch):
-    monkeypatch.setattr("agent_wrapper.context._MAX_RETRIES", 0)
-    env = {"OPENAI_BASE_URL": f"http://127.0.0.1:{free_port()}/v1", "OPENAI_API_KEY": "k", "ROLLOUT_MODEL": "m"}
-    context = RolloutContext.from_environment(task, env)
-    with pytest.raises(Exception) as caught:  # noqa: PT011  the framework wraps it
-        await tool_agent.agent(context)
+async def test_a_lost_model_is_detected_through_the_framework(tool_agent, task):
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=503, headers={"x-should-retry": "false"})
+
+    async with served(refuse) as url:
+        env = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "k", "ROLLOUT_MODEL": "m"}
+        context = RolloutContext.from_environment(task, env)
+        with pytest.raises(Exception) as caught:  # noqa: PT011  the framework wraps it
+            await tool_agent.agent(context)
     assert classify(Raised(caught.value), context.base_url).failure.reason == "model_unavailable"
 
 

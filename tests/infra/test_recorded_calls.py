@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import site
 import sys
 import zipfile
@@ -13,6 +14,7 @@ import pytest
 from aiohttp import web
 
 import agent_wrapper
+from builders import eventually
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
 from rollout_backend.deploy import codebuild as codebuild_module
@@ -148,10 +150,10 @@ async def test_deploy_and_down_make_the_calls_that_the_table_lists(storage, stac
         with pytest.raises(PreflightError, match="exit status 1"):
             await by_image.deploy({}, told.append)
         write_programs(tmp_path, "sleep 600")
-        with monkeypatch.context() as hurried:
-            hurried.setattr(codebuild_module, "_BUILD_S", 1.0)
-            with pytest.raises(PreflightError, match="was stopped"):
-                await by_image.deploy({}, told.append)
+        deploying = asyncio.create_task(by_image.deploy({}, told.append))
+        await eventually(lambda: told[-1] == "  build")
+        deploying.cancel()
+        await asyncio.wait([deploying])  # it has stopped its build
         write_programs(tmp_path, "true")
         codebuild.projects["rollout_agent"]["timeoutInMinutes"] = 5
         assert (await by_image.deploy({}, told.append)).arn == deployed.arn

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from rollout_backend.local import code_artifacts
 from rollout_backend.local.code_artifacts import BuildFailed, CodeStore
 from rollout_backend.local.session_pool import ServiceError
 from rollout_backend.runtimes.agentcore.provision import CodeArtifact
@@ -50,16 +49,16 @@ async def test_an_agent_sees_its_zip_and_nothing_of_this_machine(store, upload):
     assert "PYTHONPATH" not in CodeStore(script.parent, "us-east-1", {"PYTHONPATH": "/here"}).env
 
 
-async def test_code_that_cannot_run_fails_with_the_reason(store, upload, local_aws, monkeypatch):
+async def test_code_that_cannot_run_fails_with_the_reason(store, upload, local_aws, tmp_path):
     with pytest.raises(BuildFailed, match=r"entry point agent\.py is not in s3://"):
         await store.install(await upload("other.zip", zipped(main=AGENT)))
     with pytest.raises(BuildFailed, match="is not a zip file"):
         await store.install(await upload("text.zip", b"text"))
     with pytest.raises(BuildFailed, match=r"cannot be read from s3://.*NoSuchKey"):
         await store.install(CodeArtifact(local_aws.bucket, "code/missing.zip", "3.12").definition())
-    monkeypatch.setattr(code_artifacts, "MAX_UNPACKED_BYTES", 10)
+    small = CodeStore(tmp_path, "us-east-1", store.env, max_unpacked_bytes=10)
     with pytest.raises(BuildFailed, match="exceeds 10 bytes"):
-        await store.install(await upload("large.zip", zipped(agent=AGENT + "\n")))
+        await small.install(await upload("large.zip", zipped(agent=AGENT + "\n")))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ async def test_keys_arrive_one_by_one_and_the_terminal_gets_its_mode_back(termin
     assert keys.reading
     assert mode(stream) == 0
     os.write(user, b"df\xff")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         assert [await pressed.get(), await pressed.get()] == ["d", "f"]
     keys.stop()
     keys.stop()
@@ -93,7 +93,7 @@ async def test_the_keys_of_a_run(terminal, make_screen, monkeypatch):
     output = RunOutput(screen.console)
     output.phase(RunPhase.ROLLOUTS)
     try:
-        async with asyncio.timeout(20), output.watch(progress):
+        async with asyncio.timeout(120), output.watch(progress):
             await read.wait()
             os.write(user, b"dfqq")
             await interrupts.get()

@@ -14,7 +14,6 @@ from rich.console import Console
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.verdict import FailureCount
-from rollout_backend.observe import run_output as module
 from rollout_backend.observe.progress import Progress
 from rollout_backend.observe.run_output import RunOutput, Style
 from rollout_backend.serving.run_phase import RunPhase
@@ -41,7 +40,7 @@ async def show(output: RunOutput) -> None:
         return progress(reads)
 
     output.status("a status")
-    async with asyncio.timeout(20), output.watch(read):
+    async with asyncio.timeout(120), output.watch(read):
         output.phase(RunPhase.CHECK)
         output.serving(ServingEvent(1.0, "engine-0", "died", "out of memory"))
         output.phase(RunPhase.ROLLOUTS)
@@ -50,13 +49,10 @@ async def show(output: RunOutput) -> None:
 
 
 @pytest.fixture
-def shown(make_screen, monkeypatch):
-    monkeypatch.setattr(module, "_READ_S", 0.001)
-    monkeypatch.setattr(module, "_LINES_S", 0.0)
-
+def shown(make_screen):
     async def shown(style: Style, terminal: bool = False) -> str:
         screen = make_screen(terminal)
-        await show(RunOutput(screen.console, style))
+        await show(RunOutput(screen.console, style, read_s=0.001, lines_s=0.0))
         return screen.text
 
     return shown
@@ -110,21 +106,22 @@ async def test_json_prints_one_object_per_event(shown):
 
 
 async def test_a_display_that_fails_does_not_end_a_run(make_screen, caplog):
+    failed = asyncio.Event()
+
     async def fail() -> Progress:
+        failed.set()
         raise ValueError("a bug")
 
     output = RunOutput(make_screen().console)
     output.phase(RunPhase.ROLLOUTS)
     async with output.watch(fail):
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await failed.wait()
     assert "the progress of the run could not be shown" in caplog.text
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize("why", ["No space left on device", "Broken pipe"])
 async def test_a_console_that_cannot_be_written_ends_the_output_and_not_the_run(why, terminal, monkeypatch, caplog):
-    monkeypatch.setattr(module, "_READ_S", 0.001)
     if why == "Broken pipe":
         reader, writer = os.pipe()
         os.close(reader)
@@ -133,7 +130,7 @@ async def test_a_console_that_cannot_be_written_ends_the_output_and_not_the_run(
     with os.fdopen(writer, "w") as file:
         monkeypatch.setattr(sys, "stdout", file)  # Rich redirects it when a pipe is closed
         console = Console(file=file, force_terminal=terminal)
-        await show(RunOutput(console))
+        await show(RunOutput(console, read_s=0.001))
         RunOutput(console).unfinished([], Path("/runs/x"), None, None)
     assert [why in record.getMessage() for record in caplog.records] == [True]
 

@@ -15,7 +15,6 @@ from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import StepReport
 from rollout_backend.errors import ConfigError
 from rollout_backend.observe.archive import RunArchive
-from rollout_backend.report import export
 from rollout_backend.report.export import export_run
 from rollout_backend.report.tables import SCHEMAS, TABLES_VERSION, event_rows, turn_rows
 from rollouts import make_rollout, make_segment
@@ -137,9 +136,8 @@ def test_csv_and_json_lines_hold_the_same_rows(run: Path, tables, tmp_path: Path
     assert json.loads((tmp_path / "schema.json").read_text())["schema_version"] == TABLES_VERSION
 
 
-def test_rows_are_written_in_batches(run: Path, tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(export, "_MAX_ROWS", 20)
-    export_run(run, "parquet", tmp_path)
+def test_rows_are_written_in_batches(run: Path, tables, tmp_path: Path):
+    export_run(run, "parquet", tmp_path, max_rows=20)
     assert pyarrow.parquet.ParquetFile(tmp_path / "rollouts.parquet").num_row_groups == 4
     assert read(tmp_path) == tables
 
