@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import typer
 import yaml
 from jsonschema import Draft202012Validator
@@ -40,13 +39,13 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
-    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
-        file, _, anchor = link.partition("#")
-        target = page.parent / file if file else page
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+def test_links_lead_to_files_and_headings_that_exist() -> None:
+    for page in MARKDOWN:
+        for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+            file, _, anchor = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), f"{page}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page}: {link}"
 
 
 def command_lines(program: str) -> list[str]:
@@ -182,25 +181,14 @@ def generator(name: str) -> ModuleType:
     return module
 
 
-def test_the_settings_page_is_up_to_date() -> None:
-    module = generator("make_settings")
-    assert module.PAGE.read_text() == module.page(), "run `python docs/make_settings.py`"
+def test_the_generated_pages_are_up_to_date() -> None:
+    for name in ("settings", "cli", "calls", "api", "contract_schema"):
+        module = generator(f"make_{name}")
+        assert module.PAGE.read_text() == module.page(), f"run `python docs/make_{name}.py`"
 
 
-def test_the_command_line_page_is_up_to_date() -> None:
-    module = generator("make_cli")
-    assert module.PAGE.read_text() == module.page(), "run `python docs/make_cli.py`"
-
-
-def test_the_table_of_aws_calls_is_up_to_date() -> None:
-    module = generator("make_calls")
-    assert module.PAGE.read_text() == module.page(), "run `python docs/make_calls.py`"
-
-
-def test_the_api_page_is_up_to_date_and_describes_every_public_name() -> None:
-    module = generator("make_api")
-    text = module.PAGE.read_text()
-    assert text == module.page(), "run `python docs/make_api.py`"
+def test_the_api_page_describes_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
     for package in (rollout_backend, agent_wrapper):
         assert f"\n## {package.__name__}\n" in text
         for name in package.__all__:
@@ -291,11 +279,6 @@ def test_the_architecture_fits_two_screens_and_answers_ten_questions() -> None:
     questions, _, glossary = rest.partition("## Glossary")
     assert len(re.findall(r"^\| .*\? \| ", questions, flags=re.M)) >= 10
     assert len(re.findall(r"^\| \w", glossary, flags=re.M)) - 1 == 20
-
-
-def test_the_contracts_schema_is_up_to_date() -> None:
-    module = generator("make_contract_schema")
-    assert module.PAGE.read_text() == module.page(), "run `python docs/make_contract_schema.py`"
 
 
 def test_the_contracts_examples_and_what_the_types_encode_follow_its_schema() -> None:
