@@ -40,7 +40,7 @@ def test_a_second_interrupt_exits_at_once_without_a_traceback(number):
             process.send_signal(number)
             assert process.stderr.readline().startswith("interrupted: stopping what was started")
             process.send_signal(number)
-            rest = process.communicate(timeout=60)[1]
+            rest = process.communicate(timeout=240)[1]
         finally:
             process.kill()
     assert rest == "interrupted again: exiting at once; the run's janitor stops its sessions\n"

@@ -96,7 +96,7 @@ def test_a_run_with_nothing_to_train_on_exits_with_3(run_groups, groups, words):
 
 @pytest.mark.slow
 def test_a_run_in_which_every_agent_times_out_exits_with_3(run_groups):
-    times = {"model_call_s": 0.5, "agent_s": 1, "heartbeat_s": None}
+    times = {"model_call_s": 5, "agent_s": 10, "heartbeat_s": None}
     code, verdict = run_groups(["sleep"], timeouts=times)
     assert "! 1 of 1 rollouts timed out, most often agent_deadline (1)" in verdict
     assert code == 3

@@ -16,7 +16,7 @@ app = RolloutApp()
 def ask(context):
     body = {"model": context.model, "messages": [{"role": "user", "content": "hello"}]}
     key = {"Authorization": f"Bearer {context.api_key}"}
-    httpx.post(f"{context.base_url}/chat/completions", json=body, headers=key, timeout=30).raise_for_status()
+    httpx.post(f"{context.base_url}/chat/completions", json=body, headers=key, timeout=300).raise_for_status()
 
 @app.entrypoint
 def agent(context):

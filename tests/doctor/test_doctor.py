@@ -581,7 +581,7 @@ async def test_a_model_call_through_the_router(reply, level, words):
     with ScriptedEngine([reply]) as engine:
         config = run_config(
             serving={"kind": "external", "urls": [engine.url]},
-            timeouts={"model_call_s": 20},
+            timeouts={"model_call_s": 120},
             gateway={"public_url": "https://gateway.invalid"},
         )
         found, *_ = await token_capture.check_capture(config)

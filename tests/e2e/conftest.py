@@ -102,7 +102,7 @@ class Bench:
     manager: RolloutManager
 
 
-LIMITS = EmulatorLimits(grace_s=2.0)
+LIMITS = EmulatorLimits(grace_s=60.0)
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +126,7 @@ def held_back() -> Iterator[Callable[[str], str]]:
     over = threading.Event()
 
     def answer(prompt: str) -> str:
-        over.wait(60)
+        over.wait(600)
         return "late"
 
     yield answer
@@ -141,11 +141,11 @@ def base_settings(tmp_path: Path) -> dict[str, Any]:
         "queue": {"wait_s": 2},
         "group": {"size": 2, "min_viable": 1},
         "timeouts": {
-            "model_call_s": 10,
-            "agent_s": 30,
-            "publish_grace_s": 20,
-            "collection_s": 90,
-            "session_key_s": 120,
+            "model_call_s": 120,
+            "agent_s": 240,
+            "publish_grace_s": 120,
+            "collection_s": 600,
+            "session_key_s": 900,
         },
         "output_dir": str(tmp_path / "runs"),
     }

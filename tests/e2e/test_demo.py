@@ -76,15 +76,10 @@ def running(pids: set[int]) -> set[int]:
     }
 
 
-def hold(prompt: str) -> str:
-    time.sleep(2)
-    return "late"
-
-
 def busy(demo, engine: ScriptedEngine) -> tuple[subprocess.Popen[str], set[int]]:
     """Start a demo; return its process and its descendants once its agents call the model."""
     process = demo(engine)
-    until(lambda: len(engine.requests) > 1 or process.poll() is not None, 120)  # the first one probes the endpoint
+    until(lambda: len(engine.requests) > 1 or process.poll() is not None)  # the first one probes the endpoint
     assert process.poll() is None, process.communicate()[0]
     return process, descendants(process.pid)
 
@@ -129,8 +124,8 @@ def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
         ("rollout_backend.local.agentcore_emulator", "the AgentCore emulator"),
     ],
 )
-def test_a_demo_fails_with_the_reason_if_its_cloud_dies(demo, module, name):
-    with ScriptedEngine(hold) as engine:
+def test_a_demo_fails_with_the_reason_if_its_cloud_dies(demo, held_back, module, name):
+    with ScriptedEngine(held_back) as engine:
         process, below = busy(demo, engine)
         mark = f"-m\0{module}\0".encode()
         [part] = [pid for pid in below if mark in Path(f"/proc/{pid}/cmdline").read_bytes() + b"\0"]
@@ -146,8 +141,8 @@ def test_a_demo_fails_with_the_reason_if_its_cloud_dies(demo, module, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_stops_everything_it_started(demo, number):
-    with ScriptedEngine(hold) as engine:
+def test_an_interrupted_demo_stops_everything_it_started(demo, held_back, number):
+    with ScriptedEngine(held_back) as engine:
         process, below = busy(demo, engine)
         os.kill(process.pid, number)
         output = process.communicate(timeout=150)[0]

@@ -17,10 +17,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 
-from agent_wrapper.contract import PUT_HEADERS, Outcome, Sampling
+from agent_wrapper.contract import PUT_HEADERS, Outcome
+from builders import eventually, served
 from rollout_backend import aws
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, StorageConfig, load_config
 from rollout_backend.core.report import StepResult
-from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CredentialsExpired
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
@@ -44,6 +44,7 @@ from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
 from rollout_backend.serving.server_process import ServerProcess
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
+from rollouts import make_claims
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -52,10 +53,6 @@ AGENT = ROOT / "examples" / "arithmetic" / "agent.py"
 TASKS = [Task(f"t{i}", {"question": f"What is {i} + 4?", "answer": str(i + 4)}) for i in range(8)]
 PLANNED = 16
 EMULATOR = os.environ.get("ROLLOUT_TEST_EMULATOR")
-LATER = time.time() + 600
-CLAIMS = SessionClaims(
-    run_id="r", step=0, rollout_id="a.0", attempt=1, session_id="s", sampling=Sampling(), expires_at=LATER
-)
 Rows = dict[str, tuple[float | None, list[tuple[list[int], list[int], list[str]]]]]
 
 TRAINER = """
@@ -118,7 +115,7 @@ class Model:
     def __call__(self, prompt: str) -> str:
         self._asked += 1
         if self._asked > self._free:
-            self._let_go.wait(60)
+            self._let_go.wait(600)
         return self._answer(prompt)
 
     def hold(self, after: int = 0) -> None:
@@ -176,11 +173,11 @@ class World:
 
     def tree(self, **more: Any) -> dict[str, Any]:
         timeouts = {
-            "model_call_s": 10,
-            "agent_s": 40,
-            "publish_grace_s": 20,
-            "collection_s": 90,
-            "session_key_s": 120,
+            "model_call_s": 120,
+            "agent_s": 240,
+            "publish_grace_s": 120,
+            "collection_s": 600,
+            "session_key_s": 900,
         }
         return {
             "model": {"path": str(BYTE_MODEL), "name": "scripted", "renderer": "chatml", "context_length": 16384},
@@ -224,12 +221,6 @@ class World:
     async def nothing_is_open(self) -> bool:
         return (await self.runtime.sessions())["sessions"] == []
 
-    async def until(self, what: Callable[[], Awaitable[bool] | bool], seconds: float = 30.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not (done if isinstance(done := what(), bool) else await done):
-            assert time.monotonic() < deadline, "the condition did not become true in time"
-            await asyncio.sleep(0.02)
-
 
 def rows(result: StepResult) -> Rows:
     """Return the trainable reward, tokens and logprobs by rollout."""
@@ -270,7 +261,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
                 FaultProxy(storage.endpoint_url, seed=2) as trainer,
             ):
                 env = {**storage.environ, "AWS_ENDPOINT_URL": agents.url}
-                limits = EmulatorLimits(grace_s=2.0)
+                limits = EmulatorLimits(grace_s=60.0)
                 async with LocalRuntime(AGENT, run_dir=folder / "cloud", env=env, limits=limits) as runtime:
                     yield World(folder, storage, runtime, agents, trainer, model, [one, other])
         model.let_go()
@@ -393,13 +384,14 @@ async def test_failed_presigned_writes_are_retried(world: World, calm: Rows) -> 
 async def test_a_presigned_url_permits_only_what_was_signed(world: World) -> None:
     storage = StorageConfig(bucket=world.storage.bucket)
     where = AwsConfig(region=world.storage.region, endpoint_url=world.trainer.url)
-    url = Presigner(storage, where).urls(CLAIMS).result
+    claims = make_claims(rollout_id="a.0")
+    url = Presigner(storage, where).urls(claims).result
     short = (
-        Presigner(storage, where).urls(CLAIMS.model_copy(update={"expires_at": 0.0})).failure_marker
+        Presigner(storage, where).urls(claims.model_copy(update={"expires_at": 0.0})).failure_marker
     )  # for a second
 
     async def put(url: str, **headers: str) -> int:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             return (await http.put(url, content=b"x", headers={**PUT_HEADERS, **headers})).status_code
 
     signed = time.monotonic()
@@ -407,7 +399,7 @@ async def test_a_presigned_url_permits_only_what_was_signed(world: World) -> Non
     assert await put(url, **{"If-None-Match": "other"}) == 403
     assert await put(url) == 200
     assert await put(url) == 412
-    await world.until(lambda: time.monotonic() > signed + 2)
+    await eventually(lambda: time.monotonic() > signed + 2)
     assert await put(short) == 403
 
 
@@ -444,7 +436,7 @@ async def test_a_run_restarts_after_its_queue_was_deleted(world, calm, caplog):
         world.hold(after=4)
         collecting = asyncio.create_task(manager.collect(TASKS))
 
-        await world.until(lambda: four_are_in(manager))
+        await eventually(lambda: four_are_in(manager))
         where = {"region": world.storage.region, "endpoint_url": world.storage.endpoint_url}
         async with aws.client("sqs", **where) as sqs:
             await sqs.delete_queue(QueueUrl=url)
@@ -467,7 +459,7 @@ async def three_of_the_agents_are_shot(world: World, manager: RolloutManager, *h
     """While they wait for the model."""
     world.hold()
     collecting = asyncio.create_task(manager.collect(TASKS))
-    await world.until(lambda: world.asked() == PLANNED)
+    await eventually(lambda: world.asked() == PLANNED)
     open_sessions = [session["id"] for session in (await world.runtime.sessions())["sessions"]]
     for session_id, number in zip(random.Random(1).sample(open_sessions, 3), how, strict=True):
         await world.runtime.kill(session_id, number)
@@ -479,13 +471,13 @@ async def three_of_the_agents_are_shot(world: World, manager: RolloutManager, *h
 async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, caplog):
     """The agents' deadline is hours away, so only missing heartbeats can end the test."""
     timeouts = {
-        "model_call_s": 5,
+        "model_call_s": 120,
         "agent_s": 7000,
-        "publish_grace_s": 20,
+        "publish_grace_s": 120,
         "collection_s": 8000,
         "session_key_s": 9000,
     }
-    async with world.run("shot", timeouts={**timeouts, "heartbeat_s": 3}) as manager:
+    async with world.run("shot", timeouts={**timeouts, "heartbeat_s": 6}) as manager:
         killed, frozen = signal.SIGKILL, signal.SIGSTOP
         result = await three_of_the_agents_are_shot(world, manager, killed, killed, frozen)
     await same_as(calm, result, world)
@@ -495,7 +487,7 @@ async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, cap
 
 @pytest.mark.slow
 async def test_without_heartbeats_killed_agents_time_out(world: World, calm: Rows) -> None:
-    timeouts = {"model_call_s": 5, "agent_s": 12, "publish_grace_s": 4, "collection_s": 60, "session_key_s": 90}
+    timeouts = {"model_call_s": 25, "agent_s": 30, "publish_grace_s": 10, "collection_s": 300, "session_key_s": 400}
     async with world.run("shot-quietly", timeouts={**timeouts, "heartbeat_s": None}) as manager:
         result = await three_of_the_agents_are_shot(world, manager, *[signal.SIGKILL] * 3)
     lost = {failure.rollout_id: failure for failure in result.failures}
@@ -512,11 +504,11 @@ async def test_the_router_is_killed(world: World, run: RolloutManager, calm: Row
     assert run._run is not None
     world.hold()
     collecting = asyncio.create_task(run.collect(TASKS, step=6))
-    await world.until(lambda: world.asked() == PLANNED)
+    await eventually(lambda: world.asked() == PLANNED)
     pid = run._run.serving.engines._router.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    await world.until(lambda: run.servers()[0].restarts == 1)
+    await eventually(lambda: run.servers()[0].restarts == 1)
     world.model.let_go()
     await same_as(calm, await collecting, world)
 
@@ -527,7 +519,7 @@ async def test_an_engine_is_killed(world: World, run: RolloutManager, calm: Rows
     before = len(victim.requests)
     world.hold()
     collecting = asyncio.create_task(run.collect(TASKS, step=7))
-    await world.until(lambda: world.asked() == PLANNED)
+    await eventually(lambda: world.asked() == PLANNED)
     assert len(victim.requests) > before
     await asyncio.to_thread(victim.__exit__, None, None, None)
     world.model.let_go()
@@ -571,11 +563,11 @@ async def test_a_step_survives_clock_jumps_of_the_trainer(world: World, calm: Ro
         turn(begin)
         world.hold()
         (tmp_path / f"go-{number}").touch()
-        await world.until(lambda: len(steps_written()) > number or world.asked() == 8)
+        await eventually(lambda: len(steps_written()) > number or world.asked() == 8)
         for which in then:
             turn(which)
         world.model.let_go()
-        await world.until(lambda: len(steps_written()) > number)
+        await eventually(lambda: len(steps_written()) > number)
         assert await world.nothing_is_open()
         line = steps_written()[number]
         assert line.pop("balanced")
@@ -601,81 +593,65 @@ async def test_a_step_survives_clock_jumps_of_the_trainer(world: World, calm: Ro
 
 
 class Vault:
-    """Serves credentials as an AWS container gets them for its role: keys that last for seconds, then others."""
+    """Serves credentials as an AWS container gets them for its role: botocore renews them before each call, because
+    they are always about to expire."""
 
-    def __init__(self, *proxies: FaultProxy, lasts_s: float = 3.0) -> None:
-        self.ends: dict[str, float] = {}  # by access key, unix seconds
-        self.url = ""
+    def __init__(self, *proxies: FaultProxy) -> None:
+        self.key = "AK-old"
         self._proxies = proxies
-        self._lasts_s = lasts_s
 
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[Vault]:
-        app = web.Application()
-        app.router.add_get("/role", self._give)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = "http://{}:{}/role".format(*runner.addresses[0][:2])
-        refusing = asyncio.create_task(self._refuse_old_ones())
-        try:
-            yield self
-        finally:
-            refusing.cancel()
-            await runner.cleanup()
+    async def give(self, request: web.Request) -> web.Response:
+        ends = datetime.now(UTC) + timedelta(minutes=1)
+        keys = {"AccessKeyId": self.key, "SecretAccessKey": "secret", "Token": "token"}
+        return web.json_response({**keys, "Expiration": ends.isoformat()})
 
-    async def _give(self, request: web.Request) -> web.Response:
-        now = time.time()
-        key = f"AK{int(now / self._lasts_s * 2)}"
-        ends = self.ends.setdefault(key, now + self._lasts_s)
-        moment = datetime.fromtimestamp(ends, UTC).isoformat()
-        return web.json_response(
-            {"AccessKeyId": key, "SecretAccessKey": "secret", "Token": "token", "Expiration": moment}
-        )
+    async def replace(self) -> None:
+        """Give another key, and refuse the old one once the trainer's services use the other one."""
+        self.key = "AK-new"
+        for service in ("s3:", "sqs:"):
+            await eventually(lambda name=service: self._newest(name) == self.key)
+        for proxy in self._proxies:
+            proxy.rules.append(Rule("*", Fault.FAIL, status=403, code="ExpiredToken", access_key="AK-old"))
 
-    async def _refuse_old_ones(self) -> None:
-        refused: set[str] = set()
-        while True:
-            for key in {key for key, ends in self.ends.items() if ends < time.time()} - refused:
-                refused.add(key)
-                for proxy in self._proxies:
-                    proxy.rules.append(Rule("*", Fault.FAIL, status=403, code="ExpiredToken", access_key=key))
-            await asyncio.sleep(0.05)
+    def _newest(self, service: str) -> str:
+        calls = [call for proxy in self._proxies for call in proxy.calls if call.operation.startswith(service)]
+        return calls[-1].access_key if calls else ""
 
 
 @pytest.mark.slow
 async def test_expiring_credentials_are_renewed(world, calm, tmp_path, monkeypatch):
-    async with Vault(world.agents, world.trainer).open() as vault:
-        role = {"AWS_CONTAINER_CREDENTIALS_FULL_URI": vault.url}
+    vault = Vault(world.agents, world.trainer)
+    async with served(vault.give) as url:
+        role = {"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{url}/role"}
         for name, value in role.items():
             monkeypatch.setenv(name, value)
         given = {name: value for name, value in world.storage.environ.items() if "KEY" not in name}
         for name in world.storage.environ.keys() - given.keys():
             monkeypatch.delenv(name)
         env = {**given, **role, "AWS_ENDPOINT_URL": world.agents.url}
-        async with LocalRuntime(AGENT, run_dir=tmp_path, env=env, limits=EmulatorLimits(grace_s=2.0)) as runtime:
-            there = {**world.tree()["runtime"], "arn": runtime.arn, "endpoint_url": runtime.endpoint_url}
-            async with world.run("renewed", runtime=there) as manager, world.faults():
+        async with LocalRuntime(AGENT, run_dir=tmp_path, env=env, limits=EmulatorLimits(grace_s=60.0)) as runtime:
+            tree = world.tree()
+            there = {**tree["runtime"], "arn": runtime.arn, "endpoint_url": runtime.endpoint_url}
+            timeouts = {**tree["timeouts"], "heartbeat_s": None}
+            async with world.run("renewed", runtime=there, timeouts=timeouts) as manager, world.faults():
                 config = manager.config
                 presigner = await asyncio.to_thread(Presigner, config.storage, config.aws)
                 world.hold()
                 collecting = asyncio.create_task(manager.collect(TASKS))
-                await world.until(lambda: world.asked() == PLANNED)
-                before = await asyncio.to_thread(presigner.urls, CLAIMS)
-                old = dict(vault.ends)
-                await world.until(lambda: max(old.values()) + 0.5 < time.time())
+                await eventually(lambda: world.asked() == PLANNED)
+                before = await asyncio.to_thread(presigner.urls, make_claims())
+                await vault.replace()
                 world.model.let_go()
                 result = await collecting
-                after = await asyncio.to_thread(presigner.urls, CLAIMS)
-                world.agents.rules, world.trainer.rules = [], []  # old keys need not be used again
+                after = await asyncio.to_thread(presigner.urls, make_claims())
+                world.agents.rules, world.trainer.rules = [], []  # the old key need not be used again
             assert (await runtime.sessions())["sessions"] == []
         calls = [*world.agents.calls, *world.trainer.calls]
     await same_as(calm, result, world)
-    signers = [re.findall(r"Credential=(\w+)", urls.result)[0] for urls in (before, after)]
-    assert [key in old for key in signers] == [True, False]
-    assert {call.access_key for call in world.agents.calls} <= vault.ends.keys() - old.keys()
-    assert {call.access_key for call in calls} & old.keys()  # the trainer's, before
-    assert len({call.access_key for call in world.trainer.calls}) >= 2
+    signers = [re.findall(r"Credential=([\w-]+)", urls.result)[0] for urls in (before, after)]
+    assert signers == ["AK-old", "AK-new"]
+    assert {call.access_key for call in world.agents.calls} == {"AK-new"}
+    assert {call.access_key for call in world.trainer.calls} == {"AK-old", "AK-new"}
     assert not [call for call in calls if call.fault]
 
 
@@ -687,10 +663,10 @@ async def test_expired_credentials_end_the_run_and_new_ones_resume_it(world, cal
         world.hold(after=4)
         collecting = asyncio.create_task(manager.collect(TASKS))
 
-        await world.until(lambda: four_are_in(manager))
+        await eventually(lambda: four_are_in(manager))
         async with world.faults(trainer=[Rule("*", Fault.FAIL, status=400, code="ExpiredToken")]):
             with pytest.raises(CredentialsExpired, match="aws sso login"):
-                await asyncio.wait_for(collecting, 20)
+                await asyncio.wait_for(collecting, 120)
         assert await world.nothing_is_open()
         world.model.let_go()
     async with world.run(**settings) as manager:

@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import boto3
 import pytest
 import yaml
 
+from builders import eventually
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.local.session_pool import EmulatorLimits
@@ -43,7 +43,7 @@ def queues(cloud: LocalCloud) -> list[str]:
 
 async def test_a_killed_run_leaves_no_process_session_or_queue(agent, base_settings, held_back, tmp_path):
     (tmp_path / "tasks.jsonl").write_text('{"payload": {}}\n')
-    limits = EmulatorLimits(grace_s=2.0)
+    limits = EmulatorLimits(grace_s=60.0)
     with ScriptedEngine(held_back) as engine:
         async with LocalCloud(agent, run_dir=tmp_path / "logs", limits=limits) as cloud:
             tree = {**base_settings, **cloud.settings(by_image=True), "run_id": "killed", "janitor": {"grace_s": 0.5}}
@@ -54,16 +54,16 @@ async def test_a_killed_run_leaves_no_process_session_or_queue(agent, base_setti
                 run = await asyncio.create_subprocess_exec(
                     *argv, cwd=tmp_path, env={**os.environ, **cloud.environ, "MARK": "killed"}, stdout=log, stderr=log
                 )
-            while not engine.requests:
-                assert run.returncode is None, (tmp_path / "run.log").read_text()
-                await asyncio.sleep(0.05)
+            await eventually(lambda: engine.requests or run.returncode is not None)
+            assert run.returncode is None, (tmp_path / "run.log").read_text()
             assert len(queues(cloud)) == 2
             assert (await cloud.sessions())["sessions"]
             assert any("rollout_backend.janitor" in command for command in processes_of("killed"))
             run.send_signal(signal.SIGKILL)
             await run.wait()
-            deadline = time.monotonic() + 30
-            while any(left := (queues(cloud), (await cloud.sessions())["sessions"], processes_of("killed"))):
-                assert time.monotonic() < deadline, f"queues, sessions, processes: {left}"
-                await asyncio.sleep(0.1)
+
+            async def nothing_is_left() -> bool:
+                return not (queues(cloud) or (await cloud.sessions())["sessions"] or processes_of("killed"))
+
+            await eventually(nothing_is_left)
     assert "stopped" in (tmp_path / "runs" / "killed" / "logs" / "janitor.log").read_text()

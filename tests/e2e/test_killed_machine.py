@@ -159,7 +159,7 @@ def _kinds(events: list[ServingEvent], server: str) -> list[str]:
 
 
 async def _urls_in(router: str) -> list[str]:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         workers = (await http.get(f"{router}/workers")).json()["workers"]
     return [worker["url"] for worker in workers]
 

@@ -63,7 +63,7 @@ async def test_a_node_agent_is_trained_token_exact(open_run, node):
 
 async def test_a_node_agent_publishes_that_it_reached_its_deadline(open_run, node, held_back):
     settings = ("storage.presigned=true", "collect.list_interval_s=0.2", "group.size=1")
-    limits = ("timeouts.agent_s=2", "timeouts.model_call_s=1")
+    limits = ("timeouts.agent_s=10", "timeouts.model_call_s=5")
     run = await open_run(*settings, *limits, replies=held_back, script=[node, str(AGENT)])
     result = await run.manager.collect([Task("a", {"question": "2 + 2?", "answer": "4"})])
     [failure] = result.failures

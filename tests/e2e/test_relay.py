@@ -29,7 +29,7 @@ class Relay:
         argv = [sys.executable, "-m", "rollout_backend.relay", "--port", str(self.port)]
         self._process = ServerProcess("the relay", argv, self._log, {**os.environ, "ROLLOUT__RELAY__KEY": KEY})
         await self._process.start()
-        await self._process.wait_healthy(self._healthy, 30.0)
+        await self._process.wait_healthy(self._healthy, 120.0)
 
     async def stop(self) -> None:
         assert self._process is not None
@@ -74,7 +74,7 @@ async def test_a_run_through_a_relay(open_run, relay, held_back, monkeypatch):
     # A relay that restarts in the middle of a step loses no rollout.
     holding = True
     collecting = asyncio.create_task(run.manager.collect([Task("a", PATIENT)]))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await asked.wait()
     await relay.stop()
     holding = False

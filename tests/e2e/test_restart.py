@@ -35,7 +35,7 @@ async def test_a_killed_gateway_loses_nothing(open_run: Callable[..., Awaitable[
     bench = await open_run(replies=("Seven.", "Yes."))
     tasks = [Task(f"t{i}", payload) for i, payload in enumerate(payloads(tmp_path))]
     collecting = asyncio.create_task(bench.manager.collect(tasks))
-    await eventually(lambda: len(begun(tmp_path)) == ROLLOUTS or collecting.done(), 60)
+    await eventually(lambda: len(begun(tmp_path)) == ROLLOUTS or collecting.done())
     [shard] = bench.manager._run.serving.gateways._shards
     url, first = shard.url, shard._process.pid
     os.kill(first, signal.SIGKILL)
@@ -64,17 +64,15 @@ async def test_running_agents_outlive_a_killed_and_restarted_trainer(shared_clou
     with ScriptedEngine(("Seven.", "Yes.")) as engine:
         tree = {**base_settings, **shared_cloud.settings(), "run_id": "killed"}
         tree["serving"] = {"kind": "external", "urls": [engine.url]}
-        tree["timeouts"] = {**base_settings["timeouts"], "agent_s": 100, "collection_s": 150, "session_key_s": 200}
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
         first = await start(tmp_path / "first.log")
-        await eventually(lambda: len(begun(tmp_path)) == ROLLOUTS or first.returncode is not None, 60)
+        await eventually(lambda: len(begun(tmp_path)) == ROLLOUTS or first.returncode is not None)
         assert first.returncode is None, (tmp_path / "first.log").read_text()
         first.send_signal(signal.SIGKILL)
         await first.wait()
         (tmp_path / "go").touch()  # the agents call a gateway that is down
         second = await start(tmp_path / "second.log")
-        code = await asyncio.wait_for(second.wait(), 120)
-        assert code == 3, (tmp_path / "second.log").read_text()  # all rewards are equal
+        assert await second.wait() == 3, (tmp_path / "second.log").read_text()  # all rewards are equal
     assert (await shared_cloud.sessions())["sessions"] == []
     run = tmp_path / "runs" / "killed"
     report = json.loads((run / "steps" / "00000000.json").read_text())

@@ -131,23 +131,16 @@ async def test_agents_of_the_toolkit_outlive_a_killed_and_restarted_trainer(base
             tree["runtime"]["agent_protocol"] = "agentcore-rl-toolkit"
             tree["gateway"] = {**tree.get("gateway", {}), "key_in_path": True}
             tree["serving"] = {"kind": "external", "urls": [engine.url]}
-            tree["timeouts"] = {
-                **base_settings["timeouts"],
-                "agent_s": 100,
-                "collection_s": 150,
-                "session_key_s": 200,
-            }
             (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
             first = await start(tmp_path / "first.log")
             ready = lambda: (begun.exists() and len(begun.read_text()) == 8) or first.returncode is not None  # noqa: E731
-            await eventually(ready, 60)
+            await eventually(ready)
             assert first.returncode is None, (tmp_path / "first.log").read_text()
             first.send_signal(signal.SIGKILL)
             await first.wait()
             (tmp_path / "go").touch()  # the agents publish while no trainer looks
             second = await start(tmp_path / "second.log")
-            code = await asyncio.wait_for(second.wait(), 120)
-            assert code == 3, (tmp_path / "second.log").read_text()  # all rewards are equal
+            assert await second.wait() == 3, (tmp_path / "second.log").read_text()  # all rewards are equal
         assert (await cloud.sessions())["sessions"] == []
     report = json.loads((tmp_path / "runs" / "killed" / "steps" / "00000000.json").read_text())
     assert (report["outcomes"]["completed"], report["trainable"]) == (4, 4)

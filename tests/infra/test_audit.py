@@ -41,7 +41,7 @@ def audit(service: str, tmp_path: Path, repository: Path) -> Audit:
     def run(*more: str) -> tuple[int, str]:
         command = [sys.executable, str(repository / "constraints" / "audit.py"), "--service", "osv"]
         where = more if "--osv-url" in more else ("--osv-url", service, *more)
-        done = subprocess.run([*command, *where, str(pins)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, *where, str(pins)], capture_output=True, text=True, timeout=240)
         return done.returncode, done.stdout + done.stderr
 
     return run

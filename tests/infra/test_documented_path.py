@@ -5,7 +5,6 @@ Of a config only what the page marks as the reader's own is replaced: bucket, qu
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -19,6 +18,7 @@ import yaml
 from anyio.from_thread import start_blocking_portal
 
 from agent_wrapper.contract import Outcome
+from builders import eventually
 from rollout_backend import preflight
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
@@ -37,7 +37,6 @@ from tests.emulators.iam_proxy import Access, IamProxy, allowed
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "infra" / "README.md"]
-QUICK = {"model_call_s": 10, "agent_s": 30, "publish_grace_s": 20, "collection_s": 90, "session_key_s": 120}
 
 AGENT = """
 import httpx
@@ -50,7 +49,7 @@ def agent(context):
     messages = [{"role": "user", "content": context.payload["question"]}]
     body = {"model": context.model, "messages": messages}
     key = {"Authorization": f"Bearer {context.api_key}"}
-    httpx.post(f"{context.base_url}/chat/completions", json=body, headers=key, timeout=30).raise_for_status()
+    httpx.post(f"{context.base_url}/chat/completions", json=body, headers=key, timeout=300).raise_for_status()
     return 1.0
 
 if __name__ == "__main__":
@@ -115,7 +114,7 @@ def services(
             script,
             run_dir=folder / "logs",
             env={**storage.environ, "AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "agent"},
-            limits=EmulatorLimits(grace_s=2.0),
+            limits=EmulatorLimits(grace_s=60.0),
             preload=False,
         )
         with portal.wrap_async_context_manager(runtime):
@@ -203,7 +202,7 @@ def test_a_documented_config_gives_agents_the_context_that_the_model_has(where, 
 async def test_a_first_step_with_the_stacks_roles_alone(deploy, where, tmp_path):
     account = await deploy(**parameters_of(CONFIGS[where]))
     collect = {**CONFIGS[where].get("collect", {}), "list_after_idle_s": 1.0, "list_interval_s": 0.3}
-    tree = {**CONFIGS[where], "timeouts": QUICK, "collect": collect, "output_dir": str(tmp_path / "runs")}
+    tree = {**CONFIGS[where], "collect": collect, "output_dir": str(tmp_path / "runs")}
     with ScriptedEngine(("7",)) as engine:
         config = account.settings(
             tree,
@@ -226,7 +225,7 @@ async def test_a_step_of_agents_of_another_protocol_with_the_stacks_roles_alone(
     env = {**account.storage.environ, "AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "agent"}
     script = ROOT / "tests" / "e2e" / "training_block_agent.py"
     tree = CONFIGS["docs/toolkit-agents.md-0"]
-    tree = {**tree, "timeouts": QUICK, "collect": {"list_interval_s": 0.2}, "output_dir": str(tmp_path / "runs")}
+    tree = {**tree, "collect": {"list_interval_s": 0.2}, "output_dir": str(tmp_path / "runs")}
     async with LocalRuntime(script, run_dir=tmp_path, env=env, preload=False) as runtime:
         with ScriptedEngine(("It is 7.",)) as engine:
             config = account.settings(
@@ -264,9 +263,7 @@ async def test_the_janitor_puts_a_killed_run_in_order_with_the_trainers_role(dep
         janitor.session_opened("a-session-that-has-ended-" + "0" * 20)
         await lease.claim()
         await janitor.aclose(done=False)  # as if the run had died
-        async with asyncio.timeout(60):
-            while "stopped 0 of 1 sessions" not in log.read_text():  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await eventually(lambda: "stopped 0 of 1 sessions" in log.read_text())
         async with account.storage.client("sqs") as sqs:
             left = (await sqs.list_queues(QueueNamePrefix=queue_name(config.storage, config.run_id))).get(
                 "QueueUrls", []

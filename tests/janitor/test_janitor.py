@@ -133,7 +133,7 @@ class Manager:
     def hears(self, word: str) -> None:
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        assert select.select([self.process.stdout], [], [], 60)[0], "the manager says nothing"
+        assert select.select([self.process.stdout], [], [], 120)[0], "the manager says nothing"
         heard = self.process.stdout.readline().strip()
         assert heard == word, heard or self.process.stderr.read()
 
@@ -143,7 +143,7 @@ class Manager:
 
     def end(self) -> None:
         self.do("end")
-        assert self.process.wait(30) == 0
+        assert self.process.wait(120) == 0
 
 
 class Cloud:
@@ -185,7 +185,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalRun
     folder = tmp_path_factory.mktemp("runtime")
     (folder / "agent.py").write_text(BARE_AGENT)
     local = LocalRuntime(
-        folder / "agent.py", run_dir=folder, env={}, preload=False, limits=EmulatorLimits(grace_s=1.0)
+        folder / "agent.py", run_dir=folder, env={}, preload=False, limits=EmulatorLimits(grace_s=60.0)
     )
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(local):
         yield local, portal
@@ -301,7 +301,7 @@ def test_a_start_that_fails_after_a_kill_leaves_the_dead_runs_janitor_its_work(s
     assert cloud.sessions == {sid("i")}  # the second manager may resume this session
     assert cloud.queues == {"", "-dlq"}
     second.says("fail")
-    assert second.process.wait(30) == 0
+    assert second.process.wait(120) == 0
     until(lambda: not cloud.queues and not cloud.sessions, what="all is gone")
     until(lambda: "stopped 1 of 1 sessions" in cloud.log, what="the first one's janitor has done its work")
 

@@ -180,22 +180,26 @@ def test_the_viewers_server_serves_the_logs(run: Path, logs, tmp_path: Path):
     port, log = free_port(), tmp_path / "view.log"
     command = [BIN / "inspect", "view", "start", "--log-dir", run.parent / "logs", "--port", str(port)]
     base = f"http://127.0.0.1:{port}/api"
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, cwd=tmp_path) as server:
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(command, stdout=out, stderr=out, cwd=tmp_path) as server,
+        httpx.Client(timeout=60) as http,
+    ):
         try:
 
             def serves() -> bool:
                 assert server.poll() is None, log.read_text()
                 try:
-                    return httpx.get(f"{base}/log-files").is_success
+                    return http.get(f"{base}/log-files").is_success
                 except httpx.TransportError:
                     return False
 
-            until(serves, 60, "the server answers")
-            files = httpx.get(f"{base}/log-files").raise_for_status().json()["files"]
+            until(serves, what="the server answers")
+            files = http.get(f"{base}/log-files").raise_for_status().json()["files"]
             assert {file["task"] for file in files} == set(logs)
             for file in files:
                 name = urllib.parse.quote(file["name"], safe="")
-                served = httpx.get(f"{base}/logs/{name}").raise_for_status().json()
+                served = http.get(f"{base}/logs/{name}").raise_for_status().json()
                 assert served["eval"]["eval_id"] == logs[file["task"]]["eval"]["eval_id"]
                 assert len(served["samples"]) == len(logs[file["task"]]["samples"])
         finally:

@@ -34,13 +34,13 @@ def serve_agent(script: Path, storage: LocalStorage, folder: Path) -> Iterator[s
 
     async def answers() -> bool:
         try:
-            async with httpx.AsyncClient() as http:
+            async with httpx.AsyncClient(timeout=60) as http:
                 return (await http.get(f"http://127.0.0.1:{port}/ping")).status_code == 200
         except httpx.TransportError:
             return False
 
     with start_blocking_portal() as portal:
         portal.call(process.start)
-        portal.call(process.wait_healthy, answers, 60.0)
+        portal.call(process.wait_healthy, answers, 240.0)
         yield f"http://127.0.0.1:{port}"
         portal.call(process.stop)
