@@ -86,7 +86,7 @@ class Preflight:
     async def _check_runtime(self, stack: AsyncExitStack) -> list[CheckResult]:
         config, session_s = self._config.run_runtime, self._config.timeouts.session_s
         implementation = runtime_class(config)
-        limits: RuntimeConfig = implementation.default_limits(config)
+        limits: RuntimeConfig = config
 
         lines: Sequence[CheckResult] = ()
 

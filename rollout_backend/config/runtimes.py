@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -34,6 +34,8 @@ _IMAGE = (
 )
 _DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 _TOLERATION = frozenset({"key", "operator", "value", "effect", "tolerationSeconds"})
+SMALL_REGION_SESSIONS = 2_500  # AgentCore's quota of active sessions outside the large regions
+LARGE_REGIONS = frozenset({"us-east-1", "us-west-2"})  # their quota is the default of the setting
 _IMAGE_ONLY = frozenset(
     {
         "role",
@@ -147,6 +149,15 @@ class AgentCoreConfig(RuntimeConfig):
     session_logs: Path | None = None
     """Folder of the sessions' logs, SESSION.log, at the local emulator. Default: the logs are in CloudWatch."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fit_sessions_to_region(cls, values: Any) -> Any:
+        """Set `max_sessions`, so that the settings which a run stores hold the limit that it had."""
+        place = isinstance(values, Mapping) and str(values.get("arn") or values.get("image"))
+        if not place or "max_sessions" in values or any(region in place for region in LARGE_REGIONS):
+            return values
+        return {**values, "max_sessions": SMALL_REGION_SESSIONS}
+
     @field_validator("arn")
     @classmethod
     def _is_runtime_arn(cls, value: str | None) -> str | None:
@@ -201,7 +212,9 @@ class AgentCoreConfig(RuntimeConfig):
                 "set arn to use an existing runtime, or image to create one; exactly one of the two is needed"
             )
         if self.image is None:
-            stray = sorted(_IMAGE_ONLY & self.model_fields_set)
+            # Values, not `model_fields_set`: the settings that a run stores hold every default.
+            fields = type(self).model_fields
+            stray = sorted(name for name in _IMAGE_ONLY if getattr(self, name) != fields[name].default)
             if stray:
                 raise ValueError(f"{', '.join(stray)} belong to image; a runtime given by its arn is used unchanged")
             return self

@@ -65,7 +65,7 @@ async def _examine_account(config: RolloutConfig, rollouts: int | None, *, machi
 async def check_quotas(config: RolloutConfig, runtime: AgentRuntime | None) -> Sequence[CheckResult]:
     """Compare the limits of a run with the account's quotas. `runtime` is None if it could not be opened."""
     kind = runtime_class(config.runtime)
-    limits = runtime.limits() if runtime is not None else kind.default_limits(config.runtime)
+    limits = runtime.limits() if runtime is not None else config.runtime
     return await kind.check_quotas(limits, config.aws.endpoint_url)
 
 

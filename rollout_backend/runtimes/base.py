@@ -80,12 +80,6 @@ class AgentRuntime(ABC):
         return None
 
     @classmethod
-    def default_limits(cls, config: Any) -> RuntimeConfig:
-        """Return the settings with each unset limit adjusted to what is known without a call."""
-        assert isinstance(config, RuntimeConfig)
-        return config
-
-    @classmethod
     def permissions(cls, config: Any) -> Sequence[Permission]:
         """Return the permissions in AWS that a run with these settings needs for its runtime."""
         return ()

@@ -10,7 +10,6 @@ from rollout_backend.config import AgentCoreConfig, GroupConfig, HttpConfig, Rol
 from rollout_backend.dispatch.ramp import Ramp, check_ramp, enough_rollouts
 from rollout_backend.dispatch.rate_limiter import AdaptiveRate
 from rollout_backend.errors import ConfigError
-from rollout_backend.runtimes.agentcore.quotas import fit_limits
 from rollout_backend.runtimes.registry import open_runtime
 
 
@@ -21,7 +20,7 @@ def config(region: str = "us-east-1", **limits: object) -> AgentCoreConfig:
 
 @pytest.mark.parametrize(("region", "sessions"), [("us-east-1", 5_000), ("us-west-2", 5_000), ("eu-west-1", 2_500)])
 def test_limits_follow_from_the_runtimes_region(region, sessions):
-    limits = fit_limits(config(region))
+    limits = config(region)
     assert (limits.invoke_per_s, limits.max_sessions) == (24, sessions)
 
 
@@ -41,7 +40,7 @@ async def test_a_run_takes_its_limits_from_the_runtime(local_keys):
 
 
 def test_a_limit_that_is_set_wins():
-    limits = fit_limits(config("eu-west-1", invoke_per_s=2, max_sessions=100))
+    limits = config("eu-west-1", invoke_per_s=2, max_sessions=100)
     assert (limits.invoke_per_s, limits.max_sessions) == (2, 100)
 
 

@@ -14,6 +14,7 @@ from rollout_backend.observe.archive import RunArchive
 from rollout_backend.observe.run_info import RunStart, agent_of, git_commit, settings_yaml
 
 SECRET = "a-seal-secret-" * 4
+ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456789"
 
 
 def test_the_settings_that_are_kept_give_the_same_run_without_its_secrets(tmp_path):
@@ -44,6 +45,10 @@ def test_the_settings_that_are_kept_give_the_same_run_without_its_secrets(tmp_pa
         {"serving": {"engine": "vllm"}},
         {"router": {"policy": "random"}},
         {"model": {"path": "model", "routed_experts": True}},
+        {"runtime": {"kind": "agentcore", "arn": ARN}},
+        {"runtime": {"kind": "agentcore", "arn": ARN.replace("us-east-1", "eu-west-1")}},
+        {"runtime": {"kind": "kubernetes", "image": "agent:1"}},
+        {"runtime": {"kind": "process", "command": "python agent.py"}},
     ],
 )
 def test_the_stored_defaults_of_settings_are_accepted(sections, tmp_path):

@@ -1,4 +1,4 @@
-"""AgentCore's quotas: the default limits that follow from them, and the account's own, which Service Quotas lists.
+"""Compare a run's limits with the account's quotas of AgentCore, which Service Quotas lists.
 
 The numbers are AWS's defaults of November 2026. Accounts may have others: a setting always takes precedence, and the
 dispatcher slows down if the runtime grants less.
@@ -10,21 +10,12 @@ from collections.abc import Mapping
 
 from rollout_backend import aws
 from rollout_backend.config import AgentCoreConfig
+from rollout_backend.config.runtimes import LARGE_REGIONS, SMALL_REGION_SESSIONS
 from rollout_backend.core.check_result import CheckResult
 
 ACTIVE_SESSIONS, NEW_PER_S = "L-3E5722B2", "L-8EE2AEA2"  # the codes of Service Quotas
 OLDER_CONTAINERS_PER_MINUTE = "L-0B3AF7ED"  # until August 2026; NEW_PER_S was then of agents without a container
 _SETTING, _NAME = "runtime.max_sessions", "runtime-quotas"
-
-SMALL_REGION_SESSIONS = 2_500  # quota of active sessions outside the large regions
-LARGE_REGIONS = frozenset({"us-east-1", "us-west-2"})  # their quota is the default of the setting
-
-
-def fit_limits(config: AgentCoreConfig) -> AgentCoreConfig:
-    """Return the settings with each unset limit adjusted to the region."""
-    if config.region in LARGE_REGIONS or "max_sessions" in config.model_fields_set:
-        return config
-    return config.model_copy(update={"max_sessions": SMALL_REGION_SESSIONS})
 
 
 async def account_quotas(region: str, endpoint_url: str | None) -> Mapping[str, float]:

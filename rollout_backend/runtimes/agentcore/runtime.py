@@ -28,12 +28,7 @@ from rollout_backend.errors import (
 from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client, make_runtime, preview_runtime
 from rollout_backend.runtimes.agentcore.permissions import needed_permissions
 from rollout_backend.runtimes.agentcore.provision import RuntimeSpec
-from rollout_backend.runtimes.agentcore.quotas import (
-    account_quotas,
-    describe_quotas,
-    describe_unknown_quotas,
-    fit_limits,
-)
+from rollout_backend.runtimes.agentcore.quotas import account_quotas, describe_quotas, describe_unknown_quotas
 from rollout_backend.runtimes.answer import read_answer
 from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 
@@ -77,10 +72,6 @@ class AgentCoreRuntime(AgentRuntime):
     @classmethod
     async def preview(cls, config: AgentCoreConfig) -> str | None:
         return None if config.image is None else await preview_runtime(config)
-
-    @classmethod
-    def default_limits(cls, config: AgentCoreConfig) -> AgentCoreConfig:
-        return fit_limits(config)
 
     @classmethod
     def permissions(cls, config: AgentCoreConfig) -> Sequence[Permission]:
@@ -143,7 +134,7 @@ class AgentCoreRuntime(AgentRuntime):
         return {}, CheckResult("problem", setting, f"{name} is {described['status']}, not READY. {why}".rstrip())
 
     def limits(self) -> AgentCoreConfig:
-        return fit_limits(self._config)
+        return self._config
 
     def describe(self) -> dict[str, str]:
         image = RuntimeSpec.read(self.described).image if self.described else None
