@@ -39,7 +39,7 @@ from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.tasks import Task, check_private, check_unique, planned_rollouts
 from rollout_backend.core.trace import Span, rollout_spans
 from rollout_backend.dispatch.ramp import check_ramp
-from rollout_backend.errors import CircuitOpen, ConfigError, RunHeld, ServingError
+from rollout_backend.errors import CircuitOpen, ConfigError, RolloutBackendError, RunHeld, ServingError
 from rollout_backend.garbage_collection import rare_full_collections
 from rollout_backend.logs import log_fields
 from rollout_backend.observe.archive import RunArchive
@@ -135,8 +135,15 @@ class RolloutManager:
             wait_lost=self._wait_lost,
         )
         async with AsyncExitStack() as stack:
-            with log_fields(run=self.config.run_id):
-                await run.start(stack, self._rollouts)
+            try:
+                with log_fields(run=self.config.run_id):
+                    await run.start(stack, self._rollouts)
+            except RunHeld:
+                raise  # the folder belongs to another manager
+            except RolloutBackendError as error:
+                how = (self.config, self._started_by, self._agent or {}, None)
+                self.archive.write_failed_start(self.config, await asyncio.to_thread(RunStart.of, *how), str(error))
+                raise
             stack.callback(self.archive.close)
             self.archive.write_start(self.config, await self._describe_start(run))
             setting = "relay.url" if self.config.relay is not None else "gateway.public_url"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import glob
 import os
 import signal
 import sys
@@ -62,12 +63,15 @@ def complete_run(incomplete: str) -> list[str]:
 
 RunName = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="A run of ./runs, or the folder of one.", autocompletion=complete_run),
+    typer.Argument(
+        metavar="RUN", help="A run of ./runs, the beginning of its id, or its folder.", autocompletion=complete_run
+    ),
 ]
 NewestRun = Annotated[
     str | None,
     typer.Argument(
-        help="The run: its id in ./runs, or its folder. Default: the newest in ./runs.", autocompletion=complete_run
+        help="The run: its id in ./runs, the beginning of it, or its folder. Default: the newest in ./runs.",
+        autocompletion=complete_run,
     ),
 ]
 Overrides = Annotated[
@@ -148,32 +152,33 @@ def run_output(quiet: bool, verbose: bool, as_json: bool) -> RunOutput:
     return RunOutput(console, "quiet" if quiet else "verbose" if verbose else "json" if as_json else "normal")
 
 
-def find_run(name: str) -> Path:
-    """Return the folder of a run, named by its id in ./runs or by its path.
+def find_run(name: str | None) -> Path:
+    """Return the folder of a run, named by its id in ./runs, by the only id that begins so, or by its path. Without a
+    name, return the run that was active last, of those with records: a run that failed to start has none.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no such run, or several ids begin so.
     """
+    if name is None:
+        active = {
+            path: max(part.stat().st_mtime for part in parts)
+            for path in RUNS.glob("*")
+            if (parts := [path / part for part in ("rollouts", "steps") if any((path / part).glob("*"))])
+        }
+        if not active:
+            raise ConfigError(
+                f"there is no run in {RUNS.absolute()}: name a run's folder (`rollout show`: with --run)"
+            )
+        return max(active, key=active.__getitem__)
     for folder in (RUNS / name, Path(name)):
         if folder.is_dir():
             return folder
-    raise ConfigError(f"there is no run {name!r}: {(RUNS / name).absolute()} is no folder")
-
-
-def newest_run() -> Path:
-    """Return the run in ./runs that was active last.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    active: dict[Path, float] = {}
-    for path in RUNS.glob("*"):
-        parts = [path / name for name in ("logs", "rollouts", "steps") if (path / name).is_dir()]
-        if parts:
-            active[path] = max(part.stat().st_mtime for part in parts)
-    if not active:
-        raise ConfigError(f"there is no run in {RUNS.absolute()}: name a run's folder (`rollout show`: with --run)")
-    return max(active, key=active.__getitem__)
+    found = sorted(path for path in RUNS.glob(f"{glob.escape(name)}*") if path.is_dir())
+    if len(found) > 1:
+        raise ConfigError(f"several runs begin with {name!r}: {', '.join(path.name for path in found[:5])}")
+    if not found:
+        raise ConfigError(f"there is no run {name!r}: {(RUNS / name).absolute()} is no folder")
+    return found[0]
 
 
 def run_async(work: Coroutine[Any, Any, int]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rollout_backend.cli.common import NewestRun, console, exit_codes, find_run, newest_run
+from rollout_backend.cli.common import NewestRun, console, exit_codes, find_run
 from rollout_backend.errors import ConfigError
 
 ExportFormat = Literal["parquet", "csv", "jsonl", "inspect"]
@@ -33,7 +33,7 @@ def export(
     the logs. Files of an earlier export are replaced.
     """
     with exit_codes():
-        folder = find_run(run) if run is not None else newest_run()
+        folder = find_run(run)
         default = folder / ("inspect" if to == "inspect" else "tables")
         try:
             if out is not None and out.startswith("s3://"):

@@ -23,6 +23,7 @@ def ls(
 
 def _ls(runs: Path, as_json: bool) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from rollout_backend.observe.run_list import list_runs
 
@@ -34,7 +35,7 @@ def _ls(runs: Path, as_json: bool) -> None:
     if not found:
         raise ConfigError(f"there is no run in {runs.absolute()}: name the folder of the runs")
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("run", "began (UTC)", "state", "steps", "completed", "mean reward"):
+    for name in ("run", "began (UTC)", "state", "steps", "completed", "mean reward", "error"):
         table.add_column(name, justify="right" if name in ("steps", "completed", "mean reward") else "left")
     for run in found:
         table.add_row(
@@ -44,6 +45,7 @@ def _ls(runs: Path, as_json: bool) -> None:
             str(run.steps),
             f"{run.completed}/{'?' if run.planned is None else run.planned}",
             "" if run.mean_reward is None else f"{run.mean_reward:.3f}",
+            Text(" ".join(run.error.split())),
         )
     console.print(table)
 

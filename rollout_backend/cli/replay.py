@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_backend.cli.common import RunName, console, errors, exit_codes, find_run
+from rollout_backend.cli.common import NewestRun, console, errors, exit_codes, find_run
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def replay(
-    run: RunName,
+    run: NewestRun = None,
     step: Annotated[
         int | None, typer.Option(min=0, help="The step, as its files in steps/ are named. Default: the only one.")
     ] = None,
@@ -32,7 +32,7 @@ def replay(
         _replay(run, step, out, as_json)
 
 
-def _replay(run: str, step: int | None, out: Path | None, as_json: bool) -> None:
+def _replay(run: str | None, step: int | None, out: Path | None, as_json: bool) -> None:
     from rollout_backend.atomic_file import write_file
     from rollout_backend.observe.replay import replay_step, rows_as_parquet
 

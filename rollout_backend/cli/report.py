@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rollout_backend.cli.common import NewestRun, complete_run, console, exit_codes, find_run, newest_run
+from rollout_backend.cli.common import NewestRun, complete_run, console, exit_codes, find_run
 from rollout_backend.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def report(
     probability of each token. The report of a training run starts with a page over all steps.
     """
     with exit_codes():
-        folder = find_run(run) if run is not None else newest_run()
+        folder = find_run(run)
         other = find_run(against) if against is not None else None
         from rollout_backend.report.files import write_report
 

@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
-from rollout_backend.cli.common import RunName, console, exit_codes, find_run
+from rollout_backend.cli.common import NewestRun, console, exit_codes, find_run
 
 
 def rescore(
-    run: RunName,
     scorer: Annotated[
         str, typer.Option(metavar="FILE.py:FUNCTION", help="A function of one ScoreInput; see rewards.md.")
     ],
@@ -18,6 +17,7 @@ def rescore(
         str | None, typer.Option(help="Name of the new version. Default: the function's, and the time.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every old and new reward as JSON.")] = False,
+    run: NewestRun = None,
 ) -> None:
     """Compute the rewards of a run's completed rollouts again, and show old and new side by side.
 
@@ -28,7 +28,7 @@ def rescore(
         _rescore(run, scorer, name, as_json)
 
 
-def _rescore(run: str, scorer: str, name: str | None, as_json: bool) -> None:
+def _rescore(run: str | None, scorer: str, name: str | None, as_json: bool) -> None:
     from rollout_backend.observe.rescoring import rescore
     from rollout_backend.observe.rescoring_view import print_rescoring
     from rollout_backend.scoring.scorer import load_scorer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agent_wrapper.contract import ContractError, Rollout
-from rollout_backend.cli.common import RUNS, complete_run, console, exit_codes, find_run, newest_run
+from rollout_backend.cli.common import RUNS, complete_run, console, exit_codes, find_run
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def complete_id(context: typer.Context, incomplete: str) -> list[str]:
     run = context.params.get("run")
     runs = complete_run(incomplete) if run is None else []
     try:
-        archive = RunArchive(find_run(run) if run is not None else newest_run())
+        archive = RunArchive(find_run(run))
         names = RunNames.read(archive, archive.begun_steps()[-1:])
     except (ConfigError, OSError, ValueError):
         return runs
@@ -52,7 +52,7 @@ def show(
         str | None,
         typer.Option(
             metavar="RUN",
-            help="The run of the task or rollout: its id in ./runs, or its folder. Default: the newest in ./runs.",
+            help="The run of the task or rollout, as RUN above. Default: the newest in ./runs.",
             autocompletion=complete_run,
         ),
     ] = None,
@@ -79,7 +79,7 @@ def _show(name: str | None, run: str | None, step: int | None, turn: int | None,
     if folder is not None:
         name = None
     else:
-        folder = find_run(run) if run is not None else newest_run()
+        folder = find_run(run)
     shown = _Shown(folder, step, turn, as_json)
     try:
         if name is None:
@@ -213,7 +213,7 @@ def _run_named(name: str) -> Path | None:
 
 def _run_option(folder: Path) -> str:
     try:
-        newest = newest_run()
+        newest = find_run(None)
     except ConfigError:
         newest = None
     return "" if newest is not None and newest.samefile(folder) else f" --run {shlex.quote(str(folder))}"

@@ -59,6 +59,15 @@ class RunArchive:
         self._pending = 0
         self._info: RunInfo | None = None
 
+    def write_failed_start(self, config: RolloutConfig, start: RunStart, error: str) -> None:
+        """Add a start that failed to `run.json`. Settings of an earlier start stay, with which the run can resume."""
+        stored = self.run_dir / CONFIG
+        text = stored.read_bytes() if stored.is_file() else None
+        self.write_start(config, start)
+        if text is not None:
+            self.try_to_write(stored, text)
+        self.write_end("failed", error)
+
     def write_start(self, config: RolloutConfig, start: RunStart) -> None:
         """Write the settings of a start of the run, and add the start to `run.json`."""
         try:

@@ -21,6 +21,7 @@ class RunSummary(BaseModel):
     folder: str
     began: float | None  # its last start; None: an older version of this package wrote the folder
     state: str  # a `RunState`, or `unknown`
+    error: str = ""  # why its last start failed
     steps: int
     completed: int
     planned: int | None  # None: unknown, because the run was killed or still runs, and its settings cannot be read
@@ -60,6 +61,7 @@ def summarize_run(folder: Path) -> RunSummary:
         folder=str(folder),
         began=info.starts[-1].process.since if info is not None else None,
         state=info.starts[-1].current_state() if info is not None else "unknown",
+        error=info.starts[-1].error if info is not None else "",
         steps=len(steps),
         completed=completed,
         planned=planned or None,

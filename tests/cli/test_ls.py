@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.observe.run_list import list_runs
 from run_folders import write_run
 
 
@@ -58,3 +60,26 @@ def test_two_runs_are_compared_by_name(rollout, here):
     assert json.loads(rollout("compare", "a", "b", "--json")[1])["measures"][0]["change"]["value"] == 1.0
     code, output = rollout("compare", "a", "none")
     assert (code, "there is no run 'none'" in output) == (2, True)
+
+
+def test_a_run_that_failed_to_start_is_listed_with_its_reason_and_is_not_the_newest(rollout, here, local_aws):
+    write_run(here / "runs" / "good", {"a": [1.0]})
+    (here / "tasks.jsonl").write_text('{"payload": {}}\n')
+    settings = {
+        "model": {"path": str(BYTE_MODEL), "renderer": "chatml"},
+        "storage": {"bucket": "missing"},
+        "aws": {"region": local_aws.region, "endpoint_url": local_aws.endpoint_url},
+        "runtime": {"kind": "process", "command": "python agent.py"},
+        "run_id": "late",
+    }
+    (here / "config.yaml").write_text(json.dumps(settings))
+    for _ in range(2):  # the second one keeps what the first one has recorded
+        code, output = rollout("run", "config.yaml", "--tasks", "tasks.jsonl")
+        assert (code, "missing" in output) == (2, True), output
+    [failed, good] = list_runs(here / "runs")
+    assert (failed.run_id, failed.state, good.error) == ("late", "failed", "")
+    assert "missing" in failed.error
+    assert "missing" in rollout("ls")[1]
+    for command in ("show", "export"):
+        code, output = rollout(command)
+        assert (code, "good" in output) == (0, True), output

@@ -72,8 +72,8 @@ def test_there_is_no_run_to_show(rollout, here):
 
 def test_a_newer_run_without_that_rollout_hides_no_older_one(rollout, here):
     for name, at in (("old", 1e9), ("new", 2e9)):
-        (here / "runs" / name / "logs").mkdir(parents=True)
-        os.utime(here / "runs" / name / "logs", (at, at))
+        (here / "runs" / name / "rollouts" / "00000000").mkdir(parents=True)
+        os.utime(here / "runs" / name / "rollouts", (at, at))
     code, output = rollout("show", "task-00000.0")
     assert code == 2
     assert "runs/new holds no task and no rollout 'task-00000.0'" in output
