@@ -242,7 +242,8 @@ class RolloutManager:
 
     @property
     def _started(self) -> RunServices:
-        assert self._run is not None, "enter the manager first: async with RolloutManager(config) as manager"
+        if self._run is None:
+            raise RuntimeError("enter the manager first: async with RolloutManager(config) as manager")
         return self._run
 
     # --- the work -----------------------------------------------------------------------------------------
@@ -548,7 +549,14 @@ class BlockingRolloutManager:
         return self._manager
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Run a coroutine of the manager concurrently with its other work."""
+        """Run a coroutine of the manager concurrently with its other work.
+
+        Raises:
+            RuntimeError: the manager was not entered, or is closed.
+        """
+        if not self._thread.is_alive():
+            work.close()
+            raise RuntimeError("enter the manager first: with RolloutManager.blocking(config) as manager")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def collect(

@@ -8,8 +8,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import agent_wrapper
 import rollout_backend
+from builders import run_config
+from rollout_backend import RolloutManager, Task
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = {
@@ -81,3 +85,10 @@ def test_both_packages_ship_their_type_marker_and_the_license() -> None:
         assert "py.typed" in settings["tool"]["setuptools"]["package-data"][package]
     assert settings["project"]["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+async def test_a_manager_that_was_not_entered_says_so_at_once() -> None:
+    with pytest.raises(RuntimeError, match="enter the manager first: async with"):
+        await RolloutManager(run_config()).collect([Task("a", {})])
+    with pytest.raises(RuntimeError, match=r"enter the manager first: with RolloutManager\.blocking"):
+        RolloutManager.blocking(run_config()).collect([Task("a", {})])

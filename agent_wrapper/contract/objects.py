@@ -272,6 +272,9 @@ class Segment(_OmitsEmpty):
     images: tuple[ImageSpan, ...] = ()  # in the order of their tokens
     routed_experts: RoutedExperts | None = None  # only with the setting `model.routed_experts`
 
+    def __repr__(self) -> str:
+        return f"<Segment: {len(self.token_ids)} tokens, {len(self.turns)} turns>"
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         n = len(self.token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from agent_wrapper.contract import Outcome, Rollout
@@ -20,6 +21,7 @@ class ResultSummary(BaseModel):
     turns: int  # model calls
     segments: int  # rows for training
     sampled_tokens: int
+    trained_tokens: int | None = None  # sampled with a known logprob; None: an older version wrote the record
     prompt_tokens: int  # of all turns; each turn counts its whole prompt
     cached_tokens: int | None  # of the prompt tokens, those in the engine's prefix cache; None: it reported none
     cut_replies: int  # turns that ended at max_tokens or at the end of the context
@@ -36,6 +38,10 @@ class ResultSummary(BaseModel):
             turns=len(turns),
             segments=len(rollout.segments),
             sampled_tokens=rollout.sampled_tokens,
+            trained_tokens=sum(
+                segment.sampled_tokens if segment.retokenized else int(np.isfinite(segment.logprobs).sum())
+                for segment in rollout.segments
+            ),
             prompt_tokens=sum(turn.start for turn in turns),
             cached_tokens=sum(cached) if len(cached) == len(turns) else None,
             cut_replies=sum(turn.finish_reason == "length" for turn in turns),

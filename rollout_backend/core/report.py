@@ -166,7 +166,7 @@ class GroupResult:
     messages_only: tuple[Rollout, ...] = ()  # completed, and not trainable: they carry no tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepResult:
     """The outcome of one step.
 
@@ -179,6 +179,11 @@ class StepResult:
     failures: tuple[StepFailure, ...]
     report: StepReport
     records: tuple[RolloutRecord, ...] = ()  # one for each planned rollout
+
+    def __repr__(self) -> str:
+        usable = sum(group.usable for group in self.groups)
+        counts = f"{len(self.rollouts)} rollouts, {usable} of {len(self.groups)} groups usable"
+        return f"<StepResult step {self.step}: {counts}, {len(self.failures)} failures>"
 
 
 def failures_of(ledger: Ledger, rollout_ids: Iterable[str] | None = None) -> tuple[StepFailure, ...]:

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.ledger import NO_RESULT
-from rollout_backend.core.records import RolloutRecord
+from rollout_backend.core.records import ResultSummary, RolloutRecord
 from rollout_backend.core.report import GroupReport, StepReport
 
 _NO_MODEL_CALL = "no_model_call"
@@ -63,7 +63,8 @@ def judge(report: StepReport, records: Sequence[RolloutRecord], min_completed: i
     completed, planned = report.outcomes[Outcome.COMPLETED], report.planned
     usable = [group for group in report.groups if group.usable]
     done = f"{completed} of {planned} rollouts completed"
-    why = _nothing_to_train(report, usable)
+    results = [record.result for record in records if record.result is not None]
+    why = _nothing_to_train(report, usable) or _no_token_to_train(results)
     first = (
         Finding(Level.BAD, f"nothing to train on: {why}", _show(records))
         if why
@@ -73,7 +74,6 @@ def judge(report: StepReport, records: Sequence[RolloutRecord], min_completed: i
     if completed < min_completed:
         findings.append(Finding(Level.BAD, f"{done}, and at least {min_completed} must complete"))
     findings += [] if why else _spread(usable)
-    results = [record.result for record in records if record.result is not None]
     findings += cut_replies(sum(result.cut_replies for result in results), sum(result.turns for result in results))
     findings += failure_findings(count_failures(records), report.planned)
     if report.unclosed_sessions:
@@ -93,6 +93,16 @@ def _nothing_to_train(report: StepReport, usable: list[GroupReport]) -> str | No
     if any(group.has_spread or len(group.rewards) == 1 for group in usable):
         return None
     return _all_equal(usable) or f"rewards equal within each group ({count(len(usable), 'task')})"
+
+
+def _no_token_to_train(results: Sequence[ResultSummary]) -> str | None:
+    sampled = sum(result.sampled_tokens for result in results)
+    if not sampled or any(result.trained_tokens != 0 for result in results if result.sampled_tokens):
+        return None
+    return (
+        f"none of {sampled:,} sampled tokens has a logprob: every reply had a forced format (tool_choice, "
+        "response_format), whose tokens were drawn from another distribution than the model's"
+    )
 
 
 def _spread(usable: list[GroupReport]) -> Iterator[Finding]:

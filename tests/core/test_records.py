@@ -68,8 +68,8 @@ def test_every_planned_rollout_has_one_record():
     )  # fmt: skip
 
     assert done.result == ResultSummary(
-        reward=0.0, turns=1, segments=1, sampled_tokens=2, prompt_tokens=3, cached_tokens=None, cut_replies=0,
-        model_s=0.0, agent_s=1.0,
+        reward=0.0, turns=1, segments=1, sampled_tokens=2, trained_tokens=2, prompt_tokens=3, cached_tokens=None,
+        cut_replies=0, model_s=0.0, agent_s=1.0,
     )  # fmt: skip
     assert (done.reward, lost.reward, lost.result) == (0.0, None, None)
 

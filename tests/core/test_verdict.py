@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from rollouts import make_rollout, make_segment
 
 TALK = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 MESSAGES = "messages"
+FORCED = "forced "
 
 
 def cut_off(rollout_id: str) -> Rollout:
@@ -30,6 +32,11 @@ def result_of(rollout_id: str, what: Any) -> Rollout | None:
         return cut_off(rollout_id)
     if what == MESSAGES:
         return make_rollout(rollout_id, segments=[], conversations=[TALK])
+    if isinstance(what, str) and what.startswith(FORCED):
+        segment = make_segment()
+        unknown = array("f", [float("nan")] * len(segment.logprobs))
+        forced = segment.model_copy(update={"logprobs": unknown})
+        return make_rollout(rollout_id, reward=float(what.removeprefix(FORCED)), segments=[forced])
     return make_rollout(rollout_id, reward=what) if isinstance(what, float) else None
 
 
@@ -120,6 +127,13 @@ def test_a_verdict_that_passes_names_what_was_lost(groups, sentences):
     assert verdict.passed
     assert "groups usable" in verdict.sentences[0]
     assert list(verdict.sentences[1:]) == sentences
+
+
+def test_replies_that_all_had_a_forced_format_leave_nothing_to_train_on():
+    verdict = verdict_on(step([f"{FORCED}0", f"{FORCED}1"]))
+    assert not verdict.passed
+    assert verdict.sentences[0].startswith("nothing to train on: none of 4 sampled tokens has a logprob: every reply")
+    assert verdict_on(step([f"{FORCED}0", 1.0])).passed
 
 
 def test_too_few_completed_rollouts_fail():

@@ -495,3 +495,10 @@ async def test_a_result_without_a_finishing_time_has_no_lag(open_bench):
     report = (await bench.run(behave=in_text)).report
     assert report.lag is None
     assert report.latency is not None
+
+
+async def test_a_result_is_printed_without_its_tokens(open_bench):
+    bench = await open_bench()
+    result = await bench.run("task-a")
+    assert repr(result) == "<StepResult step 0: 2 rollouts, 1 of 1 groups usable, 0 failures>"
+    assert repr(result.rollouts[0].segments[0]).startswith("<Segment: ")
