@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_wrapper.contract import Conversation, Failure, Outcome, Rollout
+from agent_wrapper.contract import Conversation, Failure, Outcome, Rollout, readable
 from made_runs import MadeRun, make_run
 from report_page import Page
 from rollout_backend.core.records import ResultSummary, RolloutRecord
@@ -144,7 +144,7 @@ def test_texts_of_agents_stay_texts(tmp_path: Path):
     assert [tag for tag, _ in page.tags].count("script") == 4
     assert page.data["messages"] == [HOSTILE]
     assert page.data["talks"]["a.0"]["parts"][0]["items"][0]["text"] == HOSTILE
-    assert page.data["talks"]["a.1"]["traceback"] == HOSTILE
+    assert page.data["talks"]["a.1"]["traceback"] == readable(HOSTILE)
     assert "49" not in page.text("failures")
     assert HOSTILE.split("\u2028")[0] in page.text("failures")
 
