@@ -66,7 +66,7 @@ async def _serve(scorer: Scorer, requests: _Requests, answers: BinaryIO, timeout
 
     async def score(number: int, body: bytes) -> None:
         try:
-            _answer(answers, number, await _score_async(scorer, body, timeout_s))
+            _answer(answers, number, await score_async(scorer, body, timeout_s))
         finally:
             del calls[number]
 
@@ -85,7 +85,7 @@ def _score(scorer: Scorer, body: bytes) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-async def _score_async(scorer: Scorer, body: bytes, timeout_s: float) -> dict[str, Any]:
+async def score_async(scorer: Scorer, body: bytes, timeout_s: float) -> dict[str, Any]:
     try:
         async with asyncio.timeout(timeout_s):
             return (await scorer.score_async(ScoreInput.unpack(body))).model_dump()

@@ -50,7 +50,7 @@ from rollout_backend.runtimes.registry import open_runtime
 from rollout_backend.testing import fault_proxy
 
 Call = Literal["invoke", "stop"]
-_WAIT_S, _POLL_S = 20.0, 0.02
+_WAIT_S, _POLL_S = 120.0, 0.02
 
 _STOP_ELSEWHERE = """
 import json, sys

@@ -172,10 +172,6 @@ class KubernetesEmulator:
         self._oldest = self._version
         self._history.clear()
 
-    def set_second(self, seconds: float) -> None:
-        """Let this much time pass for each second of a Job's deadline and of its time to live."""
-        self._nodes.second = seconds
-
     def raise_quota(self) -> None:
         """Allow the pods that exceeded the quota."""
         self._nodes.room.set()

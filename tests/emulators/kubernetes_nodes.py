@@ -62,7 +62,6 @@ class Nodes:
     def __init__(self, objects: Objects, images: Mapping[str, Spawner], folder: Path) -> None:
         self.fates: deque[Fate] = deque()
         self.room = asyncio.Event()  # set: the quota allows the pods that exceeded it
-        self.second = 1.0  # seconds of this machine for a second of a Job's deadline and time to live
         self._objects = objects
         self._images = images
         self._folder = folder
@@ -83,7 +82,7 @@ class Nodes:
         """End a job at its deadline, and delete it after its end."""
         name, spec = job["metadata"]["name"], job["spec"]
         try:
-            async with asyncio.timeout(self.second * spec.get("activeDeadlineSeconds", math.inf)):
+            async with asyncio.timeout(spec.get("activeDeadlineSeconds", math.inf)):
                 await pod.finished.wait()
             failed = pod.exit_code != 0
             reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
@@ -98,7 +97,7 @@ class Nodes:
             return
         found["status"] = {"conditions": [condition]}
         if (kept_s := spec.get("ttlSecondsAfterFinished")) is not None:
-            await asyncio.sleep(self.second * kept_s)
+            await asyncio.sleep(kept_s)
             found = self._objects.find("jobs", name)
             if found is not None and found["metadata"]["uid"] == job["metadata"]["uid"]:
                 self._objects.delete_job(name)

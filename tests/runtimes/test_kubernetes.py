@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from agent_wrapper.contract import REQUEST_FIELD, RolloutRequest
 from agent_wrapper.one_shot import PAYLOAD_VARIABLE
+from builders import skip, skip_to_end
 from kubernetes_bench import IMAGE, Bench, Containers, payload
 from rollout_backend.config import KubernetesConfig, load_config
 from rollout_backend.core.check_result import raise_problems
@@ -44,15 +45,16 @@ from tests.emulators.kubernetes_emulator import ApiFault, KubernetesEmulator
 
 
 @pytest.fixture
-async def open_bench(tmp_path: Path, no_exit_wait: None) -> AsyncIterator[Callable[..., Awaitable[Bench]]]:
+async def open_bench(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Bench]]]:
     async with AsyncExitStack() as stack:
 
         async def open_(**settings: Any) -> Bench:
             containers = Containers()
             cluster = await stack.enter_async_context(KubernetesEmulator({IMAGE: containers}, tmp_path))
-            given = {"image": IMAGE, "kubeconfig": cluster.kubeconfig, "start_timeout_s": 20, **settings}
+            given = {"image": IMAGE, "kubeconfig": cluster.kubeconfig, "start_timeout_s": 120, **settings}
             config = KubernetesConfig.model_validate(given)
             runtime = await KubernetesRuntime.open(config)
+            runtime.exit_s = 0.05
             stack.push_async_callback(runtime.aclose)
             bench = Bench(cluster, runtime, containers, config)
             watching = asyncio.create_task(runtime.watch_sessions("run", bench.on_end))
@@ -77,7 +79,7 @@ async def test_an_attempt_is_one_job_with_its_payload_in_a_secret(bench):
     assert (
         secret["metadata"]["ownerReferences"][0]["uid"] == bench.cluster.find("jobs", "rollout-1")["metadata"]["uid"]
     )
-    assert job["spec"]["activeDeadlineSeconds"] == 20 + 60 + 30 + 60
+    assert job["spec"]["activeDeadlineSeconds"] == 120 + 60 + 30 + 60
     [container] = bench.containers.started
     served = json.loads(container.payload())
     assert served["question"] == "why?"
@@ -127,11 +129,15 @@ async def test_a_container_that_ends_is_reported_at_once(bench, fate, reason, wo
         ("cannot be scheduled", "unschedulable", "3 Insufficient memory", []),
     ],
 )
-async def test_a_container_that_does_not_start_fails_its_invoke(open_bench, fate, reason, words, kept):
-    bench = await open_bench(start_timeout_s=3 if reason == "unschedulable" else 20)
+async def test_a_container_that_does_not_start_fails_its_invoke(bench, fate, reason, words, kept):
     bench.cluster.fates.append(fate)
+    invoking = asyncio.create_task(bench.runtime.invoke("rollout-1", payload("rollout-1")))
+    if reason == "unschedulable":
+        watched = bench.runtime._watch("run")._sessions
+        await bench.until(lambda: "rollout-1" in watched and not watched["rollout-1"].state.schedulable)
+        await skip_to_end(asyncio.wait([invoking]))
     with pytest.raises(ContainerStartTimeout, match=words) as caught:
-        await bench.runtime.invoke("rollout-1", payload("rollout-1"))
+        await invoking
     assert caught.value.reason == reason
     assert not caught.value.never_opened
     await bench.runtime.stop("rollout-1")
@@ -145,14 +151,16 @@ async def test_an_invoke_waits_for_a_late_node(bench):
     assert len(bench.containers.started) == 1
 
 
-async def test_a_quota_of_pods_is_a_refusal_of_the_same_session(bench, monkeypatch):
-    monkeypatch.setattr("rollout_backend.runtimes.kubernetes.runtime._POD_S", 0.2)
+async def test_a_quota_of_pods_is_a_refusal_of_the_same_session(open_bench):
+    bench = await open_bench(start_timeout_s=10**6, read_timeout_s=10**6)
     bench.cluster.fates.append("exceeds the quota")
+    invoking = asyncio.create_task(bench.runtime.invoke("rollout-1", payload("rollout-1")))
+    await bench.until(lambda: bench.cluster._events)
+    await skip_to_end(asyncio.wait([invoking]))
     with pytest.raises(QuotaExceeded, match="exceeded quota") as caught:
-        await bench.runtime.invoke("rollout-1", payload("rollout-1"))
+        await invoking
     assert caught.value.refused
     assert not caught.value.never_opened  # its Job must be stopped
-    monkeypatch.undo()
     bench.cluster.raise_quota()
     await bench.runtime.invoke("rollout-1", payload("rollout-1"))
     assert len(bench.containers.started) == 1
@@ -200,7 +208,7 @@ async def test_a_refused_secret_leaves_a_job_that_may_be_open(bench, kind):
     ],
 )
 async def test_a_failed_stop_can_be_repeated(open_bench, kind, error):
-    bench = await open_bench(read_timeout_s=5)
+    bench = await open_bench(read_timeout_s=5 if kind == "hang" else 120)
     await bench.runtime.invoke("rollout-1", payload("rollout-1"))
     bench.cluster.faults.append(ApiFault(kind, "DELETE"))
     with pytest.raises(error):
@@ -297,7 +305,7 @@ async def test_a_later_trainer_sees_the_end_of_a_session_that_it_adopts(bench):
     seen: asyncio.Queue[SessionEnd] = asyncio.Queue()
     watching = asyncio.create_task(later.watch_sessions("run", seen.put_nowait))
     bench.containers.started[0].exit(1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         assert (await seen.get()).session_id == "rollout-1"
     watching.cancel()
     await later.aclose()
@@ -338,24 +346,27 @@ async def test_a_refusal_names_the_time_after_which_it_may_be_repeated(bench):
         await bench.runtime.check()
 
 
-async def test_a_job_ends_at_its_deadline_without_a_trainer(bench):
-    await bench.runtime.invoke("rollout-2", payload("rollout-2"))
-    bench.cluster.set_second(0.001)
+async def test_a_job_ends_at_its_deadline_without_a_trainer(open_bench):
+    bench = await open_bench(keep_finished_s=30)
     await bench.runtime.invoke("rollout-1", payload("rollout-1"))
+    skip(200)
+    await bench.runtime.invoke("rollout-2", payload("rollout-2"))
+    skip(100)  # activeDeadlineSeconds is 270
     end = await bench.end()
     assert (end.session_id, end.reason) == ("rollout-1", "evicted")
-    assert bench.containers.started[1].returncode is not None
+    assert bench.containers.started[0].returncode is not None
+    skip(30)
     await bench.until(lambda: bench.cluster.names("jobs") == ["rollout-2"])
     await bench.runtime.stop("rollout-1")
     assert len(bench.ends) == 1
 
 
 async def test_a_job_that_has_finished_is_deleted_after_its_time_to_live(open_bench):
-    bench = await open_bench(keep_finished_s=1)
-    bench.cluster.set_second(0.05)
+    bench = await open_bench(keep_finished_s=30)
     await bench.runtime.invoke("rollout-1", payload("rollout-1"))
     bench.containers.started[0].exit(0)
     await bench.end()
+    skip(30)
     await bench.until(lambda: bench.cluster.names("pods") == [])
     assert bench.cluster.names("jobs") == bench.cluster.names("secrets") == []
     await bench.runtime.stop("rollout-1")

@@ -51,7 +51,7 @@ async def end_of(runtime: ProcessRuntime, session: str = "") -> SessionEnd:
         await runtime.invoke(session, b"{}")
     ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
     watching = asyncio.create_task(runtime.watch_sessions("run", ends.put_nowait))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         end = await ends.get()
     watching.cancel()
     assert end.session_id == session

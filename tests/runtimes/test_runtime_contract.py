@@ -17,6 +17,7 @@ from rollout_backend.config import AgentCoreConfig, HttpConfig, KubernetesConfig
 from rollout_backend.local.cloud import LocalRuntime
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.runtimes.http import SESSION_HEADER
+from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 from rollout_backend.testing.fault_proxy import FaultProxy
 from rollout_backend.testing.runtime_contract import Call, Fault, ProxiedService, RuntimeContract, Service
 from tests.emulators.kubernetes_emulator import ApiFault, FaultKind, KubernetesEmulator
@@ -34,7 +35,7 @@ class AgentCoreService(ProxiedService):
     def __init__(self, local: LocalRuntime, proxy: FaultProxy) -> None:
         super().__init__(proxy)
         self._local = local
-        self.config = AgentCoreConfig(arn=local.arn, endpoint_url=proxy.url, invoke_per_s=20, read_timeout_s=30)
+        self.config = AgentCoreConfig(arn=local.arn, endpoint_url=proxy.url, invoke_per_s=20, read_timeout_s=120)
         other = local.arn.replace("local-", "other-")
         self.broken = {r"does not exist.*runtime\.arn": self.config.model_copy(update={"arn": other})}
         self.unreachable = self.config.model_copy(update={"endpoint_url": NOWHERE})
@@ -122,7 +123,8 @@ class TestKubernetesRuntime(RuntimeContract):
     reports_ends = True
 
     @pytest.fixture(autouse=True)
-    def _no_wait(self, no_exit_wait: None) -> None: ...
+    def _no_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(KubernetesRuntime, "exit_s", 0.05)
 
     @asynccontextmanager
     async def serve(self, folder: Path) -> AsyncIterator[Service]:

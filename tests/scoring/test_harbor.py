@@ -30,7 +30,7 @@ def given(tmp_path):
         (workspace / "answer.txt").write_text(answer)
         (tests / "test.sh").write_text(script)
         (tests / "expected").write_text("42\n")
-        settings = {"tests": base64.b64encode(pack_folder(tests)).decode(), "timeout_s": 30.0, "env": {}}
+        settings = {"tests": base64.b64encode(pack_folder(tests)).decode(), "timeout_s": 120.0, "env": {}}
         private = {"harbor": {**settings, "workdir": "/app", **harbor}}
         return ScoreInput(
             "t",
@@ -86,7 +86,7 @@ def test_the_environment_is_the_tasks_and_not_the_trainers(given, monkeypatch):
 )
 def test_tests_without_a_reward_are_a_failure_and_never_a_zero(given, script, message):
     with pytest.raises(ScoringError, match=message):
-        verify(given(script, timeout_s=0.5 if "sleep" in script else 30.0))
+        verify(given(script, timeout_s=0.5 if "sleep" in script else 120.0))
 
 
 def test_tests_that_use_more_memory_than_the_task_has_are_killed(given):

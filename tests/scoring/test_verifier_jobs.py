@@ -73,7 +73,7 @@ class Verifiers:
         return await self.jobs.call(msgpack.packb(request))
 
     async def until_started(self, verifiers: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while len(self.containers.started) < verifiers:  # noqa: ASYNC110  # nothing tells when it is so
                 await asyncio.sleep(0.01)
 
@@ -97,14 +97,12 @@ def presigner() -> Iterator[Presigner]:
 
 
 @pytest.fixture
-async def verifiers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, presigner: Presigner
-) -> AsyncIterator[Verifiers]:
-    monkeypatch.setattr("rollout_backend.runtimes.kubernetes.runtime._EXIT_S", 0.05)
+async def verifiers(tmp_path: Path, presigner: Presigner) -> AsyncIterator[Verifiers]:
     containers = Containers()
     async with KubernetesEmulator({IMAGE: Containers(exit_code=0), TASK: containers}, tmp_path) as cluster:
-        config = KubernetesConfig(image=IMAGE, kubeconfig=cluster.kubeconfig, start_timeout_s=5)
+        config = KubernetesConfig(image=IMAGE, kubeconfig=cluster.kubeconfig, start_timeout_s=120)
         runtime = await KubernetesRuntime.open(config)
+        runtime.exit_s = 0.05
         calls = Calls(10.0, 10.0)
         jobs = VerifierJobs(
             runtime,
@@ -175,8 +173,8 @@ async def test_a_lost_container_is_a_failure_and_its_job_is_deleted(verifiers, f
     assert verifiers.cluster.running_pods() == []
 
 
-async def test_a_verifier_that_does_not_end_is_deleted(verifiers, monkeypatch):
-    monkeypatch.setattr("rollout_backend.runtimes.kubernetes.runtime.VERIFIER_SPARE_S", 0.1)
+async def test_a_verifier_that_does_not_end_is_deleted(verifiers):
+    verifiers.runtime.verifier_spare_s = 0.1
     answer = await verifiers.call(timeout_s=0.1)
     assert "has not ended within 0.2 s" in answer["error"]
     assert verifiers.cluster.names("jobs") == verifiers.open == []
@@ -233,7 +231,7 @@ async def test_a_trainer_that_takes_a_run_over_stops_the_verifiers_of_the_killed
     assert mine not in verifiers.cluster.names("jobs")
     assert {"rollout-1", "verifier-9"} < set(verifiers.cluster.names("jobs"))
     assert len(verifiers.cluster.names("jobs")) == 3
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         assert (await earlier).keys() == {"error"}  # of the killed trainer, if it still runs
     elsewhere.cancel()
     await asyncio.gather(elsewhere, return_exceptions=True)

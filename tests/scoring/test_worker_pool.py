@@ -8,12 +8,15 @@ import os
 import msgpack
 import pytest
 
-from builders import eventually
+from builders import eventually, skip
 from rollout_backend.config import ScoringConfig
 from rollout_backend.errors import ConfigError
-from rollout_backend.scoring.scorer import ScoringError
+from rollout_backend.scoring.scorer import ScoringError, load_scorer
+from rollout_backend.scoring.worker import score_async
 from rollout_backend.scoring.worker_pool import WorkerPool
 from rollouts import make_rollout
+
+TIMEOUT_S = 305  # the default of scoring.timeout_s, and what a process has in addition
 
 SCORER = """
 import os, subprocess, time
@@ -50,11 +53,14 @@ def is_running(pid: str) -> bool:
         return False
 
 
-async def test_a_process_is_kept_until_it_fails_and_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollout_backend.scoring.worker_pool._KILL_AFTER_S", 0.0)
+def hangs(pids) -> bool:
+    return pids.exists() and " " in pids.read_text()
+
+
+async def test_a_process_is_kept_until_it_fails_and_replaced(tmp_path):
     file, log = tmp_path / "scorer.py", tmp_path / "logs" / "scorer.log"
     file.write_text(SCORER)
-    pool = WorkerPool(ScoringConfig(function=f"{file}:score", timeout_s=1.0, processes=1), log)
+    pool = WorkerPool(ScoringConfig(function=f"{file}:score", processes=1), log)
     await pool.start()
     try:
         first = await pool.call(request(do="score"))
@@ -64,8 +70,11 @@ async def test_a_process_is_kept_until_it_fails_and_replaced(tmp_path, monkeypat
         assert "LookupError: no ? (scorer.py" in (await pool.call(request(do="raise text")))["error"]
         assert "'hash' cannot be stored as JSON" in (await pool.call(request(do="large")))["error"]
         assert await pool.call(request(do="score")) == first, "it is the same process"
-        with pytest.raises(ScoringError, match=r"took longer than scoring.timeout_s=1"):
-            await pool.call(request(do="hang", file=str(tmp_path / "pids")))
+        hanging = asyncio.create_task(pool.call(request(do="hang", file=str(tmp_path / "pids"))))
+        await eventually(lambda: hangs(tmp_path / "pids"))
+        skip(TIMEOUT_S)
+        with pytest.raises(ScoringError, match=r"took longer than scoring.timeout_s=300"):
+            await hanging
         hung = (tmp_path / "pids").read_text().split()
         with pytest.raises(ScoringError, match=r"process ended with 3; its output is in logs/scorer.log"):
             await pool.call(request(do="exit"))
@@ -98,6 +107,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
             case "hang":
                 await asyncio.Event().wait()
             case "block":
+                print("blocks", flush=True)
                 time.sleep(600)
     finally:
         calls.running -= 1
@@ -105,12 +115,10 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-async def test_an_async_function_scores_several_rollouts_at_once_and_each_fails_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollout_backend.scoring.worker_pool._KILL_AFTER_S", 0.5)
-    file = tmp_path / "reward.py"
+async def test_an_async_function_scores_several_rollouts_at_once_and_each_fails_alone(tmp_path):
+    file, log = tmp_path / "reward.py", tmp_path / "scorer.log"
     file.write_text(ASYNC_SCORER)
-    config = ScoringConfig(function=f"{file}:compute_score", timeout_s=4.0, processes=1, concurrency=3)
-    pool = WorkerPool(config, tmp_path / "scorer.log")
+    pool = WorkerPool(ScoringConfig(function=f"{file}:compute_score", processes=1, concurrency=3), log)
     await pool.start()
     try:
         found = await asyncio.gather(*(pool.call(request(ground_truth="wait for three")) for _ in range(7)))
@@ -119,22 +127,27 @@ async def test_an_async_function_scores_several_rollouts_at_once_and_each_fails_
         [pid] = {each["extras"]["pid"] for each in found}
 
         cancelled = asyncio.create_task(pool.call(request(ground_truth="hang")))
-        hung, raised, good = await asyncio.gather(
-            *(pool.call(request(ground_truth=what)) for what in ("hang", "raise", "score"))
-        )
-        assert hung == {"error": "the scorer took longer than scoring.timeout_s=4"}
+        raised, good = await asyncio.gather(*(pool.call(request(ground_truth=what)) for what in ("raise", "score")))
         assert "LookupError: no such answer (reward.py, line" in raised["error"]
         assert (good["reward"], good["extras"]["pid"]) == (0.5, pid), "the process goes on"
         cancelled.cancel()
 
-        blocked, innocent = await asyncio.gather(
-            *(pool.call(request(ground_truth=what)) for what in ("block", "hang")), return_exceptions=True
-        )
+        calls = [asyncio.create_task(pool.call(request(ground_truth=what))) for what in ("hang", "block")]
+        await eventually(lambda: "blocks" in log.read_text())
+        skip(TIMEOUT_S)
+        blocked, innocent = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(blocked, ScoringError)
         assert isinstance(innocent, ScoringError)
         assert (await pool.call(request(ground_truth="score")))["extras"]["pid"] != pid
     finally:
         await pool.close()
+
+
+async def test_an_async_function_that_hangs_is_cancelled(tmp_path):
+    (tmp_path / "reward.py").write_text(ASYNC_SCORER)
+    scorer = load_scorer(f"{tmp_path / 'reward.py'}:compute_score")
+    answer = await score_async(scorer, request(ground_truth="hang"), 0.1)
+    assert answer == {"error": "the scorer took longer than scoring.timeout_s=0.1"}
 
 
 async def test_a_scorer_that_cannot_be_imported_is_refused(tmp_path):
@@ -154,7 +167,7 @@ async def test_the_process_ends_with_its_parent(tmp_path):
     pool = WorkerPool(ScoringConfig(function=f"{file}:score"), tmp_path / "scorer.log")
     await pool.start()
     calling = asyncio.create_task(pool.call(request(do="hang", file=str(tmp_path / "pids"))))
-    await eventually(lambda: (tmp_path / "pids").exists() and " " in (tmp_path / "pids").read_text())
+    await eventually(lambda: hangs(tmp_path / "pids"))
     pids = (tmp_path / "pids").read_text().split()
     assert all(is_running(pid) for pid in pids)
     assert os.getpgid(int(pids[1])) == int(pids[0])

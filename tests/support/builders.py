@@ -7,15 +7,17 @@ import inspect
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import RolloutConfig
 from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.serving.server_process import free_port
+
+T = TypeVar("T")
 
 
 def run_config(**sections: Any) -> RolloutConfig:
@@ -33,6 +35,15 @@ def skip(seconds: float) -> None:
     loop = asyncio.get_running_loop()
     now = loop.time
     loop.time = lambda: now() + seconds  # type: ignore[method-assign]
+
+
+async def skip_to_end(work: Coroutine[Any, Any, T], seconds: float = 20.0) -> T:
+    """Return the result of `work`, and advance the clock again and again meanwhile."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        await asyncio.wait([task], timeout=0.01)
+        skip(seconds)
+    return await task
 
 
 class Clock:

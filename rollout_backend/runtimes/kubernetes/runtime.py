@@ -65,12 +65,16 @@ RULES = (
 
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
 _POD_S = 10.0  # in which the Job controller creates a pod, unless something refuses it
-_EXIT_S = 2.0  # in which a container whose result has arrived exits
 _ACCEPTED = b'{"status": "accepted"}'
 
 
 class KubernetesRuntime(VerifierRuntime):
     """A namespace of a cluster."""
+
+    exit_s = 2.0
+    """Time in which a container whose result has arrived exits."""
+    verifier_spare_s = VERIFIER_SPARE_S
+    """Time in which a verifier's container ends after the timeout of its tests."""
 
     def __init__(self, config: KubernetesConfig, api: KubernetesApi) -> None:
         self._config = config
@@ -191,7 +195,7 @@ class KubernetesRuntime(VerifierRuntime):
         job = verifier_manifest(self._config, session_id, rollout, container, timeout_s)
         self._watch(rollout.run_id).expect(session_id, awaited=True)
         await self._start(session_id, rollout.run_id, job, files)
-        watch, limit_s = self._watch(rollout.run_id), timeout_s + VERIFIER_SPARE_S
+        watch, limit_s = self._watch(rollout.run_id), timeout_s + self.verifier_spare_s
         state = await watch.wait(session_id, lambda state: state.finished, limit_s)
         if not state.finished:
             raise RuntimeCallError(f"the verifier's container has not ended within {limit_s:g} s; {watch.trouble}")
@@ -299,7 +303,7 @@ class KubernetesRuntime(VerifierRuntime):
 
     async def stop(self, session_id: str) -> None:
         for watch, _ in self._watches.values():
-            if await watch.stop(session_id, _EXIT_S):
+            if await watch.stop(session_id, self.exit_s):
                 return
         try:
             await delete_job(self._api, session_id)
