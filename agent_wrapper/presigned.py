@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from agent_wrapper.contract import PUT_HEADERS
+from agent_wrapper.contract import put_headers
 from agent_wrapper.redaction import redact_logs, without_secrets
 
 if TYPE_CHECKING:
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT_S = 5.0
 _TIMEOUT_S = 20.0
+_CODE = re.compile(r"<Code>([\w.]{1,64})</Code>")
+# S3 answers 400 to throttling by KMS and to a body that came too slowly, and 403 to a clock that is wrong, as after
+# the restore of a snapshot.
+_TRANSIENT = re.compile("Throttl|RequestTime|SlowDown|LimitExceeded|RequestExpired|InTheFuture|Conflict")
 
 
 class PutRefused(Exception):
@@ -42,16 +46,25 @@ def put_once(url: str, body: bytes, budget_s: float) -> bool:
     redact_logs()
     try:
         with httpx.Client(timeout=timeout, verify=verify) as client:
-            response: httpx.Response = retrying(client.put, url, content=body, headers=PUT_HEADERS)
+            response: httpx.Response = retrying(client.put, url, content=body, headers=put_headers(body))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise PutRefused(without_secrets(f"{type(error).__name__}: {error}")) from None
     if response.status_code == 412:
         return False
     if not response.is_success:
-        code = re.search(r"<Code>(\w{1,64})</Code>", response.text)
-        raise PutRefused(f"S3 answered {response.status_code} {code[1] if code else response.reason_phrase}")
+        raise PutRefused(f"S3 answered {response.status_code} {_code(response) or response.reason_phrase}")
     return True
 
 
+def is_transient(status: int, code: str) -> bool:
+    """Return whether S3 or SQS may accept the same request later, by the status and the code of its error."""
+    return status in (408, 409, 429) or status >= 500 or _TRANSIENT.search(code) is not None
+
+
 def _is_transient(response: httpx.Response) -> bool:
-    return response.status_code in (408, 409, 429) or response.status_code >= 500
+    return is_transient(response.status_code, _code(response))
+
+
+def _code(response: httpx.Response) -> str:
+    code = _CODE.search(response.text) if response.is_error else None
+    return code[1] if code else ""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_wrapper.botocore_models import new_session
 from agent_wrapper.contract import Announcement, ResultTarget
-from agent_wrapper.presigned import put_once
+from agent_wrapper.presigned import is_transient, put_once
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -29,9 +29,8 @@ logger = logging.getLogger("agent_wrapper")
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 20.0
 _CONNECTIONS = 32
-_TRANSIENT_CODES = frozenset(
-    {"ConditionalRequestConflict", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
-)
+# The credentials, or the clock by which they are renewed, may be right at the next try.
+_STALE_CREDENTIALS = ("ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "Unrecognized")
 _T = TypeVar("_T")
 
 
@@ -53,7 +52,6 @@ class Publisher:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sessions: dict[str | None, Any] = {}
         self._clients: dict[tuple[str, str | None], Any] = {}
 
     def prepare(self, target: ResultTarget) -> None:
@@ -113,35 +111,36 @@ class Publisher:
     def _write(self, target: ResultTarget, key: str, body: bytes, budget_s: float) -> WriteOutcome:
         from botocore.exceptions import ClientError
 
-        s3: S3Client = self._client("s3", target.region)
-        try:
-            _retry(
-                budget_s,
-                lambda: s3.put_object(
-                    Bucket=target.bucket,
-                    Key=key,
-                    Body=body,
-                    ContentType="application/octet-stream",
-                    IfNoneMatch="*",
-                ),
+        def put(s3: S3Client) -> None:
+            s3.put_object(
+                Bucket=target.bucket, Key=key, Body=body, ContentType="application/octet-stream", IfNoneMatch="*"
             )
+
+        def read(s3: S3Client) -> bytes:
+            return s3.get_object(Bucket=target.bucket, Key=key)["Body"].read()
+
+        try:
+            self._retry("s3", target.region, budget_s, put)
         except ClientError as error:
             if _status(error) != 412:
                 raise
         else:
             return WriteOutcome.NOW
         try:
-            there = _retry(budget_s, lambda: s3.get_object(Bucket=target.bucket, Key=key)["Body"].read())
+            there = self._retry("s3", target.region, budget_s, read)
         except Exception:  # the role may lack s3:GetObject, and need not have it
             logger.debug("cannot read %s", key, exc_info=True)
             return WriteOutcome.UNSEEN
         return WriteOutcome.BEFORE if there == body else WriteOutcome.BY_ANOTHER
 
     def _announce(self, target: ResultTarget, key: str, budget_s: float) -> None:
-        sqs: SQSClient = self._client("sqs", target.region)
         message = Announcement(bucket=target.bucket, key=key).encode()
         queue_url = target.queue_url or ""
-        _retry(budget_s, lambda: sqs.send_message(QueueUrl=queue_url, MessageBody=message))
+
+        def send(sqs: SQSClient) -> None:
+            sqs.send_message(QueueUrl=queue_url, MessageBody=message)
+
+        self._retry("sqs", target.region, budget_s, send)
 
     def _client(self, service: str, region: str | None) -> Any:
         from botocore.config import Config  # late: see trajectory.py
@@ -155,31 +154,44 @@ class Publisher:
                     retries={"total_max_attempts": 1},  # `_retry` is the only layer of retries
                 )
                 # Not boto3's default session: the agent may configure that, and it caches what it read first.
-                if region not in self._sessions:
-                    self._sessions[region] = new_session(region)
-                session = self._sessions[region]
+                session: Any = new_session(region)  # its types list every service by name
                 self._clients[service, region] = session.client(service, config=config)
             return self._clients[service, region]
 
+    def _retry(self, service: str, region: str | None, budget_s: float, call: Callable[[Any], _T]) -> _T:
+        """Make a call until it succeeds, each time with a new client: a client keeps the credentials that it was made
+        with, also if there were none."""
+        import tenacity
 
-def _retry(budget_s: float, call: Callable[[], _T]) -> _T:
-    import tenacity
+        def attempt() -> _T:
+            client = None
+            try:
+                client = self._client(service, region)
+                return call(client)
+            except Exception as error:
+                with self._lock:
+                    if _is_transient(error) and self._clients.get((service, region)) is client:
+                        self._clients.pop((service, region), None)  # unless another thread has made a new one
+                raise
 
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(_is_transient),
-        stop=tenacity.stop_before_delay(budget_s),
-        wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5),
-        reraise=True,
-    )(call)
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_is_transient),
+            stop=tenacity.stop_before_delay(budget_s),
+            wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=8.0, jitter=0.5),
+            reraise=True,
+        )(attempt)
 
 
 def _is_transient(error: BaseException) -> bool:
-    from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
+    """Return whether a later try may succeed. Of the errors that are no answer of the service (no connection, no
+    credentials, a provider that fails in any way), only invalid arguments are permanent."""
+    from botocore.exceptions import ClientError, ParamValidationError
 
     if isinstance(error, ClientError):
-        status = _status(error)
-        return error.response["Error"]["Code"] in _TRANSIENT_CODES or status in (409, 429) or status >= 500
-    return isinstance(error, (ConnectionError, HTTPClientError))  # no connection, cut, timed out
+        code, message = error.response["Error"]["Code"], error.response["Error"].get("Message", "").lower()
+        dated = "signature expired" in message or "signature not yet current" in message  # SQS: a clock that is wrong
+        return is_transient(_status(error), code) or code.startswith(_STALE_CREDENTIALS) or dated
+    return not isinstance(error, ParamValidationError)
 
 
 def _status(error: Any) -> int:

@@ -78,6 +78,7 @@ from agent_wrapper.contract.request import (
     ResultUrls,
     RolloutRequest,
     Sampling,
+    put_headers,
 )
 
 __all__ = [
@@ -130,6 +131,7 @@ __all__ = [
     "pack_artifacts",
     "parse_result_key",
     "probe_key",
+    "put_headers",
     "quarantine_prefix",
     "readable",
     "result_key",

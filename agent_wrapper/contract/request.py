@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from typing import Literal
 
 from pydantic import Field
@@ -13,6 +15,13 @@ REQUEST_FIELD = "_rollout"  # the field of an invoke's payload that holds the re
 
 PUT_HEADERS = {"Content-Type": "application/octet-stream", "If-None-Match": "*"}
 """Headers of a presigned PUT. Both are part of its signature; the second one refuses a second write."""
+
+
+def put_headers(body: bytes) -> dict[str, str]:
+    """Return the headers of a presigned PUT of `body`. A bucket with Object Lock requires the digest, which need not
+    be signed."""
+    digest = hashlib.md5(body, usedforsecurity=False).digest()
+    return {**PUT_HEADERS, "Content-MD5": base64.b64encode(digest).decode()}
 
 
 class Sampling(ContractObject):

@@ -64,13 +64,24 @@ def test_the_first_write_wins(cloud):
     assert cloud.get("presigned/once") == b"first"
 
 
-@pytest.mark.parametrize("statuses", [[409], [503, 500, 429], [HANG_UP]])
-def test_a_temporary_refusal_is_retried(scripted, statuses):
-    s3 = scripted(*((status, b"") for status in statuses))
-    assert put_once(s3.url, b"result", 30) is True
-    assert len(s3.headers) == len(statuses) + 1
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [(409, b"")],
+        [(503, b""), (500, b""), (429, b"")],
+        [(HANG_UP, b"")],
+        [(400, b"<Code>ThrottlingException</Code>"), (400, b"<Code>KMS.ThrottlingException</Code>")],
+        [(400, b"<Code>RequestTimeout</Code>"), (403, b"<Code>RequestTimeTooSkewed</Code>")],
+    ],
+    ids=["a conflict", "busy", "cut off", "throttled by KMS", "late"],
+)
+def test_a_temporary_refusal_is_retried(scripted, answers):
+    s3 = scripted(*answers)
+    assert put_once(s3.url, b"result", 120) is True
+    assert len(s3.headers) == len(answers) + 1
     for sent in s3.headers:
         assert (sent["if-none-match"], sent["content-type"]) == ("*", "application/octet-stream")
+        assert sent["content-md5"] == "tKiEF7PQFw11TGR8MLchag==", "a bucket with Object Lock requires it"
         assert "authorization" not in sent
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from botocore.exceptions import CredentialRetrievalError
 
 from agent_wrapper.contract import ResultTarget
 from agent_wrapper.publish import Publisher, PublishError, WriteOutcome
@@ -87,8 +89,9 @@ class ScriptedS3:
         assert request.headers["If-None-Match"] == "*"
         self.puts += 1
         cue = self.cues.pop(0) if self.cues else "store"
-        if cue.isdigit():
-            return int(cue), b""
+        status, _, code = cue.partition(" ")
+        if status.isdigit():
+            return int(status), f"<Error><Code>{code}</Code></Error>".encode() if code else b""
         if self.stored is not None:
             return 412, b""
         self.stored = request.body
@@ -103,11 +106,43 @@ def faulty(publisher, monkeypatch) -> Iterator[ScriptedS3]:
         yield s3
 
 
-@pytest.mark.parametrize("cues", [["409"], ["503", "500", "409"], ["429"]])
+@pytest.mark.parametrize(
+    "cues",
+    [
+        ["409"],
+        ["503", "500", "409"],
+        ["429"],
+        ["400 ThrottlingException", "400 RequestTimeout"],  # of KMS; a body that came too slowly
+        ["403 RequestTimeTooSkewed", "400 ExpiredToken", "403 InvalidAccessKeyId"],  # after a snapshot's restore
+    ],
+    ids=lambda cues: ", ".join(cues),
+)
 def test_a_temporary_refusal_is_retried(faulty, publisher, cloud, target, key, cues):
     faulty.cues = list(cues)
-    assert publisher.publish(target, key, b"result", budget_s=30) is WriteOutcome.NOW
+    assert publisher.publish(target, key, b"result", budget_s=120) is WriteOutcome.NOW
     assert faulty.puts == len(cues) + 1
+    assert cloud.receive(target.queue_url) == [key]
+
+
+@pytest.mark.parametrize("late", ["at the start", "at the end"])
+def test_credentials_that_come_late_lose_no_result(
+    faulty, publisher, cloud, target, key, tmp_path, monkeypatch, late
+):
+    """A client keeps the credentials that it was made with, also if there were none."""
+    tries = tmp_path / "tries"
+    keys = json.dumps({"Version": 1, "AccessKeyId": "AK", "SecretAccessKey": "s"})
+    program = tmp_path / "keys"
+    program.write_text(f"#!/bin/sh\necho >> {tries}\n[ $(wc -l < {tries}) -gt 2 ] || exit 1\necho '{keys}'\n")
+    program.chmod(0o755)
+    config = tmp_path / "config"
+    config.write_text(f"[default]\ncredential_process = {program}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    if late == "at the start":
+        with pytest.raises(CredentialRetrievalError):
+            publisher.prepare(target)
+    assert publisher.publish(target, key, b"result", budget_s=120) is WriteOutcome.NOW
     assert cloud.receive(target.queue_url) == [key]
 
 
