@@ -55,7 +55,8 @@ class HttpRuntime(AgentRuntime):
         timeout = aiohttp.ClientTimeout(sock_connect=config.connect_timeout_s, total=config.read_timeout_s)
         # One connection per invoke: on a kept connection, an invoke may be sent just as the server closes it. Its
         # outcome is then unknown and costs another attempt, which is more than another connection.
-        connector = aiohttp.TCPConnector(limit=min(256, config.max_sessions), force_close=True)
+        # Waiting for a connection would count as a call, so there is one for each session.
+        connector = aiohttp.TCPConnector(limit=config.max_sessions, force_close=True)
         return cls(config, aiohttp.ClientSession(timeout=timeout, connector=connector, headers=_headers(config)))
 
     async def check(self, session_s: float = 0.0) -> None:
@@ -114,7 +115,7 @@ class HttpRuntime(AgentRuntime):
         try:
             async with self._post("/invocations", session_id, payload) as reply:
                 body = await read_answer(reply)
-        except aiohttp.ClientConnectorError as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise RuntimeUnavailable(f"the agent server cannot be reached: {error}", never_opened=True) from error
         except (aiohttp.ClientError, OSError) as error:
             raise OutcomeUnknown(f"the invoke was cut off: {error or type(error).__name__}") from error
@@ -130,8 +131,8 @@ class HttpRuntime(AgentRuntime):
                 raise RuntimeConflict(text)
             case 401 | 403:
                 raise InvokeRejected(text, reason="access_denied")
-            case 502 | 503 | 504:  # from a proxy in front of the server, or from a server that is full
-                raise RuntimeUnavailable(text, refused=reply.status == 503)
+            case 408 | 502 | 503 | 504:  # from a proxy in front of the server, or from a server that is full
+                raise RuntimeUnavailable(text, refused=reply.status in (408, 503))
             case status if 300 <= status < 400:
                 raise InvokeRejected(_redirected(reply), reason="container_error")
             case _:
@@ -156,7 +157,7 @@ class HttpRuntime(AgentRuntime):
                 raise RuntimeConflict(text)
             case 401 | 403:
                 raise InvokeRejected(text, reason="access_denied")
-            case status if status >= 500 and status != 501:
+            case status if status == 408 or (status >= 500 and status != 501):
                 raise RuntimeUnavailable(text)
             case _:
                 raise InvokeRejected(text)
