@@ -15,7 +15,8 @@
     │   ├── RuntimeConflict        409: retried until the deadline, at the same rate
     │   ├── RuntimeUnavailable     503, or no connection: retried like Throttled. After another 5xx the session may
     │   │                          be open: it is closed, and another attempt is made
-    │   ├── NoCredentials          no credentials were found or could be renewed; the call was not sent
+    │   ├── NoCredentials          no credentials were found or could be renewed; retried like Throttled
+    │   ├── WrongClock             this machine's clock is off, so AWS refuses the signature; retried like Throttled
     │   ├── OutcomeUnknown         the connection broke or timed out after the call was sent: the session may run
     │   ├── ContainerStartTimeout  424: the container did not start, or not in time; another attempt gets another one
     │   └── InvokeRejected         a permanent 4xx: the rollout ends as infra_error at once
@@ -110,7 +111,12 @@ class RuntimeUnavailable(RuntimeCallError):
 
 class NoCredentials(RuntimeCallError):
     reason = "no_credentials"
-    never_opened = True
+    never_opened = refused = slow_down = True
+
+
+class WrongClock(RuntimeCallError):
+    reason = "wrong_clock"
+    never_opened = refused = slow_down = True
 
 
 class OutcomeUnknown(RuntimeCallError):

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
@@ -54,16 +55,21 @@ class Preflight:
     async def _check_bucket(self) -> list[CheckResult]:
         storage = self._config.storage
 
+        short = ""
+
         async def check() -> str:
+            nonlocal short
             removed = await self.store.check()
             if self._config.runtime.agent_protocol != "rollout":
                 removed &= await self._check_results()
             if storage.presigned:
-                await Presigner(storage, self._config.aws).check()
+                async with contextlib.aclosing(Presigner(storage, self._config.aws)) as presigner:
+                    short = await presigner.check(self._config.timeouts.session_s)
             stays = "" if removed else f"; an object of 2 bytes stays under {storage.prefix}runs/preflight/"
             return f"bucket {storage.bucket}: can be listed, written once and read{stays}"
 
-        return [await _finding("storage.bucket", check)]
+        found = [await _finding("storage.bucket", check)]
+        return [*found, CheckResult("warning", "storage.presigned", short)] if short else found
 
     async def _check_results(self) -> bool:
         """Check that this side can write results, as it does for agents of another protocol."""

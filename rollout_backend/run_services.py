@@ -110,10 +110,12 @@ class RunServices:
         admission = CallQueue.from_config(self.limits)
         secret = run_secret(config)
         janitor = await self._start_janitor(stack, runtime)
+        presigner = Presigner(config.storage, config.aws)
+        stack.push_async_callback(presigner.aclose)
         verifiers = None
         if in_containers:
             assert isinstance(runtime, VerifierRuntime)
-            verifiers = self._verifier_jobs(stack, runtime, janitor, admission)
+            verifiers = self._verifier_jobs(stack, runtime, presigner, janitor, admission)
             scorer = self._scorer(store, verifiers)
         queue = await self._open_queue(stack, janitor) if config.uses_queue else None
         retokenizer = await self._open_retokenizer(stack) if config.collect.retokenize else None
@@ -135,7 +137,7 @@ class RunServices:
         ends = SessionEnds()
         heartbeats = self._start_background(stack, buffer, runtime, ends)
         self.for_steps = self._connect(
-            store, runtime, admission, janitor, queue, buffer, heartbeats, ends, sealer, scorer
+            store, runtime, presigner, admission, janitor, queue, buffer, heartbeats, ends, sealer, scorer
         )
 
     # --- one service each ---------------------------------------------------------------------------------
@@ -168,13 +170,17 @@ class RunServices:
         )
 
     def _verifier_jobs(
-        self, stack: AsyncExitStack, runtime: VerifierRuntime, janitor: Janitor, admission: CallQueue
+        self,
+        stack: AsyncExitStack,
+        runtime: VerifierRuntime,
+        presigner: Presigner,
+        janitor: Janitor,
+        admission: CallQueue,
     ) -> VerifierJobs:
-        config = self._config
         jobs = VerifierJobs(
             runtime,
-            Presigner(config.storage, config.aws),
-            config.scoring,
+            presigner,
+            self._config.scoring,
             admission=admission,
             on_open=janitor.session_opened,
             on_closed=janitor.session_closed,
@@ -270,6 +276,7 @@ class RunServices:
         self,
         store: ResultStore,
         runtime: AgentRuntime,
+        presigner: Presigner,
         admission: CallQueue,
         janitor: Janitor,
         queue: AnnouncementQueue | None,
@@ -289,7 +296,7 @@ class RunServices:
         def log_of(entry: LedgerEntry) -> str:
             return describe_log(config, entry, runtime.log_location)
 
-        presigner = Presigner(config.storage, config.aws) if config.storage.presigned else None
+        presigned = config.storage.presigned
         calls: SessionCalls = FencedRuntime(janitor.watch(runtime), lease)
         translator = self._translator(calls, store, buffer, FencedRuntime(runtime, lease).invoke, admission)
         return StepServices.assemble(
@@ -301,7 +308,7 @@ class RunServices:
             fencing_token=lease.fencing_token,
             owner=str(lease.me),
             buffer=buffer,
-            queue_url=queue.url if queue is not None and presigner is None else None,
+            queue_url=queue.url if queue is not None and not presigned else None,
             endpoint=gateways.endpoint,
             revoke=gateways.revoke,
             archive=self._archive.write_rollout,
@@ -312,7 +319,7 @@ class RunServices:
             session_ends=ends,
             adopt=adopt,
             on_adopted=translator.watch if translator is not None else None,
-            presign=presigner.urls if presigner is not None else None,
+            presign=presigner.urls if presigned else None,
             log_of=log_of,
             breaker=CircuitBreaker(config.circuit_breaker, log_of),
             scorer=scorer,

@@ -1,10 +1,14 @@
-"""Open aioboto3 clients with explicit timeouts and no hidden retries."""
+"""Open aioboto3 clients with explicit timeouts, no hidden retries, and credentials that are renewed in the
+background."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import importlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Mapping
+import logging
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,27 +19,29 @@ import aiohttp
 from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    CredentialRetrievalError,
-    NoCredentialsError,
-)
+from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
 from botocore.loaders import Loader, create_loader
 from botocore.parsers import ResponseParserError
 from botocore.utils import deep_merge
 
 from rollout_backend.aws.call_log import log_call
 from rollout_backend.aws.connection import Response
-from rollout_backend.aws.errors import is_html
+from rollout_backend.aws.errors import UNSIGNED, is_html
 from rollout_backend.aws.http_session import HTTPSession
 from rollout_backend.aws.repeated_call import RepeatedCall
+
+log = logging.getLogger(__name__)
+
+_RENEW_BEFORE_S = 15 * 60  # as botocore does
+_USABLE_S = 60  # credentials that last this long are used while they cannot be renewed
+_RENEWAL_S = 60.0  # limit of one renewal
 
 
 class Client:
     """An aiobotocore client, with all its methods."""
 
-    def __init__(self, client: Any, http: HTTPSession, retries: int) -> None:
+    def __init__(self, client: Any, http: HTTPSession, retries: int, credentials: Credentials) -> None:
+        self.credentials = credentials
         self._client = client
         self._http = http
         self._retries = retries
@@ -60,12 +66,13 @@ async def client(
     connections: int = 64,
     retries: int = 0,
     newer_fields: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> AsyncIterator[Client]:
     """Open a client of one service.
 
     `retries` is the number of botocore's own retries. Leave it 0 for calls that are not idempotent, such as an
     invoke. `newer_fields` is merged into botocore's model of the service: fields that this botocore does not know
-    yet.
+    yet. `more` are further arguments of `AioConfig`.
     """
     sessions: list[HTTPSession] = []
 
@@ -79,12 +86,12 @@ async def client(
         read_timeout=read_timeout_s,
         max_pool_connections=connections,
         retries={"total_max_attempts": 1 + retries, "mode": "standard"},
-        s3={"addressing_style": "path"} if endpoint_url else {},
         tcp_keepalive=True,
+        **{"s3": {"addressing_style": "path"} if endpoint_url else {}, **more},
     )
-    core = _session()
-    newer = (service, json.dumps(newer_fields)) if newer_fields is not None else None
-    core.register_component("data_loader", _loader(core.get_config_variable("data_path"), newer))
+    core = _session((service, json.dumps(newer_fields)) if newer_fields is not None else None)
+    core.register_component("credential_provider", _CredentialProvider())
+    await asyncio.to_thread(_preload, core.get_component("data_loader"), service)
     # Its types list every service by name, and lag behind the services.
     session: Any = aioboto3.Session(botocore_session=core)
     plain = endpoint_url is not None and endpoint_url.startswith("http://")
@@ -98,12 +105,13 @@ async def client(
         [http] = sessions
         made.meta.events.register("before-parse", _drop_html)
         made.meta.events.register("after-call", _log_call)
-        yield Client(made, http, retries)
+        credentials: Any = await core.get_credentials()
+        yield Client(made, http, retries, credentials)
 
 
-def _session() -> AioSession:
+def _session(newer: tuple[str, str] | None = None) -> AioSession:
     core = AioSession()
-    core.register_component("credential_provider", _CredentialProvider(core.get_component("credential_provider")))
+    core.register_component("data_loader", _loader(core.get_config_variable("data_path"), newer))
     return core
 
 
@@ -135,12 +143,10 @@ class CredentialsFound:
 
 
 async def credentials() -> CredentialsFound:
-    """Find this process's credentials. Raises botocore's errors of credentials."""
-    found: Any = await _session().get_credentials()
-    if found is None:
-        raise NoCredentialsError
+    """Find this process's credentials. Raises one of `UNSIGNED`."""
+    found = Credentials()
     frozen = await found.get_frozen_credentials()
-    return CredentialsFound(found.method, frozen.token is not None, getattr(found, "_expiry_time", None))
+    return CredentialsFound(str(found.method), frozen.token is not None, found.expires_at)
 
 
 @functools.cache
@@ -153,41 +159,110 @@ def _loader(data_path: str | None, newer: tuple[str, str] | None) -> Loader:
     return loader
 
 
+def _preload(loader: Loader, service: str) -> None:
+    """Read what a client needs, which takes half a second the first time, in a thread."""
+    for kind in ("service-2", "endpoint-rule-set-1"):
+        loader.load_service_model(service, kind, api_version=None)
+    for name in ("endpoints", "partitions", "_retry"):
+        loader.load_data(name)
+    if service == "s3":
+        importlib.import_module("aioboto3.s3.inject")
+
+
 class _CredentialProvider:
-    """A session's chain of credential providers. Other exceptions, such as those of a `credential_process` that
-    cannot be started or prints no JSON, become CredentialRetrievalError."""
+    """Takes the place of a session's chain of credential providers."""
 
-    def __init__(self, chain: Any) -> None:
-        self._chain = chain
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._chain, name)
-
-    async def load_credentials(self) -> Any:
-        credentials = await _retrieve(self._chain.load_credentials())
-        return credentials and _Credentials(credentials)
+    async def load_credentials(self) -> Credentials:
+        return Credentials()
 
 
-class _Credentials:
-    """Credentials whose renewal raises only botocore's exceptions."""
+class Credentials:
+    """The credentials of a session, in the place of botocore's.
 
-    def __init__(self, credentials: Any) -> None:
-        self._credentials = credentials
+    They are found on first use and renewed before they expire, each time by a new chain of providers, because a chain
+    keeps what it has found, also that there is nothing. Concurrent calls share one renewal, and its failure. A call
+    waits for it only if there are no usable credentials.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._credentials, name)
+    def __init__(self, pause_s: float = 10.0) -> None:
+        """`pause_s` is the least time between two renewals of credentials that are usable."""
+        self._pause_s = pause_s
+        self._found: Any = None  # botocore's
+        self._frozen: Any = None
+        self._renewing: asyncio.Task[None] | None = None
+        self._renewed_at = float("-inf")  # loop seconds of the last renewal's end, also of a failed one
 
-    async def get_frozen_credentials(self) -> Any:
-        return await _retrieve(self._credentials.get_frozen_credentials(), self.method)
+    @property
+    def method(self) -> str | None:
+        """botocore's name of where they were found. None: not yet."""
+        return getattr(self._found, "method", None)
 
+    @property
+    def expires_at(self) -> datetime | None:
+        """None if they do not expire, or if it is not known."""
+        return getattr(self._found, "_expiry_time", None)
 
-async def _retrieve(credentials: Awaitable[Any], provider: str = "the AWS configuration") -> Any:
-    try:
-        return await credentials
-    except (BotoCoreError, ClientError):
-        raise
-    except Exception as error:
-        raise CredentialRetrievalError(provider=provider, error_msg=f"{type(error).__name__}: {error}") from error
+    def get_deferred_property(self, name: str) -> Any:  # aiobotocore asks `get_account_id` instead
+        return None
+
+    async def get_account_id(self) -> str | None:
+        account: str | None = (await self.get_frozen_credentials()).account_id
+        return account
+
+    async def get_frozen_credentials(self, lasting_s: float = 0.0) -> Any:
+        """Return them as they are now. If they do not last for `lasting_s`, try to renew them first.
+
+        Raises one of `UNSIGNED`: there are none, or those that there are expire and were not renewed.
+        """
+        if self._last_for(max(_RENEW_BEFORE_S, lasting_s)):
+            return self._frozen
+        usable = self._last_for(_USABLE_S)
+        if not usable or asyncio.get_running_loop().time() >= self._renewed_at + self._pause_s:
+            renewing = self._renew()
+            if not usable:
+                await asyncio.shield(renewing)
+            elif not self._last_for(lasting_s):
+                await asyncio.wait([renewing])
+        return self._frozen
+
+    def _last_for(self, seconds: float) -> bool:
+        if self._frozen is None:
+            return False
+        due = getattr(self._found, "refresh_needed", None)
+        return due is None or not due(seconds)
+
+    def _renew(self) -> asyncio.Task[None]:
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._find())
+            self._renewing.add_done_callback(self._on_renewed)
+        return self._renewing
+
+    def _on_renewed(self, renewing: asyncio.Task[None]) -> None:
+        self._renewing = None
+        self._renewed_at = asyncio.get_running_loop().time()
+        if not renewing.cancelled() and (error := renewing.exception()) is not None:
+            log.warning("the AWS credentials cannot be renewed; this is repeated: %s", error)
+
+    async def _find(self) -> None:
+        found: Any = None
+        try:
+            async with asyncio.timeout(_RENEWAL_S):
+                found = await _session().get_credentials()
+                # Those that expire soon would be renewed at once, so they are read first.
+                frozen = getattr(found, "_frozen_credentials", None)
+                if found is not None and frozen is None:
+                    frozen = await found.get_frozen_credentials()
+        except UNSIGNED:
+            raise
+        except Exception as error:  # of a provider's own calls, or of a command that cannot be run or prints no JSON
+            text = f"no answer within {_RENEWAL_S:g} s" if isinstance(error, TimeoutError) else str(error)
+            provider = getattr(found, "method", None) or "the AWS configuration"
+            raise CredentialRetrievalError(provider=provider, error_msg=f"{type(error).__name__}: {text}") from error
+        if frozen is None:
+            raise NoCredentialsError
+        if getattr(found, "refresh_needed", lambda seconds: False)(0):
+            raise CredentialRetrievalError(provider=found.method, error_msg="what it returned has expired")
+        self._found, self._frozen = found, frozen
 
 
 async def read_up_to(reply: Response | aiohttp.ClientResponse, limit: int) -> bytes:

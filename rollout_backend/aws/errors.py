@@ -36,7 +36,8 @@ _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException"})
 _UNKNOWN_CREDENTIALS = frozenset(
     {"InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "UnrecognizedClientException"}
 )
-_WRONG_CLOCK = frozenset({"RequestExpired", "RequestTimeTooSkewed"})
+_WRONG_CLOCK = frozenset({"RequestExpired", "RequestInTheFuture", "RequestTimeTooSkewed"})
+CLOCK_ADVICE = "This machine's clock is wrong: synchronise it, e.g. by chrony"
 _OTHER_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect"})
 _NO_SUCH = ("NonExistentQueue", "QueueDoesNotExist", "NoSuchBucket", "ResourceNotFoundException")
 _THROTTLED = frozenset(
@@ -72,7 +73,8 @@ def is_html(body: bytes) -> bool:
 def reason(error: BaseException) -> str:
     """Describe in one line why a call failed."""
     if isinstance(error, ClientError):
-        return f"{code_of(error)}: {message_of(error)}"
+        text = f"{code_of(error)}: {message_of(error)}"
+        return f"{text}. {CLOCK_ADVICE}" if is_wrong_clock(error) else text
     return str(error).partition("\n")[0] or type(error).__name__
 
 
@@ -93,6 +95,13 @@ def is_unknown_caller(error: ClientError) -> bool:
     """Return whether the service does not accept the credentials, or the signature that was made with them."""
     code = code_of(error)
     return is_expired(error) or code in _UNKNOWN_CREDENTIALS | _WRONG_CLOCK or "Signature" in code
+
+
+def is_wrong_clock(error: ClientError) -> bool:
+    """Return whether the service refuses the signature because of its date. Most services say so in the message."""
+    message = message_of(error).lower()
+    dated = "signature expired" in message or "signature not yet current" in message
+    return code_of(error) in _WRONG_CLOCK or ("Signature" in code_of(error) and dated)
 
 
 def is_throttled(error: ClientError) -> bool:
@@ -137,8 +146,8 @@ def _refusal(error: ClientError, what: str, setting: str) -> str:
         return f"{what} refuses us: {said}. The AWS credentials have expired: get new ones, e.g. aws sso login"
     if code in _UNKNOWN_CREDENTIALS:
         return f"{what} refuses us: {said}. AWS does not know these credentials: check AWS_PROFILE or the access key"
-    if code in _WRONG_CLOCK or ("Signature" in code and "expired" in message_of(error)):
-        return f"{what} refuses us: {said}. This machine's clock is wrong: synchronise it, e.g. by chrony"
+    if is_wrong_clock(error):
+        return f"{what} refuses us: {said}. {CLOCK_ADVICE}"
     if "Signature" in code:
         return (
             f"{what} refuses us: {said}. The secret access key does not belong to the access key, or a proxy changes "

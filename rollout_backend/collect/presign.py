@@ -10,13 +10,15 @@ Invariants of the agent's, all checked by S3:
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import aiohttp
-import boto3
-from botocore.config import Config
 
 from agent_wrapper.contract import (
     PUT_HEADERS,
@@ -25,60 +27,67 @@ from agent_wrapper.contract import (
     artifacts_key,
     failure_marker_key,
     probe_key,
+    put_headers,
     result_key,
 )
+from rollout_backend import aws
 from rollout_backend.aws import log_call
 from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.errors import PreflightError
+from rollout_backend.errors import NoCredentials, PreflightError
+
+log = logging.getLogger(__name__)
 
 
 class Presigner:
-    """Signs URLs with this process's credentials, which must allow the write. Signing makes no call to AWS."""
+    """Signs URLs with this process's credentials, which must allow the write. Signing makes no call to S3."""
 
-    def __init__(self, storage: StorageConfig, aws: AwsConfig, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, storage: StorageConfig, where: AwsConfig, wall: Callable[[], float] = time.time) -> None:
         self._storage = storage
+        self._where = where
         self._wall = wall
-        config = Config(
-            signature_version="s3v4",  # older versions do not sign headers
-            request_checksum_calculation="when_required",  # the body is unknown at this time
-            s3={"addressing_style": "path" if aws.endpoint_url else "virtual"},
-        )
-        session = boto3.Session(region_name=aws.region)
-        self._s3 = session.client("s3", endpoint_url=aws.endpoint_url, config=config)
+        self._s3: aws.Client | None = None  # opened on first use
+        self._opening = asyncio.Lock()
+        self._stack = AsyncExitStack()
+        self._warned = False
 
-    def urls(self, claims: SessionClaims) -> ResultUrls:
-        """Return the URLs of the attempt that these claims belong to. They expire with the claims."""
+    async def urls(self, claims: SessionClaims) -> ResultUrls:
+        """Return the URLs of the attempt that these claims belong to. They expire with the claims.
+
+        Raises:
+            NoCredentials: there are no credentials to sign them with, at this time.
+        """
         place = (self._storage.prefix, claims.run_id, claims.step, claims.rollout_id)
         seconds = max(1, round(claims.expires_at - self._wall()))
         return ResultUrls(
-            result=self._url(result_key(*place), seconds),
-            failure_marker=self._url(failure_marker_key(*place, claims.attempt), seconds),
-            artifacts=self._url(artifacts_key(*place, claims.attempt), seconds),
+            result=await self._put_url(result_key(*place), seconds),
+            failure_marker=await self._put_url(failure_marker_key(*place, claims.attempt), seconds),
+            artifacts=await self._put_url(artifacts_key(*place, claims.attempt), seconds),
         )
 
-    def artifacts_url(self, rollout: Rollout, seconds: float) -> str:
-        """Return a URL whose GET returns the artifacts of a result, for at most this time."""
+    async def artifacts_url(self, rollout: Rollout, seconds: float) -> str:
+        """Return a URL whose GET returns the artifacts of a result, for at most this time. Raises NoCredentials."""
         place = self._storage.prefix, rollout.run_id, rollout.step, rollout.rollout_id, rollout.attempt
-        params = {"Bucket": self._storage.bucket, "Key": artifacts_key(*place)}
-        return self._s3.generate_presigned_url("get_object", Params=params, ExpiresIn=round(seconds))
+        return await self._url("get_object", round(seconds), Key=artifacts_key(*place))
 
-    async def check(self) -> None:
-        """Write an object by a presigned URL, as an agent does, and remove it if that is allowed.
+    async def check(self, lasting_s: float) -> str:
+        """Write an object by a presigned URL, as an agent does, and remove it if that is allowed. Return a warning if
+        URLs that are signed now do not last for `lasting_s`.
 
         Raises:
             PreflightError: S3 refuses the URL.
         """
-        place = {
-            "Bucket": self._storage.bucket,
-            "Key": probe_key(self._storage.prefix, secrets.token_hex(4), agents=True),
-        }
+        key = probe_key(self._storage.prefix, secrets.token_hex(4), agents=True)
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
-                async with http.put(self._url(place["Key"], 60), data=b"{}", headers=PUT_HEADERS) as response:
+                url, body = await self._put_url(key, 60), b"{}"
+                async with http.put(url, data=body, headers=put_headers(body)) as response:
                     status = response.status
-                async with http.delete(self._s3.generate_presigned_url("delete_object", Params=place, ExpiresIn=60)):
+                async with http.delete(await self._url("delete_object", 60, Key=key)):
                     pass  # without the permission the object stays
+            left_s = await self._credentials_last_s(lasting_s)
+        except NoCredentials as error:
+            raise PreflightError(f"storage.presigned: {error}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise PreflightError(f"storage.presigned: writing by a presigned URL failed: {error}") from error
         log_call("s3", "PutObject by a presigned URL", status, "AccessDenied" if status == 403 else "")
@@ -88,12 +97,61 @@ class Presigner:
                 "Deploy the stack with Presigned=true, attach its TrainerPolicyArn to the trainer's role, and set "
                 "storage.prefix to the stack's parameter ResultPrefix, or leave both out"
             )
+        return _too_short(left_s, lasting_s) if left_s < lasting_s else ""
 
-    def _url(self, key: str, seconds: int) -> str:
-        params = {
-            "Bucket": self._storage.bucket,
-            "Key": key,
-            "ContentType": PUT_HEADERS["Content-Type"],
-            "IfNoneMatch": PUT_HEADERS["If-None-Match"],
-        }
-        return self._s3.generate_presigned_url("put_object", Params=params, ExpiresIn=seconds)
+    async def aclose(self) -> None:
+        await self._stack.aclose()
+
+    async def _put_url(self, key: str, seconds: int) -> str:
+        signed = {"ContentType": PUT_HEADERS["Content-Type"], "IfNoneMatch": PUT_HEADERS["If-None-Match"]}
+        return await self._url("put_object", seconds, Key=key, **signed)
+
+    async def _url(self, operation: str, seconds: int, **params: str) -> str:
+        s3 = await self._client()
+        left_s = await self._credentials_last_s(seconds)
+        if left_s < seconds and not self._warned:
+            self._warned = True
+            log.warning("%s", _too_short(left_s, seconds))
+        params["Bucket"] = self._storage.bucket
+        try:
+            url: str = await s3.generate_presigned_url(operation, Params=params, ExpiresIn=seconds)
+        except aws.UNSIGNED as error:
+            raise _unsigned(error) from error
+        return url
+
+    async def _credentials_last_s(self, wanted_s: float) -> float:
+        """Return for how long the credentials last, and so the URLs that they sign. Those that do not last for
+        `wanted_s` are renewed first."""
+        credentials = (await self._client()).credentials
+        try:
+            await credentials.get_frozen_credentials(lasting_s=wanted_s)
+        except aws.UNSIGNED as error:
+            raise _unsigned(error) from error
+        return math.inf if credentials.expires_at is None else credentials.expires_at.timestamp() - time.time()
+
+    async def _client(self) -> aws.Client:
+        async with self._opening:
+            if self._s3 is None:
+                style = "path" if self._where.endpoint_url else "virtual"
+                made = aws.client(
+                    "s3",
+                    region=self._where.region,
+                    endpoint_url=self._where.endpoint_url,
+                    signature_version="s3v4",  # older versions do not sign headers
+                    request_checksum_calculation="when_required",  # the body is unknown at this time
+                    s3={"addressing_style": style},
+                )
+                self._s3 = await self._stack.enter_async_context(made)
+            return self._s3
+
+
+def _unsigned(error: BaseException) -> NoCredentials:
+    return NoCredentials(f"the URLs of results could not be signed: {error}")
+
+
+def _too_short(left_s: float, wanted_s: float) -> str:
+    return (
+        f"the AWS credentials end in {left_s:.0f} s, and presigned URLs with them, but agents may need theirs for "
+        f"{wanted_s:.0f} s: results written later are lost. Use credentials that last longer, such as a role with a "
+        "longer session, or lower timeouts.agent_s and timeouts.session_key_s"
+    )

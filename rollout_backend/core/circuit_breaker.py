@@ -24,6 +24,7 @@ _ADVICE = {
     "credentials_expired": "log in again (aws sso login), or set new AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
     "AWS_SESSION_TOKEN",
     "no_credentials": "log in (aws sso login), or see why the credentials could not be renewed",
+    "wrong_clock": "synchronise this machine's clock, e.g. by chrony",
     "runtime_not_found": "correct runtime.arn and runtime.qualifier: this runtime or this endpoint does not exist",
     "container_error": "read the container's log; an image that is not arm64 says 'exec format error' there",
     "invoke_rejected": "the last message says why; 'not MMDSv2-enabled' is dealt with in docs/deploy.md",

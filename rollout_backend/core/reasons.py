@@ -46,6 +46,7 @@ WHAT_TO_DO = {
     "access_denied": "attach the trainer's policy",
     "credentials_expired": "log in and resume the run",
     "no_credentials": "log in; check your credential provider",
+    "wrong_clock": "synchronise the clock of the trainer's machine",
     "runtime_not_found": "check `runtime.arn` and `runtime.qualifier`",
     "container_error": "read its log in CloudWatch; check that the image is arm64",
     "container_start_timeout": "use a smaller image; import less before `app.run()`",

@@ -5,7 +5,7 @@ Invariants:
 - each attempt has a new session id, which is never reused: after a stop, an invoke with an old id would start a new
   container. The id is known before the attempt (see `manifest`), so no open session is lost;
 - a refusal is not an attempt: the same session is invoked again until the rollout's deadline. An attempt counts
-  towards `max_attempts` only if its session may be open;
+  towards `max_attempts` only if its session may be open. A request that cannot be signed counts as refused;
 - a result of an abandoned attempt does not settle its rollout;
 - a rollout that cannot be submitted is settled at once, with the reason;
 - a session that may be open is closed; one that was never opened is not.
@@ -34,7 +34,6 @@ from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
-    NoCredentials,
     OutcomeUnknown,
     RuntimeCallError,
     RuntimeUnavailable,
@@ -48,7 +47,7 @@ log = logging.getLogger(__name__)
 _BETWEEN_ATTEMPTS = wait_exponential_jitter(multiplier=5, exp_base=3, max=300, jitter=1.0)
 # Short, for the queue paces the calls: it only keeps one rollout that conflicts from taking every turn.
 _AFTER_REFUSAL = wait_exponential_jitter(multiplier=0.5, max=5, jitter=0.5)
-_RETRYABLE = (RuntimeUnavailable, NoCredentials, OutcomeUnknown, ContainerStartTimeout)
+_RETRYABLE = (RuntimeUnavailable, OutcomeUnknown, ContainerStartTimeout)
 _ACCEPTED = frozenset({"accepted", "running", "finished"})
 
 
@@ -163,17 +162,20 @@ class Dispatcher:
         await self._calls.admit(CallKind.INVOKE)
         if not ledger.awaits_result(rollout_id):
             return False  # its result came while it waited
-        submission = await prepare(ledger.entries[rollout_id].attempts + 1)
-        if not ledger.awaits_result(rollout_id):
-            return False
-        session_id = submission.session_id
-        may_be_open = session_id in ledger.open_sessions  # by an earlier call, which was refused
-        ledger.start_attempt(rollout_id, session_id, submission.deadline)
+        session_id, may_be_open = None, False
         try:
             with self._calls.track(CallKind.INVOKE, ledger.invokes):
+                submission = await prepare(ledger.entries[rollout_id].attempts + 1)
+                if not ledger.awaits_result(rollout_id):
+                    return False
+                session_id = submission.session_id
+                may_be_open = session_id in ledger.open_sessions  # by an earlier call, which was refused
+                ledger.start_attempt(rollout_id, session_id, submission.deadline)
                 answer = await self._runtime.invoke(session_id, submission.payload)
             _check_accepted(answer)
         except RuntimeCallError as error:
+            if session_id is None:  # the request could not be signed
+                raise
             if error.refused:
                 ledger.undo_attempt(rollout_id)
             else:

@@ -24,6 +24,7 @@ from rollout_backend.errors import (
     RuntimeConflict,
     RuntimeUnavailable,
     Throttled,
+    WrongClock,
 )
 from rollout_backend.lazy_retry import retry
 from rollout_backend.runtimes.base import SessionCalls
@@ -32,7 +33,9 @@ log = logging.getLogger(__name__)
 
 _PAUSE = wait_exponential_jitter(multiplier=0.2, max=10, jitter=0.5)
 # A stop may be repeated without harm.
-_RETRYABLE = (Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, NoCredentials, OutcomeUnknown)
+_RETRYABLE = (
+    Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, NoCredentials, WrongClock, OutcomeUnknown,
+)  # fmt: skip
 _LEAST_TRIES = 8  # so that a long queue of stops is not mistaken for a long outage
 
 

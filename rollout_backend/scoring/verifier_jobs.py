@@ -23,7 +23,14 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import (
+    AsyncRetrying,
+    before_sleep_log,
+    retry_if_exception,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_exponential_jitter,
+)
 
 from agent_wrapper.contract import Rollout
 from agent_wrapper.verifier import ORDER, TESTS, VerifierOrder
@@ -96,11 +103,23 @@ class VerifierJobs:
         given = ScoreInput.unpack(request)
         try:
             async with self._slots:
-                reward = await self._verify(given)
+                reward = await self._verify_unless_refused(given)
             scorer = Scorer(self._scorer.name, self._scorer.file, self._scorer.sha256, lambda given: reward)
             return scorer.score(given).model_dump()
         except (ScoringError, RuntimeCallError, ValueError) as error:
             return {"error": str(error)}
+
+    async def _verify_unless_refused(self, given: ScoreInput) -> dict[str, Any]:
+        """Repeat what is refused for now, until the step's deadline cancels it."""
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error, RuntimeCallError) and error.refused),
+            wait=wait_exponential_jitter(max=10),
+            before_sleep=before_sleep_log(log, logging.INFO),
+            reraise=True,
+        ):
+            with attempt:
+                return await self._verify(given)
+        raise AssertionError("unreachable")
 
     async def _verify(self, given: ScoreInput) -> dict[str, Any]:
         task, container = given.private.get("harbor"), given.payload.get(CONTAINER_FIELD)
@@ -113,7 +132,9 @@ class VerifierJobs:
             )
         rollout, timeout_s = given.rollout, min(float(task["timeout_s"]), self._timeout_s)
         order = VerifierOrder(
-            artifacts_url=self._presigner.artifacts_url(rollout, _URL_S + self._runtime.limits().start_timeout_s),
+            artifacts_url=await self._presigner.artifacts_url(
+                rollout, _URL_S + self._runtime.limits().start_timeout_s
+            ),
             artifacts=rollout.artifacts,
             timeout_s=timeout_s,
             env=resolve_variables(task["env"]),
@@ -126,29 +147,40 @@ class VerifierJobs:
     ) -> dict[str, Any]:
         session_id = f"verifier-{uuid.uuid4().hex}"
         self._on_open(session_id)
+        opened = True
         try:
             await self._admission.admit(CallKind.INVOKE)
             with self._admission.track(CallKind.INVOKE, CallTally()):
                 end = await self._runtime.run_verifier(session_id, rollout, container, files, timeout_s)
+        except RuntimeCallError as error:
+            opened = not error.never_opened
+            raise
         finally:
-            stopping = asyncio.create_task(self._stop(session_id))
-            self._stopping.add(stopping)
-            stopping.add_done_callback(self._stopping.discard)
-            await asyncio.shield(stopping)
+            if opened:
+                stopping = asyncio.create_task(self._stop(session_id))
+                self._stopping.add(stopping)
+                stopping.add_done_callback(self._stopping.discard)
+                await asyncio.shield(stopping)
+            else:
+                self._on_closed(session_id)
         return _read_reward(end, self._runtime.log_location(session_id))
 
     async def _stop(self, session_id: str) -> None:
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(RuntimeCallError),
-            stop=stop_after_delay(_STOP_S),
-            wait=wait_exponential_jitter(max=10),
-            reraise=True,
-        ):
-            with attempt:
-                await self._admission.admit(CallKind.STOP)
-                with self._admission.track(CallKind.STOP, CallTally()):
-                    await self._runtime.stop(session_id)
-        self._on_closed(session_id)
+        try:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception_type(RuntimeCallError),
+                stop=stop_after_delay(_STOP_S),
+                wait=wait_exponential_jitter(max=10),
+                reraise=True,
+            ):
+                with attempt:
+                    await self._admission.admit(CallKind.STOP)
+                    with self._admission.track(CallKind.STOP, CallTally()):
+                        await self._runtime.stop(session_id)
+        except RuntimeCallError as error:  # its reward counts all the same
+            log.warning("the verifier %s could not be stopped, and ends at its deadline: %s", session_id, error)
+        else:
+            self._on_closed(session_id)
 
 
 def _read_reward(end: VerifierEnd, log_location: str) -> dict[str, Any]:

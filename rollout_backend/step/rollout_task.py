@@ -90,11 +90,15 @@ class RolloutTask:
     def start(self) -> None:
         """Run the rollout in the background, unless its result is in or it runs."""
         if self.entry.outcome is None and self.scoring is None and self.running is None:
-            self.running = asyncio.create_task(self.run())
+            self._run_in_background(self.run())
 
     def start_once_recorded(self) -> None:
         """Run the rollout in the background once S3 holds the manifest that names it."""
-        self.running = asyncio.create_task(self.run_once_recorded())
+        self._run_in_background(self.run_once_recorded())
+
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        self.running = asyncio.create_task(work)
+        self.running.add_done_callback(self.context.abort_on_failure)
 
     async def run_once_recorded(self) -> None:
         """Run the rollout once the manifest that names it is in S3."""
@@ -150,25 +154,29 @@ class RolloutTask:
         return session_id
 
     async def _prepare(self, nth: int) -> Submission:
-        """Raises StoreError if S3 refuses until the step's deadline to record that there is one more attempt."""
+        """Raises StoreError if S3 refuses until the step's deadline to record that there is one more attempt, and
+        NoCredentials if the URLs of the result cannot be signed."""
         context, times = self.context, self._services.config.timeouts
         await context.plan.allow_attempt(nth)
-        manifest, now = context.plan.manifest, asyncio.get_running_loop().time()
+        manifest = context.plan.manifest
         attempt = manifest.attempts_before + nth
         session_id = manifest.session_id(self.rollout_id, attempt)
+        claims = self._claims(attempt, session_id)
+        urls = await self._services.presign(claims) if self._services.presign is not None else None
+        now = asyncio.get_running_loop().time()
         context.sessions.register(session_id)
         bind_log_fields(session=session_id)
         self.began = now
         agent_s = min(times.agent_s, self.task.agent_s or times.agent_s)
         agent_deadline = min(now + agent_s, max(now, context.plan.deadline - times.publish_grace_s))
-        payload = self._payload(attempt, session_id, remaining_s=agent_deadline - now)
+        payload = self._services.payload(self.task, claims, agent_deadline - now, urls)
         deadline = agent_deadline + times.publish_grace_s
         self._set_timer(deadline)
         return Submission(session_id, payload, deadline=deadline)
 
-    def _payload(self, attempt: int, session_id: str, remaining_s: float) -> bytes:
+    def _claims(self, attempt: int, session_id: str) -> SessionClaims:
         config = self._services.config
-        claims = SessionClaims(
+        return SessionClaims(
             run_id=self.context.plan.manifest.run_id,
             step=self.context.step,
             rollout_id=self.rollout_id,
@@ -179,7 +187,6 @@ class RolloutTask:
             routing_key=f"{self.context.step}/{self.task.task_id}" if config.router.affinity == "group" else "",
             adapter=self.context.adapter,
         )
-        return self._services.payload(self.task, claims, remaining_s)
 
     def _accepted(self, session_id: str) -> None:
         """Record that the agent runs. Its time began during the invoke, when its container was up."""
@@ -212,7 +219,8 @@ class RolloutTask:
         self.began = self.adopted.began + self._wall_to_loop()
         if self._services.on_adopted is not None:
             remaining_s = max(0.0, self.adopted.deadline - self._services.wall())
-            self._services.on_adopted(self._payload(self.adopted.attempt, self.adopted.session_id, remaining_s))
+            claims = self._claims(self.adopted.attempt, self.adopted.session_id)
+            self._services.on_adopted(self._services.payload(self.task, claims, remaining_s))
         self.watch_time()
         self.start()
         self._services.session_ends.watch(self.adopted.session_id, self._on_session_end)

@@ -64,7 +64,7 @@ class StepServices:
     wall: Callable[[], float] = time.time  # unix seconds
     store_wait: WaitBaseT = _STORE_WAIT  # between retries of a request to S3
     sealed_by: str = ""  # fingerprint of the secret behind the seals that the buffer checks; empty: it checks none
-    presign: Callable[[SessionClaims], ResultUrls] | None = None  # how agents write without credentials
+    presign: Callable[[SessionClaims], Awaitable[ResultUrls]] | None = None  # how agents write without credentials
     log_of: Callable[[LedgerEntry], str] = lambda entry: ""  # where a person finds the log of a rollout's session
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     blocklist: Blocklist = field(default_factory=NoBlocklist)
@@ -112,8 +112,9 @@ class StepServices:
             **services,
         )
 
-    def payload(self, task: Task, claims: SessionClaims, remaining_s: float) -> bytes:
-        """Return the payload of this session's invoke. The agent must return within `remaining_s`."""
+    def payload(self, task: Task, claims: SessionClaims, remaining_s: float, urls: ResultUrls | None = None) -> bytes:
+        """Return the payload of this session's invoke. The agent must return within `remaining_s`, and writes its
+        result by `urls` or with its own credentials."""
         config = self.config
         request = RolloutRequest(
             run_id=claims.run_id,
@@ -133,7 +134,7 @@ class StepServices:
                 prefix=config.storage.prefix,
                 queue_url=self.queue_url,
                 region=config.aws.region,
-                urls=self.presign(claims) if self.presign is not None else None,
+                urls=urls,
             ),
         )
         return json.dumps({**task.payload, REQUEST_FIELD: request.model_dump(mode="json")}).encode()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 from rollout_backend.core.ledger import Ledger
@@ -29,13 +29,17 @@ class StepSessions:
     """The sessions of one step. While `leave_open` is set, none is closed: they belong to another manager, or the
     cloud has ended with them."""
 
-    def __init__(self, step: int, services: StepServices, ledger: Ledger) -> None:
+    def __init__(
+        self, step: int, services: StepServices, ledger: Ledger, abort: Callable[[BaseException], None]
+    ) -> None:
+        """`abort` ends the step with an unexpected error of a task in the background."""
         self.known: dict[str, None] = {}  # those invoked or adopted, in order
         self.leave_open = False
         self.earlier_known = False  # the sessions of earlier trainers are adopted or being closed
         self.step = step
         self.services = services
         self.ledger = ledger
+        self._abort = abort
         self._to_revoke: dict[str, None] = {}
         self._revoked: set[str] = set()
         self._revoking = asyncio.Lock()
@@ -78,8 +82,13 @@ class StepSessions:
         """Run work that closes sessions. The step does not end before it is done."""
         closing = asyncio.create_task(work)
         self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        closing.add_done_callback(self._on_done)
         return closing
+
+    def _on_done(self, closing: asyncio.Task[None]) -> None:
+        self._closing.discard(closing)
+        if not closing.cancelled() and (error := closing.exception()) is not None:
+            self._abort(error)
 
     async def stop(self, session_id: str, call: CallKind = CallKind.STOP) -> None:
         """Stop a session, and revoke its key: an agent that the stop does not reach must not sample further."""
@@ -129,7 +138,7 @@ class StepSessions:
     async def wait_closed(self) -> None:
         """Wait until every session that is being closed is closed, and its key revoked."""
         while self._closing:
-            await asyncio.gather(*self._closing)
+            await asyncio.gather(*self._closing, return_exceptions=True)
         await self._revoke_due()
 
     @property

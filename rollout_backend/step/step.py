@@ -77,7 +77,7 @@ class Step:
         self._on_group = on_group
         self._policy = GroupPolicy.from_config(services.config.group)
         self._plan = StepPlan(number, services)
-        self._sessions = StepSessions(number, services, self.ledger)
+        self._sessions = StepSessions(number, services, self.ledger, self.abort)
         stragglers = Stragglers(StragglerRule.from_config(services.config.group), self._is_running)
         self._context = StepContext(
             step=number,
@@ -259,9 +259,12 @@ class Step:
     # --- its end ------------------------------------------------------------------------------------------
 
     def abort(self, error: BaseException) -> None:
-        """End the step now: open rollouts were lost to the infrastructure. `run` raises `error`."""
-        self._aborted = error
-        self._sessions.leave_open = isinstance(error, (RunHeld, CloudLost))  # another manager's, or gone
+        """End the step now: open rollouts were lost to the infrastructure. `run` raises the first error, unless the
+        sessions are no longer its own."""
+        leave_open = isinstance(error, (RunHeld, CloudLost))  # another manager's, or gone
+        if self._aborted is None or leave_open:
+            self._aborted = error
+        self._sessions.leave_open = self._sessions.leave_open or leave_open
         self._stopped.set()
         for rollout in self._open_rollouts():
             rollout.settle(Outcome.INFRA_ERROR, "run_failed", str(error))
@@ -288,16 +291,16 @@ class Step:
         running = self._running()
         await self._absence_check.wait()
         await self._sessions.revoke_all()
-        faults = await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)  # an error of one has ended the step
+        await self._sessions.wait_closed()
+        for session_id in [*self.ledger.open_sessions]:  # of a task that failed
+            self._sessions.close_later(session_id)
         await self._sessions.wait_closed()
         if running:
             manifest = self._plan.manifest
             await self._plan.record_closed(manifest.attempts_before + manifest.attempts)
         if self._sessions.earlier_known:
             self._services.in_flight.delete(self.step)
-        for fault in faults:
-            if isinstance(fault, Exception):
-                raise fault
 
     async def _leave(self) -> None:
         """Cancel this step's tasks without changing sessions, manifest or records."""

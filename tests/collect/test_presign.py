@@ -1,15 +1,22 @@
 """A presigned URL permits one write under one key."""
 
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from datetime import UTC, datetime, timedelta
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
+from botocore.exceptions import CredentialRetrievalError
 
-from agent_wrapper.contract import PUT_HEADERS, Sampling, failure_marker_key, result_key
+from agent_wrapper.contract import Sampling, failure_marker_key, put_headers, result_key
+from rollout_backend.aws.clients import Credentials
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.errors import ConfigError
+from rollout_backend.errors import ConfigError, NoCredentials
 
 
 @pytest.fixture
@@ -26,16 +33,18 @@ def claims(run_id) -> SessionClaims:
 
 
 @pytest.fixture
-def presigner(local_aws, where) -> Presigner:
-    return Presigner(StorageConfig(bucket=local_aws.bucket, prefix="team/"), where, wall=lambda: 400.0)
+async def presigner(local_aws, where) -> AsyncIterator[Presigner]:
+    storage = StorageConfig(bucket=local_aws.bucket, prefix="team/")
+    async with aclosing(Presigner(storage, where, wall=lambda: 400.0)) as presigner:
+        yield presigner
 
 
 def signature(url: str) -> dict[str, str]:
     return {name: values[0] for name, values in parse_qs(urlsplit(url).query).items()}
 
 
-def test_a_url_is_signed_for_its_key_headers_and_expiry(presigner, claims, local_aws):
-    urls = presigner.urls(claims)
+async def test_a_url_is_signed_for_its_key_headers_and_expiry(presigner, claims, local_aws):
+    urls = await presigner.urls(claims)
     place = ("team/", claims.run_id, 3, "task.0")
     for url, key in ((urls.result, result_key(*place)), (urls.failure_marker, failure_marker_key(*place, 2))):
         assert urlsplit(url).path == f"/{local_aws.bucket}/{key}"
@@ -47,18 +56,24 @@ def test_a_url_is_signed_for_its_key_headers_and_expiry(presigner, claims, local
     assert "X-Amz-Signature" not in repr(urls)
 
 
-def test_on_aws_the_bucket_is_in_the_host_name(local_aws, claims):
-    urls = Presigner(StorageConfig(bucket="some-bucket"), AwsConfig(region="eu-central-1")).urls(claims)
+async def test_on_aws_the_bucket_is_in_the_host_name(local_aws, claims):
+    async with aclosing(
+        Presigner(StorageConfig(bucket="some-bucket"), AwsConfig(region="eu-central-1"))
+    ) as presigner:
+        urls = await presigner.urls(claims)
     assert urls.result.startswith("https://some-bucket.s3.")
     assert "eu-central-1" in signature(urls.result)["X-Amz-Credential"]
 
 
-def test_a_url_writes_one_object_once(presigner, claims):
-    urls = presigner.urls(claims)
-    with httpx.Client() as plain:  # without credentials
-        assert plain.put(urls.result, content=b"first", headers=PUT_HEADERS).status_code == 200
-        assert plain.put(urls.result, content=b"second", headers=PUT_HEADERS).status_code == 412
-        assert plain.put(urls.failure_marker, content=b"a failure marker", headers=PUT_HEADERS).status_code == 200
+async def test_a_url_writes_one_object_once(presigner, claims):
+    urls = await presigner.urls(claims)
+    async with httpx.AsyncClient() as plain:  # without credentials
+        for url, body, status in (
+            (urls.result, b"1", 200),
+            (urls.result, b"2", 412),
+            (urls.failure_marker, b"3", 200),
+        ):
+            assert (await plain.put(url, content=body, headers=put_headers(body))).status_code == status
 
 
 def test_urls_that_would_outlive_s3s_limit_are_refused_at_start(tmp_path):
@@ -73,3 +88,76 @@ def test_urls_that_would_outlive_s3s_limit_are_refused_at_start(tmp_path):
     assert RolloutConfig.parse({**settings, "queue": {"url": "https://sqs/q"}}).uses_queue
     with pytest.raises(ConfigError, match=r"timeouts\.session_key_s is 604801"):
         RolloutConfig.parse({**settings, "timeouts": {"session_key_s": 604801}})
+
+
+@pytest.fixture
+def provider(tmp_path, monkeypatch):
+    """A `credential_process` that prints what the test has written, with a key id that counts its runs."""
+
+    class Provider:
+        def __init__(self) -> None:
+            self.answer, self.runs = tmp_path / "answer", tmp_path / "runs"
+            self.runs.touch()
+
+        def returns(self, *, lasting_s: float) -> None:
+            end = datetime.now(UTC) + timedelta(seconds=lasting_s)
+            keys = {"Version": 1, "AccessKeyId": "RUN", "SecretAccessKey": "s", "SessionToken": "t"}
+            self.answer.write_text(json.dumps({**keys, "Expiration": end.isoformat()}))
+
+    made = Provider()
+    program, config = tmp_path / "program", tmp_path / "config"
+    program.write_text(
+        f"#!/bin/sh\necho >> {made.runs}\nsed s/RUN/RUN$(wc -l < {made.runs} | tr -d ' ')/ {made.answer}\n"
+    )
+    program.chmod(0o755)
+    config.write_text(f"[default]\ncredential_process = {program}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    return made
+
+
+def signer(url: str) -> str:
+    return signature(url)["X-Amz-Credential"].partition("/")[0]
+
+
+async def test_credentials_that_come_late_are_found(presigner, claims, provider):
+    for _ in range(2):
+        with pytest.raises(NoCredentials, match="could not be signed"):
+            await presigner.urls(claims)
+    provider.returns(lasting_s=3600)
+    assert signer((await presigner.urls(claims)).result) == "RUN3"
+
+
+async def test_usable_credentials_sign_while_they_cannot_be_renewed(presigner, claims, provider):
+    provider.returns(lasting_s=700)
+    assert signer((await presigner.urls(claims)).result) == "RUN1"
+    provider.answer.unlink()
+    assert signer((await presigner.urls(claims)).result) == "RUN1"
+
+
+async def test_urls_that_outlive_their_credentials_are_reported(presigner, claims, provider, caplog):
+    provider.returns(lasting_s=300)
+    await presigner.urls(claims)  # for 600 s
+    assert caplog.text.count("results written later are lost") == 1
+    assert "results written later are lost" in await presigner.check(600)
+    assert await presigner.check(100) == ""
+
+
+async def test_credentials_that_end_before_a_url_are_renewed_first(provider):
+    credentials = Credentials(pause_s=0)
+    provider.returns(lasting_s=1000)
+    assert (await credentials.get_frozen_credentials()).access_key == "RUN1"
+    provider.returns(lasting_s=7200)
+    assert (await credentials.get_frozen_credentials(lasting_s=900)).access_key == "RUN1"
+    assert (await credentials.get_frozen_credentials(lasting_s=3600)).access_key == "RUN2"
+
+
+async def test_calls_share_one_renewal_and_its_failure(provider):
+    credentials = Credentials()
+    calls = [credentials.get_frozen_credentials() for _ in range(20)]
+    assert {type(error) for error in await asyncio.gather(*calls, return_exceptions=True)} == {
+        CredentialRetrievalError
+    }
+    assert provider.runs.read_text() == "\n"

@@ -63,12 +63,28 @@ def close(runtime: ScriptedRuntime, ledger: Ledger) -> Close:
     return close
 
 
-@pytest.fixture
-def submit(runtime: ScriptedRuntime, ledger: Ledger, close: Close) -> Callable[..., Awaitable[bool]]:
-    """Submit the rollout a.0 in at most three attempts, until a time of the loop's clock."""
+class Prepare:
+    """Makes the request of an attempt, or raises the next of its errors."""
 
-    async def prepare(attempt: int) -> Submission:
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+
+    async def __call__(self, attempt: int) -> Submission:
+        if self.errors:
+            raise self.errors.pop(0)
         return Submission(f"session-of-attempt-{attempt}", b"{}", deadline=100.0)
+
+
+@pytest.fixture
+def prepare() -> Prepare:
+    return Prepare()
+
+
+@pytest.fixture
+def submit(
+    runtime: ScriptedRuntime, ledger: Ledger, close: Close, prepare: Prepare
+) -> Callable[..., Awaitable[bool]]:
+    """Submit the rollout a.0 in at most three attempts, until a time of the loop's clock."""
 
     async def submit(until: float = float("inf")) -> bool:
         calls = CallQueue(invoke_per_s=1000, stop_per_s=1000)

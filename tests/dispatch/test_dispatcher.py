@@ -8,11 +8,13 @@ from rollout_backend.dispatch.call_queue import CallKind
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
+    NoCredentials,
     OutcomeUnknown,
     QuotaExceeded,
     RuntimeConflict,
     RuntimeUnavailable,
     Throttled,
+    WrongClock,
 )
 
 ACCEPTED = b'{"status": "accepted"}'
@@ -21,6 +23,8 @@ NEVER_OPENED = [
     QuotaExceeded("402"),
     RuntimeConflict("409"),
     RuntimeUnavailable("no", never_opened=True),
+    NoCredentials("no answer of the provider"),
+    WrongClock("signature expired"),
 ]
 REFUSED = RuntimeUnavailable("503", refused=True)
 
@@ -41,6 +45,13 @@ async def test_a_refusal_is_no_attempt_and_nothing_is_stopped(submit, runtime, l
     assert runtime.stops == []
     assert (ledger.entries["a.0"].attempts, ledger.sessions_opened) == (1, 1)
     assert ledger.open_sessions == {"session-of-attempt-1"}
+
+
+async def test_a_request_that_cannot_be_signed_is_no_attempt(submit, runtime, ledger, prepare):
+    prepare.errors = [NoCredentials("the provider does not answer")] * 6
+    assert await submit()
+    assert runtime.invokes == ["session-of-attempt-1"]
+    assert (ledger.entries["a.0"].attempts, ledger.sessions_opened, ledger.invokes.refusals) == (1, 1, 6)
 
 
 async def test_between_refusals_a_rollout_has_no_deadline_and_no_session(submit, runtime, ledger):
@@ -151,12 +162,13 @@ async def test_a_submission_that_is_cancelled_in_mid_call_stops_its_session(subm
 @pytest.mark.parametrize("call", [CallKind.STOP, CallKind.STOP_EARLIER])
 async def test_a_stop_is_repeated_until_it_succeeds(close, runtime, ledger, call):
     ledger.start_attempt("a.0", "s1", deadline=1.0)
-    runtime.on_stop = [*[Throttled("slow")] * 8, RuntimeUnavailable("503"), None]
+    causes = [RuntimeUnavailable("503"), NoCredentials("no provider"), WrongClock("expired")]
+    runtime.on_stop = [*[Throttled("slow")] * 8, *causes, None]
     assert await close("s1", call, retry_s=180)
-    assert runtime.stops == ["s1"] * 10
+    assert runtime.stops == ["s1"] * 12
     assert not ledger.open_sessions
     assert not ledger.unclosed_sessions
-    assert ledger.stops.refusals == 9
+    assert ledger.stops.refusals == 11
 
 
 async def test_a_session_that_cannot_be_closed_in_time_is_named(close, runtime, ledger):

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -385,10 +385,10 @@ async def test_a_presigned_url_permits_only_what_was_signed(world: World) -> Non
     storage = StorageConfig(bucket=world.storage.bucket)
     where = AwsConfig(region=world.storage.region, endpoint_url=world.trainer.url)
     claims = make_claims(rollout_id="a.0")
-    url = Presigner(storage, where).urls(claims).result
-    short = (
-        Presigner(storage, where).urls(claims.model_copy(update={"expires_at": 0.0})).failure_marker
-    )  # for a second
+    async with aclosing(Presigner(storage, where)) as presigner:
+        url = (await presigner.urls(claims)).result
+        for_a_second = claims.model_copy(update={"expires_at": 0.0})
+        short = (await presigner.urls(for_a_second)).failure_marker
 
     async def put(url: str, **headers: str) -> int:
         async with httpx.AsyncClient(timeout=60) as http:
@@ -635,15 +635,16 @@ async def test_expiring_credentials_are_renewed(world, calm, tmp_path, monkeypat
             timeouts = {**tree["timeouts"], "heartbeat_s": None}
             async with world.run("renewed", runtime=there, timeouts=timeouts) as manager, world.faults():
                 config = manager.config
-                presigner = await asyncio.to_thread(Presigner, config.storage, config.aws)
+                presigner = Presigner(config.storage, config.aws)
                 world.hold()
                 collecting = asyncio.create_task(manager.collect(TASKS))
                 await eventually(lambda: world.asked() == PLANNED)
-                before = await asyncio.to_thread(presigner.urls, make_claims())
+                before = await presigner.urls(make_claims())
                 await vault.replace()
                 world.model.let_go()
                 result = await collecting
-                after = await asyncio.to_thread(presigner.urls, make_claims())
+                after = await presigner.urls(make_claims())
+                await presigner.aclose()
                 world.agents.rules, world.trainer.rules = [], []  # the old key need not be used again
             assert (await runtime.sessions())["sessions"] == []
         calls = [*world.agents.calls, *world.trainer.calls]

@@ -36,7 +36,7 @@ _SECRET_BYTES = 1_048_576
 _RETRY_AFTER_S = 2
 _GROUPS = {"jobs": "batch"}
 
-FaultKind = Literal["throttle", "unavailable", "error", "quota", "lose answer", "cut", "hang"]
+FaultKind = Literal["throttle", "unauthorized", "unavailable", "error", "quota", "lose answer", "cut", "hang"]
 
 
 @dataclass
@@ -255,6 +255,8 @@ class KubernetesEmulator:
                 at = asyncio.get_running_loop().time() + _RETRY_AFTER_S
                 self._retry_at[request.method, request.path] = at
                 raise Refusal(429, "TooManyRequests", message, {"Retry-After": str(_RETRY_AFTER_S)})
+            case "unauthorized":
+                raise Refusal(401, "Unauthorized", "the token has expired")
             case "unavailable":
                 raise Refusal(503, "ServiceUnavailable", "the server is currently unable to handle the request")
             case "error":

@@ -20,7 +20,8 @@ from botocore.exceptions import ClientError
 from tenacity import wait_none
 
 from bare_agent import BARE_AGENT
-from rollout_backend.config import AgentCoreConfig, HttpConfig
+from protocol_requests import make_request
+from rollout_backend.config import AgentCoreConfig, HttpConfig, KubernetesConfig
 from rollout_backend.core.check_result import raise_problems
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.dispatch.call_queue import CallQueue
@@ -36,12 +37,14 @@ from rollout_backend.errors import (
     RuntimeConflict,
     RuntimeUnavailable,
     Throttled,
+    WrongClock,
 )
 from rollout_backend.local.cloud import LocalRuntime
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime, _to_call_error
 from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.http import SESSION_HEADER, HttpRuntime, session_stopper
+from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 
 
 def session() -> str:
@@ -195,6 +198,28 @@ def test_a_424_is_classified_by_its_message(message, kind):
     assert error.reason == ("container_start_timeout" if kind is ContainerStartTimeout else "container_error")
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("InvalidSignatureException", "Signature expired: 10:00 is now earlier than 10:05 (10:10 - 5 min.)"),
+        ("InvalidSignatureException", "Signature not yet current: 10:10 is still later than 10:05 (10:00 + 5 min.)"),
+        ("RequestTimeTooSkewed", "The difference between the request time and the current time is too large."),
+    ],
+)
+def test_a_clock_that_is_wrong_is_a_refusal_that_names_the_clock(code, message):
+    body = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+    error = _to_call_error(ClientError(body, "InvokeAgentRuntime"))
+    assert isinstance(error, WrongClock)
+    assert error.refused
+    assert "This machine's clock is wrong: synchronise it" in str(error)
+
+
+def test_a_secret_that_is_wrong_is_no_wrong_clock():
+    answer = {"Code": "InvalidSignatureException", "Message": "The request signature we calculated does not match"}
+    body = {"Error": answer, "ResponseMetadata": {"HTTPStatusCode": 403}}
+    assert _to_call_error(ClientError(body, "InvokeAgentRuntime")).reason == "access_denied"
+
+
 async def test_agentcores_runtime_that_does_not_exist(open_agentcore):
     _, local = await open_agentcore()
     arn = local.arn.replace("local-", "other-")
@@ -256,6 +281,7 @@ async def test_http_answers_with_the_containers_body(http_runtime):
         (b"402", QuotaExceeded),
         (b"409", RuntimeConflict),
         (b"503", RuntimeUnavailable),
+        (b"408", RuntimeUnavailable),
         (b"500", InvokeRejected),
         (b"404", InvokeRejected),
         (b'"hang up"', OutcomeUnknown),
@@ -280,6 +306,40 @@ async def test_http_a_session_that_is_stopped_or_gone_is_closed(http_runtime, st
     await http_runtime.stop(str(status))
 
 
+@pytest.mark.parametrize("kind", ["http", "kubernetes", "agentcore"])
+async def test_a_connect_that_times_out_opened_no_session(kind, local_keys, tmp_path):
+    """The accept queue is full, so the kernel drops what asks for a connection, as a firewall does."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(silent.getsockname())
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        runtime: AgentRuntime
+        if kind == "http":
+            runtime = await HttpRuntime.open(HttpConfig(url=url, connect_timeout_s=0.2))
+        elif kind == "agentcore":
+            arn = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
+            runtime = await AgentCoreRuntime.open(AgentCoreConfig(arn=arn, endpoint_url=url, connect_timeout_s=0.2))
+        else:
+            kubeconfig = tmp_path / "kubeconfig"
+            named = {"contexts": {"cluster": "a", "user": "a"}, "clusters": {"server": url}, "users": {"token": "t"}}
+            tree = {kind: [{"name": "a", kind[:-1]: entry}] for kind, entry in named.items()}
+            kubeconfig.write_text(json.dumps({**tree, "current-context": "a"}))
+            config = KubernetesConfig(image="agent:1", kubeconfig=kubeconfig, connect_timeout_s=0.2)
+            runtime = await KubernetesRuntime.open(config)
+        payload = json.dumps({"_rollout": make_request().model_dump(mode="json")}).encode()
+        with pytest.raises(RuntimeUnavailable) as caught:
+            await runtime.invoke(session(), payload)
+        assert caught.value.refused
+        assert caught.value.never_opened
+        await runtime.aclose()
+        for each in waiting:
+            each.close()
+
+
 async def test_http_a_server_that_cannot_stop_sessions_is_not_asked():
     runtime = await HttpRuntime.open(HttpConfig(url="http://127.0.0.1:9", can_stop=False))
     await runtime.stop(session())
@@ -292,6 +352,7 @@ async def test_http_a_server_that_cannot_stop_sessions_is_not_asked():
     [
         (429, Throttled),
         (409, RuntimeConflict),
+        (408, RuntimeUnavailable),
         (500, RuntimeUnavailable),
         (503, RuntimeUnavailable),
         (403, InvokeRejected),

@@ -203,11 +203,15 @@ async def test_verifiers_are_as_many_as_scoring_allows_and_pass_through_the_queu
     assert counted == {CallKind.INVOKE: 3, CallKind.STOP: 3}
 
 
-async def test_a_refused_verifier_slows_all_starts_down(verifiers):
-    verifiers.cluster.faults.append(ApiFault("throttle", "POST", "*/jobs"))
-    answer = await verifiers.call()
-    assert answer.keys() == {"error"}
+@pytest.mark.parametrize("refusal", ["throttle", "unauthorized"])
+async def test_a_refused_verifier_is_started_again_and_slows_all_starts_down(verifiers, refusal):
+    verifiers.cluster.faults += [ApiFault(refusal, "POST", "*/jobs")] * 3
+    calling = asyncio.create_task(verifiers.call())
+    await verifiers.exit(0, '{"reward": 1}')
+    assert (await calling)["reward"] == 1.0
+    assert verifiers.open == []
     assert verifiers.calls.invoke_per_s < 10.0
+    assert Counter(verifiers.calls.admitted)[CallKind.STOP] == 1, "nothing was opened by the others"
 
 
 async def test_a_trainer_that_takes_a_run_over_stops_the_verifiers_of_the_killed_one(verifiers, presigner):

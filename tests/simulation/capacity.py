@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from random import Random
 
 from rollout_backend.dispatch.token_bucket import TokenBucket
-from rollout_backend.errors import QuotaExceeded, RuntimeCallError, RuntimeUnavailable, Throttled
+from rollout_backend.errors import (
+    NoCredentials,
+    QuotaExceeded,
+    RuntimeCallError,
+    RuntimeUnavailable,
+    Throttled,
+    WrongClock,
+)
 from tests.simulation.environment import Environment
 
 
@@ -27,6 +34,8 @@ REFUSALS = {
     "500 after": Refusal(lambda: RuntimeUnavailable("InternalServerException: 500"), after=True),
     "503": Refusal(lambda: RuntimeUnavailable("ServiceUnavailableException: 503", refused=True)),
     "503 after": Refusal(lambda: RuntimeUnavailable("ServiceUnavailableException: 503", refused=True), after=True),
+    "no credentials": Refusal(lambda: NoCredentials("the call could not be signed")),
+    "wrong clock": Refusal(lambda: WrongClock("InvalidSignatureException: Signature expired")),
     "no connection": Refusal(lambda: RuntimeUnavailable("connection refused", never_opened=True)),
 }
 

@@ -17,7 +17,7 @@ from tests.simulation.s3 import BUCKET
 from tests.simulation.trainer import Trainer
 from tests.simulation.world import World
 
-_REFUSALS = ("throttled", "quota_exceeded", "runtime_conflict")
+_REFUSALS = ("throttled", "quota_exceeded", "runtime_conflict", "no_credentials", "wrong_clock")
 _SILENCE_S = 5 * HEARTBEAT_S  # three missed heartbeats, a late one, and the time between polls
 _CLOSING_S = 240.0  # limit for closing a step's sessions after its deadline, including all retries
 

@@ -24,6 +24,7 @@ from rollout_backend.errors import (
     RuntimeConflict,
     RuntimeUnavailable,
     Throttled,
+    WrongClock,
 )
 from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client, make_runtime, preview_runtime
 from rollout_backend.runtimes.agentcore.permissions import needed_permissions
@@ -216,11 +217,15 @@ def _to_call_error(error: ClientError) -> RuntimeCallError:
     text = aws.reason(error)
     if aws.is_expired(error):
         return InvokeRejected(text, reason="credentials_expired")
+    if aws.is_wrong_clock(error):
+        return WrongClock(text)
     match aws.status_of(error):
         case 429:
             return Throttled(text)
         case 402:
             return QuotaExceeded(text)
+        case 408:  # the request did not arrive as a whole
+            return RuntimeUnavailable(text, refused=True)
         case 409:
             return RuntimeConflict(text)
         case 424 if _START_TIMEOUT in text.lower():

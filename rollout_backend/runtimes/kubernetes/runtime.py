@@ -242,7 +242,7 @@ class KubernetesRuntime(VerifierRuntime):
             if error.status == 404 and error.reason == "NotFound" and "namespaces" not in error.message:
                 raise RuntimeConflict(f"the session's Job is being deleted: {error}") from error
             raise _to_call_error(error, "create a Job") from error
-        except aiohttp.ClientConnectorError as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise RuntimeUnavailable(f"the API server cannot be reached: {error}", never_opened=True) from error
         except _NO_ANSWER as error:
             # The same session is invoked again, and finds its Job if there is one.
@@ -389,7 +389,7 @@ def _classify(error: ApiError, action: str) -> RuntimeCallError:
             return InvokeRejected(text, reason="runtime_not_found")
         case 409:
             return RuntimeConflict(text)
-        case status if status >= 500:  # a repeated create finds what this one has created
+        case status if status == 408 or status >= 500:  # a repeated create finds what this one has created
             return RuntimeUnavailable(text, refused=True)
         case _:
             return InvokeRejected(text)

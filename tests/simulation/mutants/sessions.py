@@ -13,7 +13,7 @@ from rollout_backend.core.manifest import Manifest
 from rollout_backend.dispatch.call_queue import CallKind
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
-from rollout_backend.errors import QuotaExceeded, RuntimeUnavailable, Throttled
+from rollout_backend.errors import NoCredentials, QuotaExceeded, RuntimeUnavailable, Throttled, WrongClock
 from rollout_backend.step.rollout_task import RolloutTask
 from rollout_backend.step.sessions import StepSessions
 from rollout_backend.step.step import Step
@@ -50,6 +50,18 @@ def failed_attempts_left_open() -> Patch:
 def refusals_are_attempts() -> Patch:
     """A throttled invoke counts as a failed attempt."""
     return all_of(*(patch.object(kind, "refused", False) for kind in (Throttled, QuotaExceeded)))
+
+
+@mutant
+def unsigned_calls_are_attempts() -> Patch:
+    """An invoke that could not be signed counts as a failed attempt."""
+    return patch.object(NoCredentials, "refused", False)
+
+
+@mutant
+def wrong_clocks_reject() -> Patch:
+    """An invoke that AWS refuses because of the trainer's clock ends its rollout."""
+    return patch.object(WrongClock, "refused", False)
 
 
 @mutant

@@ -1,0 +1,67 @@
+"""A request that cannot be signed costs time. A defect in the task of a rollout ends the step, with that error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from agent_wrapper.contract import Outcome, ResultUrls
+from rollout_backend.errors import NoCredentials
+from step_bench import Agents, only
+
+
+def urls_of(claims):
+    return ResultUrls(result=f"http://s3/{claims.attempt}", failure_marker="http://s3/m", artifacts="http://s3/a")
+
+
+async def test_urls_that_cannot_be_signed_cost_time_and_no_attempt(open_bench):
+    bench = await open_bench("runtime.max_attempts=2")
+    tries = Counter()
+
+    async def presign(claims):
+        tries[claims.rollout_id] += 1
+        if tries[claims.rollout_id] < 10:
+            raise NoCredentials("the provider does not answer")
+        return urls_of(claims)
+
+    bench.replace(presign=presign)
+    result = await bench.run()
+    assert result.report.outcomes[Outcome.COMPLETED] == result.report.planned == result.report.attempts == 2
+    assert {request.result.urls.result for request in bench.agents.requests} == {"http://s3/1"}
+
+
+@pytest.mark.parametrize("where", ["signing", "invoke", "stop", "accepted"])
+async def test_a_defect_in_a_rollouts_task_ends_the_step_at_once(open_bench, monkeypatch, where):
+    bench = await open_bench("group.size=4", "timeouts.collection_s=3600", "timeouts.session_key_s=9000")
+    defect = ZeroDivisionError("a defect")
+
+    async def fail(*_):
+        raise defect
+
+    async def presign(claims):
+        return await fail() if claims.rollout_id.endswith(".3") else urls_of(claims)
+
+    async def before(request):
+        if request.rollout_id.endswith(".3"):
+            raise defect
+
+    behave = Agents.hang
+    match where:
+        case "signing":
+            bench.replace(presign=presign)
+        case "invoke":
+            bench.agents.before = before
+        case "stop":
+            bench.agents.stop = fail
+            behave = only("task-a.3", Agents.complete, Agents.hang)
+        case "accepted":
+            monkeypatch.setattr(bench.services.in_flight, "record_running", lambda *_: 1 / 0)
+    async with asyncio.timeout(60):
+        with pytest.raises(ZeroDivisionError):
+            await bench.run(behave=behave)
+    if where != "stop":
+        assert set(bench.agents.stopped) >= set(bench.agents.sessions)
+        assert not bench.ledger.open_sessions
+    assert bench.ledger.entries["task-a.0"].reason == "run_failed"
