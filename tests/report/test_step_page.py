@@ -143,7 +143,7 @@ def test_texts_of_agents_stay_texts(tmp_path: Path):
     assert "<img" not in page.html
     assert [tag for tag, _ in page.tags].count("script") == 4
     assert page.data["messages"] == [HOSTILE]
-    assert page.data["talks"]["a.0"]["parts"][0]["items"][0]["text"] == HOSTILE
+    assert page.data["talks"]["a.0"]["parts"][0]["items"][0]["text"] == readable(HOSTILE)
     assert page.data["talks"]["a.1"]["traceback"] == readable(HOSTILE)
     assert "49" not in page.text("failures")
     assert HOSTILE.split("\u2028")[0] in page.text("failures")
