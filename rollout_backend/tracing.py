@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 _MAX_WAITING = 1 << 16  # spans that wait to be sent, at 1 KB each; further ones are dropped
 _LATEST_S = 1e10  # unix seconds: the year 2286
-_CLOSE_S = 2.0  # a process that ends waits for its collector no longer
 
 
 def check_installed() -> None:
@@ -45,14 +44,15 @@ def check_installed() -> None:
 class SpanSender:
     """Sends spans of one process to a collector."""
 
-    def __init__(self, endpoint: str, service: str) -> None:
+    def __init__(self, endpoint: str, service: str, close_s: float = 2.0) -> None:
         """Raise ConfigError unless the extra `otel` is installed.
 
         `endpoint` is the collector's URL without a path, and `service` the `service.name` of the spans, unless
         OTEL_SERVICE_NAME is set. OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS and the other variables of
-        OpenTelemetry apply.
+        OpenTelemetry apply. A process that ends waits at most `close_s` for its collector.
         """
         check_installed()
+        self._close_s = close_s
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -97,10 +97,10 @@ class SpanSender:
         self._processor.on_end(ended)
 
     def close(self) -> None:
-        """Send what waits, for a few seconds at most."""
+        """Send what waits, for `close_s` at most."""
         closing = threading.Thread(target=self._shut_down, daemon=True)
         closing.start()
-        closing.join(_CLOSE_S)
+        closing.join(self._close_s)
         if closing.is_alive():
             self._delivery.report("it did not answer before the end")
             self._exporter.shutdown()  # type: ignore[no-untyped-call]  # ends the retries

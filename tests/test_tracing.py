@@ -13,23 +13,16 @@ from otlp_receiver import OtlpReceiver
 from rollout_backend import tracing
 from rollout_backend.core.trace import Span
 from rollout_backend.errors import ConfigError
-from rollout_backend.serving.server_process import free_port
 from rollout_backend.tracing import SpanSender
 from stub_server import StubServer
 
 SPANS = [Span(f"span {i}", trace_id=1, span_id=i + 1, parent_id=None, start=1.0, end=2.0) for i in range(3000)]
 
 
-@pytest.fixture
-def patient(monkeypatch):
-    """Let `close` wait until all is sent."""
-    monkeypatch.setattr(tracing, "_CLOSE_S", 60.0)
-
-
-def test_spans_that_wait_are_sent_before_a_process_ends(monkeypatch, patient, caplog):
+def test_spans_that_wait_are_sent_before_a_process_ends(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=rl")
     with OtlpReceiver() as receiver:
-        sender = SpanSender(receiver.url + "/", "rollout-manager")
+        sender = SpanSender(receiver.url + "/", "rollout-manager", close_s=120)
         sender.send(SPANS)
         sender.close()
     assert {span.name for span in receiver.spans} == {span.name for span in SPANS}
@@ -38,8 +31,7 @@ def test_spans_that_wait_are_sent_before_a_process_ends(monkeypatch, patient, ca
 
 
 def test_a_collector_that_is_away_holds_nothing_up_and_is_reported_once(monkeypatch, caplog):
-    monkeypatch.setattr(tracing, "_CLOSE_S", 0.1)
-    sender = SpanSender(f"http://127.0.0.1:{free_port()}", "rollout-manager")
+    sender = SpanSender("http://127.0.0.1:9", "rollout-manager", close_s=0.1)
     sender.send(SPANS)
     until(lambda: caplog.messages)
     sender.close()
@@ -50,9 +42,8 @@ def test_a_collector_that_is_away_holds_nothing_up_and_is_reported_once(monkeypa
 
 
 def test_a_collector_that_does_not_answer_is_reported_at_the_end(monkeypatch, caplog):
-    monkeypatch.setattr(tracing, "_CLOSE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        sender = SpanSender(f"http://127.0.0.1:{silent.getsockname()[1]}", "rollout-manager")
+        sender = SpanSender(f"http://127.0.0.1:{silent.getsockname()[1]}", "rollout-manager", close_s=0.1)
         sender.send(SPANS)
         sender.close()
     first, last = caplog.messages
@@ -60,7 +51,7 @@ def test_a_collector_that_does_not_answer_is_reported_at_the_end(monkeypatch, ca
     assert "3,000 spans did not reach the collector" in last
 
 
-def test_spans_beyond_those_that_may_wait_are_counted(monkeypatch, patient, caplog):
+def test_spans_beyond_those_that_may_wait_are_counted(monkeypatch, caplog):
     monkeypatch.setattr(tracing, "_MAX_WAITING", 1000)
     held = threading.Event()
 
@@ -79,7 +70,7 @@ def test_spans_beyond_those_that_may_wait_are_counted(monkeypatch, patient, capl
     assert "accepts spans again; 2,000 spans were lost" in last
 
 
-def test_each_outage_of_a_collector_is_reported(monkeypatch, patient, caplog):
+def test_each_outage_of_a_collector_is_reported(monkeypatch, caplog):
     answers = iter([400, 200, 400, 200])  # a 400 is not retried
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "100")  # a full batch is sent at once
     with StubServer(lambda request: (next(answers), b"")) as collector:
@@ -92,9 +83,9 @@ def test_each_outage_of_a_collector_is_reported(monkeypatch, patient, caplog):
         assert words in line
 
 
-def test_a_time_that_otlp_cannot_hold_loses_no_other_span(patient):
+def test_a_time_that_otlp_cannot_hold_loses_no_other_span():
     with OtlpReceiver() as receiver:
-        sender = SpanSender(receiver.url, "rollout-manager")
+        sender = SpanSender(receiver.url, "rollout-manager", close_s=120)
         sender.send([*SPANS[:2], Span("far", trace_id=1, span_id=9, parent_id=None, start=1e300, end=1e300)])
         sender.close()
     assert {span.name for span in receiver.spans} == {"span 0", "span 1", "far"}

@@ -1,4 +1,5 @@
 import asyncio
+import functools
 import json
 import math
 
@@ -9,12 +10,13 @@ from agent_wrapper.contract import Outcome, Rollout
 from agent_wrapper.contract.trace import traceparent
 from builders import eventually
 from otlp_receiver import OtlpReceiver
-from rollout_backend import tracing
+from rollout_backend import manager
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.tasks import Task, read_tasks
 from rollout_backend.errors import CircuitOpen, ServingError
 from rollout_backend.local.scripted import Fail
 from rollout_backend.serving.server_process import free_port
+from rollout_backend.tracing import SpanSender
 from token_exact import is_token_exact
 
 SPANS = {"rollout", "wait for a session", "invoke", "invoke_agent", "chat scripted", "publish", "fetch"}
@@ -77,7 +79,7 @@ async def test_tasks_become_validated_rollouts_through_two_gateways(collector, o
 
 @pytest.mark.slow
 async def test_a_run_that_ends_early_sends_the_spans_of_its_open_steps(collector, open_run, monkeypatch):
-    monkeypatch.setattr(tracing, "_CLOSE_S", 60.0)
+    monkeypatch.setattr(manager, "SpanSender", functools.partial(SpanSender, close_s=120))
     run = await open_run("group.size=1", f"observe.otlp_endpoint={collector.url}")
     collecting = asyncio.create_task(run.manager.collect([Task("a", {"do": "never return"})]))
 
