@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,7 +24,6 @@ from rollout_backend.local.control_plane import ControlLimits
 from rollout_backend.runtimes.agentcore.control import ReadyRuntime, control_client, find_runtime
 from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
 from rollout_backend.runtimes.agentcore.provision import TAG, RuntimeSpec
-from rollout_backend.serving.server_process import free_port
 
 IMAGE = "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1"
 BUILD_ROLE = "arn:aws:iam::123456789012:role/build"  # in moto's account
@@ -32,7 +32,8 @@ NONE: frozenset[str] = frozenset()
 
 @asynccontextmanager
 async def control_plane(folder: Path, **limits: Any) -> AsyncIterator[str]:
-    port = free_port()
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
     settings = EmulatorSettings(
         arn="arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/none-0123456789",
         images={IMAGE: ("true",)},
@@ -42,8 +43,8 @@ async def control_plane(folder: Path, **limits: Any) -> AsyncIterator[str]:
         port=port,
         control=ControlLimits(**limits),
     )
-    server = uvicorn.Server(uvicorn.Config(AgentCoreEmulator(settings).app(), port=port, log_level="error"))
-    serving = asyncio.create_task(server.serve())
+    server = uvicorn.Server(uvicorn.Config(AgentCoreEmulator(settings).app(), log_level="error"))
+    serving = asyncio.create_task(server.serve([listener]))
     await eventually(lambda: server.started)
     try:
         yield f"http://127.0.0.1:{port}"

@@ -276,7 +276,7 @@ def test_a_restarted_run_keeps_its_queue_and_sessions_until_it_dies_itself(start
 
 @pytest.mark.slow
 def test_a_second_manager_is_refused_and_takes_nothing_from_the_first(start, cloud):
-    janitor = {"grace_s": 0.5, "lease_s": 2.0}
+    janitor = {"grace_s": 0.5, "lease_s": 8.0}
     first = start(janitor=janitor)
     first.do("open", sid("h"))
     for machine in ({}, {"machine": "elsewhere"}):
