@@ -67,17 +67,19 @@ async def run_command(
     input: str = "",
     cwd: Path | str | None = None,
     env: Mapping[str, str] | None = None,
+    keep_home: bool = False,
 ) -> str:
     """Run a command to its end, and return what it wrote to stdout.
 
-    Its environment is this process's, with `context.environ()` and `env` added. `input` is its stdin. Its stderr is
-    written to the session's log. When it ends, its children are killed.
+    Its environment is this process's, with `context.environ()` and `env` added; `keep_home` is that of `environ`.
+    `input` is its stdin. Its stderr is written to the session's log. When it ends, its children are killed.
 
     Raises:
         CommandError: its exit code is not 0, or it wrote more than 16 MiB to stdout.
         CommandNotStarted: it cannot be started.
     """
-    result = await run_to_end(command, env={**context.environ(), **(env or {})}, input=input, cwd=cwd)
+    environ = {**context.environ(keep_home=keep_home), **(env or {})}
+    result = await run_to_end(command, env=environ, input=input, cwd=cwd)
     if result.failure is not None:
         raise CommandError(result.failure)
     if result.truncated:

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
+import tempfile
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from agent_wrapper.artifacts import Artifacts
 from agent_wrapper.contract import RolloutRequest, Sampling
 from agent_wrapper.contract.trace import traceparent
+from agent_wrapper.one_shot import payload_file
 
 _DEPLOYED_CALL_TIMEOUT_S = 600.0
 _BASE_URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL")
@@ -31,6 +37,41 @@ _MODELS = (
     "CLAUDE_CODE_SUBAGENT_MODEL",
 )
 _MAX_RETRIES = 40  # of 8 s at most: five minutes without a gateway
+_IN_HOME = {
+    "XDG_CONFIG_HOME": ".config",
+    "XDG_CACHE_HOME": ".cache",
+    "XDG_DATA_HOME": ".local/share",
+    "XDG_STATE_HOME": ".local/state",
+}
+
+
+def home_variables(folder: Path) -> dict[str, str]:
+    """Return the environment variables of a home in this folder, and make what they name.
+
+    Programs keep settings there, some of them the model's endpoint and its key, which belong to one rollout.
+    """
+    home = folder / "home"
+    named = {"HOME": home, "TMPDIR": folder / "tmp", "XDG_RUNTIME_DIR": folder / "run"}
+    named |= {name: home / path for name, path in _IN_HOME.items()}
+    for path in named.values():
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return {name: str(path) for name, path in named.items()}
+
+
+def own_home(folder: Path, keep_home: bool) -> dict[str, str]:
+    """Return `home_variables`, or nothing if the home of this process is used: with `keep_home`, and in a container
+    that runs one rollout."""
+    return {} if keep_home or payload_file() is not None else home_variables(folder)
+
+
+class _Folder:
+    """A folder of one rollout, which is made on first use and removed with this object."""
+
+    @cached_property
+    def path(self) -> Path:
+        path = tempfile.mkdtemp(prefix="rollout-")
+        weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+        return Path(path)
 
 
 @dataclass(frozen=True)
@@ -47,6 +88,7 @@ class RolloutContext:
     traceparent: str | None = None  # W3C Trace Context of this rollout, for an agent that makes OpenTelemetry spans
     artifacts: Artifacts = field(default_factory=Artifacts, repr=False)  # files to publish beside the result
     _ends_at: float | None = field(default=None, repr=False)  # the deadline by the monotonic clock
+    _folder: _Folder = field(default_factory=_Folder, repr=False, compare=False)
 
     @property
     def training(self) -> bool:
@@ -70,16 +112,22 @@ class RolloutContext:
         endpoint = {"base_url": self.base_url, "api_key": self.api_key}
         return {k: v for k, v in endpoint.items() if v} | {"timeout": timeout, "max_retries": _MAX_RETRIES}
 
-    def environ(self) -> dict[str, str]:
+    def environ(self, *, keep_home: bool = False) -> dict[str, str]:
         """Return the model's endpoint as environment variables, for a program that reads them.
 
         They are OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ROLLOUT_MODEL, the other
         names that Claude Code, Codex, LiteLLM and Qwen Code read, and TRACEPARENT for a program that makes
         OpenTelemetry spans. Unknown values are left out.
+
+        HOME, XDG_CONFIG_HOME and its like, and TMPDIR name folders of this rollout, which are removed after it:
+        programs write the endpoint and the key into their settings. With `keep_home`, or in a container that runs
+        one rollout, they are left unchanged.
         """
         values = {_BASE_URLS: self.base_url, _API_KEYS: self.api_key, _MODELS: self.model}
         found = {name: value for names, value in values.items() for name in names if value}
-        return found | ({"TRACEPARENT": self.traceparent} if self.traceparent else {})
+        if self.traceparent:
+            found["TRACEPARENT"] = self.traceparent
+        return found | own_home(self._folder.path, keep_home)
 
     @classmethod
     def from_request(cls, request: RolloutRequest, payload: dict[str, Any]) -> RolloutContext:

@@ -44,7 +44,7 @@ from typing import Any, Literal
 
 from agent_wrapper.app import RolloutApp
 from agent_wrapper.command import CommandResult, run_to_end
-from agent_wrapper.context import RolloutContext
+from agent_wrapper.context import RolloutContext, own_home
 from agent_wrapper.errors import AgentFailure, CommandError, CommandNotStarted, RewardError, VerifierError
 from agent_wrapper.outcome import finite_number
 from agent_wrapper.workspace import WORKSPACE, pack_folder, unpack_folder
@@ -72,6 +72,7 @@ class CommandAgent:
     verifier_timeout_s: float = _VERIFIER_TIMEOUT_S
     score_failures: bool = False
     artifacts: Sequence[str] = ()
+    keep_home: bool = False
 
     async def run(self, context: RolloutContext) -> dict[str, Any]:
         """Run one rollout. Outside training, return what the command wrote to stdout, without scoring it."""
@@ -114,7 +115,7 @@ class CommandAgent:
     async def _run_command(self, folder: _Folder, timeout_s: float | None) -> CommandResult | None:
         """Return None if the command did not end in time."""
         command = [folder.fill(each) for each in self.command]
-        environ = {**folder.context.environ(), **folder.environ()}
+        environ = {**folder.context.environ(keep_home=self.keep_home), **folder.environ()}
         stdin, cwd = folder.fill(self.stdin), folder.cwd(self.cwd)
         began = time.monotonic()
         try:
@@ -146,7 +147,8 @@ class CommandAgent:
             verifier = [folder.fill(each) for each in self.verifier]
             output_file = folder.path / "output"
             output_file.write_text(output)
-            environ = {**folder.environ(), "ROLLOUT_OUTPUT_FILE": str(output_file)}
+            own = own_home(folder.path, self.keep_home)
+            environ = {**own, **folder.environ(), "ROLLOUT_OUTPUT_FILE": str(output_file)}
             try:
                 async with asyncio.timeout(self.verifier_timeout_s):
                     result = await run_to_end(verifier, env=environ, cwd=cwd, log_stdout=True)
@@ -327,6 +329,12 @@ def parse_arguments(arguments: Sequence[str]) -> CommandAgent:
         default=[],
         help="publish this file for a scorer on the training side, if the command has left it; can be repeated",
     )
+    parser.add_argument(
+        "--keep-home",
+        action="store_true",
+        help="leave HOME, XDG_* and TMPDIR unchanged, which all rollouts of a server share; by default command and "
+        "verifier get folders of their rollout",
+    )
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     command = list(arguments[split + 1 :])
     options = parser.parse_args(arguments[:split])
@@ -354,6 +362,7 @@ def parse_arguments(arguments: Sequence[str]) -> CommandAgent:
         verifier_timeout_s=options.verifier_timeout,
         score_failures=options.score_failures,
         artifacts=options.artifact,
+        keep_home=options.keep_home,
     )
 
 

@@ -391,6 +391,10 @@ class ProcessConfig(RuntimeConfig):
     environment: dict[str, str] = Field(default={})
     """Environment variables, in addition to those of the backend except ROLLOUT__*. Set no secrets here: the settings
     are stored in the run's folder. With `aws.endpoint_url`, AWS_ENDPOINT_URL has its value."""
+    keep_home: bool = False
+    """Let all sessions share your HOME and XDG_* folders. By default each session has its own, which are removed at
+    its end, because command-line agents keep the model's endpoint and key in their settings. ~/.aws is linked into
+    it, and Python finds the packages of your account."""
     memory_bytes: int | None = Field(default=None, ge=64 * 1024 * 1024)
     """Maximum resident memory of all processes of a session together, on Linux. Above it, the session is killed and
     its rollout is retried. It is measured twice per second. Null: no limit."""

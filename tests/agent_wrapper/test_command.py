@@ -39,7 +39,7 @@ async def test_a_command_gets_the_endpoint_its_input_and_its_folder(tmp_path, mo
 
 
 def test_what_the_context_does_not_know_is_left_to_the_environment():
-    environ = RolloutContext.from_environment({}, {"ROLLOUT_MODEL": "m"}).environ()
+    environ = RolloutContext.from_environment({}, {"ROLLOUT_MODEL": "m"}).environ(keep_home=True)
     assert {*environ.values()} == {"m"}
     assert {"ROLLOUT_MODEL", "OPENAI_MODEL", "ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"} <= environ.keys()
 

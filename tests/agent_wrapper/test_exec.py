@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import os
 import shlex
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -43,6 +45,59 @@ def ending(*arguments: str):
     result = classify(Raised(caught.value), "http://model/v1")
     assert result.reward is None
     return (result.outcome, result.failure.reason), result.failure.message
+
+
+# --- a home for each rollout ------------------------------------------------------------------------------
+
+# It keeps its endpoint's key in its home, as command-line agents do, and reads it once another agent has done so too.
+CONFIGURED = """
+touch $HOME/there && touch $XDG_CONFIG_HOME/there $TMPDIR/there
+echo $OPENAI_API_KEY > $HOME/.agent
+touch {met}/{payload.name}
+while [ $(ls {met} | wc -l) -lt 2 ]; do sleep 0.02; done
+echo '{{"reward": 1, "key": "'$(cat $HOME/.agent)'", "home": "'$HOME'"}}'
+"""
+
+
+async def run_two(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
+    met = tmp_path / "met"
+    met.mkdir()
+    script = (
+        CONFIGURED.replace("{met}", str(met)).replace("{payload.name}", "$1").replace("{{", "{").replace("}}", "}")
+    )
+    agent = parse_arguments([*options, "--reward", "stdout", "--", "sh", "-c", script, "-", "{payload.name}"])
+    rollouts = [
+        RolloutContext({"name": name}, "http://model/v1", f"key-{name}", "m", rollout_id=name) for name in "ab"
+    ]
+    async with asyncio.timeout(60):
+        return await asyncio.gather(*(agent.run(rollout) for rollout in rollouts))
+
+
+async def test_two_agents_that_write_their_configuration_keep_their_keys(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = await run_two(tmp_path)
+    assert [each["key"] for each in found] == ["key-a", "key-b"]
+    homes = {each["home"] for each in found}
+    assert len(homes | {str(tmp_path)}) == 3
+    gc.collect()
+    assert not [home for home in homes if os.path.exists(home)]  # noqa: ASYNC240
+
+
+@pytest.mark.parametrize("how", ["--keep-home", "one rollout per container"])
+async def test_the_real_home_can_be_kept(tmp_path, monkeypatch, how):
+    for name, value in {"HOME": tmp_path, "XDG_CONFIG_HOME": tmp_path, "TMPDIR": tmp_path}.items():
+        monkeypatch.setenv(name, str(value))
+    options = [how]
+    if how != "--keep-home":
+        monkeypatch.setenv("ROLLOUT_PAYLOAD_FILE", "/payload")
+        options = []
+    found = await run_two(tmp_path, *options)
+    assert {each["home"] for each in found} == {str(tmp_path)}
+
+
+def test_a_verifier_does_not_get_the_home_of_the_command(tmp_path):
+    verifier = "test ! -e $HOME/.agent && echo 1"
+    assert run("--reward", "stdout", "--verifier", f"sh -c '{verifier}'", "--", "sh", "-c", "touch $HOME/.agent")
 
 
 # --- the task ---------------------------------------------------------------------------------------------

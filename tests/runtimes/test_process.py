@@ -136,6 +136,35 @@ async def test_a_session_gets_its_payload_and_leaves_no_file_of_it(open_runtime,
     assert [path.name for path in (tmp_path / "sessions").iterdir()] == [f"{session}.log"]
 
 
+@pytest.mark.parametrize("keep_home", [False, True])
+async def test_two_sessions_that_write_their_configuration_keep_it(open_runtime, monkeypatch, tmp_path, keep_home):
+    home, met = tmp_path / "real", tmp_path / "met"
+    (home / ".aws").mkdir(parents=True)
+    (home / ".aws" / "config").write_text("profile")
+    met.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    script = (
+        f"cp $ROLLOUT_PAYLOAD_FILE $HOME/.agent; touch {met}/$$; "
+        f"while [ $(ls {met} | wc -l) -lt 2 ]; do sleep 0.02; done; "
+        "cat $HOME/.agent; echo; cat $HOME/.aws/config; echo; echo $XDG_CONFIG_HOME; echo $HOME"
+    )
+    runtime = await open_runtime(script, keep_home=keep_home, environment={"XDG_CONFIG_HOME": "/set"})
+    sessions = {new_session(): payload for payload in ("1", "2")}
+    await asyncio.gather(*(runtime.invoke(session, payload.encode()) for session, payload in sessions.items()))
+    ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
+    watching = asyncio.create_task(runtime.watch_sessions("run", ends.put_nowait))
+    async with asyncio.timeout(60):
+        assert {(await ends.get()).session_id for _ in sessions} == {*sessions}
+    watching.cancel()
+    logs = {payload: log_of(runtime, session).splitlines() for session, payload in sessions.items()}
+    assert all(lines[1:3] == ["profile", "/set"] for lines in logs.values())
+    if keep_home:
+        assert {lines[3] for lines in logs.values()} == {str(home)}
+    else:
+        assert {payload: lines[0] for payload, lines in logs.items()} == {"1": "1", "2": "2"}
+        assert len({lines[3] for lines in logs.values()} | {str(home)}) == 3
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are refused")
 async def test_a_session_above_its_memory_is_killed_and_says_so(open_runtime, tmp_path):
     runtime = await open_runtime(

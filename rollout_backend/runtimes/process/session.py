@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_wrapper.command import describe_exit
+from agent_wrapper.context import home_variables
 from agent_wrapper.one_shot import PAYLOAD_VARIABLE
 from rollout_backend.child_process import last_lines
 from rollout_backend.config import ProcessConfig
@@ -84,7 +85,7 @@ class ProcessSession:
         file.write_bytes(self._payload)
         return Order(
             argv=self._argv,
-            env={**environment(config), "TMPDIR": str(scratch), PAYLOAD_VARIABLE: str(file)},
+            env={**environment(config), **self._home(scratch), PAYLOAD_VARIABLE: str(file)},
             cwd=str(config.working_dir),
             log=str(self.log),
             pipe=str(self._pipe),
@@ -94,6 +95,16 @@ class ProcessSession:
             grace_s=config.grace_s,
             lifetime_s=self._lifetime_s,
         )
+
+    def _home(self, scratch: Path) -> dict[str, str]:
+        """Return the variables of the session's own folders, besides those that the settings set."""
+        if self._config.keep_home:
+            return {"TMPDIR": str(scratch)}
+        own, real = home_variables(scratch), os.environ.get("HOME")
+        if real is not None:
+            Path(own["HOME"], ".aws").symlink_to(Path(real, ".aws"))  # results are written with what it holds
+            own["PYTHONUSERBASE"] = os.environ.get("PYTHONUSERBASE") or str(Path(real, ".local"))
+        return {name: value for name, value in own.items() if name not in self._config.environment}
 
     def reason(self) -> str:
         """Return the reason in the ledger for a session that ended without a result."""
