@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import logging
 import os
+import posixpath
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,8 +28,12 @@ from rollout_backend.errors import ConfigError, TaskFileError
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
 
+log = logging.getLogger(__name__)
+
 PREFIX = "harbor:"
 """Begins the name of a folder of Harbor tasks where the name of a task file is expected."""
+SUPPORTED_PREFIX = "harbor-supported:"
+"""As `PREFIX`, but leaves out the tasks that cannot run."""
 VERIFIER = "rollout_backend.scoring.harbor:verify"
 """The value of scoring.function that runs a task's tests."""
 _MAX_BYTES = 8 * 1024 * 1024  # of a task's archives: each rollout's invoke carries the environment
@@ -35,6 +41,9 @@ _IMAGE = re.compile(r"[A-Za-z0-9][\w.:-]*(/[a-z0-9][a-z0-9._-]*)*(:[\w][\w.-]{0,
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 _NOT_IN_WORKSPACE = frozenset({"Dockerfile", ".dockerignore", "docker-compose.yaml", "docker-compose.yml"})
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_DOCKER_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}$]*))?\})")
+_WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
+_HEREDOC = re.compile(r"\s\d*<<-?[\"']?([A-Za-z_]\w*)")
 _NOT_SUPPORTED = {
     "steps": "it has several steps",
     "environment.gpus": "it needs GPUs",
@@ -48,31 +57,53 @@ _NOT_SUPPORTED = {
 }
 
 
-def read_harbor_tasks(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_harbor_tasks(folder: Path, only_supported: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the tasks of a folder, or the one task that it is, as rows of a task file with their places.
 
+    With `only_supported`, the tasks that cannot run are left out, with a warning.
+
     Raises:
-        TaskFileError: there is none, or one cannot be run; names it.
+        TaskFileError: there is none, or some cannot run; names each.
     """
+    from rollout_backend.core.tasks import Task  # late: it imports this module
+
     found = (
         [folder] if (folder / "task.toml").is_file() else sorted(each.parent for each in folder.glob("*/task.toml"))
     )
     if not found:
         raise TaskFileError(f"{folder} has no Harbor task: a folder with task.toml, instruction.md and tests/test.sh")
+    rows, refused = [], []
     for each in found:
         try:
-            yield f"task {each.name}", _row(each)
-        except (OSError, ValueError) as error:
-            raise TaskFileError(f"the Harbor task {each}: {error}") from None
+            row = _row(each)
+            Task(**row)
+        except (OSError, ValueError, TaskFileError) as error:
+            refused.append(f"the Harbor task {each}: {error}")
+        else:
+            rows.append((f"task {each.name}", row))
+    if refused and only_supported and rows:
+        log.warning("%d of %d tasks are left out:\n%s", len(refused), len(found), "\n".join(refused))
+    elif refused:
+        others = f"\nTo run the other {len(rows)}, name the folder as {SUPPORTED_PREFIX}{folder}" if rows else ""
+        raise TaskFileError("\n".join(refused) + others)
+    yield from rows
 
 
 def fit_to_runtime(tasks: Iterable[Task], runtime: RuntimeConfig) -> tuple[Task, ...]:
     """Return the tasks as this runtime runs them: if it can, each Harbor task in its own image.
 
     Raises:
-        ConfigError: the runtime cannot run a task; names it, and what to do.
+        ConfigError: the runtime cannot run some tasks; names each, and what to do.
     """
-    return tuple(_fit(task, runtime) if "harbor" in (task.private or {}) else task for task in tasks)
+    fitting, refused = [], []
+    for task in tasks:
+        try:
+            fitting.append(_fit(task, runtime) if "harbor" in (task.private or {}) else task)
+        except ConfigError as error:
+            refused.append(str(error))
+    if refused:
+        raise ConfigError("\n".join(refused))
+    return tuple(fitting)
 
 
 def _fit(task: Task, runtime: RuntimeConfig) -> Task:
@@ -259,7 +290,74 @@ def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _workdir(dockerfile: Path) -> str:
-    """Return the folder in which the task's image would run the agent."""
-    text = dockerfile.read_text() if dockerfile.is_file() else ""
-    found = re.findall(r"^\s*WORKDIR\s+(/\S+)\s*$", text, re.MULTILINE | re.IGNORECASE)
-    return found[-1] if found else "/app"
+    """Return the folder in which the task's image would run the agent: the last WORKDIR of its last stage, or /app.
+
+    Raises:
+        ValueError: it depends on the base image or on a build argument.
+    """
+    stage = shared = _Stage()  # before the first FROM: the arguments of all stages
+    stages: dict[str, _Stage] = {}
+    for word, rest in _instructions(dockerfile.read_text() if dockerfile.is_file() else ""):
+        if word == "FROM":
+            base, *name = [each for each in rest.split() if not each.startswith("--")] or [""]
+            before = stages.get(base.lower(), _Stage())
+            stage = _Stage(before.workdir, {**before.env})
+            stages[name[-1].lower() if len(name) == 2 else str(len(stages))] = stage
+        elif word == "ARG":
+            stage.args |= {
+                name: shared.args.get(name) if value is None else value for name, value in stage.pairs(rest)
+            }
+        elif word == "ENV":
+            name, _, value = rest.partition(" ")
+            stage.env |= dict(stage.pairs(rest) if "=" in name else [(name, stage.expand(value.strip()))])
+        elif word == "WORKDIR":
+            path = stage.expand(rest)
+            if path is None or not (stage.workdir or path).startswith("/"):
+                raise ValueError(
+                    f"WORKDIR {rest} in environment/Dockerfile depends on the base image or on how it is built: set "
+                    "environment.workdir in task.toml"
+                )
+            stage.workdir = posixpath.normpath(posixpath.join(stage.workdir or "/", path))
+    return stage.workdir or "/app"
+
+
+@dataclasses.dataclass
+class _Stage:
+    """What a stage of a Dockerfile has set so far. A value of None is unknown."""
+
+    workdir: str | None = None
+    env: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    args: dict[str, str | None] = dataclasses.field(default_factory=dict)
+
+    def pairs(self, rest: str) -> list[tuple[str, str | None]]:
+        """Return the variables that an ENV or ARG sets."""
+        found = [each.partition("=") for each in _WORD.findall(rest)]
+        return [(key, self.expand(value) if equals else None) for key, equals, value in found]
+
+    def expand(self, text: str) -> str | None:
+        """Return a text without quotes, with its variables replaced; None if that is not possible."""
+        known = {**self.args, **self.env}
+
+        def value(match: re.Match[str]) -> str:
+            found = known.get(match[1] or match[2])
+            return "$" if found is None else found or match[3] or ""
+
+        quoted = re.fullmatch(r"""(["'])(.*)\1""", text)
+        plain = quoted[2] if quoted else text
+        if not (quoted and quoted[1] == "'"):
+            plain = _DOCKER_VARIABLE.sub(value, plain)
+        return None if re.search(r"""["'\\$]""", plain) else plain
+
+
+def _instructions(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the instructions of a Dockerfile, each in one line, without comments and here-documents."""
+    lines = iter([line for line in text.splitlines() if not line.lstrip().startswith("#")])
+    for line in lines:
+        while line.rstrip().endswith("\\"):
+            line = line.rstrip()[:-1] + next(lines, "")
+        word, *rest = line.split(maxsplit=1)[:2] or [""]
+        for end in _HEREDOC.findall(line):
+            while next(lines, end).strip() != end:
+                pass
+        if rest:
+            yield word.upper(), rest[0].strip()

@@ -3,7 +3,8 @@
 A task file is JSONL or Parquet. Each line or row has `payload`, an object that the agent receives unchanged, and
 optionally `task_id` and `private`, an object that only the training side's scorer receives. A file with an invalid
 line is refused before anything starts, and the error names the line. A payload that cannot reach an agent is refused
-in the same way. `harbor:FOLDER` in place of a file is a folder of Harbor tasks.
+in the same way. `harbor:FOLDER` in place of a file is a folder of Harbor tasks; `harbor-supported:FOLDER` leaves out
+those that cannot run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from agent_wrapper.contract import REQUEST_FIELD, Sampling
 from agent_wrapper.contract.codec import MAX_DEPTH
 from agent_wrapper.json_values import check_json_value
 from rollout_backend.config import GroupConfig
-from rollout_backend.core.harbor import PREFIX, VERIFIER, read_harbor_tasks
+from rollout_backend.core.harbor import PREFIX, SUPPORTED_PREFIX, VERIFIER, read_harbor_tasks
 from rollout_backend.errors import ConfigError, TaskFileError
 
 log = logging.getLogger(__name__)
@@ -143,8 +144,9 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, object]]:
     Raises:
         TaskFileError: there is no such file, or the line at fault.
     """
-    if str(path).startswith(PREFIX):
-        return read_harbor_tasks(Path(str(path).removeprefix(PREFIX)))
+    for prefix in (PREFIX, SUPPORTED_PREFIX):
+        if str(path).startswith(prefix):
+            return read_harbor_tasks(Path(str(path).removeprefix(prefix)), only_supported=prefix == SUPPORTED_PREFIX)
     path = Path(path)
     if not path.is_file():
         raise TaskFileError(f"there is no task file {path}")

@@ -90,6 +90,74 @@ def test_a_task_that_cannot_run_is_refused_by_name(make, toml, message):
         read_tasks(make(toml=toml))
 
 
+def test_all_tasks_that_cannot_run_are_named_and_can_be_left_out(make, caplog):
+    make("gpus", "[environment]\ngpus = 1")
+    make("no tests")
+    folder = make("steps", "[[steps]]\nname = 'first'")
+    with pytest.raises(TaskFileError) as caught:
+        read_tasks(folder)
+    assert [
+        word for word in ("gpus: env", "no tests: task_id", "steps: steps") if word not in str(caught.value)
+    ] == []
+    assert "name the folder as" not in str(caught.value)
+    supported = folder.replace("harbor:", "harbor-supported:")
+    with pytest.raises(TaskFileError, match="it needs GPUs"):
+        read_tasks(supported)
+    make("good")
+    with pytest.raises(TaskFileError, match=f"To run the other 1, name the folder as {supported}$"):
+        read_tasks(folder)
+    assert [task.task_id for task in read_tasks(supported)] == ["good"]
+    assert "3 of 4 tasks are left out" in caplog.text
+
+
+DOCKERFILES = {
+    "RUN make": "/app",
+    "WORKDIR /a\nWORKDIR b/../c\n  workdir d/": "/a/c/d",
+    "ENV HOME=/root A=$B\nWORKDIR $HOME/x": "/root/x",
+    "ENV HOME /my root\nWORKDIR ${HOME}": "/my root",
+    "ARG D=/opt\nENV E=${D}/e\nWORKDIR ${E:-/no}/y": "/opt/e/y",
+    "ENV D=/env\nARG D=/arg\nWORKDIR $D": "/env",
+    "ENV E=\nWORKDIR ${E:-/default}": "/default",
+    'WORKDIR "/with space"': "/with space",
+    "WORKDIR\t'/a'": "/a",
+    "WORKDIR /a\nRUN echo \\\n# comment\n  WORKDIR /b": "/a",
+    "WORKDIR /a\nRUN <<EOF cat\nWORKDIR /b\nEOF\nENV X=1": "/a",
+    "WORKDIR /a\nRUN cat <<<EOF\nWORKDIR /b": "/b",
+    "WORKDIR /a\nFROM debian\nRUN make": "/app",
+    "ENV R=/a\nWORKDIR $R\nFROM 0 AS next\nWORKDIR $R/b\nFROM --platform=x next\nWORKDIR c": "/a/b/c",
+}
+
+
+@pytest.mark.parametrize(("lines", "workdir"), DOCKERFILES.items())
+def test_the_working_directory_is_that_of_the_dockerfiles_last_stage(make, lines, workdir):
+    dockerfile = f"ARG G=/global\nFROM debian AS 0\nARG G\n{lines}\n"
+    (task,) = read_tasks(make(**{"environment/Dockerfile": dockerfile}))
+    assert task.private["harbor"]["workdir"] == workdir
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "WORKDIR app",
+        "WORKDIR $HOME/x",
+        "ARG D\nWORKDIR /a/$D",
+        "ARG D=/a\nFROM debian\nWORKDIR $D",
+        "ENV D='$E'\nWORKDIR $D",
+        "WORKDIR ${D:+/a}",
+        "WORKDIR /a/\\$b",
+        "WORKDIR '/a/$b'",
+        'WORKDIR /a"b"',
+    ],
+)
+def test_a_working_directory_that_is_not_known_is_refused(make, lines):
+    dockerfile = f"FROM debian\n{lines}\n"
+    with pytest.raises(TaskFileError, match=r"WORKDIR .* set environment\.workdir in task\.toml"):
+        read_tasks(make(**{"environment/Dockerfile": dockerfile}))
+    toml = "[environment]\nworkdir = '/known'"
+    (task,) = read_tasks(make(toml=toml, **{"environment/Dockerfile": dockerfile}))
+    assert task.private["harbor"]["workdir"] == "/known"
+
+
 @pytest.mark.parametrize(("file", "message"), [("tests/test.sh", "no tests/test.sh"), ("instruction.md", "No such")])
 def test_a_task_without_a_file_is_refused(make, file, message):
     with pytest.raises(TaskFileError, match=message):
