@@ -6,6 +6,7 @@ file. They override the derived ones, except for the engines, which are always v
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.advantage import needs_row_uids
 from rollout_backend.verl.verl_api import ADAPTER
+
+log = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.rollout.custom.rollout_backend"
 _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")  # verl's estimators that compare no rollouts of a group
@@ -67,8 +70,7 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
         )
     if settings.collect.retokenize:
         _check_logprobs_unused(config)
-    if settings.training.mask and not config.trainer.get("use_v1", True):
-        _check_estimator_skips_missing(str(config.algorithm.adv_estimator))
+    _check_estimator(config, settings)
     return settings
 
 
@@ -180,14 +182,34 @@ def _check_logprobs_unused(config: Any) -> None:
             )
 
 
-def _check_estimator_skips_missing(adv_estimator: str) -> None:
-    """Refuse estimators for which a rollout without a row of the legacy trainer has a reward of 0."""
-    if not needs_row_uids(adv_estimator) and adv_estimator not in _WITHOUT_GROUPS:
+def _check_estimator(config: Any, settings: RolloutConfig) -> None:
+    """Warn if verl's estimator compares the rollouts of a group and misjudges one with missing rollouts. If some are
+    missing by intention, refuse it."""
+    group, use_v1 = settings.group, config.trainer.get("use_v1", True)
+    masked = settings.training.mask and not use_v1
+    if not (masked or group.needed < (min(2, group.size) if use_v1 else group.size)):
+        return
+    adv_estimator = str(config.algorithm.adv_estimator)
+    if needs_row_uids(adv_estimator) or adv_estimator in _WITHOUT_GROUPS:
+        return
+    if masked:
         raise ConfigError(
             f"algorithm.adv_estimator={adv_estimator} takes a rollout without a row for a reward of 0 on the legacy "
             f"trainer, but under {KEY} training.mask leaves rollouts out of every baseline: use grpo_skip_missing or "
             "rloo_skip_missing, or trainer.use_v1=True"
         )
+    log.warning(
+        "algorithm.adv_estimator=%s %s, and %d of %d rollouts make a group usable: use grpo_skip_missing or "
+        "rloo_skip_missing, or set group.min_viable=%d under %s",
+        adv_estimator,
+        "gives the only rollout left of a group its raw reward as advantage"
+        if use_v1
+        else "takes a rollout without a row for a reward of 0 on the legacy trainer",
+        group.needed,
+        group.size,
+        2 if use_v1 else group.size,
+        KEY,
+    )
 
 
 def _serving_limits(serving: object) -> Mapping[str, Any]:

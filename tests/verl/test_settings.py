@@ -182,6 +182,29 @@ def test_masks_are_refused_where_a_missing_row_counts_as_0(use_v1, adv_estimator
 
 
 @pytest.mark.parametrize(
+    ("use_v1", "adv_estimator", "group", "warning"),
+    [
+        (True, "grpo", {"min_viable": 1}, "its raw reward as advantage"),
+        (True, "rloo", {"min_viable": 1}, "its raw reward as advantage"),
+        (True, "grpo", {"min_viable": 1, "policy": "strict"}, ""),
+        (True, "grpo", {}, ""),
+        (True, "grpo_skip_missing", {"min_viable": 1}, ""),
+        (True, "gae", {"min_viable": 1}, ""),
+        (False, "grpo", {}, "for a reward of 0 on the legacy trainer"),
+        (False, "grpo", {"policy": "strict"}, ""),
+        (False, "rloo_skip_missing", {"min_viable": 1}, ""),
+    ],
+)
+def test_an_estimator_that_misjudges_groups_with_lost_rollouts_is_named(
+    use_v1, adv_estimator, group, warning, caplog
+):
+    config = verl_config({**OWN, "group": group})
+    config.trainer.use_v1, config.algorithm = use_v1, {"adv_estimator": adv_estimator}
+    settings_of(config, ["a:1"])
+    assert [adv_estimator in text and warning in text for text in caplog.messages] == [True] * bool(warning)
+
+
+@pytest.mark.parametrize(
     ("wanting", "name"),
     [
         ({"calculate_log_probs": True}, "rollout.calculate_log_probs=True"),
