@@ -6,10 +6,14 @@ The agent runs as a process here, behind an emulator of AgentCore, with a script
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 from agent_wrapper.contract import ContractError, Outcome, Rollout
 from rollout_backend.core.check_result import CheckResult
@@ -20,6 +24,10 @@ from rollout_backend.local.harness import AgentHarness, AgentRunError
 _REPLIES = ("This reply is scripted.",) * 100
 _ROLLOUT_S = 120.0
 _POLL_S = 0.1
+_PING_S = 10.0
+_STAMP_S = 1.1  # between two pings: times may be whole seconds
+_PINGS = 30
+_CLOCK_S = 600.0  # by which a right time may differ; another unit or another clock differs by more
 
 
 async def check_contract(folder: Path, payload: Mapping[str, Any]) -> list[CheckResult]:
@@ -32,12 +40,19 @@ async def check_contract(folder: Path, payload: Mapping[str, Any]) -> list[Check
     script = folder / ENTRY_POINT
     with tempfile.TemporaryDirectory(prefix="rollout-check-") as logs:
         async with AgentHarness(run_dir=Path(logs)) as harness:
+            pings: list[CheckResult] = []
+
+            async def ping(session_id: str) -> None:
+                open_now = {session["id"]: session for session in (await harness.sessions(script))["sessions"]}
+                session = open_now[session_id]
+                pings.append(await check_pings(session["url"], session["since"]))
+
             try:
-                rollout = await harness.run(script, payload, _REPLIES, timeout_s=_ROLLOUT_S)
+                rollout = await harness.run(script, payload, _REPLIES, timeout_s=_ROLLOUT_S, before_stop=ping)
             except AgentRunError as error:
                 return [CheckResult("problem", "agent", str(error))]
             started = CheckResult("ok", "agent", "starts, answers /ping and accepts an invoke")
-            return [started, _check_result(rollout, harness.sealer), await _check_end(harness, script)]
+            return [started, _check_result(rollout, harness.sealer), *pings, await _check_end(harness, script)]
 
 
 def _check_result(rollout: Rollout, sealer: Sealer) -> CheckResult:
@@ -56,6 +71,45 @@ def _check_result(rollout: Rollout, sealer: Sealer) -> CheckResult:
         text = f"is published; the agent raised {failure.message!r} on the scripted replies"
         return CheckResult("warning", "result", text)
     return CheckResult("ok", "result", f"is published and sealed, with {turns} model calls")
+
+
+async def check_pings(url: str, since: float) -> CheckResult:
+    """Ping a session, started at `since`, until two pings in different seconds find the same status."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PING_S)) as http:
+        answers: list[dict[str, Any]] = []
+        while len(answers) < 2 or (answers[-1]["status"] != answers[-2]["status"] and len(answers) < _PINGS):
+            if answers:
+                await asyncio.sleep(_STAMP_S)
+            try:
+                async with http.get(f"{url}/ping") as response:
+                    answer = await response.json(content_type=None)
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                return CheckResult("problem", "ping", f"/ping gave no JSON: {error!r}")
+            wrong = _wrong_ping(answer, since)
+            if wrong is not None:
+                return CheckResult("problem", "ping", f"/ping answers {json.dumps(answer)[:200]}: {wrong}")
+            answers.append(answer)
+    before, now = (answer["time_of_last_update"] for answer in answers[-2:])
+    if before != now and answers[-1]["status"] == answers[-2]["status"]:
+        return CheckResult(
+            "problem",
+            "ping",
+            f"/ping changes time_of_last_update from {before} to {now} although the status has not changed: "
+            "AgentCore would never find the session idle, and bill it until the end of its lifetime",
+        )
+    return CheckResult("ok", "ping", "/ping names the time at which its status changed")
+
+
+def _wrong_ping(answer: object, since: float) -> str | None:
+    """Return what is wrong with the answer to a ping of a session that was started at `since`."""
+    if not isinstance(answer, dict) or answer.get("status") not in ("Healthy", "HealthyBusy"):
+        return "status must be Healthy or HealthyBusy"
+    changed = answer.get("time_of_last_update")
+    if not isinstance(changed, int | float) or isinstance(changed, bool):
+        return "time_of_last_update must be a number of seconds, or AgentCore ends the session while it works"
+    if not since - _CLOCK_S <= changed <= time.time() + _CLOCK_S:
+        return "time_of_last_update must be the time in Unix seconds at which the status changed"
+    return None
 
 
 async def _check_end(harness: AgentHarness, script: Path) -> CheckResult:

@@ -206,7 +206,7 @@ class LocalRuntime(_Startable):
         await self.process.stop(self.limits.grace_s + 5.0)
 
     async def sessions(self) -> dict[str, Any]:
-        """Return the open `sessions`: {id, pid, status, since}, the number of `ending` processes, and `counters`."""
+        """Return the open `sessions`: {id, pid, url, status, since}, the number of `ending` ones, and `counters`."""
         if not self.process.running:
             raise StartupError(f"the AgentCore emulator is not running. {self.process.log_tail()}")
         async with aiohttp.ClientSession() as http, http.get(self._sessions_url) as response:

@@ -139,12 +139,14 @@ class AgentHarness:
         sampling: Sampling | None = None,
         timeout_s: float = 60.0,
         watcher: Watcher | None = None,
+        before_stop: Callable[[str], Awaitable[object]] | None = None,
     ) -> Rollout:
         """Run one rollout of `agent` on `task`; return its result from S3.
 
         A `RolloutApp` runs in this process. A path to a Python file runs in a separate process, as in its container.
         `replies` are the model's answers, in order. `timeout_s` limits the agent's time. If the agent fails or takes
-        longer, the rollout's `outcome` and `failure` report it. `watcher` is told of each model call.
+        longer, the rollout's `outcome` and `failure` report it. `watcher` is told of each model call. `before_stop`
+        is called with the session's id once the result is in S3.
 
         Raises:
             AgentRunError: the app could not be started, refused the task, or published no result.
@@ -155,7 +157,7 @@ class AgentHarness:
         async with AsyncExitStack() as stack:
             if watcher is not None:
                 endpoint = await stack.enter_async_context(self._watch(endpoint, claims.session_id, watcher))
-            return await self._run(agent, task, claims, endpoint, timeout_s)
+            return await self._run(agent, task, claims, endpoint, timeout_s, before_stop)
 
     async def _run(
         self,
@@ -164,6 +166,7 @@ class AgentHarness:
         claims: SessionClaims,
         endpoint: ModelEndpoint,
         timeout_s: float,
+        before_stop: Callable[[str], Awaitable[object]] | None,
     ) -> Rollout:
         request = RolloutRequest(
             run_id=_RUN_ID,
@@ -184,7 +187,10 @@ class AgentHarness:
             else:
                 invoked = self._in_this_process(agent, payload)
             async with invoked as check:
-                return await self._result(request, check)
+                rollout = await self._result(request, check)
+                if before_stop is not None:
+                    await before_stop(request.session_id)
+                return rollout
 
     async def artifacts(self, rollout: Rollout) -> dict[str, bytes]:
         """Return the files that a rollout has published."""

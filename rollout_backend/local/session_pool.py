@@ -213,6 +213,7 @@ class SessionPool:
                 {
                     "id": session.id,
                     "pid": session.process.pid if session.process else None,
+                    "url": session.url,
                     "status": session.status,
                     "since": session.since,
                     "requests": session.requests,

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import math
+import time
 
-from rollout_backend.deploy.contract_check import check_contract
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rollout_backend.deploy.contract_check import check_contract, check_pings
+
+NOW = int(time.time())
 
 HEAD = """
 import os, signal, sys, time
@@ -32,13 +40,13 @@ GOOD = "    ask(context)\n    return 1.0\n"
 @pytest.mark.parametrize(
     ("code", "levels", "text"),
     [
-        (HEAD + GOOD + TAIL, ["ok", "ok", "ok"], "sealed, with 1 model calls"),
-        (HEAD + "    return 1.0\n" + TAIL, ["ok", "problem", "ok"], "has no model call"),
-        (HEAD + "    ask(context)\n    raise ValueError('odd')\n" + TAIL, ["ok", "warning", "ok"], "odd"),
+        (HEAD + GOOD + TAIL, ["ok"] * 4, "sealed, with 1 model calls"),
+        (HEAD + "    return 1.0\n" + TAIL, ["ok", "problem", "ok", "ok"], "has no model call"),
+        (HEAD + "    ask(context)\n    raise ValueError('odd')\n" + TAIL, ["ok", "warning", "ok", "ok"], "odd"),
         ("raise SystemExit('broken')", ["problem"], "broken"),
         (
             HEAD + GOOD + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsignal.signal = lambda *_: None\n" + TAIL,
-            ["ok", "ok", "problem"],
+            ["ok", "ok", "ok", "problem"],
             "ignores SIGTERM",
         ),
     ],
@@ -49,3 +57,57 @@ async def test_a_broken_agent_is_found(tmp_path, code, levels, text):
     findings = await check_contract(tmp_path, {})
     assert [finding.level for finding in findings] == levels
     assert text in "\n".join(str(finding) for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [
+        ([{"status": "Healthy", "time_of_last_update": NOW}] * 2, "names the time"),
+        ([{"status": "HealthyBusy", "time_of_last_update": NOW - 0.5}] * 2, "names the time"),
+        (
+            [
+                {"status": "HealthyBusy", "time_of_last_update": NOW},
+                *[{"status": "Healthy", "time_of_last_update": NOW + 1}] * 2,
+            ],
+            "names the time",
+        ),
+        ([{"status": "Healthy", "time_of_last_update": NOW + i} for i in range(2)], "the status has not changed"),
+        ([{"status": "Healthy"}], "must be a number of seconds"),
+        ([{"status": "Healthy", "time_of_last_update": "2026-01-01T00:00:00Z"}], "must be a number of seconds"),
+        ([{"status": "Healthy", "time_of_last_update": True}], "must be a number of seconds"),
+        ([{"status": "Healthy", "time_of_last_update": math.nan}], "must be the time in Unix seconds"),
+        ([{"status": "Healthy", "time_of_last_update": NOW * 1000}], "must be the time in Unix seconds"),
+        ([{"status": "HealthyBusy", "time_of_last_update": 12345}], "must be the time in Unix seconds"),
+        ([{"status": "ok", "time_of_last_update": NOW}], "status must be Healthy or HealthyBusy"),
+        ([{"time_of_last_update": NOW}], "status must be Healthy or HealthyBusy"),
+        (["pong"], "status must be Healthy or HealthyBusy"),
+        ([None], "gave no JSON"),
+    ],
+)
+async def test_pings_are_held_to_the_contract(answers, text):
+    left = [*answers]
+
+    async def ping(_: web.Request) -> web.Response:
+        answer = left.pop(0)
+        return web.Response(text="pong" if answer is None else json.dumps(answer))
+
+    app = web.Application()
+    app.router.add_get("/ping", ping)
+    async with TestServer(app) as server:
+        finding = await check_pings(str(server.make_url("")), NOW)
+    assert (finding.setting, text in finding.text) == ("ping", True)
+    assert (finding.level == "ok") == (text == "names the time")
+    assert not left
+
+
+@pytest.mark.slow
+async def test_an_agent_that_stamps_each_ping_is_found(tmp_path):
+    ping = """
+async def ping(request):
+    from starlette.responses import JSONResponse
+    return JSONResponse({"status": "Healthy", "time_of_last_update": int(time.time())})
+app._ping = ping
+"""
+    (tmp_path / "agent.py").write_text(HEAD + GOOD + ping + TAIL)
+    findings = await check_contract(tmp_path, {})
+    assert [(each.level, each.setting) for each in findings if each.level != "ok"] == [("problem", "ping")]
