@@ -308,8 +308,8 @@ def _workdir(dockerfile: Path) -> str:
                 name: shared.args.get(name) if value is None else value for name, value in stage.pairs(rest)
             }
         elif word == "ENV":
-            name, _, value = rest.partition(" ")
-            stage.env |= dict(stage.pairs(rest) if "=" in name else [(name, stage.expand(value.strip()))])
+            key, _, value = rest.partition(" ")
+            stage.env |= dict(stage.pairs(rest) if "=" in key else [(key, stage.expand(value.strip()))])
         elif word == "WORKDIR":
             path = stage.expand(rest)
             if path is None or not (stage.workdir or path).startswith("/"):
