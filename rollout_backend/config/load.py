@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from rollout_backend.config.rollout import RolloutConfig
+from rollout_backend.config.section import Section
 from rollout_backend.errors import ConfigError
 
 ENV_PREFIX = "ROLLOUT__"
@@ -34,16 +35,42 @@ def load_config(
             invalid; each is named.
     """
     tree: dict[str, Any] = dict(base or {})
+    sources: dict[str, str] = {}  # of each setting: where it was set last
     if path is not None:
-        _merge(tree, read_yaml(Path(path)))
+        merged, lines = _read_yaml(Path(path))
+        _merge(tree, merged)
+        sources |= {key: f"{path}:{line}" for key, line in lines.items()}
     for name, value in sorted((os.environ if env is None else env).items()):
         if name.startswith(ENV_PREFIX):
-            _merge(tree, _nest(name.removeprefix(ENV_PREFIX).lower().split("__"), value, name))
-    merge_overrides(tree, overrides)
+            keys = name.removeprefix(ENV_PREFIX).lower().split("__")
+            _merge(tree, _nest(keys, value, name))
+            _replace_source(sources, ".".join(keys), name)
+        elif meant := _meant_setting(name):
+            raise ConfigError(f"the variable {name} sets nothing: write {meant}, with two underscores")
+    for override in overrides:
+        merge_overrides(tree, [override])
+        _replace_source(sources, override.partition("=")[0], f"-o {override}")
     _merge(tree, top or {})
-    if lines := [f"  {key}: {what}" for key, what in _to_fill_in(tree)]:
-        raise ConfigError("\n".join(["fill in your values in the settings, in place of each <yours ...>:", *lines]))
-    return RolloutConfig.parse(tree)
+    if empty := [f"  {key}: {what}" for key, what in _to_fill_in(tree)]:
+        raise ConfigError("\n".join(["fill in your values in the settings, in place of each <yours ...>:", *empty]))
+    return RolloutConfig.parse(tree, sources)
+
+
+def _replace_source(sources: dict[str, str], setting: str, source: str) -> None:
+    for inner in [key for key in sources if key.startswith(f"{setting}.")]:
+        del sources[inner]
+    sources[setting] = source
+
+
+def _meant_setting(variable: str) -> str | None:
+    """Return the variable of a setting that this one misspells with single underscores."""
+    words = variable.lower().removeprefix("rollout_")
+    for section, field in RolloutConfig.model_fields.items():
+        kind = field.annotation
+        below = kind.model_fields if isinstance(kind, type) and issubclass(kind, Section) else ()
+        if any(words == f"{section}_{name}" for name in below) and variable.startswith("ROLLOUT_"):
+            return f"{ENV_PREFIX}{section.upper()}__{words.removeprefix(f'{section}_').upper()}"
+    return None
 
 
 def merge_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> None:
@@ -66,15 +93,37 @@ def _to_fill_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a map of settings, without checking it. Raises ConfigError."""
+    return _read_yaml(path)[0]
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return a file's settings, and the line of each one, by its dotted name."""
     try:
-        data = yaml.safe_load(path.read_text())
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8-sig"))
+        node = loader.get_single_node()
+        lines = dict(_lines(node, path)) if node is not None else {}
+        data = loader.construct_document(node) if node is not None else None
     except OSError as error:
         raise ConfigError(f"cannot read the settings {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a map of settings")
-    return data
+    return data, lines
+
+
+def _lines(node: yaml.Node, path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the line of each setting. Raises ConfigError if one is set twice, of which YAML would take the last."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in seen:
+            raise ConfigError(f"{path}:{line}: {prefix}{name} is set a second time, after line {seen[name]}")
+        seen[name] = line
+        yield f"{prefix}{name}", line
+        yield from _lines(value, path, f"{prefix}{name}.")
 
 
 def _nest(keys: list[str], text: str, where: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self, get_args
@@ -172,8 +172,8 @@ class RolloutConfig(Section):
         return self
 
     @classmethod
-    def parse(cls, data: object) -> Self:
-        """Validate plain values.
+    def parse(cls, data: object, sources: Mapping[str, str] | None = None) -> Self:
+        """Validate plain values. `sources` names the places where settings were set, such as `config.yaml:17`.
 
         Raises:
             ConfigError: names every invalid key.
@@ -181,7 +181,7 @@ class RolloutConfig(Section):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
+            raise ConfigError(_explain(error, sources or {})) from None
 
     @property
     def uses_queue(self) -> bool:
@@ -209,7 +209,7 @@ class RolloutConfig(Section):
         return self.runtime.for_run(self.run_dir, self.aws.endpoint_url)
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
     lines = ["the settings are invalid:"]
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"]) or "settings"
@@ -222,6 +222,11 @@ def _explain(error: ValidationError) -> str:
                 lines.append(f"  {key}: is missing")
             case _:
                 lines.append(f"  {key}: {item['msg'].removeprefix('Value error, ')}")
+        path = key
+        while path and path not in sources:
+            path = path.rpartition(".")[0]
+        if path and item["type"] != "missing":
+            lines[-1] += f" ({sources[path]})"
     return "\n".join(lines)
 
 

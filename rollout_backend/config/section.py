@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ImportString, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ImportString,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 Seconds = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0)]
@@ -15,6 +25,25 @@ class Section(BaseModel):
     """An immutable section that refuses unknown keys. Field docstrings become the settings reference."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_as_number(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, bool) and not _accepts_truth(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError(f"is {str(value).lower()} (YAML reads yes, no, on and off so), which belongs elsewhere")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _expand_home(cls, value: object) -> object:
+        try:
+            return value.expanduser() if isinstance(value, Path) else value
+        except RuntimeError:
+            raise ValueError(f"{value} names the home of a user who does not exist") from None
+
+
+def _accepts_truth(annotation: object) -> bool:
+    return annotation in (bool, Any, object) or any(map(_accepts_truth, get_args(annotation)))
 
 
 def kind_choices(known: Iterable[str], base: str) -> str:

@@ -93,7 +93,7 @@ class RunArchive:
         """
         try:
             return RunInfo.model_validate_json((self.run_dir / _INFO).read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def _write_info(self, info: RunInfo) -> None:

@@ -242,3 +242,44 @@ def test_polled_agents_need_neither_a_queue_nor_a_key_in_the_path():
 def test_agents_that_must_announce_need_a_queue():
     agents = {**HTTP, "agent_protocol": "verl-4216"}
     refused("enabled=true", runtime=agents, gateway=KEYED, queue={"enabled": False})
+
+
+def test_a_wrong_value_names_its_source(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("group:\n  size: 0\n  policy: none\nqueue:\n  wait_s: 1\ntimeouts: {agent_s: -1}\n")
+    overrides, env = ["queue.wait_s=-1"], {"ROLLOUT__GROUP__POLICY": "nothing"}
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides, env=env, base=MINIMAL)
+    said = {line.split(":")[0].strip(): line for line in str(caught.value).splitlines()[1:]}
+    assert said["group.size"].endswith(f"({file}:2)")
+    assert said["group.policy"].endswith("(ROLLOUT__GROUP__POLICY)")
+    assert said["queue.wait_s"].endswith("(-o queue.wait_s=-1)")
+    assert said["timeouts.agent_s"].endswith(f"({file}:6)")
+
+
+def test_a_setting_that_is_set_twice_is_refused(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("group:\n  size: 4\nqueue: {}\ngroup:\n  size: 8\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml:4: group is set a second time, after line 1"):
+        load_config(file, base=MINIMAL)
+
+
+def test_a_truth_value_is_no_number():
+    refused(r"group\.size: is true \(YAML reads yes", group={"size": True})
+    refused(r"queue\.wait_s: is false", queue={"wait_s": False})
+
+
+def test_a_variable_with_single_underscores_is_refused_with_the_right_one():
+    with pytest.raises(ConfigError, match="ROLLOUT_GROUP_SIZE sets nothing: write ROLLOUT__GROUP__SIZE"):
+        load_config(base=MINIMAL, env={"ROLLOUT_GROUP_SIZE": "4", "ROLLOUT_MODEL": "m", "ROLLOUT_CACHE": "x"})
+
+
+def test_a_home_is_expanded_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    tree = {**MINIMAL, "model": {"path": "~/model"}, "output_dir": "~/runs", "serving": {"python": "~/bin/python"}}
+    config = load_config(base=tree, env={})
+    assert [str(each) for each in (config.model.path, config.output_dir, config.serving.python)] == [
+        "/home/me/model", "/home/me/runs", "/home/me/bin/python",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"output_dir: ~nobody-here/x names the home of a user"):
+        load_config(base={**MINIMAL, "output_dir": "~nobody-here/x"}, env={})
