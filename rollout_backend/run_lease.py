@@ -127,6 +127,7 @@ class RunLease:
         *,
         is_dead: Callable[[LeaseHolder], bool] = LeaseHolder.is_dead,
         on_status: Callable[[str], object] = lambda text: None,
+        retry_s: float = _RETRY_S,
     ) -> None:
         """Prepare a lease; nothing is written yet. `on_status` is called with a line for each wait."""
         self.me = me
@@ -139,6 +140,7 @@ class RunLease:
         self._lease_s = lease_s
         self._is_dead = is_dead
         self._on_status = on_status
+        self._retry_s = retry_s
         self._record = LeaseRecord()
         self._etag: str | None = None
         self._renewed_at = float("-inf")  # loop seconds: before the last write that S3 took was sent
@@ -224,10 +226,12 @@ class RunLease:
         manager has taken the run over. Raises RunHeld.
         """
         try:
-            async with asyncio.timeout(_RETRY_S):
+            async with asyncio.timeout(self._retry_s):
                 await self.wait_confirmed()
         except TimeoutError:
-            log.warning("the run's lease could not be renewed for %g s; another manager may hold the run", _RETRY_S)
+            log.warning(
+                "the run's lease could not be renewed for %g s; another manager may hold the run", self._retry_s
+            )
 
     async def release(self) -> None:
         """Release the lease, so that the next manager need not wait for it to expire."""
@@ -322,7 +326,7 @@ class RunLease:
     async def _retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """Retry a call until S3 answers. Raises StoreError after some minutes."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + _RETRY_S
+        until = loop.time() + self._retry_s
         while True:
             with contextlib.suppress(StoreError) if loop.time() < until else contextlib.nullcontext():
                 return await call()

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from rollout_backend import manager as manager_module
-from rollout_backend import run_lease
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, RolloutConfig, StorageConfig
@@ -44,9 +43,11 @@ async def manager(store, run_id) -> AsyncIterator[Open]:
     """A manager of this process; keywords replace fields of its holder."""
     async with AsyncExitStack() as stack:
 
-        def make(lease_s: float = LONG, on_status: Callable[[str], object] = str, **who: Any) -> RunLease:
+        def make(
+            lease_s: float = LONG, on_status: Callable[[str], object] = str, retry_s: float = 300.0, **who: Any
+        ) -> RunLease:
             me = LeaseHolder.this_process().model_copy(update=who)
-            made = RunLease(store, run_id, me, lease_s, on_status=on_status)
+            made = RunLease(store, run_id, me, lease_s, on_status=on_status, retry_s=retry_s)
             stack.push_async_callback(made.release)
             return made
 
@@ -132,9 +133,10 @@ async def test_a_manager_that_stops_renewing_its_lease_loses_the_run_and_learns_
 
 
 async def test_an_unnoticed_loss_is_noticed_before_anything_is_deleted(manager):
-    first = await start(manager(lease_s=1.0, machine="elsewhere"))
+    first = await start(manager(pid=ended_process()))
     stall(first)
-    await start(manager(lease_s=1.0))
+    await start(manager())
+    first._renewed_at -= LONG
     assert not await first.may_delete_queue()
 
 
@@ -163,7 +165,7 @@ async def test_of_many_managers_that_start_at_once_one_gets_the_run(manager):
 
 
 async def test_a_holder_that_comes_back_before_the_next_one_has_started_keeps_the_run(manager):
-    first = await start(manager(lease_s=1.0, machine="elsewhere"))
+    first = await start(manager(lease_s=1.0, pid=ended_process()))
     stall(first)
     second = manager(lease_s=1.0)
     await second.begin()
@@ -192,9 +194,9 @@ async def test_agents_are_started_only_under_a_lease_that_is_sure(manager):
             started.append(session_id)
             return b"{}"
 
-    first = await start(manager(lease_s=1.0, machine="elsewhere"))
+    first = await start(manager())
     stall(first)
-    first._renewed_at -= 1.0
+    first._renewed_at -= LONG
     runtime = FencedRuntime(Runtime(), first)  # type: ignore[arg-type]
     invoking = asyncio.create_task(runtime.invoke("a", b""))
     await asyncio.sleep(0)
@@ -241,12 +243,13 @@ def collect(monkeypatch, tmp_path) -> Callable[[RunLease], Awaitable[StepResult]
 
 
 async def test_a_step_returns_only_to_a_manager_that_still_has_the_run(manager, collect, tmp_path):
-    first = await start(manager(lease_s=1.0, machine="elsewhere"))
+    first = await start(manager(lease_s=1.0, pid=ended_process()))
     assert (await collect(first)).step == 0
     records = tmp_path / "r" / "steps" / "00000000.rollouts.jsonl"
     records.unlink()
     stall(first)
-    await start(manager(lease_s=1.0))
+    await start(manager())
+    first._renewed_at -= LONG
     collecting = asyncio.create_task(collect(first))
     resume(first)
     with pytest.raises(RunHeld, match="taken over by another manager"):
@@ -254,10 +257,9 @@ async def test_a_step_returns_only_to_a_manager_that_still_has_the_run(manager, 
     assert not records.exists()  # the other manager writes them
 
 
-async def test_a_step_returns_though_s3_does_not_answer_for_minutes(manager, collect, monkeypatch, caplog):
-    first = await start(manager())
+async def test_a_step_returns_though_s3_does_not_answer_for_minutes(manager, collect, caplog):
+    first = await start(manager(retry_s=0.1))
     first._renewed_at -= LONG
-    monkeypatch.setattr(run_lease, "_RETRY_S", 0.1)
     assert (await collect(first)).step == 0
     assert "another manager may hold the run" in caplog.text
 
