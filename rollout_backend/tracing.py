@@ -44,7 +44,7 @@ def check_installed() -> None:
 class SpanSender:
     """Sends spans of one process to a collector."""
 
-    def __init__(self, endpoint: str, service: str, close_s: float = 2.0) -> None:
+    def __init__(self, endpoint: str, service: str, close_s: float = 2.0, max_waiting: int = _MAX_WAITING) -> None:
         """Raise ConfigError unless the extra `otel` is installed.
 
         `endpoint` is the collector's URL without a path, and `service` the `service.name` of the spans, unless
@@ -59,13 +59,13 @@ class SpanSender:
 
         named = Resource.create({SERVICE_NAME: service})
         self._resource = named.merge(OTELResourceDetector().detect())
-        self._delivery = _Delivery(endpoint)
+        self._delivery = _Delivery(endpoint, max_waiting)
         self._exporter_log = logging.getLogger(OTLPSpanExporter.__module__)
         self._exporter_log.addFilter(self._delivery)
         self._exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         counted = self._delivery.counted(self._exporter)
         # A batch counts as waiting until it is sent, and is then no longer in this queue: it never fills up.
-        self._processor = BatchSpanProcessor(counted, max_queue_size=_MAX_WAITING)
+        self._processor = BatchSpanProcessor(counted, max_queue_size=max_waiting)
 
     def send(self, spans: Iterable[Span]) -> None:
         """Send spans that have ended, in the background."""
@@ -117,8 +117,9 @@ class _Delivery(logging.Filter):
     As a filter it replaces the exporter's own line for each try.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, max_waiting: int) -> None:
         super().__init__()
+        self._max_waiting = max_waiting
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._waiting = 0
@@ -132,13 +133,13 @@ class _Delivery(logging.Filter):
     def admit(self) -> bool:
         """Return whether one more span may wait. One that may not is lost."""
         with self._lock:
-            admitted = self._waiting < _MAX_WAITING
+            admitted = self._waiting < self._max_waiting
             if admitted:
                 self._waiting += 1
             else:
                 self._lost += 1
         if not admitted:
-            self.report(f"{_MAX_WAITING:,} spans wait already")
+            self.report(f"{self._max_waiting:,} spans wait already")
         return admitted
 
     def counted(self, exporter: SpanExporter) -> SpanExporter:
@@ -157,7 +158,7 @@ class _Delivery(logging.Filter):
         with self._lock:
             self._waiting -= spans
             self._lost += 0 if accepted else spans
-            recovered = self._failing and accepted and self._waiting <= _MAX_WAITING // 2
+            recovered = self._failing and accepted and self._waiting <= self._max_waiting // 2
             lost = self._lost
             if recovered:
                 self._failing, self._lost = False, 0

@@ -10,7 +10,6 @@ import pytest
 
 from builders import until
 from otlp_receiver import OtlpReceiver
-from rollout_backend import tracing
 from rollout_backend.core.trace import Span
 from rollout_backend.errors import ConfigError
 from rollout_backend.tracing import SpanSender
@@ -30,7 +29,7 @@ def test_spans_that_wait_are_sent_before_a_process_ends(monkeypatch, caplog):
     assert caplog.records == []
 
 
-def test_a_collector_that_is_away_holds_nothing_up_and_is_reported_once(monkeypatch, caplog):
+def test_a_collector_that_is_away_holds_nothing_up_and_is_reported_once(caplog):
     sender = SpanSender("http://127.0.0.1:9", "rollout-manager", close_s=0.1)
     sender.send(SPANS)
     until(lambda: caplog.messages)
@@ -41,7 +40,7 @@ def test_a_collector_that_is_away_holds_nothing_up_and_is_reported_once(monkeypa
     assert "3,000 spans did not reach the collector" in last
 
 
-def test_a_collector_that_does_not_answer_is_reported_at_the_end(monkeypatch, caplog):
+def test_a_collector_that_does_not_answer_is_reported_at_the_end(caplog):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         sender = SpanSender(f"http://127.0.0.1:{silent.getsockname()[1]}", "rollout-manager", close_s=0.1)
         sender.send(SPANS)
@@ -51,16 +50,15 @@ def test_a_collector_that_does_not_answer_is_reported_at_the_end(monkeypatch, ca
     assert "3,000 spans did not reach the collector" in last
 
 
-def test_spans_beyond_those_that_may_wait_are_counted(monkeypatch, caplog):
-    monkeypatch.setattr(tracing, "_MAX_WAITING", 1000)
+def test_spans_beyond_those_that_may_wait_are_counted(caplog):
     held = threading.Event()
 
     def slow(request):
-        assert held.wait(30)
+        assert held.wait(120)
         return 200, b""
 
     with StubServer(slow) as collector:
-        sender = SpanSender(collector.url, "rollout-manager")
+        sender = SpanSender(collector.url, "rollout-manager", close_s=120, max_waiting=1000)
         sender.send(SPANS)  # no batch is accepted meanwhile
         held.set()
         sender.close()
@@ -74,7 +72,7 @@ def test_each_outage_of_a_collector_is_reported(monkeypatch, caplog):
     answers = iter([400, 200, 400, 200])  # a 400 is not retried
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "100")  # a full batch is sent at once
     with StubServer(lambda request: (next(answers), b"")) as collector:
-        sender = SpanSender(collector.url, "rollout-manager")
+        sender = SpanSender(collector.url, "rollout-manager", close_s=120)
         for done in range(1, 5):
             sender.send(SPANS[:100])
             until(lambda done=done: len(caplog.messages) == done)

@@ -25,7 +25,7 @@ from typing import Any, Protocol, Self
 
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_fixed
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_fixed
 
 from rollout_backend import aws
 from rollout_backend.config import AwsConfig, QueueConfig, StorageConfig
@@ -38,6 +38,7 @@ _RECEIVES_PER_PAUSE_S = 4  # the pause after a message was given back grows by 1
 _CONNECTIONS = 32  # besides those of the receivers: a backlog is received and deleted in parallel
 _BATCH = 10  # SQS's limit for receive and delete
 _NAME_BLOCKED_S = 75.0  # SQS blocks a name for 60 s after the deletion
+_PAUSE_S = 5.0  # between two tries to create a queue
 _EXISTS = ("QueueAlreadyExists", "QueueNameExists")  # error codes if the attributes differ
 _RETENTION_S = 14 * 24 * 3600  # SQS's maximum, because a run may be resumed days later
 AWS_ERRORS = aws.CALL_ERRORS
@@ -300,7 +301,7 @@ async def _create(sqs: Any, config: QueueConfig, name: str) -> tuple[str, str]:
     return await _create_one(sqs, name, attributes), dead_url
 
 
-async def _create_one(sqs: Any, name: str, attributes: dict[str, str], pause_s: float = 5.0) -> str:
+async def _create_one(sqs: Any, name: str, attributes: dict[str, str]) -> str:
     def warn(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         why = "its name is blocked for a minute after its deletion" if _deleted_recently(error) else str(error)
@@ -308,8 +309,8 @@ async def _create_one(sqs: Any, name: str, attributes: dict[str, str], pause_s: 
 
     async for attempt in AsyncRetrying(
         retry=retry_if_exception(lambda error: _deleted_recently(error) or _is_busy(error)),
-        stop=stop_after_delay(_NAME_BLOCKED_S),
-        wait=wait_fixed(pause_s),
+        stop=stop_after_attempt(1 + round(_NAME_BLOCKED_S / _PAUSE_S)),
+        wait=wait_fixed(_PAUSE_S),
         before_sleep=warn,
         reraise=True,
     ):

@@ -78,6 +78,7 @@ class ResultStore:
         self.config = config
         self._s3 = client
         self._get_object = client.repeated("get_object", Bucket=config.bucket)
+        self.get_s = _GET_S
         self._readable: str | None = None  # the last key that was read or written
         self._stack = stack
 
@@ -199,7 +200,7 @@ class ResultStore:
     async def _read(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         """Return an object's bytes and headers. Raises the same errors as `fetch`."""
         try:
-            async with asyncio.timeout(_GET_S):
+            async with asyncio.timeout(self.get_s):
                 found = await self._read_whole(key)
         except ClientError as error:
             raise await self._explain_refusal(key, error) from error

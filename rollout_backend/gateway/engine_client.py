@@ -211,15 +211,18 @@ class EngineClient:
         engines: DirectRouting | None = None,
         protocol: EngineProtocol | None = None,
         adapters: AdapterVersions | None = None,
+        *,
+        after_abort_s: float = _AFTER_ABORT_S,
     ) -> None:
         self._url = url.rstrip("/")
+        self._after_abort_s = after_abort_s
         self._adapters = adapters or AdapterVersions()
         self._engines = engines or DirectRouting()
         self._protocol = protocol or SglangProtocol()
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._http: aiohttp.ClientSession | None = None
-        self._restart = RouterRestart(self._url, self._engines)
+        self.restart = RouterRestart(self._url, self._engines)
 
     async def start(self) -> None:
         self._http = aiohttp.ClientSession(
@@ -229,7 +232,7 @@ class EngineClient:
         )
 
     async def close(self) -> None:
-        await self._restart.close()
+        await self.restart.close()
         if self._http is not None:
             await self._http.close()
 
@@ -305,16 +308,28 @@ class EngineClient:
                     failed.add(url)
                 if url == self._url and isinstance(error, aiohttp.ClientConnectorError):
                     assert self._http is not None
-                    await self._restart.wait(self._http)
+                    await self.restart.wait(self._http)
                 raise
             return partial
 
         return await retry(
             attempt,
             lambda: AsyncRetrying(
-                retry=retry_if_exception_type(_TRANSIENT), stop=lambda _: fruitless >= self._attempts, wait=_wait
+                retry=retry_if_exception_type(_TRANSIENT), stop=lambda _: fruitless >= self._attempts, wait=self._wait
             ),
         )
+
+    def _wait(self, state: RetryCallState) -> float:
+        """Return the seconds before the next attempt.
+
+        An engine that aborts may be about to pause. A retry that reaches it before the router knows would be held
+        there until the engine resumes.
+        """
+        error = state.outcome.exception() if state.outcome is not None else None
+        if isinstance(error, _Interrupted):
+            return self._after_abort_s
+        wait = _exponential(state)
+        return max(wait, self._after_abort_s) if isinstance(error, _Aborted) else wait
 
     async def _advance(self, url: str, partial: _Partial, request: _Request, adapter: NamedAdapter | None) -> None:
         """Sample until `partial` is complete, and fetch the routing that it still lacks then."""
@@ -448,19 +463,6 @@ async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 if data == b"[DONE]":
                     return
                 yield data
-
-
-def _wait(state: RetryCallState) -> float:
-    """Return the seconds before the next attempt.
-
-    An engine that aborts may be about to pause. A retry that reaches it before the router knows would be held there
-    until the engine resumes.
-    """
-    error = state.outcome.exception() if state.outcome is not None else None
-    if isinstance(error, _Interrupted):
-        return _AFTER_ABORT_S
-    wait = _exponential(state)
-    return max(wait, _AFTER_ABORT_S) if isinstance(error, _Aborted) else wait
 
 
 def _stream_error(error: Any) -> Exception:

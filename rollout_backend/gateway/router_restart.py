@@ -23,28 +23,29 @@ class RouterRestart:
     def __init__(self, url: str, engines: DirectRouting) -> None:
         self._url = url
         self._engines = engines
-        self._waiting: asyncio.Task[None] | None = None
+        self.limit_s = _LIMIT_S
+        self.waiting: asyncio.Task[None] | None = None
 
     async def wait(self, http: aiohttp.ClientSession) -> None:
-        """Wait until the router lists all engines that it listed before, and at most `_LIMIT_S`.
+        """Wait until the router lists all engines that it listed before, and at most `limit_s`.
 
         Returns at once if no router is known at `url`.
         """
         before = frozenset(self._engines.urls)
         if not before - {self._url}:
             return
-        if self._waiting is None or self._waiting.done():
-            self._waiting = asyncio.create_task(self._wait(http, before))
-        await asyncio.shield(self._waiting)
+        if self.waiting is None or self.waiting.done():
+            self.waiting = asyncio.create_task(self._wait(http, before))
+        await asyncio.shield(self.waiting)
 
     async def close(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            await asyncio.gather(self._waiting, return_exceptions=True)
+        if self.waiting is not None:
+            self.waiting.cancel()
+            await asyncio.gather(self.waiting, return_exceptions=True)
 
     async def _wait(self, http: aiohttp.ClientSession, before: frozenset[str]) -> None:
         try:
-            async with asyncio.timeout(_LIMIT_S):
+            async with asyncio.timeout(self.limit_s):
                 while True:
                     if before.issubset(await listed_engines(http, self._url) or ()):
                         return

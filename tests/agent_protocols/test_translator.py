@@ -119,7 +119,7 @@ class Bench:
 
     async def rollout(self) -> Rollout:
         """Return what is written next."""
-        async with asyncio.timeout(10), self.running():
+        async with asyncio.timeout(60), self.running():
             assert await self.written.get() == (3, "t.0", 1)
         [key] = [key for key in self.bucket.objects if "/steps/" in key]
         rollout = Rollout.decode(self.bucket.objects[key])
@@ -191,7 +191,7 @@ async def test_a_session_that_cannot_be_sealed_delays_no_other():
     stuck = AgentCoreRlToolkit().result_key(other)
     bench.translator.watch(json.dumps({REQUEST_FIELD: other.model_dump(mode="json")}).encode())
     bench.bucket.objects[stuck] = json.dumps(RESULT).encode()
-    async with asyncio.timeout(10), bench.running():
+    async with asyncio.timeout(60), bench.running():
         await bench.stuck.wait()
         bench.translator.watch(PAYLOAD)
         bench.bucket.objects[OBJECT] = json.dumps(RESULT).encode()
@@ -237,7 +237,7 @@ async def test_a_rollout_is_written_once():
     bench.translator.watch(PAYLOAD)
     bench.bucket.objects[OBJECT] = json.dumps(RESULT).encode()
     bench.bucket.objects[REQUEST.key] = b"of another attempt"
-    async with asyncio.timeout(10), bench.running():
+    async with asyncio.timeout(60), bench.running():
         await bench.written.get()
     assert bench.bucket.objects[REQUEST.key] == b"of another attempt"
 
@@ -304,7 +304,7 @@ async def test_a_session_is_not_polled_after_its_stop():
     bench = PolledBench(state("in_progress"))
     bench.answering.clear()
     bench.translator.watch(PAYLOAD)
-    async with asyncio.timeout(10), bench.running():
+    async with asyncio.timeout(60), bench.running():
         await bench.polled.wait()
         stopping = asyncio.create_task(bench.translator.stop("session"))
         await asyncio.sleep(0)

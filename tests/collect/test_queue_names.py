@@ -8,6 +8,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from rollout_backend.collect import queue
+from tests.simulation.clock import in_virtual_time
 
 
 class Sqs:
@@ -24,25 +25,28 @@ class Sqs:
 
 
 @pytest.mark.parametrize("code", ["RequestThrottled", "ThrottlingException"])
+@in_virtual_time
 async def test_throttled_creation_is_retried(code):
-    assert await queue._create_one(Sqs(code, times=3), "rollout-a", {}, pause_s=0.01) == "https://sqs/rollout-a"
+    assert await queue._create_one(Sqs(code, times=3), "rollout-a", {}) == "https://sqs/rollout-a"
 
 
+@in_virtual_time
 async def test_a_blocked_name_is_retried(caplog):
     sqs = Sqs("AWS.SimpleQueueService.QueueDeletedRecently", times=3)
-    assert await queue._create_one(sqs, "rollout-a", {}, pause_s=0.01) == "https://sqs/rollout-a"
+    assert await queue._create_one(sqs, "rollout-a", {}) == "https://sqs/rollout-a"
     assert "queue rollout-a cannot be created yet (its name is blocked" in caplog.text
 
 
+@in_virtual_time
 async def test_other_refusals_are_not_retried():
     sqs = Sqs("AccessDenied", times=3)
     with pytest.raises(ClientError):
-        await queue._create_one(sqs, "rollout-a", {}, pause_s=0.01)
+        await queue._create_one(sqs, "rollout-a", {})
     assert sqs.times == 2
 
 
-async def test_the_wait_for_a_blocked_name_ends(monkeypatch):
-    monkeypatch.setattr(queue, "_NAME_BLOCKED_S", 0.05)
+@in_virtual_time
+async def test_the_wait_for_a_blocked_name_ends():
     sqs = Sqs("AWS.SimpleQueueService.QueueDeletedRecently", times=1000)
     with pytest.raises(ClientError):
-        await queue._create_one(sqs, "rollout-a", {}, pause_s=0.01)
+        await queue._create_one(sqs, "rollout-a", {})

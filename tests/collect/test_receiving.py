@@ -11,7 +11,7 @@ from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.message_deleter import MessageDeleter
 from rollout_backend.collect.queue import Message
 from rollout_backend.config import StorageConfig
-from tests.simulation.clock import VirtualLoop
+from tests.simulation.clock import in_virtual_time
 
 
 class Queue:
@@ -59,67 +59,56 @@ def buffer_of(queue: Queue) -> RolloutBuffer:
     return RolloutBuffer("run", SimpleNamespace(config=StorageConfig(bucket="results")), queue, max_fetches=64)
 
 
-def in_virtual_time(test):
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(test())
-
-
 async def receive_with(buffer: RolloutBuffer):
     receiving = asyncio.create_task(buffer.run(2))
     await asyncio.sleep(1)
     return receiving
 
 
-def test_a_backlog_is_received_in_parallel_and_single_messages_by_the_configured_receivers():
-    async def test():
-        queue = Queue()
-        buffer = buffer_of(queue)
-        receiving = await receive_with(buffer)
-        assert queue.receiving == 2
-        queue.send(1000)
-        await asyncio.sleep(0.2)
-        assert buffer.stale == 1000
-        assert 6 < queue.most_receiving <= 16
-        for _ in range(20):
-            queue.send(1)
-            await asyncio.sleep(0.1)
-        assert (buffer.stale, queue.receiving) == (1020, 2)
-        receiving.cancel()
-        await asyncio.wait([receiving])
-
-    in_virtual_time(test)
-
-
-def test_messages_are_deleted_together_and_within_a_second():
-    async def test():
-        queue = Queue()
-        receiving = await receive_with(buffer_of(queue))
-        for _ in range(12):
-            queue.send(1)
-            await asyncio.sleep(0.05)
-        assert queue.deleted == [10]
-        await asyncio.sleep(1)
-        assert queue.deleted == [10, 2]
+@in_virtual_time
+async def test_a_backlog_is_received_in_parallel_and_single_messages_by_the_configured_receivers():
+    queue = Queue()
+    buffer = buffer_of(queue)
+    receiving = await receive_with(buffer)
+    assert queue.receiving == 2
+    queue.send(1000)
+    await asyncio.sleep(0.2)
+    assert buffer.stale == 1000
+    assert 6 < queue.most_receiving <= 16
+    for _ in range(20):
         queue.send(1)
         await asyncio.sleep(0.1)
-        receiving.cancel()
-        await asyncio.wait([receiving])
-        assert queue.deleted == [10, 2, 1]
-
-    in_virtual_time(test)
+    assert (buffer.stale, queue.receiving) == (1020, 2)
+    receiving.cancel()
+    await asyncio.wait([receiving])
 
 
-def test_a_queue_that_does_not_answer_delays_the_end_by_some_seconds():
+@in_virtual_time
+async def test_messages_are_deleted_together_and_within_a_second():
+    queue = Queue()
+    receiving = await receive_with(buffer_of(queue))
+    for _ in range(12):
+        queue.send(1)
+        await asyncio.sleep(0.05)
+    assert queue.deleted == [10]
+    await asyncio.sleep(1)
+    assert queue.deleted == [10, 2]
+    queue.send(1)
+    await asyncio.sleep(0.1)
+    receiving.cancel()
+    await asyncio.wait([receiving])
+    assert queue.deleted == [10, 2, 1]
+
+
+@in_virtual_time
+async def test_a_queue_that_does_not_answer_delays_the_end_by_some_seconds():
     class Silent(Queue):
         async def delete(self, messages) -> None:
             await asyncio.sleep(100)
 
-    async def test():
-        deleter = MessageDeleter(Silent())
-        await deleter.delete([Message("", "receipt", "message", sent_at=0)])
-        await asyncio.sleep(2)  # one call is on its way
-        began = asyncio.get_running_loop().time()
-        await deleter.aclose()
-        assert asyncio.get_running_loop().time() - began == pytest.approx(5, abs=0.1)
-
-    in_virtual_time(test)
+    deleter = MessageDeleter(Silent())
+    await deleter.delete([Message("", "receipt", "message", sent_at=0)])
+    await asyncio.sleep(2)  # one call is on its way
+    began = asyncio.get_running_loop().time()
+    await deleter.aclose()
+    assert asyncio.get_running_loop().time() - began == pytest.approx(5, abs=0.1)

@@ -65,7 +65,7 @@ def post(serve):
     with ScriptedEngine(["hello", Fail(400, "too tired")]) as engine:
         gateway = serve(engine.url, dialects=[*DIALECTS, Toy])
         headers = {"Authorization": f"Bearer {gateway.key()}"}
-        yield lambda path, body: httpx.post(f"{gateway.url}/v1{path}", json=body, headers=headers)
+        yield lambda path, body: httpx.post(f"{gateway.url}/v1{path}", json=body, headers=headers, timeout=120)
 
 
 def test_gateway_answers_in_the_shape_of_a_registered_dialect(post):

@@ -1,7 +1,6 @@
 """When the queue admits which calls, in virtual time."""
 
 import asyncio
-import functools
 
 import pytest
 
@@ -9,18 +8,7 @@ from rollout_backend.config import HttpConfig
 from rollout_backend.core.ledger import CallTally
 from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import InvokeRejected, OutcomeUnknown, QuotaExceeded, RuntimeUnavailable, Throttled
-from tests.simulation.clock import VirtualLoop
-
-
-def in_virtual_time(test):
-    """Run an asynchronous test whose clock jumps to the next timer."""
-
-    @functools.wraps(test)
-    def run(**arguments):
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            runner.run(test(**arguments))
-
-    return run
+from tests.simulation.clock import in_virtual_time
 
 
 def now() -> float:

@@ -151,7 +151,7 @@ async def test_a_submission_that_is_cancelled_in_mid_call_stops_its_session(subm
 
     runtime.invoke = hang
     submitting = asyncio.create_task(submit())
-    await asyncio.wait_for(called.wait(), 5)
+    await asyncio.wait_for(called.wait(), 60)
     submitting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await submitting

@@ -8,10 +8,9 @@ from tenacity import RetryCallState
 from agent_wrapper.contract import VersionSpan
 from builders import eventually, served
 from rollout_backend.errors import EngineUnavailable
-from rollout_backend.gateway import engine_client, router_restart
 from rollout_backend.gateway.adapter_versions import AdapterVersions
 from rollout_backend.gateway.direct_routing import DirectRouting
-from rollout_backend.gateway.engine_client import EngineClient, EngineRefused, _Aborted, _Retry, _wait
+from rollout_backend.gateway.engine_client import EngineClient, EngineRefused, _Aborted, _Retry
 from rollout_backend.rendering.stop_strings import StopStrings
 from rollout_backend.serving.server_process import free_port
 
@@ -55,7 +54,7 @@ async def engine(monkeypatch):
 
         async def hang(self) -> None:
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
             except asyncio.CancelledError:
                 self.aborted.set()
                 raise
@@ -75,17 +74,16 @@ async def engine(monkeypatch):
             return response
 
         async def generate(
-            self, replies, ids=(1, 2), params=PARAMS, attempts=3, timeout_s=20.0, engines=None, adapters=None, **more
+            self, replies, ids=(1, 2), params=PARAMS, attempts=3, timeout_s=120.0, engines=None, adapters=None, **more
         ):
             self.replies, self.bodies, self.hosts = list(replies), [], []
-            client = EngineClient(self.url, timeout_s, attempts, engines, adapters=adapters)
+            client = EngineClient(self.url, timeout_s, attempts, engines, adapters=adapters, after_abort_s=0.0)
             await client.start()
             try:
                 return await client.generate(ids, params, "session-1", **more)
             finally:
                 await client.close()
 
-    monkeypatch.setattr(engine_client, "_AFTER_ABORT_S", 0.0)
     engine = Engine()
     async with served(engine.handle, handler_cancellation=True) as engine.url:
         yield engine
@@ -197,7 +195,7 @@ async def test_a_lasting_failure_is_reported_with_the_engines_message(engine):
 
 
 async def test_an_unreachable_engine_is_unavailable():
-    client = EngineClient(f"http://127.0.0.1:{free_port()}", 5.0, attempts=2)
+    client = EngineClient(f"http://127.0.0.1:{free_port()}", 120.0, attempts=2)
     await client.start()
     with pytest.raises(EngineUnavailable, match="2 attempts"):
         await client.generate([1], PARAMS, "s")
@@ -221,7 +219,7 @@ async def test_cancelling_a_call_aborts_it_at_the_engine(engine):
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await asyncio.wait_for(engine.aborted.wait(), 5)
+    await asyncio.wait_for(engine.aborted.wait(), 60)
 
 
 async def test_an_aborted_generation_continues_from_its_tokens(engine):
@@ -265,7 +263,7 @@ def test_the_wait_after_an_abort_lets_the_router_notice_that_the_engine_leaves()
         state = RetryCallState(None, None, (), {})
         state.attempt_number = attempt
         state.set_exception((type(error), error, None))
-        return _wait(state)
+        return EngineClient("http://router", 300.0)._wait(state)
 
     assert wait(_Aborted("paused")) == 1
     assert wait(_Aborted("paused"), attempt=5) >= 4
@@ -378,7 +376,7 @@ async def test_a_stop_string_cuts_the_stream_at_the_token_that_completes_it(engi
         VersionSpan(version="2", start=2, end=3),
     )
     assert progress.seen == [(7,)]
-    await asyncio.wait_for(engine.aborted.wait(), 10)
+    await asyncio.wait_for(engine.aborted.wait(), 60)
 
 
 async def test_a_stop_string_across_an_abort_is_found(engine):
@@ -457,9 +455,7 @@ async def test_an_engine_that_aborts_keeps_the_call(engine):
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_a_call_waits_until_a_restarted_router_has_its_engines(monkeypatch, lost):
-    monkeypatch.setattr(router_restart, "_INTERVAL_S", 0.01)
-    monkeypatch.setattr(router_restart, "_LIMIT_S", 0.2 if lost else 60.0)
+async def test_a_call_waits_until_a_restarted_router_has_its_engines(lost):
     engines, port = DirectRouting(), free_port()
     engines.urls = URLS[:3]
     listed, asked = [0], []
@@ -472,10 +468,11 @@ async def test_a_call_waits_until_a_restarted_router_has_its_engines(monkeypatch
         asked.append(listed[-1])
         return web.json_response(reply([7]))
 
-    client = EngineClient(f"http://127.0.0.1:{port}", 60.0, engines=engines)
+    client = EngineClient(f"http://127.0.0.1:{port}", 120.0, engines=engines)
+    client.restart.limit_s = 0.2 if lost else 120.0
     await client.start()
     call = asyncio.create_task(client.generate((1, 2), PARAMS, "session-1"))
-    await eventually(lambda: client._restart._waiting is not None)
+    await eventually(lambda: client.restart.waiting is not None)
     async with served(handle, port=port):
         assert (await call).token_ids == (7,)
         await client.close()

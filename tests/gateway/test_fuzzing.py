@@ -91,7 +91,7 @@ def send(bundle, byte_model):
                 secret=SECRET,
                 control_key=CONTROL_KEY,
                 model=byte_model.model_copy(update={"context_length": 16_384}),
-                model_call_s=20,
+                model_call_s=120,
                 engine_attempts=2,
             ),
             bundle,
@@ -519,7 +519,7 @@ def raw(gateway, *pieces: bytes, wait_s: float = 0.0, hang_up: bool = True) -> b
     """
     host, port = gateway.url.removeprefix("http://").split(":")
     answer = b""
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=120) as connection:
         try:
             for piece in pieces:
                 connection.sendall(piece)
@@ -557,7 +557,7 @@ def test_slow_chunked_and_incomplete_bodies(gateway, path):
     raw(gateway, in_chunks, b"zz\r\n")
     for length in ("-1", "1e3", "9" * 30, "1, 2", ""):
         raw(gateway, head(gateway, path, f"Content-Length: {length}"), body)
-    assert httpx.get(f"{gateway.url}/health").status_code == 200
+    assert httpx.get(f"{gateway.url}/health", timeout=120).status_code == 200
 
 
 @pytest.mark.parametrize("path", EVERY_PATH)
@@ -577,7 +577,7 @@ def test_malformed_http_requests(gateway, path):
     ):
         status = raw(gateway, request).partition(b"\r\n")[0]
         assert b" 50" not in status, request[:80]
-    assert httpx.get(f"{gateway.url}/health").status_code == 200
+    assert httpx.get(f"{gateway.url}/health", timeout=120).status_code == 200
 
 
 def run_over_http(client: httpx.Client, path: str, base: dict) -> None:
@@ -591,7 +591,9 @@ def run_over_http(client: httpx.Client, path: str, base: dict) -> None:
 
 def test_bodies_over_http(gateway):
     """Send some of the same bodies."""
-    with httpx.Client(base_url=gateway.url, headers={"authorization": f"Bearer {gateway.key()}"}) as client:
+    with httpx.Client(
+        base_url=gateway.url, headers={"authorization": f"Bearer {gateway.key()}"}, timeout=120
+    ) as client:
         for path, base in BASES.items():
             run_over_http(client, path, base)
     assert gateway.stats().errors.get("server_error", 0) == 0

@@ -161,9 +161,9 @@ def test_a_session_that_is_not_resumed_is_removed_when_its_key_expires(folder, j
         journal.append(name, {})
     again = open_journal()
     again.read("resumed")
-    again.sweep({}, time.time() + 49, session_key_s=50)
+    again.sweep({}, time.time() + 40_000, session_key_s=50_000)
     assert len(list((folder / "sessions").iterdir())) == 2
-    again.sweep({}, time.time() + 51, session_key_s=50)
+    again.sweep({}, time.time() + 60_000, session_key_s=50_000)
     assert again.read("resumed")
     assert again.read("left") == []
 

@@ -47,7 +47,7 @@ class CachingEngine(ScriptedEngine):
 @pytest.mark.parametrize("kind", ["sglang-router", "smg"])
 async def test_a_session_continues_when_its_engine_dies(serve, tmp_path, kind):
     with CachingEngine() as first, CachingEngine() as second:
-        async with Router(RouterConfig(kind=kind), tmp_path / "router.log", model_call_s=20) as router:
+        async with Router(RouterConfig(kind=kind), tmp_path / "router.log", model_call_s=120) as router:
             await asyncio.gather(router.add(first.url), router.add(second.url))
             gateway = serve(router.url, engine_attempts=10)
             client = gateway.client()
@@ -102,7 +102,7 @@ def test_what_no_engine_reports_is_unknown_and_not_zero(serve):
 async def test_sessions_with_one_routing_key_share_an_engine_and_its_cache(serve, tmp_path, kind):
     prompt = "the prompt of the group " * 20
     with CachingEngine() as first, CachingEngine() as second:
-        async with Router(RouterConfig(kind=kind), tmp_path / "router.log", model_call_s=20) as router:
+        async with Router(RouterConfig(kind=kind), tmp_path / "router.log", model_call_s=120) as router:
             await asyncio.gather(router.add(first.url), router.add(second.url))
             gateway = serve(router.url)
             for session in "abc":

@@ -32,8 +32,10 @@ class Engine(NamedTuple):
     def running(self) -> int:
         """Return the number of requests in its batch."""
         if self.name == "sglang":
-            return httpx.get(f"{self.url}/v1/loads").json()["loads"][0]["num_running_reqs"]
-        found = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", httpx.get(f"{self.url}/metrics").text, re.M)
+            return httpx.get(f"{self.url}/v1/loads", timeout=120).json()["loads"][0]["num_running_reqs"]
+        found = re.search(
+            r"^vllm:num_requests_running\{.*\} (\S+)$", httpx.get(f"{self.url}/metrics", timeout=120).text, re.M
+        )
         return int(float(found[1]))
 
     def update_weights(self, version: str) -> None:

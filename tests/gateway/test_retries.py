@@ -102,18 +102,18 @@ def test_a_retry_joins_the_call_in_flight(play, stream):
     def parts():
         yield "Once upon "
         asked.release()
-        go.wait(30)
+        go.wait(120)
         yield "a time"
 
     gateway = play(lambda _: Pieces(parts()))
     body = {**BODY, "stream": stream}
     with ThreadPoolExecutor() as pool:
         first = pool.submit(post, gateway, None, body=body)
-        assert asked.acquire(timeout=10)
+        assert asked.acquire(timeout=120)
         second = pool.submit(post, gateway, RETRY, body=body)
         until(lambda: gateway.stats().replayed)
         go.set()
-        assert [said(call.result(10)) for call in (first, second)] == ["Once upon a time"] * 2
+        assert [said(call.result(120)) for call in (first, second)] == ["Once upon a time"] * 2
     assert len(gateway.engine.requests) == 1
 
 
@@ -132,16 +132,16 @@ def test_a_retry_of_one_of_several_equal_questions_gets_no_answer_of_another(pla
 
     def held(_):
         entered.set()
-        release.wait(30)
+        release.wait(120)
         return next(replies)
 
     gateway = play(held, gateway={"max_concurrent_calls": 1})
     with ThreadPoolExecutor() as pool:
         first = pool.submit(post, gateway)
-        assert entered.wait(10)
+        assert entered.wait(120)
         assert post(gateway).status_code == 429
         release.set()
-        assert said(first.result(10)) == "1"
+        assert said(first.result(120)) == "1"
     assert said(post(gateway, RETRY)) == "2"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,13 +45,13 @@ class Held:
 
     def __call__(self, prompt: str) -> str:
         self.asked.release()
-        self.go.wait(30)
+        self.go.wait(120)
         return "at last"
 
     def pieces(self, first: str, then: str = "x") -> Pieces:
         def parts():
             yield first
-            self.go.wait(30)
+            self.go.wait(120)
             yield then
 
         return Pieces(parts())
@@ -159,8 +160,13 @@ def test_a_client_that_disconnects_aborts_its_call_and_nothing_is_recorded(play,
         with gateway.stream(CALL) as response:
             next(response.iter_lines())
     else:
-        with pytest.raises(openai.APITimeoutError):
-            ask(gateway.client().with_options(timeout=0.3))
+        url = httpx.URL(gateway.url)
+        body = json.dumps(CALL).encode()
+        with socket.create_connection((url.host, url.port)) as client:
+            lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+            head = "\r\n".join([*lines, f"Authorization: Bearer {gateway.key()}", "", ""])
+            client.sendall(head.encode() + body)
+            assert held.asked.acquire(timeout=120)
     until(lambda: gateway.engine.aborted == 1)
     until(lambda: gateway.stats().client_disconnects == 1)
     held.go.set()
@@ -318,7 +324,7 @@ def test_one_base_url_serves_every_client(play, prefix):
     for path, body in bodies.items():
         assert gateway.post(body, path=prefix + path).status_code == 200, path
     headers = {"x-api-key": gateway.key()}
-    with httpx.Client(base_url=gateway.url, headers=headers) as http:
+    with httpx.Client(base_url=gateway.url, headers=headers, timeout=120) as http:
         counted = http.post(f"{prefix}/messages/count_tokens", json=asked)
         assert counted.json()["input_tokens"] == len(gateway.engine.requests[-2]["input_ids"])
         models = http.get(f"{prefix}/models").json()
@@ -343,9 +349,9 @@ def test_an_error_has_the_shape_of_the_api_that_was_called(shared_gateway, path,
 
 def test_an_unknown_path_is_an_error_in_the_shape_of_the_clients_api(shared_gateway):
     url = f"{shared_gateway.url}/v1/nonsense"
-    response = httpx.get(url, headers={"anthropic-version": "2023-06-01"})
+    response = httpx.get(url, headers={"anthropic-version": "2023-06-01"}, timeout=120)
     assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
-    response = httpx.post(url)
+    response = httpx.post(url, timeout=120)
     assert response.status_code == 404
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -358,8 +364,12 @@ def test_a_session_of_another_shard_is_refused(serve):
 def test_the_model_is_listed_and_another_is_refused_by_name(shared_gateway):
     gateway = shared_gateway
     assert [model.id for model in gateway.client().models.list()] == [MODEL]
-    assert httpx.get(f"{gateway.url}/v1/models").status_code == 401
-    assert httpx.get(f"{gateway.url}/health").json() == {"status": "ok", "server": "rollout-backend", "shard": 0}
+    assert httpx.get(f"{gateway.url}/v1/models", timeout=120).status_code == 401
+    assert httpx.get(f"{gateway.url}/health", timeout=120).json() == {
+        "status": "ok",
+        "server": "rollout-backend",
+        "shard": 0,
+    }
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-9'") as error:
         gateway.client().chat.completions.create(model="gpt-9", messages=USER)
     assert error.value.code == "model_not_found"
@@ -438,10 +448,10 @@ def test_a_key_in_the_path_replaces_those_in_the_headers_and_is_never_logged(pla
         assert client.messages.create(model=MODEL, max_tokens=9, messages=USER).content[0].text == "x"
     assert len(gateway.trajectory().segments[0].turns) + len(gateway.trajectory().segments[1:]) == 2
     refused = [
-        httpx.get(f"{gateway.url}/k/{gateway.key('s2', secret='x' * 32)}/v1/models"),
-        httpx.get(f"{base}/v1/nothing"),
-        httpx.get(f"{base}/control/stats", headers=gateway.control),
-        httpx.get(f"{gateway.url}/k/{gateway.control['Authorization'].split()[1]}/control/stats"),
+        httpx.get(f"{gateway.url}/k/{gateway.key('s2', secret='x' * 32)}/v1/models", timeout=120),
+        httpx.get(f"{base}/v1/nothing", timeout=120),
+        httpx.get(f"{base}/control/stats", headers=gateway.control, timeout=120),
+        httpx.get(f"{gateway.url}/k/{gateway.control['Authorization'].split()[1]}/control/stats", timeout=120),
     ]
     assert [answer.status_code for answer in refused] == [401, 404, 404, 404]
     assert "GET /v1/nothing: Not Found" in refused[1].text
@@ -453,7 +463,7 @@ def test_a_key_in_the_path_replaces_those_in_the_headers_and_is_never_logged(pla
 
 def test_a_key_in_the_path_is_refused_by_default(play):
     gateway = play([])
-    answer = httpx.get(f"{gateway.url}/k/{gateway.key()}/v1/models")
+    answer = httpx.get(f"{gateway.url}/k/{gateway.key()}/v1/models", timeout=120)
     assert answer.status_code == 404
     assert "GET /k/.../v1/models: Not Found" in answer.text
 
@@ -521,7 +531,7 @@ def test_heartbeats_are_reported_once_and_open_no_session(serve):
 
     def beat(session: str, **key) -> int:
         headers = gateway.headers(session, **key)
-        return httpx.post(f"{gateway.url}/v1/rollout/heartbeat", headers=headers).status_code
+        return httpx.post(f"{gateway.url}/v1/rollout/heartbeat", headers=headers, timeout=120).status_code
 
     def heard() -> dict[str, list[str]]:
         return gateway.instruct("heartbeats").json()
@@ -540,7 +550,7 @@ def test_heartbeats_are_reported_once_and_open_no_session(serve):
 def test_the_control_api_needs_its_own_key(serve):
     gateway = serve()
     for headers in ({}, gateway.headers(), {b"Authorization": "Bearer é".encode()}):
-        with httpx.Client(base_url=f"{gateway.url}/control", headers=headers) as http:
+        with httpx.Client(base_url=f"{gateway.url}/control", headers=headers, timeout=120) as http:
             answers = http.get("/stats"), http.post("/revoke", json={"session_ids": ["s1"]}), http.post("/heartbeats")
         assert [answer.status_code for answer in answers] == [401] * 3
     assert gateway.seal().status_code == 200
@@ -594,7 +604,7 @@ def test_a_large_body_is_refused(serve):
     response = gateway.post({**CALL, "messages": [user("x" * 4000)]})
     assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
     chunks = (b"x" * 100 for _ in range(40))
-    chunked = httpx.post(f"{gateway.url}/v1/chat/completions", content=chunks, headers=gateway.headers())
+    chunked = httpx.post(f"{gateway.url}/v1/chat/completions", content=chunks, headers=gateway.headers(), timeout=120)
     assert chunked.status_code == 413
 
 

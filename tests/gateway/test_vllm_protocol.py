@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from agent_wrapper.contract import VersionSpan
-from builders import user
+from builders import eventually, user
 from rollout_backend.errors import ConfigError, EngineUnavailable
-from rollout_backend.gateway import engine_client
 from rollout_backend.gateway.engine_client import EngineClient, EngineRefused
 from rollout_backend.gateway.engine_protocol import EngineRequest
 from rollout_backend.gateway.gateway_settings import GatewaySettings
@@ -30,11 +29,9 @@ def engine():
 
 
 @pytest.fixture
-def generate(engine, monkeypatch):
-    monkeypatch.setattr(engine_client, "_AFTER_ABORT_S", 0.0)
-
+def generate(engine):
     async def call(params=PARAMS, attempts=3, **more):
-        client = EngineClient(engine.url, 20.0, attempts, protocol=VllmProtocol())
+        client = EngineClient(engine.url, 120.0, attempts, protocol=VllmProtocol(), after_abort_s=0.0)
         await client.start()
         try:
             return await client.generate([1, 2], params, "s", **more)
@@ -128,15 +125,15 @@ async def test_a_stop_string_ends_the_reply_at_the_engine(engine, generate):
 async def test_a_paused_engine_answers_after_it_has_resumed(engine, generate):
     engine.paused = True
     call = asyncio.create_task(generate())
-    done, _ = await asyncio.wait({call}, timeout=0.05)
-    assert not done
+    await eventually(lambda: engine.sampled_with)
+    assert not call.done()
     engine.paused = False
     assert (await call).finish_reason == "stop"
 
 
 async def test_the_format_of_0_24():
     with ScriptedVllm(["one"], old_format=True) as engine:
-        client = EngineClient(engine.url, 20.0, 1, protocol=VllmProtocol())
+        client = EngineClient(engine.url, 120.0, 1, protocol=VllmProtocol())
         await client.start()
         completion = await client.generate([1], PARAMS, "s")
         await client.close()

@@ -10,7 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 
@@ -51,3 +53,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual.now
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Decorate an asynchronous test: it runs in virtual time."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(test(**arguments))
+
+    return run
