@@ -6,13 +6,12 @@ import asyncio
 import os
 import signal
 import sys
-from pathlib import Path
 
 import boto3
 import pytest
 import yaml
 
-from builders import eventually
+from builders import eventually, processes_with
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.local.session_pool import EmulatorLimits
@@ -21,18 +20,6 @@ pytestmark = [
     pytest.mark.slow,  # tests/janitor kills a run, too
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
 ]
-
-
-def processes_of(mark: str) -> list[str]:
-    """Return the commands of live processes that have MARK=mark in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"MARK={mark}".encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return [command for command in found if command]
 
 
 def queues(cloud: LocalCloud) -> list[str]:
@@ -58,12 +45,12 @@ async def test_a_killed_run_leaves_no_process_session_or_queue(agent, base_setti
             assert run.returncode is None, (tmp_path / "run.log").read_text()
             assert len(queues(cloud)) == 2
             assert (await cloud.sessions())["sessions"]
-            assert any("rollout_backend.janitor" in command for command in processes_of("killed"))
+            assert any("rollout_backend.janitor" in command for command in processes_with("MARK=killed").values())
             run.send_signal(signal.SIGKILL)
             await run.wait()
 
             async def nothing_is_left() -> bool:
-                return not (queues(cloud) or (await cloud.sessions())["sessions"] or processes_of("killed"))
+                return not (queues(cloud) or (await cloud.sessions())["sessions"] or processes_with("MARK=killed"))
 
             await eventually(nothing_is_left)
     assert "stopped" in (tmp_path / "runs" / "killed" / "logs" / "janitor.log").read_text()

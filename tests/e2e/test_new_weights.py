@@ -17,7 +17,7 @@ from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
 from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine
-from tiny_engine import engine_url, make_models, requests_run, versions_of
+from tiny_engine import engine_url, make_models, requests_run, server_process, versions_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -48,7 +48,7 @@ async def test_each_token_is_of_its_version_through_an_update_and_a_restart(repo
             update = await manager.update_weights(second)
             assert (update.version, update.failed) == (1, {})
             crossed = await collecting
-            os.killpg(_listener(engine_url(manager)), signal.SIGKILL)
+            os.killpg(server_process(engine_url(manager)), signal.SIGKILL)
             restarted = await manager.collect(tasks)
         async with RolloutManager(config) as manager:  # a restarted trainer
             assert manager.weight_version == 1
@@ -73,13 +73,3 @@ def _check(segments: Sequence[Segment], *models: Path) -> None:
                 assert abs(segment.logprobs[at] - own[at]) < 1e-3
                 of_others.append(abs(segment.logprobs[at] - other[at]))
     assert sum(of_others) / len(of_others) > 0.05  # the comparison can tell the versions apart
-
-
-def _listener(url: str) -> int:
-    """Return the pid of the server process that listens on the port. It leads its own process group."""
-    port = url.rpartition(":")[2].encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        argv = (folder / "cmdline").read_bytes().split(b"\0")
-        if b"sglang.launch_server" in argv and port in argv:
-            return int(folder.name)
-    raise AssertionError(f"no process serves {url}")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +17,7 @@ from rollout_backend.manager import RolloutManager
 from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine, find_model
 from rollout_backend.serving.supervisor import ServingEvent
+from tiny_engine import engine_url, server_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -44,8 +43,7 @@ async def test_a_killed_engine_loses_no_rollout_and_every_logprob_is_the_models(
             tasks = read_tasks(example / "tasks.jsonl")[:4]
             collecting = asyncio.create_task(manager.collect(tasks))
             await asyncio.wait_for(_tokens_are_sampled(manager), 120)
-            [url] = [server.url for server in manager.servers() if server.name == "engine-0"]
-            os.killpg(_listener(url), signal.SIGKILL)
+            os.killpg(server_process(engine_url(manager)), signal.SIGKILL)
             result = await collecting
         assert (await cloud.sessions())["sessions"] == []
     assert result.report.balanced
@@ -73,14 +71,3 @@ async def _tokens_are_sampled(manager: RolloutManager) -> None:
         if progress.gateway is not None and progress.gateway.sampled_tokens:
             return
         await asyncio.sleep(0.2)
-
-
-def _listener(url: str) -> int:
-    """Return the pid of the server process that listens on the port. It leads its own process group."""
-    port = url.rpartition(":")[2].encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            argv = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"sglang.launch_server" in argv and port in argv:
-                return int(folder.name)
-    raise AssertionError(f"no process serves {url}")

@@ -86,11 +86,18 @@ async def test_an_agent_in_a_runtime_app_is_trained_token_exact(open_run, script
     assert (failures["dies"].outcome, failures["dies"].reason) == (Outcome.INFRA_ERROR, "terminated")
 
 
-async def test_an_agent_in_a_runtime_app_that_hangs_ends_at_its_deadline(open_run, script):
-    settings = ("runtime.agent_protocol=agentcore-runtime-app", "runtime.poll_interval_s=0.2", "group.size=1")
-    limits = "timeouts={model_call_s: 1, agent_s: 2, publish_grace_s: 1, collection_s: 60, session_key_s: 100}"
-    script = [script[0], str(AGENT.parent / "runtime_app_agent.py")]
-    run = await open_run(*settings, limits, replies=answer, script=script)
+@pytest.mark.parametrize(
+    ("settings", "agent"),
+    [
+        (("runtime.agent_protocol=agentcore-runtime-app", "runtime.poll_interval_s=0.2"), "runtime_app_agent.py"),
+        (SETTINGS, AGENT.name),
+    ],
+    ids=["runtime app", "toolkit"],
+)
+async def test_an_agent_that_hangs_ends_at_its_deadline(open_run, script, settings, agent):
+    limits = "timeouts={model_call_s: 5, agent_s: 10, publish_grace_s: 5, collection_s: 300, session_key_s: 400}"
+    command = [script[0], str(AGENT.with_name(agent))]
+    run = await open_run(*settings, "group.size=1", limits, replies=answer, script=command)
     result = await run.manager.collect([Task("hangs", {"question": "2 + 2?", "answer": "4", "hang": True})])
     [failure] = result.failures
     assert (failure.outcome, failure.reason) == (Outcome.TIMED_OUT, "no_result")
@@ -104,14 +111,6 @@ async def test_an_agent_of_the_pull_request_is_trained_token_exact(open_run):
     assert (rollout.outcome, rollout.reward, rollout.trainable) == (Outcome.COMPLETED, 1.0, True)
     is_token_exact([rollout], run.engine, answer)
     assert result.report.refused == 0
-
-
-async def test_an_agent_of_the_toolkit_that_hangs_ends_at_its_deadline(open_run, script):
-    limits = "timeouts={model_call_s: 1, agent_s: 2, publish_grace_s: 1, collection_s: 60, session_key_s: 100}"
-    run = await open_run(*SETTINGS, "group.size=1", limits, replies=answer, script=script)
-    result = await run.manager.collect([Task("hangs", {"question": "2 + 2?", "answer": "4", "hang": True})])
-    [failure] = result.failures
-    assert (failure.outcome, failure.reason) == (Outcome.TIMED_OUT, "no_result")
 
 
 async def test_agents_of_the_toolkit_outlive_a_killed_and_restarted_trainer(base_settings, tmp_path, script):

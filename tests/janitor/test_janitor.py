@@ -17,7 +17,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from bare_agent import BARE_AGENT
-from builders import until
+from builders import processes_with, until
 from rollout_backend.collect.queue import queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import StorageConfig, load_config
@@ -90,15 +90,8 @@ def sid(name: str) -> str:
 
 def janitors_of(pid: int) -> list[int]:
     """The processes of the janitor of the run in process `pid`."""
-    wanted = f"-m\0rollout_backend.janitor\0{pid}\0".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if (folder / "cmdline").read_bytes().endswith(wanted):
-                found.append(int(folder.name))
-        except OSError:  # it ended while we looked
-            continue
-    return found
+    command = f"-m rollout_backend.janitor {pid} "
+    return [found for found, line in processes_with(command).items() if line.endswith(command)]
 
 
 class Manager:

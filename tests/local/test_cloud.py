@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import aioboto3
 import anyio.from_thread
 import pytest
 
-from builders import eventually
+from builders import eventually, processes_with
 from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.local.cloud import LocalCloud, LocalRuntime
@@ -21,19 +20,6 @@ from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.runtimes.registry import open_runtime
 
 SESSION = "a" * 40
-
-
-def processes_under(mark: str) -> list[int]:
-    """Return the live processes with MARK=mark in their environment: those that a cloud of this test has started."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (folder / "environ").read_bytes()
-        except OSError:
-            continue
-        if f"MARK={mark}".encode() in environ and int(folder.name) != os.getpid():
-            found.append(int(folder.name))
-    return found
 
 
 @contextmanager
@@ -96,9 +82,9 @@ async def test_cloud_leaves_no_process(app, tmp_path, mark):
         state = await cloud.sessions()
         assert [(s["id"], s["pid"], s["status"]) for s in state["sessions"]] == [(SESSION, seen["pid"], "Healthy")]
         assert state["counters"]["started"] == 1
-        assert seen["pid"] in processes_under(mark)
+        assert seen["pid"] in processes_with(f"MARK={mark}")
         await cloud.stop()  # idempotent
-    assert processes_under(mark) == []
+    assert not processes_with(f"MARK={mark}")
     assert log == str(run_dir / "sessions" / f"{SESSION}.log")
     assert "got SIGTERM" in (run_dir / "sessions" / f"{SESSION}.log").read_text()
     with pytest.raises(StartupError, match="not running"):
@@ -111,7 +97,7 @@ def test_cloud_in_synchronous_code(app, tmp_path, mark):
     with anyio.from_thread.start_blocking_portal() as portal, portal.wrap_async_context_manager(cloud):
         assert portal.call(invoke, cloud)["calls"] == 1
         assert len(portal.call(cloud.sessions)["sessions"]) == 1
-    assert processes_under(mark) == []
+    assert not processes_with(f"MARK={mark}")
 
 
 async def test_agent_as_a_command(app, tmp_path, mark):
@@ -139,7 +125,7 @@ async def test_failed_start_leaves_no_process(app, tmp_path, mark):
     cloud = LocalCloud(app, run_dir=tmp_path, bucket="NOT A BUCKET")
     with pytest.raises(Exception, match="bucket"):
         await cloud.start()
-    await eventually(lambda: not processes_under(mark))
+    await eventually(lambda: not processes_with(f"MARK={mark}"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a process that was killed")
@@ -160,9 +146,9 @@ asyncio.run(main())
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     with process:
         pid = int((await asyncio.to_thread(process.stdout.readline)).strip())
-        assert {process.pid, pid} < set(processes_under(mark))
+        assert {process.pid, pid} <= processes_with(f"MARK={mark}").keys()
         process.send_signal(signal.SIGKILL)
-    await eventually(lambda: not processes_under(mark))
+    await eventually(lambda: not processes_with(f"MARK={mark}"))
 
 
 async def test_limits_apply_to_the_emulator(app, tmp_path):

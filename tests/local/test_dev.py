@@ -19,7 +19,7 @@ from rich.console import Console
 
 from agent_wrapper.contract import Rollout
 from agent_wrapper.workspace import WORKSPACE, pack_folder
-from builders import assistant, eventually, function_call, user
+from builders import assistant, eventually, function_call, processes_with, user
 from rollout_backend.cli.dev import find_tasks
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.model_call import ModelCall
@@ -351,12 +351,4 @@ def test_an_interrupt_ends_everything(repository, tmp_path):
         finally:
             process.kill()
     assert process.returncode == 130
-    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in read(path)]
-    assert (left, list(tmp_path.iterdir())) == ([], [])
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+    assert (processes_with(str(tmp_path)), list(tmp_path.iterdir())) == ({}, [])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from agent_wrapper.contract import ModelEndpoint
@@ -65,6 +67,17 @@ def listens(host: str, port: int) -> bool:
     """Return whether a server accepts connections at this address."""
     with socket.socket() as probe:
         return probe.connect_ex((host, port)) == 0
+
+
+def processes_with(text: str) -> dict[int, str]:
+    """Return the command lines of live processes with this text in their command line or environment, by pid."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            command = (folder / "cmdline").read_bytes()
+            if command and text.encode() in command.replace(b"\0", b" ") + (folder / "environ").read_bytes():
+                found[int(folder.name)] = command.decode(errors="replace").replace("\0", " ")
+    return found
 
 
 def message(role: str, content: Any, **more: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 
+from builders import processes_with
 from rollout_backend.config import EngineName
 from rollout_backend.core.report import StepResult
 from rollout_backend.manager import RolloutManager
@@ -33,6 +34,12 @@ def make_models(python: Path, repository: Path, *folders: Path) -> None:
 
 def engine_url(manager: RolloutManager) -> str:
     return next(server.url for server in manager.servers() if server.name == "engine-0")
+
+
+def server_process(url: str) -> int:
+    """Return the pid of the SGLang server at this URL. It leads its own process group."""
+    port = f" {url.rpartition(':')[2]} "
+    return next(pid for pid, command in processes_with("sglang.launch_server").items() if port in command)
 
 
 async def requests_run(manager: RolloutManager, engine: EngineName = "sglang", number: int = 4) -> None:
