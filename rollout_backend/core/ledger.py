@@ -70,6 +70,7 @@ class LedgerEntry:
     by_result: bool = False  # settled by a result that arrived, not by us
     trainable: bool = False
     planned_at: float = 0.0  # this and the other times are by the ledger's clock
+    first_invoked_at: float | None = None  # the first invoke that was not throttled
     invoked_at: float | None = None  # the last invoke
     accepted_at: float | None = None  # the agent of that invoke accepted the rollout
     arrived_at: float | None = None  # its result
@@ -176,6 +177,8 @@ class Ledger:
         entry.attempts += 1
         entry.deadline = deadline
         entry.invoked_at, entry.accepted_at = self.now(), None
+        if entry.attempts == 1:  # again, if the first one was throttled
+            entry.first_invoked_at = entry.invoked_at
         self._open(entry, session_id)
         return entry.attempts
 
@@ -202,7 +205,7 @@ class Ledger:
             return False
         self._enter(entry, Phase.RUNNING)
         entry.deadline = deadline
-        entry.invoked_at = invoked_at
+        entry.first_invoked_at = entry.invoked_at = invoked_at
         self._open(entry, session_id)
         return True
 

@@ -76,6 +76,7 @@ class RolloutRecord(BaseModel):
     session_ids: tuple[str, ...]  # one per attempt that may have opened one, in order
     log: str | None  # where a person finds the log of the last session
     planned_at: float
+    first_invoked_at: float | None = None  # the first invoke that was not throttled; None also in older records
     invoked_at: float | None  # the last invoke
     accepted_at: float | None  # the agent of that invoke accepted the rollout
     result_at: float | None  # the result that settled the rollout arrived
@@ -125,6 +126,7 @@ def records_of(
             session_ids=tuple(entry.session_ids),
             log=(log_of(entry) or None) if entry.session_ids else None,
             planned_at=entry.planned_at,
+            first_invoked_at=entry.first_invoked_at,
             invoked_at=entry.invoked_at,
             accepted_at=entry.accepted_at,
             result_at=entry.arrived_at if entry.by_result else None,

@@ -80,11 +80,15 @@ class CallRate(_Frozen):
 
 
 class LengthBias(_Frozen):
-    """What a step that does not wait for the last leaves out. `cut_off` are those that ran and were ended from here
-    (a target, a deadline, as stragglers): they took so long and were not done, and what they sampled is not known."""
+    """Lengths of finished and cut-off rollouts, to expose length bias.
+
+    `cut_off` counts rollouts that were stopped because they took longer than others or than the step: stragglers,
+    and those that ran at the target or the deadline. What they sampled is not known.
+    """
 
     finished: Lengths  # completed, and the agent's own errors; of this execution
     cut_off: Lengths
+    reason: str = ""  # why most were cut off
 
 
 class StepReport(_Frozen):
@@ -292,16 +296,16 @@ def _group_report(group: GroupResult, outcomes: Counter[Outcome]) -> GroupReport
     )
 
 
+_CUT_FOR_LENGTH = ("straggler", "target_reached", "collection_deadline", "agent_deadline")
+
+
 def _length_bias(
     entries: Iterable[LedgerEntry], rollouts: Sequence[Rollout], took: Mapping[str, float]
 ) -> LengthBias | None:
     cut = [
-        took[entry.planned.rollout_id]
+        (took[entry.planned.rollout_id], entry.reason)
         for entry in entries
-        if not entry.by_result
-        and entry.planned.rollout_id in took
-        and entry.outcome in (Outcome.CANCELLED, Outcome.TIMED_OUT)
-        and not entry.lost
+        if not entry.by_result and entry.planned.rollout_id in took and entry.reason in _CUT_FOR_LENGTH
     ]
     if not cut:
         return None
@@ -318,7 +322,8 @@ def _length_bias(
             mean_sampled_tokens=_mean([sum(segment.sampled_tokens for segment in each) for each in segments]),
             mean_turns=_mean([sum(len(segment.turns) for segment in each) for each in segments]),
         ),
-        cut_off=Lengths(rollouts=len(cut), mean_s=_mean(cut)),
+        cut_off=Lengths(rollouts=len(cut), mean_s=_mean([seconds for seconds, _ in cut])),
+        reason=Counter(reason for _, reason in cut).most_common(1)[0][0],
     )
 
 

@@ -14,6 +14,13 @@ from rollout_backend.core.verdict import Finding, Level, count, judge, show_comm
 _SLOW_TAIL, _LONG_WAIT, _LOW_CACHE_HIT = 0.25, 0.25, 0.3
 _LONG_QUEUE = 0.25  # of the requests that run
 _IDLE = 0.5  # part of the time
+_LENGTH_ADVICE = {  # by why rollouts were cut off
+    "straggler": "group.straggler_factor: raise it",
+    "target_reached": "group.oversample, group.target_groups",
+    "collection_deadline": "timeouts.collection_s: raise it",
+    "agent_deadline": "timeouts.agent_s: raise it",
+    "": "",  # in reports of older versions
+}
 
 
 def findings_of(
@@ -41,8 +48,8 @@ def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> It
         text = f"{count(report.unarchived, 'result')} could not be written to the run's folder; they are in S3"
         yield Finding(Level.WARNING, text, "output_dir: free space on its disk")
     yield from rate_findings(report)
-    if report.length_bias is not None:
-        yield Finding(Level.NOTE, f"length: {describe_bias(report.length_bias)}", "group.straggler_after")
+    if (bias := report.length_bias) is not None:
+        yield Finding(Level.NOTE, f"length: {describe_bias(bias)}", _LENGTH_ADVICE[bias.reason])
     if report.staleness is not None and report.staleness.max:
         text = f"tokens come from weights up to {count(report.staleness.max, 'version')} old"
         yield Finding(Level.NOTE, f"{text}, {report.staleness.mean:.2f} on average")

@@ -64,12 +64,12 @@ class TaskRewards:
 class Seconds:
     """Where a rollout's time went, in seconds. A phase that did not happen, or is unknown, has 0."""
 
-    waiting: float = 0.0  # planned, until the last invoke
+    waiting: float = 0.0  # planned, until the first invoke that was not throttled
     starting: float = 0.0  # until the agent accepted
     model: float = 0.0  # in model calls
     own: float = 0.0  # in the agent's own code and its tools
     publishing: float = 0.0  # from the agent's end until its result was in our hands
-    lost: float = 0.0  # of a session that brought no result
+    lost: float = 0.0  # of sessions that brought no result, and until the next attempt
 
     @property
     def total(self) -> float:
@@ -177,13 +177,14 @@ def seconds_of(record: RolloutRecord) -> Seconds:
         return Seconds()
     if record.invoked_at is None:
         return Seconds(waiting=max(0.0, end - record.planned_at))
-    waiting = max(0.0, record.invoked_at - record.planned_at)
+    first = record.invoked_at if record.first_invoked_at is None else record.first_invoked_at
+    waiting, before = max(0.0, first - record.planned_at), max(0.0, record.invoked_at - first)
     if record.accepted_at is None or record.result is None:
         accepted = record.accepted_at if record.accepted_at is not None else record.invoked_at
         return Seconds(
             waiting=waiting,
             starting=max(0.0, accepted - record.invoked_at),
-            lost=max(0.0, end - accepted),
+            lost=before + max(0.0, end - accepted),
         )
     work = max(0.0, end - record.accepted_at)
     agent = min(work, work if record.result.agent_s is None else record.result.agent_s)
@@ -194,6 +195,7 @@ def seconds_of(record: RolloutRecord) -> Seconds:
         model=model,
         own=agent - model,
         publishing=work - agent,
+        lost=before,
     )
 
 

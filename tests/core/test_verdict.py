@@ -136,6 +136,25 @@ def test_replies_that_all_had_a_forced_format_leave_nothing_to_train_on():
     assert verdict_on(step([f"{FORCED}0", 1.0])).passed
 
 
+@pytest.mark.parametrize(
+    ("outcome", "reason", "cut"),
+    [
+        (Outcome.TIMED_OUT, "straggler", True),
+        (Outcome.CANCELLED, "target_reached", True),
+        (Outcome.CANCELLED, "group_doomed", False),
+        (Outcome.CANCELLED, "aborted", False),
+        (Outcome.TIMED_OUT, "no_result", False),
+    ],
+)
+def test_only_rollouts_that_took_long_are_cut_off_for_their_length(outcome, reason, cut):
+    ledger = Ledger(0)
+    ledger.plan([PlannedRollout("a.0", "a")])
+    ledger.settle("a.0", outcome, reason)
+    how = {"refused": 0, "seconds": 1.0, "deadline_reached": False, "took": {"a.0": 5.0}}
+    bias = make_report("run", ledger, [], [], [], [], **how).length_bias
+    assert (bias is not None and bias.reason == reason) is cut
+
+
 def test_too_few_completed_rollouts_fail():
     assert verdict_on(step([*SPREAD, LOST]), min_completed=2).passed
     verdict = verdict_on(step([*SPREAD, LOST]), min_completed=3)

@@ -260,6 +260,9 @@ def test_each_second_of_a_rollout_is_in_one_phase():
     assert vars(lost) == {"waiting": 1, "starting": 1, "model": 0, "own": 0, "publishing": 0, "lost": 8}
     never = seconds_of(make_record("a.0", outcome=Outcome.CANCELLED, invoked_at=None, accepted_at=None))
     assert vars(never)["waiting"] == never.total == 10
+    lost_twice = {"outcome": Outcome.INFRA_ERROR, "attempts": 3, "planned_at": 90.0, "first_invoked_at": 91.0}
+    again = seconds_of(make_record("a.0", **lost_twice))
+    assert (again.waiting, again.lost) == (1, 18)  # dead containers are no wait for an invoke
     # A container's clock that runs fast adds no time.
     assert seconds_of(make_record("a.0", result=summary(1.0, agent_s=60.0, model_s=50.0))).total == 10
 

@@ -171,6 +171,7 @@ async def test_a_straggler_is_cut_off(open_bench):
     assert (bias.finished.rollouts, bias.finished.mean_sampled_tokens, bias.finished.mean_turns) == (3, 2.0, 1.0)
     assert (bias.cut_off.rollouts, bias.cut_off.mean_sampled_tokens) == (1, None)
     assert bias.cut_off.mean_s > bias.finished.mean_s
+    assert bias.reason == "straggler"
 
 
 async def test_before_a_straggler_is_cut_off_s3_is_asked(open_bench):
