@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# The image of the relay: the package's relay folder and its dependencies, without the training side.
+# The image of the relay: the package's relay folder and what it imports, without the training side.
 #
 #   docker buildx build --platform linux/arm64,linux/amd64 --file infra/relay.Dockerfile --tag REPOSITORY:TAG --push .
 #
@@ -13,8 +13,9 @@ ENV PYTHONUNBUFFERED=1 \
 
 RUN useradd --create-home --uid 1000 relay
 COPY pyproject.toml README.md /relay/
-COPY rollout_backend/__init__.py rollout_backend/py.typed /relay/rollout_backend/
+COPY rollout_backend/__init__.py rollout_backend/py.typed rollout_backend/logs.py /relay/rollout_backend/
 COPY rollout_backend/relay /relay/rollout_backend/relay
+COPY agent_wrapper /relay/agent_wrapper
 RUN pip install "/relay[relay]"
 
 USER 1000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,14 +85,24 @@ def test_only_the_training_side_comes_in_from_outside(manifest: dict[str, Any]) 
 # --- the image --------------------------------------------------------------------------------------------
 
 
-def test_the_image_holds_the_relays_imports_and_nothing_heavy() -> None:
+def test_the_image_holds_the_relays_imports_and_nothing_heavy(tmp_path: Path) -> None:
     dockerfile = (ROOT / "infra" / "relay.Dockerfile").read_text()
-    for path in re.findall(r"^COPY (.*) /relay/.*$", dockerfile, flags=re.M):
-        assert all((ROOT / name).exists() for name in path.split())
-    code = "import sys, rollout_backend.relay.relay_server, rollout_backend.relay.cli; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    ours = {name for name in loaded if name.startswith(("rollout_backend.", "agent_wrapper"))}
-    assert all(name.startswith("rollout_backend.relay") for name in ours)
+    for sources, target in re.findall(r"^COPY (.*) /relay/(.*)$", dockerfile, flags=re.M):
+        for source in (ROOT / name for name in sources.split()):
+            (tmp_path / target).mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, tmp_path / target, dirs_exist_ok=True)
+            else:
+                shutil.copy(source, tmp_path / target)
+    code = (
+        "import sys, rollout_backend.relay.__main__\n"
+        "for name, module in sys.modules.items(): print(name, getattr(module, '__file__', None))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    ours = {name: file for name, file in loaded.items() if name.split(".")[0] in ("rollout_backend", "agent_wrapper")}
+    assert [name for name, file in ours.items() if not file.startswith(str(tmp_path))] == []
     not_there = {"boto3", "httpx", "numpy", "ray", "renderers", "starlette", "transformers", "uvicorn", "yaml"}
     assert not_there & {name.partition(".")[0] for name in loaded} == set()
 
