@@ -61,6 +61,8 @@ class Manifest(ContractObject):
     gateway: str = ""
     """Identifies the addresses and the journals of the gateways. Empty if no session can outlive the trainer."""
     tasks: tuple[PlannedTask, ...]
+    left_out: tuple[PlannedTask, ...] = ()
+    """Tasks of earlier executions that this one was resumed without. Their results stay usable."""
     replaced: tuple[Manifest, ...] = ()
     """Manifests of the steps that had this number before and whose sessions may be open."""
 
@@ -108,8 +110,9 @@ class Manifest(ContractObject):
             return cls.model_validate({**fields, "tasks": groups})
         fields["replaced"] = before.replaced
         same = same_weights and before.weights == weights
-        taken = before.matched(groups, allow_subset) if same else None
-        if taken is not None:
+        matched = before.matched(groups, allow_subset) if same else None
+        if matched is not None:
+            taken, left_out = matched
             return cls.model_validate(
                 {
                     **fields,
@@ -119,6 +122,7 @@ class Manifest(ContractObject):
                     "attempts_before": before.attempts_before + before.attempts,
                     "attempts_closed": before.attempts_closed,
                     "tasks": taken,
+                    "left_out": left_out,
                 }
             )
         if before.attempts_closed < before.attempts_before + before.attempts:
@@ -130,13 +134,16 @@ class Manifest(ContractObject):
             renamed.append(group.model_copy(update={"rollouts": ids}))
         return cls.model_validate({**fields, "generation": generation, "tasks": renamed})
 
-    def matched(self, groups: Iterable[PlannedTask], allow_subset: bool = False) -> list[PlannedTask] | None:
-        """Return each group with this manifest's rollouts of the same content; None if it is not the same step.
+    def matched(
+        self, groups: Iterable[PlannedTask], allow_subset: bool = False
+    ) -> tuple[list[PlannedTask], list[PlannedTask]] | None:
+        """Return each group with this manifest's rollouts of the same content, and the tasks that no group has; None
+        if it is not the same step.
 
         Of several groups with the same content, one with the same task id is preferred.
         """
         known: dict[str, list[PlannedTask]] = defaultdict(list)
-        for task in self.tasks:
+        for task in (*self.tasks, *self.left_out):
             known[task.digest].append(task)
         found = []
         for group in groups:
@@ -146,7 +153,10 @@ class Manifest(ContractObject):
             chosen = next((task for task in same if task.task_id == group.task_id), same[0])
             same.remove(chosen)
             found.append(group.model_copy(update={"rollouts": chosen.rollouts}))
-        return None if any(known.values()) and not allow_subset else found
+        left_out = [task for same in known.values() for task in same]
+        if not allow_subset and any(task in self.tasks for task in left_out):
+            return None
+        return found, left_out
 
     @property
     def resumed(self) -> bool:
@@ -180,7 +190,7 @@ class Manifest(ContractObject):
         rollout, the last first."""
         numbers = range(self.attempts_before + self.attempts, self.attempts_closed, -1)
         attempts = [attempt for attempt in numbers if attempt not in besides]
-        rollouts = (rollout_id for task in self.tasks for rollout_id in task.rollouts)
+        rollouts = (rollout_id for task in (*self.tasks, *self.left_out) for rollout_id in task.rollouts)
         return [self.session_id(rollout_id, attempt) for rollout_id in rollouts for attempt in attempts]
 
     def with_attempts(self, attempts: int) -> Self:

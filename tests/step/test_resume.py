@@ -16,13 +16,13 @@ from rollout_backend.errors import ManifestError, OutcomeUnknown
 from step_bench import Agents, only
 
 
-async def begin_and_die(bench, *tasks: str) -> None:
+async def begin_and_die(bench, *tasks: str, **more) -> None:
     """Run a step until the first rollout of each group is finished, and kill it while the second runs."""
 
     async def first_completes(agents, request):
         await (agents.complete if request.rollout_id.endswith(".0") else agents.vanish)(request)
 
-    running = bench.start(*tasks, behave=first_completes)
+    running = bench.start(*tasks, behave=first_completes, **more)
     await eventually(lambda: len(bench.kept) == len(tasks) and len(bench.agents.requests) == 2 * len(tasks))
     manifest = await bench.manifest()
     running.cancel()
@@ -99,6 +99,22 @@ async def test_a_step_may_be_resumed_with_some_of_its_tasks(open_bench):
     assert bench.agents.rollouts == ["b.1"]
     assert (result.report.planned, result.report.resumed) == (2, 1)
     assert {before.session_id(f"{task}.{i}", 1) for task in "ab" for i in (0, 1)} <= set(bench.agents.stopped)
+
+
+async def test_a_second_kill_loses_nothing_of_the_tasks_that_were_left_out(open_bench):
+    """The trainer that is killed in between has resumed the step with some of its tasks."""
+    bench = await open_bench()
+    await begin_and_die(bench, "a", "b")
+    running = bench.start("b", allow_subset=True, behave=Agents.vanish)
+    await eventually(lambda: bench.agents.rollouts == ["b.1"])
+    manifest = await bench.manifest()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await bench.put(bench.manifest_key, json.dumps(manifest).encode())  # a dead process records nothing
+    bench.forget()
+    result = await bench.run("a", "b", behave=Agents.complete, allow_subset=True)
+    assert bench.agents.rollouts == ["a.1", "b.1"]
+    assert (result.report.planned, result.report.resumed) == (4, 2)
 
 
 @pytest.mark.parametrize(
