@@ -19,7 +19,6 @@ expire, the local cloud ends, or a ledger does not balance. `RolloutManager.coll
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -114,7 +113,7 @@ class RolloutManager:
         self._stack = AsyncExitStack()
         self._run: RunServices | None = None
         self._steps: dict[int, Step] = {}
-        self._numbers = itertools.count()
+        self._next_step = 0
         self._collecting: set[asyncio.Task[StepResult]] = set()
         self._first_call: FirstCall | None = None
 
@@ -262,8 +261,9 @@ class RolloutManager:
     ) -> StepResult:
         """Run the tasks' rollouts, and return once the group policy is satisfied or the step's deadline has passed.
 
-        `step` is the step's number in S3; by default steps are numbered from 0. `sampling` overrides the configured
-        sampling for this step. `on_group` is called with each group as soon as all its rollouts are settled.
+        `step` is the step's number in S3; by default the next one after the largest of this manager, from 0.
+        `sampling` overrides the configured sampling for this step. `on_group` is called with each group as soon as
+        all its rollouts are settled.
 
         If a step with the same number and the same tasks was started before in this run, it resumes: finished
         rollouts are reused, running agents are awaited if the gateway has what they sampled, other sessions are
@@ -313,7 +313,8 @@ class RolloutManager:
         wanted = fit_to_runtime(wanted, self.config.runtime)
         ramp, _ = check_ramp(self.config, run.limits, planned_rollouts(wanted, self.config.group))
         log.info("%s", ramp)
-        number = next(self._numbers) if step is None else step
+        number = self._next_step if step is None else step
+        self._next_step = max(self._next_step, number + 1)
         version = run.serving.weight_version
         served = f"{self.config.model.path}@{weights or version or ''}"
         if named is not None:
