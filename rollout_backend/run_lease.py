@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent_wrapper.contract import lease_key
 from rollout_backend.collect.store import ObjectStore
+from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.errors import (
     InvokeRejected,
     ResultMissing,
@@ -157,8 +158,7 @@ class RunLease:
         """Return whether this manager may delete the run's queue: its lease is valid, or no other manager held the
         run when it began. Otherwise the queue may belong to another manager, or to a dead run, whose janitor deletes
         it."""
-        stale = asyncio.get_running_loop().time() - self._renewed_at > _VALID_SHARE * self._lease_s
-        if self.held and stale and self.lost is None:
+        if self.held and not self.is_confirmed and self.lost is None:
             try:
                 async with self._writing:
                     await self._put(self._record)
@@ -211,10 +211,15 @@ class RunLease:
             await self._changed.wait()
         raise self.lost
 
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the lease is known to be valid, so that no other manager can hold the run."""
+        age_s = asyncio.get_running_loop().time() - self._renewed_at
+        return self.lost is None and age_s <= _VALID_SHARE * self._lease_s
+
     async def wait_confirmed(self) -> None:
-        """Wait until the lease is known to be valid, so that no other manager can hold the run. Raises RunHeld."""
-        loop = asyncio.get_running_loop()
-        while self.lost is None and loop.time() - self._renewed_at > _VALID_SHARE * self._lease_s:
+        """Wait until the lease is known to be valid. Raises RunHeld."""
+        while self.lost is None and not self.is_confirmed:
             await self._changed.wait()
         if self.lost is not None:
             raise self.lost
@@ -350,15 +355,19 @@ class RunLease:
 class FencedRuntime:
     """A runtime that starts sessions only while this manager's lease is valid."""
 
-    def __init__(self, runtime: SessionCalls, lease: RunLease) -> None:
+    def __init__(self, runtime: SessionCalls, lease: RunLease, calls: CallQueue) -> None:
+        """`calls` has admitted each invoke."""
         self._runtime = runtime
         self._lease = lease
+        self._calls = calls
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
-        try:
-            await self._lease.wait_confirmed()
-        except RunHeld as error:
-            raise InvokeRejected(str(error), reason="run_taken_over") from error
+        while not self._lease.is_confirmed:
+            try:
+                await self._lease.wait_confirmed()
+            except RunHeld as error:
+                raise InvokeRejected(str(error), reason="run_taken_over") from error
+            await self._calls.admit(CallKind.INVOKE)  # again: all that have waited would be sent at once
         return await self._runtime.invoke(session_id, payload)
 
     async def stop(self, session_id: str) -> None:

@@ -297,8 +297,10 @@ class RunServices:
             return describe_log(config, entry, runtime.log_location)
 
         presigned = config.storage.presigned
-        calls: SessionCalls = FencedRuntime(janitor.watch(runtime), lease)
-        translator = self._translator(calls, store, buffer, FencedRuntime(runtime, lease).invoke, admission)
+        calls: SessionCalls = FencedRuntime(janitor.watch(runtime), lease, admission)
+        translator = self._translator(
+            calls, store, buffer, FencedRuntime(runtime, lease, admission).invoke, admission
+        )
         return StepServices.assemble(
             config,
             translator or calls,

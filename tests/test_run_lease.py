@@ -22,6 +22,7 @@ from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.records import RolloutRecord, records_of
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
+from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.errors import InvokeRejected, RunHeld, StoreError, WriteConflict
 from rollout_backend.manager import RolloutManager
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
@@ -197,7 +198,7 @@ async def test_agents_are_started_only_under_a_lease_that_is_sure(manager):
     first = await start(manager())
     stall(first)
     first._renewed_at -= LONG
-    runtime = FencedRuntime(Runtime(), first)  # type: ignore[arg-type]
+    runtime = FencedRuntime(Runtime(), first, CallQueue(1000, 1000))  # type: ignore[arg-type]
     invoking = asyncio.create_task(runtime.invoke("a", b""))
     await asyncio.sleep(0)
     assert started == []
@@ -213,10 +214,11 @@ async def test_agents_are_started_only_under_a_lease_that_is_sure(manager):
 class EndedStep:
     """A step that is over at once."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, number: int, *_: Any, **__: Any) -> None:
+        self._number = number
 
     async def run(self) -> StepResult:
-        return StepResult(0, (), (), (), report=None)  # type: ignore[arg-type]
+        return StepResult(self._number, (), (), (), report=None)  # type: ignore[arg-type]
 
     def records(self) -> list[RolloutRecord]:
         ledger = Ledger(0)
@@ -225,21 +227,27 @@ class EndedStep:
 
 
 @pytest.fixture
-def collect(monkeypatch, tmp_path) -> Callable[[RunLease], Awaitable[StepResult]]:
+def collect(monkeypatch, tmp_path) -> Callable[..., Awaitable[StepResult]]:
     """Collect a step that is over at once, by a manager with this hold on the run."""
     monkeypatch.setattr(manager_module, "Step", EndedStep)
     settings = {"run_id": "r", "output_dir": tmp_path, "model": {"path": tmp_path}, "storage": {"bucket": "bucket"}}
     made = RolloutManager(RolloutConfig.parse({**settings, "runtime": {"kind": "http", "url": "http://agents"}}))
     monkeypatch.setattr(made.archive, "write_report", lambda report: None)
 
-    async def run(lease: RunLease) -> StepResult:
+    async def run(lease: RunLease, step: int | None = None) -> StepResult:
         serving = SimpleNamespace(weight_version=None, named_adapter=lambda name: None)
         made._run = SimpleNamespace(
             for_steps=None, lease=lease, limits=made.config.runtime, serving=serving, background=[]
         )
-        return await made.collect([Task("a", {})])
+        return await made.collect([Task("a", {})], step=step)
 
     return run
+
+
+async def test_a_step_without_a_number_gets_none_that_was_used(manager, collect):
+    """Under a number that was used it would resume that step, and train its results twice."""
+    first = await start(manager())
+    assert [(await collect(first, step)).step for step in (None, 5, None, 2, None)] == [0, 5, 6, 2, 7]
 
 
 async def test_a_step_returns_only_to_a_manager_that_still_has_the_run(manager, collect, tmp_path):

@@ -1,11 +1,14 @@
 """Throttling and outages of the runtime cost time, never a rollout."""
 
+import asyncio
 import random
 
 import pytest
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.dispatch.token_bucket import TokenBucket
+from rollout_backend.run_lease import FencedRuntime
 from tests.simulation.capacity import REFUSALS, Outage
 
 GROUP = 8
@@ -85,6 +88,40 @@ def test_a_quota_that_both_kinds_share_is_kept_by_both(play, make_run, make_conf
     assert result.report.invoke_rate is None
     assert result.report.stop_rate is None
     completed(play(work()), rollouts)
+
+
+def test_invokes_that_waited_for_the_lease_are_sent_at_the_rate(play):
+    class Lease:
+        is_confirmed = False
+        confirmed = asyncio.Event()
+
+        async def wait_confirmed(self):
+            await self.confirmed.wait()
+
+    class Runtime:
+        async def invoke(self, session_id, payload):
+            sent.append(asyncio.get_running_loop().time())
+
+    sent: list[float] = []
+
+    async def work():
+        lease, calls = Lease(), CallQueue(10, 10)
+        runtime = FencedRuntime(Runtime(), lease, calls)
+
+        async def invoke():
+            await calls.admit(CallKind.INVOKE)
+            await runtime.invoke("session", b"")
+
+        invoking = [asyncio.create_task(invoke()) for _ in range(200)]
+        await asyncio.sleep(60)
+        assert sent == []
+        lease.is_confirmed = True
+        lease.confirmed.set()
+        await asyncio.gather(*invoking)
+
+    play(work())
+    assert sum(at < sent[0] + 1 for at in sent) <= 20  # a burst of 10, and 10 a second
+    assert 18 <= sent[-1] - sent[0] <= 20
 
 
 def test_where_nothing_is_refused_the_configured_rate_holds(play, make_run, make_config):

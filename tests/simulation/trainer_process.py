@@ -19,6 +19,7 @@ from rollout_backend.core.heartbeats import Heartbeats
 from rollout_backend.core.ledger import PlannedRollout, ResultStatus
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
+from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.errors import CircuitOpen, RunHeld, StoreError
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
@@ -113,10 +114,12 @@ class TrainerProcess:
 
     def _services(self, buffer: RolloutBuffer, heartbeats: Heartbeats) -> StepServices:
         world, config = self._world, self._config
+        calls = CallQueue.from_config(config.runtime)
         return StepServices.assemble(
             config,
-            _AskingRuntime(SimRuntime(world.runtime, self._trainer), self._lease, world.audit.asked_for),
+            _AskingRuntime(SimRuntime(world.runtime, self._trainer), self._lease, calls, world.audit.asked_for),
             self._store,
+            calls=calls,
             fencing_token=self._lease.fencing_token,
             owner=str(self._lease.me),
             buffer=buffer,
@@ -201,8 +204,8 @@ class _AskingRuntime(FencedRuntime):
     its session.
     """
 
-    def __init__(self, runtime: SimRuntime, lease: RunLease, asked_for: set[str]) -> None:
-        super().__init__(runtime, lease)
+    def __init__(self, runtime: SimRuntime, lease: RunLease, calls: CallQueue, asked_for: set[str]) -> None:
+        super().__init__(runtime, lease, calls)
         self._asked_for = asked_for
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
