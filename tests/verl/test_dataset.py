@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -49,10 +51,15 @@ def data_config() -> Callable[..., DictConfig]:
             "data.custom_cls.name=PayloadDataset",
             "data.shuffle=False",
         ]
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            return compose("ppo_trainer", [*custom, *overrides]).data
+        return copy.deepcopy(composed(*custom, *overrides).data)
 
     return make
+
+
+@functools.cache
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", [*overrides])
 
 
 @pytest.fixture

@@ -303,8 +303,8 @@ def test_the_settings_in_the_docs_exist_in_verl(page):
     assert given
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", given)
-        for name in sorted(set(re.findall(f"`({ours})", text))):
-            compose("ppo_trainer", [f"{name}=x"])
+        names = sorted(set(re.findall(f"`({ours})", text)), reverse=True)  # a key of a section before the section
+        compose("ppo_trainer", [f"{name}=x" for name in names])
     if page.startswith("docs"):
         assert config.algorithm.adv_estimator == "grpo_skip_missing"
         assert config.trainer.v1.sampler.sampler_kwargs.max_staleness == 2

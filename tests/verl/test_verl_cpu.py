@@ -309,7 +309,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in listed]
 
 
-def gone(pid: int, within_s: float = 20) -> bool:
+def gone(pid: int, within_s: float = 120) -> bool:
     deadline = time.monotonic() + within_s
     while running := Path(f"/proc/{pid}").exists():
         if time.monotonic() > deadline:

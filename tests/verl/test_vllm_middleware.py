@@ -81,7 +81,7 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     clients = []
 
     async def generate(server: VerlServer, **more: Any) -> Any:
-        client = EngineClient(server.url, 20.0, 3, protocol=VllmProtocol())
+        client = EngineClient(server.url, 120.0, 3, protocol=VllmProtocol())
         clients.append(client)
         await client.start()
         return await client.generate([1, 2], {**PARAMS, **more.pop("params", {})}, "s", **more)
@@ -132,7 +132,7 @@ async def test_a_refused_request_is_refused_with_the_servers_message(client: Any
 async def test_a_server_that_may_be_asleep_is_checked_without_a_request_for_tokens() -> None:
     with VerlServer() as server:
         server.paused = True
-        await asyncio.wait_for(check_vllm(server.url), 10)
+        await asyncio.wait_for(check_vllm(server.url), 120)
         assert server.requests == []
     advice = r"set actor_rollout_ref\.rollout\.logprobs_mode=processed_logprobs, not raw_logprobs"
     with VerlServer(logprobs_mode="raw_logprobs") as server, pytest.raises(PreflightError, match=advice):
