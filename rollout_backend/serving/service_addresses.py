@@ -16,10 +16,11 @@ from yarl import URL
 
 log = logging.getLogger(__name__)
 
-_EVERY_S = 5.0
-
 
 class ServiceAddresses:
+    every_s = 5.0
+    """Time between two look-ups in `follow`."""
+
     def __init__(self, urls: Sequence[str]) -> None:
         """`urls` name the services: their hosts stand for all addresses, and the rest is kept."""
         self._found: dict[str, list[str]] = {url: [] for url in urls}
@@ -41,7 +42,7 @@ class ServiceAddresses:
         """Look the names up every few seconds. Call `serve_with` with all servers when they have changed."""
         before = [address for found in self._found.values() for address in found]
         while True:
-            await asyncio.sleep(_EVERY_S)
+            await asyncio.sleep(self.every_s)
             now = await self.look_up()
             if now != before:
                 await serve_with(now)

@@ -1,6 +1,7 @@
 """Several gateway processes addressed as one."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -144,9 +145,13 @@ async def test_a_fleet_that_is_not_running_reports_it(tmp_path):
 
 
 async def test_ports_are_consecutive_and_one_failure_stops_all(engine, tmp_path):
-    port = free_port()  # not a port that the kernel may give to a connection in the meantime
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port + 1))
+        bound = False
+        while not bound:  # another process may use the second port
+            port = free_port()  # not a port that the kernel may give to a connection in the meantime
+            with contextlib.suppress(OSError):
+                taken.bind(("127.0.0.1", port + 1))
+                bound = True
         taken.listen()
         fleet = GatewayFleet(run_config(gateway={"processes": 2, "port": port}), engine.url, tmp_path)
         with pytest.raises(StartupError, match=rf"gateway 1 of 2 cannot listen on 127\.0\.0\.1:{port + 1}"):

@@ -41,7 +41,7 @@ def command():
 @pytest.fixture
 def make_fleet(make_config, command, tmp_path):
     def make(events, **serving):
-        config = make_config(serving={"kind": "ray", "startup_timeout_s": 60, **serving})
+        config = make_config(serving={"kind": "ray", "startup_timeout_s": 120, **serving})
         return EngineFleet(config, tmp_path, events.append, factory=RayEngineFactory(config, tmp_path, command))
 
     return make

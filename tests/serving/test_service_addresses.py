@@ -10,7 +10,6 @@ from builders import run_config
 from rollout_backend.config import ServingConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.manager import RolloutManager
-from rollout_backend.serving import service_addresses
 from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.service_addresses import ServiceAddresses
 
@@ -43,8 +42,7 @@ async def test_each_address_is_a_server_and_a_name_without_an_answer_keeps_its_l
 
 
 @pytest.mark.slow
-async def test_a_fleet_follows_a_service(names, make_config, start_engine, tmp_path, until, monkeypatch):
-    monkeypatch.setattr(service_addresses, "_EVERY_S", 0.05)
+async def test_a_fleet_follows_a_service(names, make_config, start_engine, tmp_path, until):
     url, _ = await start_engine()
     port = url.rpartition(":")[2]
     names["sglang.models.svc"] = None
@@ -52,6 +50,7 @@ async def test_a_fleet_follows_a_service(names, make_config, start_engine, tmp_p
         serving={"kind": "external", "urls": [f"http://sglang.models.svc:{port}"], "follow_dns": True}
     )
     fleet = EngineFleet(config, tmp_path)
+    fleet._factory._addresses.every_s = 0.05
     starting = asyncio.create_task(fleet.start())
     await until(lambda: fleet._factory._addresses._unresolved)
     names["sglang.models.svc"] = ["127.0.0.1"]
