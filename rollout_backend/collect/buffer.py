@@ -94,6 +94,7 @@ class RolloutBuffer:
         self._quarantine = Quarantine(store, run_id)
         self._fetcher = ResultFetcher(store, decoder, self._quarantine, max_fetches, retokenize)
         self.max_fetches = max_fetches
+        self.max_receives = _RECEIVES
         self._batches = max(1, 2 * max_fetches // 10)  # of 10 messages, so one waits for each that is being fetched
         self._sinks: dict[int, ResultSink] = {}
         self._flooded: set[int] = set()  # steps whose listing is too long to finish
@@ -213,7 +214,11 @@ class RolloutBuffer:
         """Deliver the results that this message names."""
         try:
             items = [item for item in Announcement.decode(message.body) if not self._is_trainer_object(item)]
-            if queue.is_shared and message.receive_count < _RECEIVES and any(map(self._is_of_another_run, items)):
+            if (
+                queue.is_shared
+                and message.receive_count < self.max_receives
+                and any(map(self._is_of_another_run, items))
+            ):
                 return MessageStatus.OF_ANOTHER_RUN
             results = [(self._parse_key(item), item) for item in items]
         except ContractError as error:

@@ -16,6 +16,7 @@ from protocol_requests import KEY, make_request
 from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit
 from rollout_backend.agent_protocols.agentcore_runtime_app import AgentCoreRuntimeApp
 from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, Translator
+from rollout_backend.collect.inventory import MAX_KEYS
 from rollout_backend.collect.store import StoredObject
 from rollout_backend.config import StorageConfig
 from rollout_backend.dispatch.call_queue import CallQueue
@@ -208,13 +209,12 @@ async def test_an_outage_of_s3_loses_no_result(failures: int):
     assert (await bench.rollout()).reward == 1.0
 
 
-async def test_a_flood_of_objects_hides_no_result(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rollout_backend.agent_protocols.translator.MAX_KEYS", 2)
+async def test_a_flood_of_objects_hides_no_result():
     bench = Bench()
     bench.translator.watch(PAYLOAD)
     missing = REQUEST.model_copy(update={"session_id": "missing"})
     bench.translator.watch(json.dumps({REQUEST_FIELD: missing.model_dump(mode="json")}).encode())
-    bench.bucket.objects |= {f"{OBJECT}-{i}": b"" for i in range(3)}
+    bench.bucket.objects |= {f"{OBJECT}-{i}": b"" for i in range(MAX_KEYS + 1)}
     bench.bucket.objects[OBJECT] = json.dumps(RESULT).encode()
     assert (await bench.rollout()).session_id == "session"
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from agent_wrapper import artifacts as artifacts_module
 from agent_wrapper.artifacts import ArtifactError, Artifacts
-from agent_wrapper.contract import Artifact, ContractError, Rollout, unpack_artifacts
+from agent_wrapper.contract import (
+    MAX_ARTIFACT_BYTES,
+    MAX_ARTIFACTS,
+    Artifact,
+    ContractError,
+    Rollout,
+    unpack_artifacts,
+)
 from rollouts import make_rollout
 
 
@@ -32,22 +38,22 @@ def test_an_invalid_name_is_refused(name):
         Artifacts().add(name, b"")
 
 
-def test_count_and_size_are_bounded(monkeypatch, tmp_path):
-    monkeypatch.setattr(artifacts_module, "MAX_ARTIFACTS", 2)
-    monkeypatch.setattr(artifacts_module, "MAX_ARTIFACT_BYTES", 10)
-    artifacts = Artifacts()
-    artifacts.add("a", b"12345678")
+def test_count_and_size_are_bounded(tmp_path):
+    artifacts, limit = Artifacts(), MAX_ARTIFACT_BYTES
+    artifacts.add("a", bytes(limit - 2))
     with pytest.raises(ArtifactError, match="'a' was added before"):
         artifacts.add("a", b"")
-    with pytest.raises(ArtifactError, match="with 'b' the artifacts have 11 bytes, more than 10"):
+    with pytest.raises(ArtifactError, match=f"with 'b' the artifacts have {limit + 1} bytes, more than {limit}"):
         artifacts.add("b", b"123")
     file = tmp_path / "large"
-    file.write_bytes(b"0" * 11)
+    file.write_bytes(bytes(limit + 1))
     for content in (file, file.read_bytes()):
-        with pytest.raises(ArtifactError, match="has 11 bytes, more than the 10 of all artifacts"):
+        with pytest.raises(ArtifactError, match=f"has {limit + 1} bytes, more than the {limit} of all artifacts"):
             artifacts.add("b", content)
     artifacts.add("b", b"12")
-    with pytest.raises(ArtifactError, match="has 2 artifacts at most"):
+    for number in range(2, MAX_ARTIFACTS):
+        artifacts.add(f"empty-{number}", b"")
+    with pytest.raises(ArtifactError, match=f"has {MAX_ARTIFACTS} artifacts at most"):
         artifacts.add("c", b"")
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from agent_wrapper.contract import Announcement, ContractError
 from collect_bench import Sink
-from rollout_backend.collect import buffer
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.queue import AnnouncementQueue
 from rollout_backend.collect.store import ResultStore
@@ -180,10 +179,10 @@ async def test_runs_that_share_a_queue_leave_each_other_their_announcements(open
         assert (sink.ids, run.buffer.refused, await run.quarantined()) == (sorted(ids), 0, [])
 
 
-async def test_a_message_that_no_other_run_takes_is_quarantined(open_run, sqs, run_id, monkeypatch):
-    monkeypatch.setattr(buffer, "_RECEIVES", 3)
+async def test_a_message_that_no_other_run_takes_is_quarantined(open_run, sqs, run_id):
     url = (await sqs.create_queue(QueueName=f"shared-{run_id}"))["QueueUrl"]
     run = await open_run(Sink(), queue={"url": url})
+    run.buffer.max_receives = 3
     await run.announce(run.key().replace(run_id, "ended"))
     await run.until_held(0)
     [record] = await run.quarantined()

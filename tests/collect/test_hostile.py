@@ -11,10 +11,9 @@ import pytest
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, failure_marker_key
 from collect_bench import Sink
-from rollout_backend.collect import buffer as buffer_module
-from rollout_backend.collect import inventory as inventory_module
 from rollout_backend.collect.buffer import MessageStatus, RolloutBuffer
 from rollout_backend.collect.decode import _LARGE_BYTES
+from rollout_backend.collect.inventory import MAX_KEYS
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.errors import StoreError
 
@@ -117,9 +116,7 @@ class Keys(ResultStore):
         return await super().get(key)
 
 
-async def test_a_flooded_prefix_does_not_hide_results(open_run, monkeypatch, caplog):
-    for module in (inventory_module, buffer_module):
-        monkeypatch.setattr(module, "MAX_KEYS", 100)
+async def test_a_flooded_prefix_does_not_hide_results(open_run, caplog):
     sink = Sink("task-a.0", "task-a.1", "task-a.2")
     run = await open_run(receive=False)
     store = Keys(run.store.config, run.store._s3, run.store._stack)
@@ -127,16 +124,16 @@ async def test_a_flooded_prefix_does_not_hide_results(open_run, monkeypatch, cap
     await run.store_(run.rollout("task-a.0"))
     lost = run.rollout("task-a.1", outcome=Outcome.INFRA_ERROR)
     await run.put(failure_marker_key("", run.run_id, 0, "task-a.1", 1), lost.encode())
-    store.flood = 10_000
+    store.flood = MAX_KEYS + 1
     buffer.attach(sink)
     assert await buffer.sweep(sink)
     assert sink.ids == ["task-a.0", "task-a.1"]
     assert await buffer.sweep(sink)
     assert store.listed == 1, "a listing that is too long is not repeated"
-    assert caplog.text.count("more than 100 objects are stored for step 0") == 1
+    assert caplog.text.count(f"more than {MAX_KEYS} objects are stored for step 0") == 1
     store.broken = "task-a.2"
     assert not await buffer.sweep(sink), "a failed read is not an absent result"
-    store.broken, store.flood = None, 99
+    store.broken, store.flood = None, MAX_KEYS - 10
     buffer.detach(sink)
     buffer.attach(sink)
     await run.store_(run.rollout("task-a.2"))

@@ -67,9 +67,8 @@ def test_a_refused_key_is_checked_each_time(authenticator, checks):
     assert len(checks) == 2
 
 
-def test_only_so_many_keys_are_remembered(authenticator, checks, monkeypatch):
-    monkeypatch.setattr(authentication, "_MAX_VERIFIED", 2)
-    keys = [session_key(f"s{i}") for i in range(3)]
-    for key in [*keys, keys[2], keys[0]]:
+def test_only_so_many_keys_are_remembered(authenticator, checks):
+    keys = [session_key(f"s{i}") for i in range(authentication._MAX_VERIFIED + 1)]
+    for key in [*keys, keys[-1], keys[0]]:
         authenticator.session(asked(key))
     assert checks == [*keys, keys[0]]

@@ -178,13 +178,13 @@ def test_the_secret_of_keys_is_derived_from_the_runs_secret_and_differs_from_oth
         verify(key_secret(secret, "run-b"), issue(key_secret(secret, "run-a"), claims()), 0.0)
 
 
-def test_more_sessions_than_open_files(journal, monkeypatch):
-    monkeypatch.setattr(journals, "OPEN_FILES", 2)
-    for i in range(3):
-        for name in ("a", "b", "c", "d"):
+def test_more_sessions_than_open_files(journal):
+    names = [f"session-{number}" for number in range(journals.OPEN_FILES + 2)]
+    for i in range(2):
+        for name in names:
             journal.append(name, {"i": i})
-    assert len(journal._open) == 2
-    assert all(journal.read(name) == [{"i": i} for i in range(3)] for name in ("a", "b", "c", "d"))
+    assert len(journal._open) == journals.OPEN_FILES
+    assert all(journal.read(name) == [{"i": 0}, {"i": 1}] for name in names)
 
 
 # --- sessions ---------------------------------------------------------------------------------------------

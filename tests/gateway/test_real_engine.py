@@ -3,11 +3,9 @@
 import json
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import httpx
-import openai
 import pytest
 
 from builders import assistant, until, user
@@ -135,30 +133,6 @@ def test_stop_strings_work_without_a_tokenizer_at_the_engine(serve, verls_gatewa
     assert "e" in bundle.decode(sampled)
     assert "e" not in bundle.decode(sampled[:-1])
     assert all(logprob <= 0 for logprob in segment.logprobs[turn.start : turn.end])
-
-
-@pytest.mark.slow  # the stream below does the same
-def test_generation_aborted_by_a_pause_continues_with_the_new_version(gateway, engine, endless):
-    with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, gateway, STORY, max_tokens=100)
-        until(lambda: engine.running() == 1)
-        engine.update_weights("7")
-        usage = answer.result().usage
-    (segment,) = gateway.trajectory().segments
-    (turn,) = segment.turns
-    # Aborted before its first token, a reply is of the new version alone.
-    assert [span.version for span in turn.weight_versions] in (["0", "7"], ["7"])
-    assert turn.end - turn.start == usage.completion_tokens
-    assert not any(math.isnan(logprob) for logprob in segment.logprobs[turn.start : turn.end])
-
-
-@pytest.mark.slow  # the stream below does the same
-def test_a_disconnected_client_frees_the_engine(gateway, engine, endless):
-    client = gateway.client(max_tokens=900).with_options(timeout=2.0)
-    with pytest.raises(openai.APITimeoutError):
-        client.chat.completions.create(model="scripted", messages=[user("Write a very long novel.")])
-    until(lambda: engine.running() == 0)
-    assert gateway.trajectory().segments == ()
 
 
 def test_a_stream_is_sent_while_it_is_sampled_and_recorded_as_sent(gateway, endless):
