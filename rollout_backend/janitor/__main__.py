@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -29,6 +30,7 @@ _RESTART_S = 3600  # for a manager that is starting the run again, and may fail
 _POLL_S = 2.0  # interval of reading the lease meanwhile
 _CLOCK_S = 2.0  # S3 timestamps have a resolution of 1 s
 _STOPPERS = 8
+_RETRY_S = (15.0, 60.0, 180.0)  # longer than a refresh of credentials, a correction of the clock or throttling takes
 _CHUNK = 65536
 
 log = logging.getLogger("janitor")
@@ -197,26 +199,38 @@ def _lease(s3: Any, run: dict[str, Any]) -> tuple[dict[str, Any], float]:
     return json.loads(reply["Body"].read()), (now - reply["LastModified"]).total_seconds()
 
 
-def stop_sessions(cleanup: dict[str, Any], per_s: float, sessions: list[str]) -> list[str]:
-    """Stop sessions as the runtime's `CleanupSpec` says. Return those that have certainly ended."""
+def stop_sessions(
+    cleanup: dict[str, Any], per_s: float, sessions: list[str], retry_s: Sequence[float] = _RETRY_S
+) -> list[str]:
+    """Stop sessions as the runtime's `CleanupSpec` says. Return those that have certainly ended.
+
+    What failed is repeated after the pauses `retry_s`, by a new stopper, which finds its credentials again.
+    """
     module, _, name = cleanup["stopper"].rpartition(".")
-    stop_one = getattr(importlib.import_module(module), name)(cleanup["options"])
+    make = getattr(importlib.import_module(module), name)
+    existed: dict[str, bool] = {}
+    errors: dict[str, Exception] = {}
 
-    def stop(session: str) -> str:
+    def stop(stop_one: Callable[[str], bool], session: str) -> None:
         try:
-            return "stopped" if stop_one(session) else "gone"
+            existed[session] = stop_one(session)
         except Exception as error:
-            log.warning("session %s could not be stopped and ends at its idle timeout: %s", session, error)
-            return "open"
+            errors[session] = error
 
-    with ThreadPoolExecutor(_STOPPERS) as pool:
-        stops = []
-        for session in sessions:
-            stops.append(pool.submit(stop, session))
-            time.sleep(1 / per_s)
-    ends = [one.result() for one in stops]
-    log.info("stopped %d of %d sessions", ends.count("stopped"), len(sessions))
-    return [session for session, end in zip(sessions, ends, strict=True) if end != "open"]
+    for pause_s in (0.0, *retry_s):
+        left = [session for session in sessions if session not in existed]
+        if not left:
+            break
+        time.sleep(pause_s)
+        stop_one = make(cleanup["options"])
+        with ThreadPoolExecutor(_STOPPERS) as pool:
+            for session in left:
+                pool.submit(stop, stop_one, session)
+                time.sleep(1 / per_s)
+    for session in errors.keys() - existed.keys():
+        log.warning("session %s could not be stopped and ends at its idle timeout: %s", session, errors[session])
+    log.info("stopped %d of %d sessions", sum(existed.values()), len(sessions))
+    return [session for session in sessions if session in existed]
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ import select
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import boto3
 import pytest
 from anyio.from_thread import start_blocking_portal
+from botocore.exceptions import NoCredentialsError
 
 from bare_agent import BARE_AGENT
 from builders import processes_with, until
@@ -22,7 +24,7 @@ from rollout_backend.collect.queue import queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import StorageConfig, load_config
 from rollout_backend.errors import QuotaExceeded
-from rollout_backend.janitor.__main__ import RunState
+from rollout_backend.janitor.__main__ import RunState, stop_sessions
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
 from rollout_backend.local.session_pool import EmulatorLimits
@@ -420,3 +422,31 @@ def test_it_loads_no_heavy_module_while_it_waits():
     heavy = "('boto', 'aio', 'pydantic', 'asyncio', 'numpy', 'ray')"
     argv = [sys.executable, "-c", program.replace("HEAVY", heavy)]
     assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+class Unsteady:
+    """Stops a session at the second try, and only by a stopper that was made since."""
+
+    made = 0
+    tries: ClassVar[list[str]] = []
+
+
+def unsteady_stopper(options: dict[str, Any]) -> Callable[[str], bool]:
+    Unsteady.made += 1
+    nth = Unsteady.made
+
+    def stop(session: str) -> bool:
+        Unsteady.tries.append(session)
+        if session == "never" or (session == "later" and nth == 1):
+            raise NoCredentialsError
+        return session != "gone"
+
+    return stop
+
+
+def test_a_stop_that_fails_is_repeated_by_a_new_stopper(monkeypatch):
+    monkeypatch.setattr(Unsteady, "made", 0)
+    cleanup = {"stopper": f"{__name__}.unsteady_stopper", "options": {}}
+    ended = stop_sessions(cleanup, 1000, ["at once", "later", "gone", "never"], retry_s=(0.0, 0.0))
+    assert ended == ["at once", "later", "gone"]
+    assert Counter(Unsteady.tries) == {"at once": 1, "later": 2, "gone": 1, "never": 3}
