@@ -19,7 +19,7 @@ _TIMEOUT_S = 20.0
 _CODE = re.compile(r"<Code>([\w.]{1,64})</Code>")
 # S3 answers 400 to throttling by KMS and to a body that came too slowly, and 403 to a clock that is wrong, as after
 # the restore of a snapshot.
-_TRANSIENT = re.compile("Throttl|RequestTime|SlowDown|LimitExceeded|RequestExpired|InTheFuture|Conflict")
+_TRANSIENT = re.compile("Throttl|Timeout|TooSkewed|SlowDown|LimitExceeded|RequestExpired|InTheFuture|Conflict")
 
 
 class PutRefused(Exception):

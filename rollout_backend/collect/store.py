@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import random
-import re
 import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
@@ -24,11 +23,11 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from agent_wrapper.contract import MAX_PACKED_ARTIFACT_BYTES, ContractError, probe_key, quarantine_prefix
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
+from agent_wrapper.presigned import is_transient
 from rollout_backend import aws
 from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.errors import PreflightError, ResultMissing, StoreError, WriteConflict
 
-_TRANSIENT = re.compile("Throttl|Timeout|SlowDown|LimitExceeded|Skewed|Conflict")  # codes of transient 4xx errors
 # S3 answers 409 if another write of the key is in progress, and 404 if the key was deleted.
 _CONFLICTS = frozenset({"ConditionalRequestConflict", "NoSuchKey", "PreconditionFailed"})
 _EVIDENCE_BYTES = 4096
@@ -230,7 +229,7 @@ class ResultStore:
             return missing
         aws.raise_if_expired(error, "S3")
         refused = StoreError(f"S3 refused {key!r}: {error}")
-        if not 400 <= aws.status_of(error) < 500 or _TRANSIENT.search(code):
+        if not 400 <= aws.status_of(error) < 500 or is_transient(aws.status_of(error), code):
             return refused
         try:
             if not await self._exists(key):

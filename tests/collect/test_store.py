@@ -240,6 +240,7 @@ async def test_a_refusal_of_the_whole_bucket_is_transient(open_store, faulty, pu
     [
         (400, "KMS.ThrottlingException"),
         (403, "RequestTimeTooSkewed"),
+        (408, "RequestTooSlow"),  # of a proxy
         (429, "TooManyRequestsThrottled"),
         (503, "SlowDown"),
     ],
