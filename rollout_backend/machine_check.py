@@ -101,6 +101,28 @@ def check_agent(script: Path) -> CheckResult:
     return CheckResult("problem", "agent", f"{script}{where}: {last}")
 
 
+_LONGER = ("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "VLLM_ALLOW_LONG_MAX_MODEL_LEN")
+
+
+def _check_context(config: RolloutConfig) -> CheckResult:
+    model, setting = config.model, "model.context_length"
+    try:
+        tokens = model.context_tokens
+    except ConfigError as error:
+        return CheckResult("problem", setting, str(error))
+    longest = model.longest_context
+    # Engines take a longer one if their arguments or variables say so.
+    forced = any("overrid" in each for each in config.serving.extra_args) or any(map(os.environ.get, _LONGER))
+    if longest is not None and tokens > longest and config.serving.kind != "external" and not forced:
+        text = f"{tokens:,} is above the model's {longest:,}, with which engines do not start: lower it, or set "
+        return CheckResult("problem", setting, f"{text}rope_scaling in the model's config.json")
+    reply = config.sampling.max_tokens
+    if reply is not None and reply >= tokens:
+        text = f"{reply:,} leave no room for a prompt in a context of {tokens:,} tokens: lower it"
+        return CheckResult("problem", "sampling.max_tokens", text)
+    return CheckResult("ok", setting, f"{tokens:,} tokens of context")
+
+
 # --- model and renderer -----------------------------------------------------------------------------------
 
 
@@ -116,10 +138,7 @@ def _check_model(config: RolloutConfig) -> Iterator[CheckResult]:
     if config.serving.kind == "process" and not (model.path / "config.json").is_file():
         yield CheckResult("problem", "model.path", f"{model.path} is no model folder: it has no config.json")
         return
-    try:
-        yield CheckResult("ok", "model.context_length", f"{model.context_tokens:,} tokens of context")
-    except ConfigError as error:
-        yield CheckResult("problem", "model.context_length", str(error))
+    yield _check_context(config)
     if there and model.routed_experts:
         yield _check_experts(model)
     if there:

@@ -21,13 +21,14 @@ from rollout_backend.cli.common import (
     run_async,
 )
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.verdict import count
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollout_backend.core.check_result import CheckResult
     from rollout_backend.core.tasks import Task
 
-_STYLES = {"ok": "green", "warning": "yellow", "problem": "red", "unchecked": "dim"}
+_STYLES = {"ok": "green", "unchecked": "dim", "warning": "yellow", "problem": "red"}
 
 
 def doctor(
@@ -47,14 +48,17 @@ def doctor(
     services: Annotated[
         bool, typer.Option("--services", help="Check account, bucket, queue and runtime only, from any machine.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print a line for each check that passed.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     override: Overrides = None,
 ) -> None:
     """Find everything that would stop a run, before anything is paid for: credentials, permissions, bucket, queue,
     runtime, quotas, the public address, model, engines, versions, and this machine.
 
-    Run it where the trainer will run. It prints one line for each finding, with what to do, and exits with 2 if one
-    of them is a problem. A run makes the quick ones of these checks first.
+    Run it where the trainer will run. It prints one line for each finding, with what to do, the problems last, and
+    exits with 2 if there is one. A run makes the quick ones of these checks first.
     """
     from rollout_backend.core.harbor import fit_to_runtime
 
@@ -71,7 +75,8 @@ def doctor(
         wanted = None if tasks is None else fit_to_runtime(read_limited(tasks, limit), settings.runtime)
         if services and engine:
             raise ConfigError("choose one of --services and --engine")
-        run_async(_examine(settings, wanted, agent, services=services, engine=engine, as_json=as_json))
+        how = {"services": services, "engine": engine, "verbose": verbose, "as_json": as_json}
+        run_async(_examine(settings, wanted, agent, **how))
 
 
 def _invalid_settings(error: ConfigError) -> Iterator[CheckResult]:
@@ -90,6 +95,7 @@ async def _examine(
     *,
     services: bool,
     engine: bool,
+    verbose: bool,
     as_json: bool,
 ) -> int:
     from rollout_backend.core.tasks import planned_rollouts
@@ -102,9 +108,25 @@ async def _examine(
     if as_json:
         print(json.dumps([finding.fields() for finding in findings], indent=1))
     else:
-        for finding in findings:
-            print_finding(finding)
+        _print(findings, verbose)
     return 2 if any(finding.level == "problem" for finding in findings) else 0
+
+
+def _print(findings: Sequence[CheckResult], verbose: bool) -> None:
+    """Print the findings, the most important ones last, and whether a run can start."""
+    by_level: dict[str, list[CheckResult]] = {level: [] for level in _STYLES}
+    for finding in dict.fromkeys(findings):  # several checks may meet one problem
+        by_level[finding.level].append(finding)
+    passed = by_level.pop("ok") if not verbose else []
+    if passed:
+        names = ", ".join(dict.fromkeys(finding.setting for finding in passed))
+        console.print(f"[green]ok       [/] {escape(names)}", highlight=False, soft_wrap=True)
+    for found in by_level.values():
+        for finding in found:
+            print_finding(finding)
+    problems, warnings = len(by_level["problem"]), len(by_level["warning"])
+    can = "cannot" if problems else "can"
+    console.print(f"{count(problems, 'problem')}, {count(warnings, 'warning')}: a run {can} start", highlight=False)
 
 
 def print_finding(finding: CheckResult) -> None:

@@ -65,6 +65,14 @@ class ModelConfig(Section):
         return self.context_length or min(_max_positions(self.path), _MAX_DEFAULT_CONTEXT)
 
     @property
+    def longest_context(self) -> int | None:
+        """Return the longest context that engines accept for the model; None if its config.json does not say."""
+        try:
+            return _max_positions(self.path)
+        except ConfigError:
+            return None
+
+    @property
     def expert_shape(self) -> ExpertShape | None:
         """Return the shape of the routing to record; None without `routed_experts`.
 
@@ -81,8 +89,17 @@ def _max_positions(model: Path) -> int:
     for section in _config_sections(path, "model.context_length is not set"):
         for name in _LENGTH_FIELDS:
             if isinstance(section.get(name), int):
-                return int(section[name])
+                return _extended(section[name], section)
     raise ConfigError(f"model.context_length is not set, and {path} has none of {', '.join(_LENGTH_FIELDS)}: set it")
+
+
+def _extended(maximum: int, section: Mapping[str, Any]) -> int:
+    """Return the maximum with the scaling of positions, unless it is in it already."""
+    scaling = section.get("rope_scaling") or section.get("rope_parameters") or {}
+    factor = scaling.get("factor")
+    if not isinstance(factor, int | float) or scaling.get("rope_type") == "llama3":
+        return maximum
+    return max(maximum, int(factor * scaling.get("original_max_position_embeddings", maximum)))
 
 
 @functools.cache

@@ -42,7 +42,7 @@ async def check_public_address(config: RolloutConfig) -> list[CheckResult]:
     if config.relay is not None:
         urls = [config.relay.agents_url]
     host = urlsplit(urls[0]).hostname or ""
-    found = [await _check_name(config, setting, host)]
+    found = [await _check_name(config, setting, host, plain=urls[0].startswith("http://"))]
     async with AsyncExitStack() as stack:
         token = await _stand_in(stack, config)
         if urls[0].startswith("https://"):
@@ -57,7 +57,7 @@ def _own_url(gateway: GatewayConfig) -> str:
     return f"{'https' if gateway.tls_certificate else 'http'}://{host}:{gateway.port}"
 
 
-async def _check_name(config: RolloutConfig, setting: str, host: str) -> CheckResult:
+async def _check_name(config: RolloutConfig, setting: str, host: str, *, plain: bool) -> CheckResult:
     try:
         answer = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -69,6 +69,9 @@ async def _check_name(config: RolloutConfig, setting: str, host: str) -> CheckRe
     runtime = config.runtime
     if private and isinstance(runtime, AgentCoreConfig) and runtime.image is not None and not runtime.subnets:
         text += ", a private address, and the agents are in the public network: set runtime.subnets, or use a relay"
+        return CheckResult("warning", setting, text, "gateway-dns")
+    if isinstance(runtime, AgentCoreConfig) and plain and not private:
+        text += ": keys and conversations travel unencrypted. Use https: gateway.tls_certificate, or a proxy"
         return CheckResult("warning", setting, text, "gateway-dns")
     return CheckResult("ok", setting, text, "gateway-dns")
 

@@ -77,7 +77,7 @@ def test_a_check_reports_the_runtime_of_an_image_and_creates_nothing(rollout, se
             runtime = {"kind": "agentcore", "image": local.image, "role": local.role}
             config = settings(runtime={**runtime, "endpoint_url": local.endpoint_url})
             for _ in range(2):
-                code, output = rollout("doctor", config)
+                code, output = rollout("doctor", config, "-v")
                 assert code == 0, output
                 assert f"runtime rollout_agent: would be made from {local.image}" in output
             config = settings(runtime={**runtime, "name": "local", "endpoint_url": local.endpoint_url})
@@ -96,7 +96,9 @@ def test_a_batch_that_cannot_start_in_time_is_refused_before_anything_starts(rol
     said = "rollouts cannot finish within timeouts.collection_s (3600 s): at runtime.invoke_per_s=0.01"
     refused(rollout("run", config, "--tasks", tasks), said)
     refused(rollout("doctor", config, "--tasks", tasks), said)
-    code, output = rollout("doctor", config, "--tasks", tasks, "-o", "runtime.invoke_per_s=10", "-o", "group.size=4")
+    code, output = rollout(
+        "doctor", config, "--tasks", tasks, "-o", "runtime.invoke_per_s=10", "-o", "group.size=4", "-v"
+    )
     assert code == 0, output
     assert "4 rollouts start within 0 s, at 10 sessions per second" in output
     assert "in 2 waves of 2 sessions (runtime.max_sessions)" in output

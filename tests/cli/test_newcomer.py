@@ -185,6 +185,9 @@ def test_invalid_settings_are_json_too(rollout, config):
 
 def test_a_config_without_mistakes_passes(rollout, config):
     code, output = rollout("doctor", config({}))
+    assert (code, output.endswith(": a run can start")) == (0, True), output
+    assert "model.context_length, model.renderer" in output, "what passed is folded"
+    code, output = rollout("doctor", config({}), "--verbose")
     assert code == 0, output
     for words in (
         "ok model.context_length: ",
@@ -193,11 +196,11 @@ def test_a_config_without_mistakes_passes(rollout, config):
         "ok output_dir:",
     ):
         assert words in output
-    assert "problem" not in output
+    assert "problem " not in output
 
 
 def test_the_services_can_be_checked_from_another_machine(rollout, config):
-    code, output = rollout("doctor", config({"model.path": "/no/model"}), "--services")
+    code, output = rollout("doctor", config({"model.path": "/no/model"}), "--services", "-v")
     assert code == 0, output
     assert "ok storage.bucket: " in output
     assert "ok credentials: " in output
@@ -258,8 +261,8 @@ def test_an_agent_that_cannot_start_is_refused_by_the_check_and_by_a_demo(rollou
     agent = tmp_path / "agent.py"
     agent.write_text("raise SystemExit(3)\n")
     code, output = rollout("doctor", config({}), "--services", "--agent", agent)
-    assert output.startswith(f"problem agent: {agent}: it exits")
-    assert code == 2
+    assert f"problem agent: {agent}: it exits" in output
+    assert (code, output.endswith("1 problem, 0 warnings: a run cannot start")) == (2, True)
     code, output = rollout("demo", "--agent", agent, "--tasks", tasks)
     assert output.startswith(f"error: agent: {agent}: it exits")
     assert code == 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import resource
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -27,10 +29,11 @@ from rollout_backend.doctor import token_capture
 from rollout_backend.doctor.account import describe_credentials
 from rollout_backend.doctor.examination import estimate_cost, examine
 from rollout_backend.doctor.installation import check_engine_version, check_open_files, check_packages
-from rollout_backend.doctor.public_address import check_public_address
+from rollout_backend.doctor.public_address import _check_name, check_public_address
 from rollout_backend.doctor.tool_round_trip import check_tools
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import Fail, ScriptedEngine
+from rollout_backend.machine_check import _check_context
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 from rollouts import make_rollout
@@ -458,6 +461,36 @@ async def test_a_private_address_for_agents_in_the_public_network():
     gateway = {"public_url": f"http://127.0.0.1:{free_port()}"}
     found = line(await check_public_address(run_config(runtime=runtime, gateway=gateway)), "gateway-dns")
     assert (found.level, "set runtime.subnets, or use a relay" in found.text) == ("warning", True)
+
+
+async def test_a_public_address_without_encryption(monkeypatch):
+    async def resolve(self, *where, **how):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("8.8.8.8", 0))]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolve)
+    for scheme, level in (("http", "warning"), ("https", "ok")):
+        runtime = {"kind": "agentcore", "arn": ARN}
+        config = run_config(runtime=runtime, gateway={"public_url": f"{scheme}://gateway.example"})
+        found = await _check_name(config, "gateway.public_url", "gateway.example", plain=scheme == "http")
+        assert (found.level, "unencrypted" in found.text) == (level, level == "warning")
+
+
+@pytest.mark.parametrize(
+    ("settings", "scaling", "level", "words"),
+    [
+        ({}, {}, "ok", "2,048 tokens"),
+        ({"context_length": 4096}, {}, "problem", "above the model's 2,048, with which engines do not start"),
+        ({"context_length": 4096}, {"rope_type": "yarn", "factor": 2.0}, "ok", "4,096 tokens"),
+        ({"context_length": 4096}, {"rope_type": "llama3", "factor": 8.0}, "problem", "above the model's 2,048"),
+        ({"max_tokens": 2048}, {}, "problem", "2,048 leave no room for a prompt"),
+    ],
+)
+def test_a_context_that_no_engine_takes(tmp_path, settings, scaling, level, words):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 2048, "rope_scaling": scaling}))
+    sampling = {"max_tokens": settings.get("max_tokens")}
+    model = {"path": str(tmp_path), "context_length": settings.get("context_length")}
+    found = _check_context(run_config(model=model, sampling=sampling, serving={"kind": "process"}))
+    assert (found.level, words in found.text) == (level, True), found
 
 
 @pytest.mark.parametrize(
