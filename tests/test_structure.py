@@ -25,6 +25,7 @@ LAYERS = (
     {"local"},
     {"deploy", "testing"},
     {"cli"},
+    {"__main__"},
 )
 """From the bottom up: a folder, or a module of the package itself, imports only from the layers below its own."""
 

@@ -123,18 +123,13 @@ async def _deploy(
     yes: bool,
     overrides: Sequence[str],
 ) -> int:
-    try:
-        from rollout_backend.child_process import find_uv
-        from rollout_backend.deploy.contract_check import check_contract
-        from rollout_backend.deploy.deployment import Deployment, qualifier, runtime_name
-        from rollout_backend.deploy.image import check_builder
-        from rollout_backend.deploy.target import Target, read_stack
-        from rollout_backend.local.background import start_background_cloud
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"rollout deploy needs {error.name}, which is not installed: install the extra deploy"
-        ) from None
+    from rollout_backend.child_process import find_uv
     from rollout_backend.cli.doctor import print_finding
+    from rollout_backend.deploy.contract_check import check_contract
+    from rollout_backend.deploy.deployment import Deployment, qualifier, runtime_name
+    from rollout_backend.deploy.image import check_builder
+    from rollout_backend.deploy.target import Target, read_stack
+    from rollout_backend.local.background import start_background_cloud
 
     replaced: dict[str, Any] = {}
     endpoint = qualifier(folder, overrides)

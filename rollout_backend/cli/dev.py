@@ -71,14 +71,8 @@ async def _dev(
     overrides: Sequence[str],
 ) -> int:
     from rollout_backend.core.harbor import fit_to_runtime
-
-    try:
-        from rollout_backend.local.dev import DevRunner, run_after_changes, source_changes
-        from rollout_backend.local.harness import AgentHarness
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"rollout dev needs {error.name}, which is not installed: install the extra local"
-        ) from None
+    from rollout_backend.local.dev import DevRunner, run_after_changes, source_changes
+    from rollout_backend.local.harness import AgentHarness
 
     def echo(text: str) -> None:
         console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

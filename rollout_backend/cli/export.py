@@ -40,12 +40,6 @@ def export(
                 _print(_export_to_s3(folder, to, out))
             else:
                 _print(_export(folder, to, default if out is None else Path(out)))
-        except ModuleNotFoundError as error:
-            package = str(error.name).partition(".")[0]
-            extra = "inspect" if package == "inspect_ai" else "trainer"
-            raise ConfigError(
-                f"rollout export needs {package}, which is not installed: install the extra {extra}"
-            ) from None
         except OSError as error:
             raise ConfigError(f"the export of {folder} cannot be written: {error}") from None
 

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -63,6 +64,8 @@ class LocalStorage(_Startable):
     """
 
     def __init__(self, *, run_dir: Path, bucket: str = "rollouts", region: str = "us-east-1") -> None:
+        if find_spec("moto") is None:
+            raise ModuleNotFoundError("moto, which serves S3 and SQS on this machine, is not installed", name="moto")
         self.bucket = bucket
         self.region = region
         port = free_port(_LOOPBACK)

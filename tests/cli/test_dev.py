@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 
@@ -26,13 +24,3 @@ def test_input_that_cannot_be_used_is_refused(rollout, agent, tmp_path):
         code, output = rollout("dev", *arguments)
         assert (code, words in output) == (2, True), output
         assert "starting" not in output
-
-
-def test_without_the_local_extra_its_name_is_printed(rollout, agent, monkeypatch):
-    monkeypatch.delitem(sys.modules, "rollout_backend.local.dev", raising=False)
-    monkeypatch.setitem(sys.modules, "watchfiles", None)
-    code, output = rollout("dev", agent)
-    assert (code, "rollout dev needs watchfiles, which is not installed: install the extra local" in output) == (
-        2,
-        True,
-    ), output

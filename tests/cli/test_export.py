@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pandas
@@ -31,26 +30,6 @@ def test_the_newest_run_or_a_named_one(rollout, tmp_path: Path, monkeypatch: pyt
     code, output = rollout("export", "no-such-run")
     assert code == 2
     assert "there is no run 'no-such-run'" in output
-
-
-def test_a_missing_inspect_names_the_extra(rollout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = make_run(tmp_path / "run", MadeRun(tasks=1, group=1))
-    monkeypatch.setitem(sys.modules, "inspect_ai", None)
-    monkeypatch.delitem(sys.modules, "rollout_backend.report.inspect_logs", raising=False)
-    code, output = rollout("export", run, "--to", "inspect")
-    assert code == 2
-    assert "needs inspect_ai, which is not installed: install the extra inspect" in output
-    assert not (run / "inspect").exists()
-
-
-def test_a_missing_pyarrow_names_the_extra(rollout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = make_run(tmp_path / "run", MadeRun(tasks=1, group=1))
-    monkeypatch.delitem(sys.modules, "rollout_backend.report.export", raising=False)
-    monkeypatch.delitem(sys.modules, "rollout_backend.report.tables", raising=False)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    code, output = rollout("export", run)
-    assert code == 2
-    assert "needs pyarrow, which is not installed: install the extra trainer" in output
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -45,3 +47,40 @@ def test_shells_complete_the_names_of_commands(shell):
     result = CliRunner().invoke(cli.app, prog_name="rollout", env=env)
     assert "rescore" in result.output
     assert "report" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("missing", "command", "extra"),
+    [
+        ("typer", "", "trainer"),
+        ("typer", "relay", "relay"),
+        ("rich", "ls", "trainer"),
+        ("yaml", "run config.yaml", "trainer"),
+        ("watchfiles", "dev agent.py --tasks tasks.jsonl", "local"),
+        ("moto", "demo --scripted", "local"),
+        ("inspect_ai", "export run --to inspect", "inspect"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(missing, command, extra, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "agent.py").touch()
+    (tmp_path / "config.yaml").write_text("storage: {}")
+    (tmp_path / "tasks.jsonl").write_text('{"payload": {}}')
+    code = f"import sys; sys.modules[{missing!r}] = None; from rollout_backend.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    name = f"rollout {command.partition(' ')[0]}".strip()
+    assert done.stderr == f"error: {name} needs {missing}: pip install 'rollout-backend[{extra}]'\n"
+    assert done.returncode == 2
+
+
+def test_a_missing_module_of_the_user_is_not_explained(tmp_path):
+    code = (
+        "import rollout_backend.cli as cli, rollout_backend.__main__ as command\n"
+        "def main(): import no_such_module\n"
+        "cli.main = main; command.main()"
+    )
+    argv = [sys.executable, "-c", code, "ls"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in done.stderr

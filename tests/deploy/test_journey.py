@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def rollout(folder: Path, *arguments: str, code: int = 0) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    argv = [sys.executable, "-m", "rollout_backend.cli", *arguments]
+    argv = [sys.executable, "-m", "rollout_backend", *arguments]
     done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -170,7 +170,7 @@ def test_odd_messages_several_conversations_and_an_interrupted_step(logs):
 
 def test_a_step_that_ran_again_replaces_its_log(tmp_path: Path):
     for at in (1000.0, 2000.0):
-        export = [BIN / "python", "-m", "rollout_backend.cli", "export", odd_run(tmp_path / "odd", at)]
+        export = [BIN / "python", "-m", "rollout_backend", "export", odd_run(tmp_path / "odd", at)]
         subprocess.run([*export, "--to", "inspect"], check=True, timeout=120)
     [log] = (tmp_path / "odd" / "inspect").iterdir()
     assert log.name.startswith("1970-01-01T00-33-20")
