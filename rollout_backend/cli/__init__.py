@@ -23,6 +23,7 @@ from rollout_backend.cli.doctor import doctor
 from rollout_backend.cli.down import down
 from rollout_backend.cli.engine import engine_install
 from rollout_backend.cli.export import export
+from rollout_backend.cli.infra import infra
 from rollout_backend.cli.init import init
 from rollout_backend.cli.ls import ls
 from rollout_backend.cli.replay import replay
@@ -45,6 +46,7 @@ app = typer.Typer(
 for command in (init, dev, demo, deploy, doctor, run, down, ls, show, report, compare, export, replay, rescore):
     app.command()(command)
 app.command("relay", rich_help_panel="Advanced")(relay)
+app.command(rich_help_panel="Advanced")(infra)
 engine_app = typer.Typer(no_args_is_help=True, help="Install an engine for machines without a GPU.")
 engine_app.command("install")(engine_install)
 app.add_typer(engine_app, name="engine")

@@ -13,11 +13,12 @@ from pathlib import Path
 from botocore.exceptions import BotoCoreError, ClientError
 
 from rollout_backend import aws
+from rollout_backend.deploy import INFRA
 from rollout_backend.deploy.target import Target
 from rollout_backend.deploy.wrapper_context import write_wrapper_context
 from rollout_backend.errors import ConfigError, PreflightError
 
-DOCKERFILE = Path(__file__).with_name("agent.Dockerfile")
+DOCKERFILE = INFRA / "agent.Dockerfile"
 CODEBUILD = "codebuild"
 
 

@@ -23,13 +23,14 @@ from pathlib import Path
 
 import agent_wrapper
 from rollout_backend.child_process import find_uv, run_child
+from rollout_backend.deploy import INFRA
 from rollout_backend.errors import ConfigError
 
 ENTRY_POINT = "agent.py"
 REQUIREMENTS = "requirements.txt"
 MAX_ZIP_BYTES, MAX_UNPACKED_BYTES = 250_000_000, 750_000_000  # AgentCore's limits
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")  # of AgentCore
-_IGNORED = Path(__file__).with_name("agent.Dockerfile.dockerignore")
+_IGNORED = INFRA / "agent.Dockerfile.dockerignore"
 _PLATFORM = "aarch64-manylinux2014"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can hold
 _INSTALL_S = 600.0

@@ -135,7 +135,8 @@ async def _describe(
     except ClientError as error:
         if aws.code_of(error) == "ValidationError":  # which is what CloudFormation calls a missing stack
             raise PreflightError(
-                f"there is no stack {name} in {region}: deploy {template} under that name, or set AWS_REGION"
+                f"there is no stack {name} in {region}: deploy {template}, which `rollout infra` writes, under that "
+                "name, or set AWS_REGION"
             ) from error
         raise aws.preflight_error(error, f"stack {name}", "--stack") from error
     except BotoCoreError as error:

@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 
 import agent_wrapper
+from rollout_backend.deploy import CONSTRAINTS
 from rollout_backend.deploy.package import requirements
 
-_CONSTRAINTS = Path(__file__).with_name("agent.txt")
 _PYPROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]
@@ -42,7 +42,7 @@ def write_wrapper_context(folder: Path) -> None:
     wrapper = Path(agent_wrapper.__file__).parent
     shutil.copytree(wrapper, folder / wrapper.name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "constraints").mkdir()
-    shutil.copy(_CONSTRAINTS, folder / "constraints" / "agent.txt")
+    shutil.copy(CONSTRAINTS / "agent.txt", folder / "constraints" / "agent.txt")
     (folder / "README.md").touch()
     version = importlib.metadata.version("rollout-backend")
     (folder / "pyproject.toml").write_text(_PYPROJECT.format(version=version, dependencies=requirements()))

@@ -14,7 +14,7 @@ from rollout_backend import cli
 from rollout_backend.cli.common import errors
 
 COMMON = ["init", "dev", "demo", "doctor", "run", "ls", "show", "report", "compare", "export", "replay", "rescore"]
-ADVANCED = ["relay"]
+ADVANCED = ["relay", "infra"]
 
 
 def test_the_version_is_that_of_the_distribution(rollout):

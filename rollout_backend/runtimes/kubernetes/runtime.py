@@ -122,7 +122,10 @@ class KubernetesRuntime(VerifierRuntime):
 
     async def _check_namespace(self) -> CheckResult:
         name, setting = self._config.namespace, "runtime.namespace"
-        missing = f"{self._api.cluster.url} has no namespace {name!r}: apply infra/kubernetes.yaml, or correct it"
+        missing = (
+            f"{self._api.cluster.url} has no namespace {name!r}: apply infra/kubernetes.yaml (`rollout infra` writes "
+            "it), or correct it"
+        )
         return await self._check_exists(setting, f"/api/v1/namespaces/{name}", f"the namespace {name!r}", missing)
 
     async def _check_account(self, name: str) -> CheckResult:

@@ -1,1 +1,0 @@
-../../infra/agent.Dockerfile
