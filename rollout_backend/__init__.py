@@ -12,9 +12,11 @@ loads no cloud client, no Ray and no torch.
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from agent_wrapper.contract import Outcome as Outcome
     from agent_wrapper.contract import Rollout as Rollout
     from agent_wrapper.contract import Sampling as Sampling
@@ -80,6 +82,8 @@ __all__ = [*_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("rollout-backend")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)

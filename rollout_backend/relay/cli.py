@@ -1,4 +1,4 @@
-"""The relay's command line: `python -m rollout_backend.relay`, or `rollout relay` if the trainer is installed."""
+"""The relay's command line: `rollout relay`, or `python -m rollout_backend.relay` in the relay's image."""
 
 from __future__ import annotations
 
