@@ -118,7 +118,7 @@ def stream_data(lines: Iterable[str]) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
-def until(condition: Callable[[], object], timeout_s: float = 120.0, what: str = "the condition is true") -> None:
+def until(condition: Callable[[], object], timeout_s: float = 240.0, what: str = "the condition is true") -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -151,7 +151,7 @@ async def post(url: str, body: object = None) -> int:
         return reply.status
 
 
-async def eventually(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
+async def eventually(condition: Callable[[], object], timeout_s: float = 240.0) -> None:
     """Wait until the condition, or the awaitable that it returns, is true."""
     async with asyncio.timeout(timeout_s):
         while True:
