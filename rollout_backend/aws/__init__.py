@@ -1,7 +1,7 @@
 """AWS clients, and the meaning of their errors."""
 
 from rollout_backend.aws.call_log import CallLog, log_call, logged_calls
-from rollout_backend.aws.clients import Client, client, read_up_to
+from rollout_backend.aws.clients import Client, client, preload, read_up_to
 from rollout_backend.aws.errors import (
     CALL_ERRORS,
     NO_ANSWER,
@@ -47,6 +47,7 @@ __all__ = [
     "logged_calls",
     "message_of",
     "preflight_error",
+    "preload",
     "raise_if_expired",
     "read_up_to",
     "reason",

@@ -159,8 +159,12 @@ def _loader(data_path: str | None, newer: tuple[str, str] | None) -> Loader:
     return loader
 
 
+def preload(service: str) -> None:
+    """Read what a client of this service needs, which takes half a second the first time."""
+    _preload(_session().get_component("data_loader"), service)
+
+
 def _preload(loader: Loader, service: str) -> None:
-    """Read what a client needs, which takes half a second the first time, in a thread."""
     for kind in ("service-2", "endpoint-rule-set-1"):
         loader.load_service_model(service, kind, api_version=None)
     for name in ("endpoints", "partitions", "_retry"):

@@ -43,6 +43,7 @@ class Presigner:
     """Signs URLs with this process's credentials, which must allow the write. Signing makes no call to S3."""
 
     def __init__(self, storage: StorageConfig, where: AwsConfig, wall: Callable[[], float] = time.time) -> None:
+        aws.preload("s3")  # before the event loop has other work
         self._storage = storage
         self._where = where
         self._wall = wall
