@@ -137,7 +137,7 @@ class AgentHarness:
         replies: Script | None,
         *,
         sampling: Sampling | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 240.0,
         watcher: Watcher | None = None,
         before_stop: Callable[[str], Awaitable[object]] | None = None,
     ) -> Rollout:

@@ -36,7 +36,7 @@ class _Blocking:
         replies: Script,
         *,
         sampling: Sampling | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 240.0,
         outcome: str | None = "completed",
     ) -> Rollout:
         """See `AgentHarness.run`. Fail the test if the rollout has another outcome, unless `outcome` is None."""
