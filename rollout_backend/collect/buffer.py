@@ -33,6 +33,7 @@ from agent_wrapper.contract import (
     result_key,
 )
 from agent_wrapper.contract.keys import ID_PATTERN
+from rollout_backend import aws
 from rollout_backend.collect.decode import ResultDecoder
 from rollout_backend.collect.fetcher import FetchStatus, ResultFetcher
 from rollout_backend.collect.inventory import MAX_KEYS, inventory
@@ -164,7 +165,7 @@ class RolloutBuffer:
             messages = await queue.receive()
         except AWS_ERRORS as error:
             if not self.queue_down:
-                log.warning("the queue does not answer; results are found by listing: %s", error)
+                log.warning("the queue does not answer; results are found by listing: %s", aws.reason(error))
             self.queue_down = True
             raise
         self.queue_down = False

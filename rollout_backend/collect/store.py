@@ -228,7 +228,7 @@ class ResultStore:
         if code == "NoSuchKey":
             return missing
         aws.raise_if_expired(error, "S3")
-        refused = StoreError(f"S3 refused {key!r}: {error}")
+        refused = StoreError(f"S3 refused {key!r}: {aws.reason(error)}")
         if not 400 <= aws.status_of(error) < 500 or is_transient(aws.status_of(error), code):
             return refused
         try:
@@ -283,7 +283,7 @@ class ResultStore:
             await self._s3.put_object(Bucket=self.config.bucket, Key=key, Body=body, ContentType="application/json")
         except aws.CALL_ERRORS as error:
             aws.raise_if_expired(error, "S3")
-            raise StoreError(f"writing {key!r} to S3 failed: {error}") from error
+            raise StoreError(f"writing {key!r} to S3 failed: {aws.reason(error)}") from error
         self._readable = key
 
     async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str:
@@ -306,7 +306,7 @@ class ResultStore:
         except aws.CALL_ERRORS as error:
             aws.raise_if_expired(error, "S3")
             if not isinstance(error, ClientError) or aws.code_of(error) not in _CONFLICTS:
-                raise StoreError(f"writing {key!r} to S3 failed: {error}") from error
+                raise StoreError(f"writing {key!r} to S3 failed: {aws.reason(error)}") from error
         with contextlib.suppress(ResultMissing):
             stored = await self.fetch(key)
             if stored.body == body:
@@ -328,7 +328,7 @@ class ResultStore:
                     yield str(item["Key"])
         except aws.CALL_ERRORS as error:
             aws.raise_if_expired(error, "S3")
-            raise StoreError(f"listing {prefix!r} in S3 failed: {error}") from error
+            raise StoreError(f"listing {prefix!r} in S3 failed: {aws.reason(error)}") from error
 
     async def quarantine(self, run_id: str, what: str, reason: str, evidence: bytes) -> str:
         """Store a record of an unusable object or message and return the record's key.

@@ -250,8 +250,9 @@ async def test_throttling_and_clock_errors_are_transient(open_store, faulty, put
     where, _ = await faulty(Rule("s3:GetObject", Fault.FAIL, status=status, code=code, path="*/a"))
     store = await open_store(where)
     await store.put(f"{run_id}/ours", b"{}")
-    with pytest.raises(StoreError, match=f"S3 refused.*{code}"):
+    with pytest.raises(StoreError, match=f"S3 refused.*{code}") as caught:
         await store.get(f"{run_id}/a")
+    assert ("This machine's clock is wrong" in str(caught.value)) == (code == "RequestTimeTooSkewed")
 
 
 async def test_a_missing_key_is_missing_even_if_s3_answers_403(open_store, faulty, put, run_id):
