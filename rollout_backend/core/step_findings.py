@@ -35,7 +35,8 @@ def findings_of(
 def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> Iterator[Finding]:
     if report is None:
         settled = sum(record.outcome is not None for record in records)
-        text = f"the step was interrupted when {settled} of {count(len(records), 'rollout')} had ended"
+        when = f"when {settled} of {count(len(records), 'rollout')} had ended"
+        text = f"the step was interrupted {when if settled < len(records) else 'after its last rollout'}"
         yield Finding(Level.BAD, text, "run_id: start the run again under the same one")
         return
     yield from judge(report, records).findings

@@ -295,7 +295,7 @@ def main(read: Callable[[], str] = sys.stdin.read) -> None:
         settings = EmulatorSettings.model_validate_json(read())
     except ValidationError as error:
         sys.exit(f"the emulator's settings are invalid: {error}")
-    settings.log_dir.mkdir(parents=True, exist_ok=True)
+    settings.log_dir.mkdir(0o700, parents=True, exist_ok=True)  # agents may print their keys
     os.chdir(settings.cwd)  # sessions inherit it
     uvicorn.run(
         AgentCoreEmulator(settings).app(),

@@ -200,9 +200,11 @@ def _print_failure(console: Console, message: str, reason: str) -> None:
 
 
 def _print_panel(console: Console, text: str, title: str, style: str = "none") -> None:
+    if not console.is_terminal:  # a pipe has no width for a box
+        console.print(f"--- {readable(title)}\n{readable(text)}", markup=False, highlight=False, soft_wrap=True)
+        return
     align: AlignMethod = "left" if style == "none" else "center"
-    expand = console.is_terminal
-    console.print(Panel(plain(text), title=plain(title), title_align=align, border_style=style, expand=expand))
+    console.print(Panel(plain(text), title=plain(title), title_align=align, border_style=style))
 
 
 def _print_rule(console: Console, title: str) -> None:

@@ -73,8 +73,8 @@ def test_tasks_are_valid_and_settings_once_they_are_filled_in(rollout, made):
         assert output == (
             "error: fill in your values in the settings, in place of each <yours ...>: "
             "model.path: the model's folder on this machine, such as /models/Qwen3-0.6B "
-            "storage.bucket: as infra/deploy.sh prints it "
-            "runtime.arn: as infra/deploy.sh prints it "
+            "storage.bucket: as rollout deploy prints it "
+            "runtime.arn: as rollout deploy prints it "
             "gateway.public_url: the address at which agents reach this machine, such as https://gateway.example.com"
         )
     code, output = rollout("doctor", folder / "config.yaml", "--json")

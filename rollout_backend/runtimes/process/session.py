@@ -60,7 +60,7 @@ class ProcessSession:
     async def _run(self) -> None:
         scratch = ""
         try:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self.log.parent.mkdir(0o700, parents=True, exist_ok=True)  # agents may print their keys
             os.mkfifo(self._pipe, 0o600)
             scratch = tempfile.mkdtemp(prefix="rollout-")  # not in the run's folder: the payload holds a key
             async with _supervised(self._order(Path(scratch))) as reports:

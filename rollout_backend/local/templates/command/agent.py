@@ -9,7 +9,7 @@ from agent_wrapper import RolloutApp, RolloutContext, run_command
 app = RolloutApp()
 
 FOLDER = Path(__file__).parent
-COMMAND = [sys.executable, "solver.py"]  # for example ["node", "solver.js"]
+COMMAND = [sys.executable, "solver.py"]  # any program that the Dockerfile installs
 
 
 def score(reply: str, answer: str) -> float:
