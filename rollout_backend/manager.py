@@ -518,10 +518,11 @@ class BlockingRolloutManager:
         `on_serving` is called in the manager's thread with each event of an engine, the router or a gateway.
         """
         self._manager = RolloutManager(config, on_serving=on_serving, started_by=started_by)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-manager", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None  # while the manager is entered
 
     def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-manager", daemon=True)
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._manager.__aenter__(), self._loop).result()
@@ -555,7 +556,7 @@ class BlockingRolloutManager:
         Raises:
             RuntimeError: the manager was not entered, or is closed.
         """
-        if not self._thread.is_alive():
+        if self._loop is None:
             work.close()
             raise RuntimeError("enter the manager first: with RolloutManager.blocking(config) as manager")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -598,6 +599,8 @@ class BlockingRolloutManager:
             raise
 
     def _end_loop(self) -> None:
+        assert self._loop is not None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._loop = None
