@@ -52,7 +52,7 @@ from agent_wrapper.errors import AgentFailure, CommandError, CommandNotStarted, 
 from agent_wrapper.json_values import check_json_value
 from agent_wrapper.redaction import without_key
 from agent_wrapper.runner import Raised, Returned
-from agent_wrapper.trajectory import TrajectoryUnavailable
+from agent_wrapper.trajectory import TrajectoryTooLarge, TrajectoryUnavailable
 
 _MESSAGE_CHARS = 2_000
 _TRACEBACK_CHARS = 20_000
@@ -158,6 +158,8 @@ def build_rollout(
         ):
             message = f"the agent returned {len(result.turn_rewards)} turn_rewards, and {turns} model calls were made"
             result, conversations = failed(Outcome.AGENT_ERROR, "bad_reward", message), ()
+    elif result.failure is None and isinstance(trajectory, TrajectoryTooLarge):
+        result = failed(Outcome.AGENT_ERROR, "trajectory_too_large", str(trajectory))
     elif result.failure is None:
         result = failed(Outcome.INFRA_ERROR, "trajectory_unavailable", str(trajectory))
     elif trajectory is not None:

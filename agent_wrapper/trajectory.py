@@ -12,6 +12,10 @@ class TrajectoryUnavailable(Exception):
     """What was sampled could not be had. The message says why."""
 
 
+class TrajectoryTooLarge(TrajectoryUnavailable):
+    """The gateway has more than a result may hold. Another request does not help."""
+
+
 def load_http_client() -> None:
     """Import httpx, before the agent starts: openai 3 fails while another thread is importing it."""
     import httpx  # noqa: F401
@@ -28,6 +32,7 @@ async def fetch_trajectory(endpoint: ModelEndpoint, budget_s: float) -> Trajecto
     """Seals the session and reads what was sampled in it. Tries again until `budget_s` is used up.
 
     Raises:
+        TrajectoryTooLarge: it is larger than a result may be.
         TrajectoryUnavailable: the gateway refused, could not be reached in time, or answered with nonsense.
     """
     import httpx  # late: the container should listen before it loads what it needs at the end
@@ -57,6 +62,8 @@ async def fetch_trajectory(endpoint: ModelEndpoint, budget_s: float) -> Trajecto
                     response.raise_for_status()
         return Trajectory.decode(response.content)
     except httpx.HTTPStatusError as error:
+        if "trajectory_too_large" in error.response.text:
+            raise TrajectoryTooLarge(error.response.json()["error"]["message"]) from error
         answer = f"{error.response.status_code}: {error.response.text[:200]}"
         raise TrajectoryUnavailable(f"the gateway answered the request for the trajectory with {answer}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:

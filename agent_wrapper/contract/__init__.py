@@ -11,7 +11,8 @@ Invariants:
   block the next attempt.
 - The gateway's seal travels with what was sampled, from the trajectory into the rollout. The container does not read
   it.
-- An image is stored once in a rollout, under the SHA-256 of its bytes; segments refer to it by that name.
+- An image is stored once in a rollout, under the SHA-256 of its bytes; segments refer to it by that name. Tokens and
+  messages that several segments have in common are stored once, too (`shared_prefixes`).
 - Malformed input raises `ContractError`, which names the field.
 
 Two encodings of the same fields are read (`codec`): the compact one that `Rollout.encode` writes (msgpack in one zstd
@@ -80,6 +81,7 @@ from agent_wrapper.contract.request import (
     Sampling,
     put_headers,
 )
+from agent_wrapper.contract.shared_prefixes import CheckedMessages
 
 __all__ = [
     "MAX_ARTIFACTS",
@@ -93,6 +95,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "Announcement",
     "Artifact",
+    "CheckedMessages",
     "ContractError",
     "ContractObject",
     "Conversation",

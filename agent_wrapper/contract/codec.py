@@ -36,6 +36,10 @@ class ContractError(ValueError):
         self.reason = reason
 
 
+class ExpandedBeyondCap(ContractError):
+    """What the segments of an object share (see `shared_prefixes`) is beyond the reader's cap."""
+
+
 def pack(fields: object) -> bytes:
     """Encode plain values in the compact form: msgpack in one zstd frame."""
     return zstandard.ZstdCompressor(level=3).compress(cast(bytes, msgpack.packb(fields)))

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
@@ -23,15 +23,20 @@ from pydantic import (
     PlainSerializer,
     SerializerFunctionWrapHandler,
     StringConstraints,
+    TypeAdapter,
     ValidationError,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    field_validator,
     model_serializer,
     model_validator,
 )
 from pydantic.dataclasses import dataclass
+from pydantic_core import to_json
 
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES, ContractError, pack, unpack
 from agent_wrapper.contract.keys import ID_PATTERN, MAX_STEP
+from agent_wrapper.contract.shared_prefixes import CheckedMessages, add_to_schema, expand, share
 
 if TYPE_CHECKING:
     IntArray = array[int]
@@ -59,7 +64,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"  # the backend no longer needed it
 
 
-def _array_type(typecode: str, what: str) -> BeforeValidator:
+def _parser(typecode: str, what: str) -> Callable[[object], array[Any]]:
     def parse(value: object) -> array[Any]:
         if isinstance(value, array):
             if value.typecode != typecode:
@@ -85,7 +90,7 @@ def _array_type(typecode: str, what: str) -> BeforeValidator:
             raise ValueError(f"expected {what}: {error}") from None
         return out
 
-    return BeforeValidator(parse)
+    return parse
 
 
 def _to_list(value: array[Any]) -> list[int] | list[float | None]:
@@ -110,9 +115,15 @@ def _json_list(kind: str | list[str], **more: Any) -> WithJsonSchema:
 
 
 _dump = PlainSerializer(_dump_array)
-TokenIds = Annotated[IntArray, _array_type("i", "int32 token ids"), _dump, _json_list("integer", minimum=0)]
-Mask = Annotated[IntArray, _array_type("B", "mask bytes of 0 or 1"), _dump, _json_list("integer", enum=[0, 1])]
-Logprobs = Annotated[FloatArray, _array_type("f", "float32 logprobs"), _dump, _json_list(["number", "null"])]
+TokenIds = Annotated[
+    IntArray, BeforeValidator(_parser("i", "int32 token ids")), _dump, _json_list("integer", minimum=0)
+]
+Mask = Annotated[
+    IntArray, BeforeValidator(_parser("B", "mask bytes of 0 or 1")), _dump, _json_list("integer", enum=[0, 1])
+]
+Logprobs = Annotated[
+    FloatArray, BeforeValidator(_parser("f", "float32 logprobs")), _dump, _json_list(["number", "null"])
+]
 
 
 def _has_negative(ids: array[int]) -> bool:
@@ -205,7 +216,7 @@ class _OmitsEmpty(ContractObject):
 
     def to_json(self) -> bytes:
         """Encode the same fields as JSON."""
-        return self.model_dump_json().encode()
+        return to_json(_fields(self, "json"))
 
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -271,6 +282,13 @@ class Segment(_OmitsEmpty):
     retokenized: bool = False  # rendered from messages by the training side: `response_mask` is a guess
     images: tuple[ImageSpan, ...] = ()  # in the order of their tokens
     routed_experts: RoutedExperts | None = None  # only with the setting `model.routed_experts`
+
+    model_config = ConfigDict(json_schema_extra=add_to_schema)
+
+    @field_validator("messages", mode="wrap")
+    @classmethod
+    def _check_messages_once(cls, value: object, check: ValidatorFunctionWrapHandler) -> Any:
+        return value if isinstance(value, CheckedMessages) else check(value)
 
     def __repr__(self) -> str:
         return f"<Segment: {len(self.token_ids)} tokens, {len(self.turns)} turns>"
@@ -533,15 +551,42 @@ class Rollout(_OmitsEmpty):
 
 
 def _pack(value: ContractObject) -> bytes:
-    return pack(value.model_dump(mode="python"))
+    return pack(_fields(value, "python"))
+
+
+def _fields(value: ContractObject, mode: Literal["python", "json"]) -> dict[str, Any]:
+    """Return the fields as they are encoded: what several segments have in common is stored once."""
+    segments: tuple[Segment, ...] = getattr(value, "segments", ())
+    if len(segments) < 2:
+        return value.model_dump(mode=mode)
+    arrays = ("token_ids", "response_mask", "logprobs")
+    fields = value.model_dump(mode=mode, exclude={"segments": {"__all__": {*arrays, "messages"}}})
+    form = _to_list if mode == "json" else _to_bytes
+    for segment, encoded, stored in zip(segments, fields["segments"], share(segments), strict=True):
+        encoded["messages"] = stored["messages"]
+        for name in arrays:
+            encoded[name] = form(stored.get(name, getattr(segment, name)))
+        if "shared" in stored:
+            encoded["shared"] = {**stored["shared"], "messages": form(stored["shared"]["messages"])}
+    return fields
 
 
 def _unpack(cls: type[_Object], data: bytes, max_bytes: int) -> _Object:
-    return from_fields(cls, unpack(data, max_bytes))
+    return from_fields(cls, unpack(data, max_bytes), max_bytes)
 
 
-def from_fields(cls: type[_Object], fields: Mapping[str, Any]) -> _Object:
+_CHECK_MESSAGES = TypeAdapter(tuple[dict[str, JsonValue], ...]).validate_python
+_PARSERS = {
+    "token_ids": _parser("i", "int32 token ids"),
+    "response_mask": _parser("B", "mask bytes of 0 or 1"),
+    "logprobs": _parser("f", "float32 logprobs"),
+    "shared": _parser("i", "int32 numbers of messages"),
+}
+
+
+def from_fields(cls: type[_Object], fields: Mapping[str, Any], max_bytes: int = MAX_OBJECT_BYTES) -> _Object:
     """Validate the decoded fields of an object that has a schema version. Raises ContractError."""
+    expand(fields.get("segments"), max_bytes, _PARSERS, _CHECK_MESSAGES)
     version = fields.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ContractError("schema_version", f"is {version!r}, and this version reads {SCHEMA_VERSION}")

@@ -10,11 +10,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from agent_wrapper.contract import ContractError, Outcome, ResultName, Rollout
-from agent_wrapper.contract.codec import unpacked_size
+from agent_wrapper.contract.codec import ExpandedBeyondCap, unpacked_size
 from rollout_backend.collect.text_format import read_result
 
 # Decoding takes 5 ms per MB in the compact form and 30 ms in JSON; a hostile object of 64 KiB takes up to 20 ms.
@@ -49,16 +50,19 @@ class ResultDecoder:
             ContractError: names the invalid field.
         """
         if unpacked_size(data) < _LARGE_BYTES:
-            return self._decode(data, name)
+            with contextlib.suppress(ExpandedBeyondCap):  # a small object may hold large segments
+                return self._decode(data, name, min(_LARGE_BYTES, self._max_bytes))
         # A thread, not a process: the event loop waits for at most one call into C (28 ms of 81 ms for a compact
         # result of 9 MB), and a process would take as long to send the decoded result back. It goes from one result
         # to the next by itself: if the loop had to start each, each would wait for the interpreter's lock first.
-        return await asyncio.get_running_loop().run_in_executor(self._large, self._decode, data, name)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._large, self._decode, data, name, self._max_bytes
+        )
 
-    def _decode(self, data: bytes, name: ResultName) -> Rollout:
+    def _decode(self, data: bytes, name: ResultName, max_bytes: int) -> Rollout:
         rollout = read_result(
             data,
-            self._max_bytes,
+            max_bytes,
             run_id=self._run_id,
             step=name.step,
             rollout_id=name.rollout_id,

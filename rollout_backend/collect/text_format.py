@@ -57,7 +57,7 @@ def read_result(
     """
     fields = unpack(data, max_bytes)
     if "schema_version" in fields or not _FIELDS & fields.keys():
-        return from_fields(Rollout, fields)
+        return from_fields(Rollout, fields, max_bytes)
     if not text_format:
         raise ContractError(
             "object",

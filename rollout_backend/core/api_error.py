@@ -65,5 +65,15 @@ def journal_unwritable() -> ApiError:
     )
 
 
+def trajectory_too_large(segments: int, error: object) -> ApiError:
+    return ApiError(
+        413,
+        f"the trajectory of this session, with {segments} segments, is larger than a result may be ({error}): raise "
+        "storage.max_result_bytes, or let the agent rewrite its history less often, because each rewriting opens a "
+        "segment",
+        code="trajectory_too_large",
+    )
+
+
 def session_closed(why: str) -> ApiError:
     return ApiError(410, f"this session is closed ({why}); it cannot call the model any more", code="session_closed")

@@ -34,6 +34,7 @@ WHAT_TO_DO = {
     "messages_only": "call the model at `base_url`, or set `collect.retokenize`",
     "model_unreachable": "the message names the address: set `gateway.public_url` to one that agents can reach",
     "model_unavailable": "check that agents can reach `gateway.public_url`; read `logs/`",
+    "trajectory_too_large": "raise `storage.max_result_bytes`, or rewrite the history less often",
     "trajectory_unavailable": "check that agents can reach `gateway.public_url`; read `logs/`",
     "terminated": "check the session's maximum lifetime; do not deploy during a run",
     "throttled": "raise the quota, or `timeouts.collection_s`; see throttling",

@@ -125,14 +125,23 @@ def _check(rollout: Rollout, read: Callable[[str], SealClaims]) -> None:
 def digest_of(segments: Iterable[Segment]) -> str:
     """Return the SHA-256 of each segment's arrays and of its other fields as msgpack, each preceded by its length."""
     state = hashlib.sha256(b"rollout-backend segments 2")
+    packer = msgpack.Packer()
+    packed: dict[int, bytes] = {}  # messages by the id of the object: segments may share thousands
     for segment in segments:
         rest = segment.model_dump(mode="json", exclude=_HASHED_AS_THEY_ARE)
-        rest["messages"] = segment.messages
+        for message in segment.messages:
+            if id(message) not in packed:
+                packed[id(message)] = packer.pack(_plain(message))
+        values = {name: packer.pack(_plain(value)) for name, value in rest.items()}
+        values["messages"] = packer.pack_array_header(len(segment.messages)) + b"".join(
+            packed[id(message)] for message in segment.messages
+        )
         parts = [
             np.asarray(segment.token_ids, dtype="<i4").tobytes(),
             segment.response_mask.tobytes(),
             _logprobs(segment),
-            msgpack.packb(_plain(rest)),
+            packer.pack_map_header(len(values))
+            + b"".join(packer.pack(name) + values[name] for name in sorted(values)),
         ]
         if segment.routed_experts is not None:  # its shape is among the other fields
             parts.append(segment.routed_experts.ids)

@@ -257,6 +257,8 @@ class Conversations:
 
     def _index(self, place: TurnPosition, messages: Sequence[Message], turn: RecordedTurn) -> None:
         self._said[place.segment] = messages
+        if place.opened and place.segment:  # the segment before it now shares its messages with others
+            self._said[place.segment - 1] = self.recorder.messages(place.segment - 1)
         self._images.update((image.sha256, image) for image in turn.images)
         self._turns[turn.tools_digest, turn.end] = place
         self._replies.add(turn.end)

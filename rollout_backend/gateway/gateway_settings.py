@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
 from rollout_backend.config import EngineName, GatewayConfig, ModelConfig, RouterKind, Seconds
 from rollout_backend.core.session_key import MIN_SECRET_CHARS
 
@@ -28,6 +29,8 @@ class GatewaySettings(BaseModel):
     """The kind of router at `engine_url`."""
     model_call_s: Seconds = 300.0
     """Time limit of one model call, including all attempts."""
+    max_result_bytes: int = Field(default=MAX_OBJECT_BYTES, ge=1024)
+    """The trainer refuses larger results, so the gateway returns no larger trajectory."""
     session_key_s: Seconds = 5400.0
     """Longest validity of a key, and so how long a revoked session is remembered."""
     engine_attempts: int = Field(default=10, ge=1)

@@ -102,7 +102,13 @@ class Gateway:
         sealer = Sealer(settings.seal_secret) if settings.seal_secret is not None else None
         experts = settings.model.expert_shape
         self._registry = SessionRegistry(
-            bundle, self._model_name, settings.session_key_s, sealer=sealer, journal=self._journal, experts=experts
+            bundle,
+            self._model_name,
+            settings.session_key_s,
+            sealer=sealer,
+            journal=self._journal,
+            experts=experts,
+            max_result_bytes=settings.max_result_bytes,
         )
         self._counters = Counters()
         protocol: EngineProtocol = (

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_wrapper.contract import Trajectory
+from agent_wrapper.contract import ContractError, Trajectory
+from agent_wrapper.contract.codec import MAX_OBJECT_BYTES, unpacked_size
 from rollout_backend.config import ExpertShape
-from rollout_backend.core.api_error import journal_unwritable, session_closed
+from rollout_backend.core.api_error import journal_unwritable, session_closed, trajectory_too_large
 from rollout_backend.core.heartbeats import HeartbeatReport
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
@@ -34,6 +35,7 @@ from rollout_backend.rendering.renderer import RendererBundle
 
 _FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s after the gateway is back
 _MAX_HEARD = 100_000
+_READ_FROM_BYTES = 100_000  # smaller trajectories are below every cap
 
 log = logging.getLogger(__name__)
 
@@ -101,10 +103,13 @@ class SessionRegistry:
         sealer: Sealer | None = None,
         journal: SessionJournal | None = None,
         experts: ExpertShape | None = None,
+        max_result_bytes: int = MAX_OBJECT_BYTES,
     ) -> None:
         """Without a `sealer` trajectories carry no seal; without a `journal` sessions end with this process.
-        `experts` is the routing to record.
+        `experts` is the routing to record. A trajectory beyond `max_result_bytes`, which the trainer would refuse,
+        is not returned.
         """
+        self._max_result_bytes = max_result_bytes
         self._experts = experts
         self._bundle = bundle
         self._model_name = model_name
@@ -157,7 +162,7 @@ class SessionRegistry:
         """Close the session, abort its calls in flight, and return its encoded `Trajectory`.
 
         Raises:
-            ApiError: status 410 if it was revoked.
+            ApiError: status 410 if it was revoked; 413 if the trajectory is too large to be read.
         """
         state = self._find(claims)
         if state.conversations is not None:
@@ -275,14 +280,21 @@ class SessionRegistry:
         await _abort([session.state])
 
         def encode() -> bytes:
+            segments = session.conversations.recorder.segments()
             trajectory = Trajectory(
                 model=self._model_name,
-                segments=session.conversations.recorder.segments(),
+                segments=segments,
                 unanswered_calls=unanswered,
                 images=session.conversations.images(),
             )
             if self._sealer is not None:
                 trajectory = self._sealer.seal(trajectory, session.claims)
-            return trajectory.encode()
+            data = trajectory.encode()
+            if max(unpacked_size(data), sum(len(each.token_ids) for each in segments)) > _READ_FROM_BYTES:
+                try:
+                    Trajectory.decode(data, self._max_result_bytes)
+                except ContractError as error:
+                    raise trajectory_too_large(len(segments), error) from None
+            return data
 
         return await asyncio.to_thread(encode)

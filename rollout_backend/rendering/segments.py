@@ -13,13 +13,14 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agent_wrapper.contract import ImageSpan, Segment, Turn, VersionSpan
+from agent_wrapper.contract import CheckedMessages, ImageSpan, Segment, Turn, VersionSpan
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.routed_experts import ExpertRows, routed_experts, row_bytes
 
@@ -58,14 +59,14 @@ class _Open:
         self.response_mask.extend(_KINDS[kind] * len(ids))
         self.logprobs.extend(logprobs)
 
-    def freeze(self, shape: ExpertShape | None) -> Segment:
+    def freeze(self, shape: ExpertShape | None, messages: CheckedMessages) -> Segment:
         is_routed = shape is not None and len(self.experts) == row_bytes(shape) * (len(self.ids) - 1)
         return Segment(
             token_ids=self.ids[:],
             response_mask=self.response_mask[:],
             logprobs=self.logprobs[:],
             turns=tuple(self.turns),
-            messages=tuple(dict(message) for message in self.messages),
+            messages=messages,
             split_reason=self.split_reason,
             images=tuple(self.images),
             routed_experts=routed_experts(bytes(self.experts), shape) if shape and is_routed else None,
@@ -78,6 +79,7 @@ class SegmentRecorder:
     def __init__(self, experts: ExpertShape | None = None) -> None:
         self._segments: list[_Open] = []
         self._experts = experts
+        self._messages: dict[str, dict[str, Any]] = {}  # of closed conversations, by their JSON
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -112,6 +114,8 @@ class SegmentRecorder:
         opened = index is None
         if index is None:
             index = len(self._segments)
+            if self._segments:
+                self._segments[-1].messages = self._stored_once(self._segments[-1].messages)
             self._segments.append(_Open(split_reason))
         segment = self._segments[index]
         before = len(segment.ids)
@@ -177,7 +181,17 @@ class SegmentRecorder:
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments recorded so far, in the order in which they were opened."""
-        return tuple(segment.freeze(self._experts) for segment in self._segments)
+        return tuple(segment.freeze(self._experts, self._stored_once(segment.messages)) for segment in self._segments)
+
+    def messages(self, segment: int) -> Sequence[Mapping[str, Any]]:
+        """Return the conversation of a segment."""
+        return self._segments[segment].messages
+
+    def _stored_once(self, messages: Sequence[Mapping[str, Any]]) -> CheckedMessages:
+        """Return messages as objects that all segments share: an agent may rewrite a long history with each call."""
+        if isinstance(messages, CheckedMessages):
+            return messages
+        return CheckedMessages(self._messages.setdefault(json.dumps(message), dict(message)) for message in messages)
 
     def _extended_by(self, prompt: IntArray, images: Sequence[ImageSpan]) -> int | None:
         """Return the longest segment that the prompt starts with; the latest of equally long ones."""

@@ -117,6 +117,7 @@ class GatewayProcess:
             router=config.router.kind,
             engine_url=self._engine_url,
             model_call_s=config.timeouts.model_call_s,
+            max_result_bytes=config.storage.max_result_bytes,
             session_key_s=config.timeouts.session_key_s,
             otlp_endpoint=config.observe.otlp_endpoint,
             secret=self._secret,

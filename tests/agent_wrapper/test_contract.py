@@ -37,6 +37,9 @@ from agent_wrapper.contract import (
     result_key,
     step_prefix,
 )
+from agent_wrapper.contract.codec import unpack
+from rollout_backend.core.seal import digest_of
+from rollout_backend.rendering.segments import SegmentRecorder
 
 thorough = settings(max_examples=150)
 
@@ -488,6 +491,93 @@ def test_an_image_is_among_the_given_tokens(changes, words):
     fields["segments"][0]["images"] = [{**SPAN, **changes}]
     with pytest.raises(ContractError, match=words):
         Rollout.parse(fields)
+
+
+def rewriting(turns: int, kept: int = 5) -> tuple[Segment, ...]:
+    """Return the segments of an agent that masks all but its last tool results in each call."""
+    recorder = SegmentRecorder()
+    history: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
+    for turn in range(turns):
+        results = [i for i, message in enumerate(history) if message["role"] == "tool"]
+        masked = {i: {**history[i], "content": "(omitted)"} for i in results[:-kept]}
+        prompt = [j if j >= turn - kept else 10_000 + j for j in range(turn) for _ in range(20)]
+        call = {"id": f"c{turn}", "type": "function", "function": {"name": "run", "arguments": "{}"}}
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        recorder.add(
+            [1, 2, 3, *prompt],
+            [7, 8],
+            [-0.5, None],
+            finish_reason="stop",
+            messages=json.loads(json.dumps([*(masked.get(i, each) for i, each in enumerate(history)), reply])),
+            split_reason="history_rewritten",
+        )
+        history += [reply, {"role": "tool", "tool_call_id": f"c{turn}", "content": f"output {turn}"}]
+    return recorder.segments()
+
+
+@pytest.mark.parametrize("form", [Trajectory.encode, Trajectory.to_json])
+def test_a_history_that_is_rewritten_with_each_call_is_stored_once(form):
+    sizes = []
+    for turns in (150, 300):
+        trajectory = Trajectory(model="m", segments=rewriting(turns))
+        data = form(trajectory)
+        found = Trajectory.decode(data)
+        assert [as_fields(each) for each in found.segments] == [as_fields(each) for each in trajectory.segments]
+        assert digest_of(found.segments) == digest_of(trajectory.segments)
+        assert form(found) == data
+        assert sum(len(each.messages) for each in found.segments) == turns * (turns + 1)
+        assert len({id(message) for each in found.segments for message in each.messages}) < 4 * turns
+        [*stored] = unpack(data)["segments"]
+        sizes.append(sum(len(each["messages"]) + len(each["token_ids"]) for each in stored))
+    assert sizes[1] < 2.2 * sizes[0]
+
+
+def as_fields(segment: Segment) -> tuple[object, ...]:
+    arrays = (each.tobytes() for each in (segment.token_ids, segment.response_mask, segment.logprobs))
+    return *arrays, segment.turns, segment.messages, segment.split_reason
+
+
+SHARED = {"segment": 0, "tokens": 1, "messages": [0]}
+
+
+@BOTH_INPUTS
+@pytest.mark.parametrize(
+    ("shared", "words"),
+    [
+        ([], "must have segment, tokens and messages"),
+        ({"segment": 0}, "must have segment, tokens and messages"),
+        ({**SHARED, "segment": 1}, "is 1, which is not an earlier segment"),
+        ({**SHARED, "segment": -1}, "whole numbers"),
+        ({**SHARED, "segment": True}, "whole numbers"),
+        ({**SHARED, "tokens": 4}, "is 4, and segment 0 has 3"),
+        ({**SHARED, "tokens": -1}, "whole numbers"),
+        ({**SHARED, "tokens": 2**40}, "and segment 0 has 3"),
+        ({**SHARED, "messages": [2]}, "not among the first 2"),
+        ({**SHARED, "messages": [-1]}, "not among the first 2"),
+        ({**SHARED, "messages": "0"}, "expected int32 numbers of messages"),
+        ({**SHARED, "messages": [0] * 2_000_000}, "more than the cap of 9000000"),
+    ],
+)
+def test_a_segment_that_shares_what_is_not_there_is_refused(encode, shared, words):
+    one, other = (make_segment(messages=[{"role": "user", "content": text}]) for text in "ab")
+    data = encode(make_fields(segments=[one, {**other, "shared": shared}]))
+    with pytest.raises(ContractError) as caught:
+        Rollout.decode(data, 9_000_000)
+    assert caught.value.field == "segments.1"
+    assert words in caught.value.reason
+    with pytest.raises(ContractError):  # nor may segments in memory share
+        Rollout.parse(make_fields(segments=[one, {**other, "shared": SHARED}]))
+
+
+def test_shared_tokens_count_against_the_readers_cap():
+    """A few bytes for each segment could otherwise claim gigabytes."""
+    ids = bytes(4 * 100_000)
+    first = {"token_ids": ids, "response_mask": bytes(100_000), "logprobs": ids, "turns": []}
+    more = {"token_ids": b"", "response_mask": b"", "logprobs": b"", "turns": []}
+    shared = {"segment": 1, "tokens": 100_000, "messages": b""}
+    data = pack(make_fields(segments=[make_segment(), first, *[{**more, "shared": shared}] * 50_000]))
+    with pytest.raises(ContractError, match="are shared so far, more than the cap of 64000000"):
+        Rollout.decode(data, 64_000_000)
 
 
 def test_the_encoded_forms_change_only_on_purpose():

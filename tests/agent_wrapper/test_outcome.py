@@ -17,7 +17,7 @@ from agent_wrapper import AgentFailure, CommandError
 from agent_wrapper.contract import ModelEndpoint, Outcome, ResultTarget, Rollout, RolloutRequest, Sampling, Trajectory
 from agent_wrapper.outcome import build_rollout, classify, failed
 from agent_wrapper.runner import Raised, Returned
-from agent_wrapper.trajectory import TrajectoryUnavailable
+from agent_wrapper.trajectory import TrajectoryTooLarge, TrajectoryUnavailable
 from rollouts import make_rollout, make_segment
 
 URL = "http://gateway:80/v1"
@@ -325,6 +325,11 @@ def test_invalid_messages_are_the_agents_error(returned, words):
     assert ended(rollout) == (Outcome.AGENT_ERROR, None, "bad_messages")
     assert words in rollout.failure.message
     assert "in the shape of OpenAI's chat completions" in rollout.failure.message
+
+
+def test_a_trajectory_that_is_too_large_is_not_fetched_again():
+    rollout = rollout_of(1.0, TrajectoryTooLarge("it has 300 segments"))
+    assert ended(rollout) == (Outcome.AGENT_ERROR, None, "trajectory_too_large")
 
 
 @pytest.mark.parametrize(

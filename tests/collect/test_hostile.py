@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from agent_wrapper.contract import Failure, Outcome, Rollout, failure_marker_key
+from agent_wrapper.contract import Failure, Outcome, ResultName, Rollout, failure_marker_key
+from agent_wrapper.contract.codec import unpacked_size
 from collect_bench import Sink
 from rollout_backend.collect.buffer import MessageStatus, RolloutBuffer
-from rollout_backend.collect.decode import _LARGE_BYTES
+from rollout_backend.collect.decode import _LARGE_BYTES, ResultDecoder
 from rollout_backend.collect.inventory import MAX_KEYS
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.errors import StoreError
+from rollout_backend.rendering.segments import SegmentRecorder
+from rollouts import make_rollout
 
 TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 FAILED = Failure(reason="agent_failure", message="boom")
@@ -156,3 +159,17 @@ async def test_large_results_are_decoded_off_the_event_loop(open_run, form):
     assert sink.ids == ["task-a.0", "task-a.1"]
     assert threads["task-a.0"] is threading.main_thread()
     assert threads["task-a.1"] is not threading.main_thread()
+
+
+@pytest.mark.parametrize(("segments", "thread"), [(2, "MainThread"), (40, "decode_0")])
+async def test_a_small_result_that_holds_large_segments_is_decoded_off_the_event_loop(segments, thread):
+    recorder = SegmentRecorder()
+    for turn in range(segments):  # whose prompts begin with the same tokens, which are stored once
+        recorder.add([*range(1000), 2000 + turn], [7], [-0.5], finish_reason="stop")
+    rollout = make_rollout(segments=recorder.segments())
+    threads = []
+    decoder = ResultDecoder("run", 2**26, verify=lambda _: threads.append(threading.current_thread().name))
+    data = rollout.encode()
+    assert unpacked_size(data) < _LARGE_BYTES
+    assert (await decoder.decode(data, ResultName(0, rollout.rollout_id, None))).encode() == data
+    assert threads == [thread]
