@@ -19,13 +19,13 @@ from typing import Any, Literal
 from renderers import (
     BaseRendererConfig,
     ParsedResponse,
-    ParsedToolCall,
     RenderedTokens,
-    ToolCallParseStatus,
     extract_message_tool_names,
     reject_assistant_in_extension,
     trim_to_turn_close,
 )
+
+from rollout_backend.rendering.tool_call_reader import HERMES, read_calls
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
@@ -38,8 +38,6 @@ _TOOLS = (
     "<tool_call></tool_call> XML tags:\n<tool_call>\n"
     '{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
 )
-# A block that never closes runs to the end of the reply.
-_CALL = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|(?P<unclosed>\Z))", re.DOTALL)
 
 
 class ChatMLConfig(BaseRendererConfig):  # type: ignore[misc]  # the package carries no types
@@ -97,16 +95,11 @@ class ChatMLRenderer:
         ids = list(token_ids)
         if self._end in ids:
             ids = ids[: ids.index(self._end)]
-        text = self._decode(ids)
-        calls: list[ParsedToolCall] = []
-
-        def read(match: re.Match[str]) -> str:
-            calls.append(_parse_call(match["body"], match["unclosed"] is not None))
-            return "" if calls[-1].status == ToolCallParseStatus.OK else match[0]
-
-        content = _CALL.sub(read, text)
+        before, start, rest = self._decode(ids).partition(HERMES.start)
+        said, calls = read_calls(HERMES, start + rest)
+        content = before + said
         if calls:  # strip what surrounded them, but not text before the first call: a stream has sent it already
-            content = content.rstrip() if text.partition("<tool_call>")[0].strip() else content.strip()
+            content = content.rstrip() if before.strip() else content.strip()
         return ParsedResponse(content=content, tool_calls=calls)
 
     def get_stop_token_ids(self) -> list[int]:
@@ -212,24 +205,6 @@ def _assistant_text(message: Message) -> str:
         name = json.dumps(function["name"], ensure_ascii=False)
         pieces.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
     return "\n".join(pieces)
-
-
-def _parse_call(body: str, unclosed: bool) -> ParsedToolCall:
-    raw = body.strip()
-    try:
-        call = json.loads(raw)
-    except (ValueError, RecursionError):
-        status = ToolCallParseStatus.UNCLOSED_BLOCK if unclosed else ToolCallParseStatus.INVALID_JSON
-        return ParsedToolCall(raw=raw, status=status)
-    if not isinstance(call, dict):
-        return ParsedToolCall(raw=raw, status=ToolCallParseStatus.MALFORMED_STRUCTURE)
-    name = call.get("name")
-    arguments = call.get("arguments", {})
-    if not isinstance(name, str) or not name:
-        return ParsedToolCall(raw=raw, arguments=arguments, status=ToolCallParseStatus.MISSING_NAME)
-    if not isinstance(arguments, dict):
-        return ParsedToolCall(raw=raw, name=name, status=ToolCallParseStatus.MALFORMED_STRUCTURE)
-    return ParsedToolCall(raw=raw, name=name, arguments=arguments)
 
 
 def _rendered(ids: list[int], indices: list[int], messages: Sequence[Message]) -> RenderedTokens:

@@ -9,6 +9,8 @@ Invariants, independent of the model's template and its parser:
 - No sampled text is dropped. Parsers omit what they cannot classify, such as an opened call without a name, and an
   agent would read the rest, often nothing, as the final answer. Such a reply keeps its text and counts as malformed.
 - A bridge only appends: a result that does not start with all earlier tokens is discarded.
+- A system message is rendered where it was sent, with the same tokens as in a bridge, or is refused. Some renderers
+  refuse any but the first, and others skip them.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
 from tokenizers import pre_tokenizers
 
 from rollout_backend.rendering.chatml import ChatMLRenderer
+from rollout_backend.rendering.tool_call_reader import FORMATS, CallFormat, loads, read_calls
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -54,6 +58,7 @@ _ANALYSIS = re.compile(
 )
 _HEADER = re.compile(r"<\|start\|>assistant(?:<\|channel\|>\w+)?<\|message\|>")
 _USABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+_WORD = "zqxj"  # ordinary text that no template contains
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -73,6 +78,8 @@ class GuardedRenderer:
         self._stops = known | set(stop_token_ids)
         self._unknown_stops = self._stops - known
         added = tokenizer.added_tokens_decoder.values()
+        config = getattr(inner, "config", None)
+        self._format = FORMATS.get(str(getattr(config, "tool_parser", None) or getattr(config, "name", None)))
         self._is_harmony = any(token.content == "<|channel|>" for token in added)
         control = [token.content for token in added if token.special or _CONTROL.fullmatch(token.content)]
         self._control = _any_of(control)
@@ -90,13 +97,13 @@ class GuardedRenderer:
     def render(
         self, messages: Sequence[Message], *, tools: Tools = None, add_generation_prompt: bool = False
     ) -> RenderedTokens:
-        return self.inner.render(
-            self._marked(messages), tools=self._marked_tools(tools), add_generation_prompt=add_generation_prompt
-        )
+        return self._render(messages, tools, add_generation_prompt=add_generation_prompt)
 
     def render_ids(
         self, messages: Sequence[Message], *, tools: Tools = None, add_generation_prompt: bool = False
     ) -> list[int]:
+        if self._misplaced(messages):
+            return list(self._render(messages, tools, add_generation_prompt=add_generation_prompt).token_ids)
         return list(
             self.inner.render_ids(
                 self._marked(messages), tools=self._marked_tools(tools), add_generation_prompt=add_generation_prompt
@@ -105,18 +112,63 @@ class GuardedRenderer:
 
     def render_places(self, messages: Sequence[Message], *, tools: Tools = None) -> list[int]:
         """Return the prompt for the next reply, with one token for each image."""
-        rendered = self.inner.render(
-            self._marked(messages),
-            tools=self._marked_tools(tools),
-            add_generation_prompt=True,
-            process_multimodal=False,
+        return list(self._render(messages, tools, add_generation_prompt=True, process_multimodal=False).token_ids)
+
+    def _render(self, messages: Sequence[Message], tools: Tools, **more: Any) -> RenderedTokens:
+        marked = self._marked(messages)
+        misplaced = {i: self._system_turn(marked[i], i) for i in self._misplaced(messages)}
+        # The place of an assistant's turn, whose tokens are then replaced. A user's turn could change other turns.
+        stand_in = {"role": "assistant", "content": "a"}
+        plain = [stand_in if i in misplaced else message for i, message in enumerate(marked)]
+        rendered = self.inner.render(plain, tools=self._marked_tools(tools), **more)
+        if not misplaced:
+            return rendered
+        pairs: list[tuple[int, int]] = []
+        for token, i in zip(rendered.token_ids, rendered.message_indices, strict=True):
+            if i not in misplaced:
+                pairs.append((token, i))
+            elif not pairs or pairs[-1][1] != i:
+                pairs += [(own, i) for own in misplaced[i]]
+        ids, indices = (list(column) for column in zip(*pairs, strict=True))
+        roles = [message["role"] for message in messages]
+        return RenderedTokens(token_ids=ids, message_indices=indices, message_roles=roles)
+
+    def _misplaced(self, messages: Sequence[Message]) -> list[int]:
+        """Return the places of system messages that `inner` would not render there."""
+        late = [i for i, message in enumerate(messages) if i and message["role"] == "system"]
+        return late if late and not self._shows_late_system else []
+
+    @cached_property
+    def _shows_late_system(self) -> bool:
+        said = [
+            {"role": role, "content": _WORD if role == "system" else "a"} for role in ("user", "assistant", "system")
+        ]
+        try:
+            return _WORD in self._decode(self.inner.render_ids([*said, said[0]], add_generation_prompt=True))
+        except Exception:  # a template may raise anything to refuse a conversation
+            return False
+
+    def _system_turn(self, message: Message, i: int) -> list[int]:
+        """Return the tokens with which a bridge appends the message."""
+        prompt = self.inner.render_ids([{"role": "user", "content": "a"}], add_generation_prompt=True)
+        reply = self._tokenizer.encode("a</think>", add_special_tokens=False)
+        end = self.inner.get_stop_token_ids()[0]
+        bridged = self.inner.bridge_to_next_turn(list(prompt), [*reply, end], [message])
+        turn = (
+            []
+            if bridged is None
+            else [token for token, of in zip(bridged.token_ids, bridged.message_indices, strict=True) if of == 0]
         )
-        return list(rendered.token_ids)
+        if not turn:
+            raise ValueError(
+                f"messages.{i}: this model's template shows a system message only at the start; send a user message"
+            )
+        return turn
 
     def parse_response(
         self, token_ids: Sequence[int], *, tools: Tools = None, prompt_ids: Sequence[int] | None = None
     ) -> ParsedResponse:
-        parsed = self.parse_beginning(token_ids, tools=tools, prompt_ids=prompt_ids)
+        parsed = self._parse(token_ids, tools, prompt_ids, whole=True)
         if any(call.status in _USABLE for call in parsed.tool_calls) or parsed.reasoning_complete is False:
             return parsed
         return self._kept(parsed, list(token_ids), bool(tools))
@@ -125,12 +177,32 @@ class GuardedRenderer:
         self, token_ids: Sequence[int], *, tools: Tools = None, prompt_ids: Sequence[int] | None = None
     ) -> ParsedResponse:
         """Parse an incomplete reply: unlike `parse_response`, keep nothing that may still become a tool call."""
+        return self._parse(token_ids, tools, prompt_ids, whole=False)
+
+    def _parse(
+        self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] | None, *, whole: bool
+    ) -> ParsedResponse:
         ids = list(token_ids)
         if ids and ids[-1] in self._unknown_stops:
             ids.pop()  # or the content would end with its name
         prompt = None if prompt_ids is None or isinstance(self.inner, ChatMLRenderer) else list(prompt_ids)
         parsed = self.inner.parse_response(ids, tools=tools, prompt_ids=prompt)
+        if self._format is not None and tools and parsed.tool_calls:
+            parsed = self._read_again(self._format, parsed, ids, tools, whole)
         return replace(parsed, tool_calls=[_checked(call) for call in parsed.tool_calls])
+
+    def _read_again(
+        self, form: CallFormat, parsed: ParsedResponse, ids: list[int], tools: Tools, whole: bool
+    ) -> ParsedResponse:
+        """Read the calls from the text after the start of the first one."""
+        begin = parsed.tool_calls[0].token_span[0]
+        end = next((i for i in range(begin, len(ids)) if ids[i] in self._stops), len(ids))
+        said, calls = read_calls(form, self._decode(ids[begin:end]), tools, whole=whole)
+        before = form.frame.sub("", self._decode(ids[:begin]))
+        content = parsed.content
+        if not before.rstrip().endswith(content.rstrip()):  # GLM's parser appends the text after a call
+            content = self._after_reasoning(before, parsed.reasoning_content or "").strip()
+        return replace(parsed, content="\n".join(filter(None, [content, said.strip()])), tool_calls=calls)
 
     def get_stop_token_ids(self) -> list[int]:
         return list(self.inner.get_stop_token_ids())
@@ -174,8 +246,7 @@ class GuardedRenderer:
     def _kept(self, parsed: ParsedResponse, ids: list[int], tools: bool) -> ParsedResponse:
         """Return a reply without a usable call; with its whole text if the parser dropped a part of it."""
         said = ids[:-1] if ids and ids[-1] in self._stops else ids
-        text = self._tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        text = self._after_reasoning(text, parsed.reasoning_content)
+        text = self._after_reasoning(self._decode(said), parsed.reasoning_content)
         if parsed.tool_calls:  # parsers drop text after a malformed call
             read = parsed.content + "".join(call.raw for call in parsed.tool_calls)
             dropped = tools and len(_letters(self._visible(text))) > len(_letters(self._visible(read)))
@@ -186,6 +257,10 @@ class GuardedRenderer:
         text = text.strip()
         calls = [ParsedToolCall(raw=text, status=ToolCallParseStatus.MALFORMED_STRUCTURE)] if begins_call else []
         return replace(parsed, content=text, tool_calls=calls)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
     def _after_reasoning(self, text: str, reasoning: str | None) -> str:
         if self._is_harmony:
@@ -265,6 +340,19 @@ def _drop_marks(tokenizer: Any) -> None:
     backend.pre_tokenizer = drop if then is None else pre_tokenizers.Sequence([drop, then])
 
 
+def _drops_json(raw: str, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a call in JSON has a key twice, or anything beside its name and these arguments."""
+    text = raw.rpartition("<|tool_call_argument_begin|>")[2]
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        value = loads(text)
+    except (ValueError, RecursionError):
+        return True
+    fields = [field for key, field in value.items() if key not in ("name", "id", "type")]
+    return value != arguments and fields != ([arguments] if fields or arguments else [])
+
+
 def _checked(call: ParsedToolCall) -> ParsedToolCall:
     if call.status not in _USABLE:
         return call
@@ -272,11 +360,11 @@ def _checked(call: ParsedToolCall) -> ParsedToolCall:
         return replace(call, name=None, status=ToolCallParseStatus.MISSING_NAME)
     try:
         arguments = call.arguments if call.arguments is not None else {}
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = loads(arguments) if isinstance(arguments, str) else arguments
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return replace(call, status=ToolCallParseStatus.INVALID_JSON)
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict) or _drops_json(call.raw, arguments):
         return replace(call, status=ToolCallParseStatus.MALFORMED_STRUCTURE)
     # A lone surrogate is valid in JSON only as an escape, and cannot be encoded as UTF-8.
     return replace(call, arguments=json.dumps(arguments) if _SURROGATE.search(text) else arguments)

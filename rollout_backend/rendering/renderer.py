@@ -11,8 +11,9 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +21,14 @@ from typing import Any
 
 import renderers
 from pydantic import ValidationError
+from renderers import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 from renderers.base import MODEL_RENDERER_MAP
 from renderers.configs import _CONFIG_BY_NAME, CustomRendererConfig
+from renderers.deepseek_v4 import DeepSeekV4Renderer
+from renderers.default import DefaultRenderer, _decode_tool_call_arguments
+from renderers.tagged import DEEPSEEK_V4_GRAMMAR, TaggedGrammar, scan_tagged_response
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from rollout_backend.config import ModelConfig
 from rollout_backend.errors import ConfigError
@@ -208,8 +214,84 @@ def _create(name: str, tokenizer: Any, model: ModelConfig) -> Any:
         return ChatMLRenderer(tokenizer, config)
     if name == "default" and not tokenizer.chat_template:
         raise ConfigError(f"model.renderer: default needs a chat template, and {model.path} has none")
+    if name == "default":
+        return _OwnTemplate(tokenizer, config)
+    if name == "deepseek-v4":
+        return _DeepSeekV4(tokenizer, config)
     with vocabulary_of(tokenizer) if name == "gpt-oss" else nullcontext():
         return renderers.create_renderer(tokenizer, config)
+
+
+class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carries no types
+    """Finds the first call by its token. The package decodes all tokens again for each tag of a call."""
+
+    def parse_response(self, token_ids: Any, *, tools: Any = None, prompt_ids: Any = None) -> ParsedResponse:
+        ids = list(token_ids)
+        ids = ids[: ids.index(self._eos)] if self._eos in ids else ids
+        begin = next((i - 1 for i in range(1, len(ids)) if ids[i] == self._dsml and self._opens(ids, i)), len(ids))
+        empty = super().parse_response([], prompt_ids=prompt_ids)
+        parsed = scan_tagged_response(
+            self._tokenizer,
+            ids[:begin],
+            thinking=empty.reasoning_complete is False,
+            atomic_markers={self._think_start: "think_start", self._think_end: "think_end"},
+            grammar=TaggedGrammar(DEEPSEEK_V4_GRAMMAR.transitions),
+        )
+        calls = [ParsedToolCall(raw="", token_span=(begin, len(ids)), status=ToolCallParseStatus.UNCLOSED_BLOCK)]
+        is_open = parsed.boundary.is_open and begin == len(ids)
+        reasoning = (parsed.boundary.text or "").rstrip()
+        return ParsedResponse(
+            content=parsed.content if parsed.content.strip() else "",
+            reasoning_content=reasoning if is_open else reasoning or None,
+            tool_calls=calls if begin < len(ids) else [],
+            reasoning_complete=not is_open,
+        )
+
+    def _opens(self, ids: list[int], i: int) -> bool:
+        around = self._tokenizer.decode(ids[i - 1 : i + 4], skip_special_tokens=False)
+        return re.search("<\uff5cDSML\uff5c(?:invoke|tool)", around) is not None
+
+
+class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carries no types
+    """Renders with the model's own chat template, which gets tool calls in the form that it shows.
+
+    Most templates print the arguments of an object. DeepSeek's append them as text, and V3's only to a message whose
+    content is null. `apply_chat_template` drops null fields, so the template is rendered directly.
+    """
+
+    def _apply(self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = False) -> list[int]:
+        text = self._text(messages, tools, add_generation_prompt, *self._form)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _text(self, messages: Any, tools: Any, add_generation_prompt: bool, null: bool, as_text: bool) -> str:
+        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        for message in plain:
+            if message.get("tool_calls") and not message.get("content"):
+                message["content"] = None if null else ""
+        rendered, _ = render_jinja_template(
+            [plain if as_text else _decode_tool_call_arguments(plain)],
+            tools=tools,
+            chat_template=self._tokenizer.get_chat_template(None, tools),
+            add_generation_prompt=add_generation_prompt,
+            **{**self._tokenizer.special_tokens_map, **(self.config.model_extra or {})},
+        )
+        return str(rendered[0])
+
+    @cached_property
+    def _form(self) -> tuple[bool, bool]:
+        """Whether the content beside calls is null if it is empty, and whether arguments stay text."""
+        call = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": '{"a": "zqxj"}'}}
+        messages = [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abcdefgh1", "name": "f", "content": "t"},
+        ]
+        for form in ((False, False), (True, False), (False, True), (True, True)):
+            with suppress(Exception):  # a template can raise anything
+                text = self._text(messages, None, True, *form)
+                if "zqxj" in text and "{'a'" not in text and "None" not in text:
+                    return form
+        return False, False
 
 
 def _auto(tokenizer: Any, path: Path) -> str:

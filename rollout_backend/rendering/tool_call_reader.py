@@ -1,0 +1,378 @@
+"""Read the tool calls of a reply from its text, strictly. Pure.
+
+Invariants:
+
+- A call is read whole or is malformed. Text left over, a doubled parameter, and a tag that opens inside a value and
+  is not closed there make it malformed.
+- A closing tag ends a value only if the next parameter or the end of the call follows. Others are part of the value.
+- A string is returned as it was written. Other values are JSON of a type that the tool's schema declares.
+- The work is linear in the length of the text.
+
+The parsers of the package `renderers` strip values, drop what they do not recognise, and end a call at the first
+closing tag. Of their result, only the position of the first call is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from renderers import ParsedToolCall, ToolCallParseStatus
+
+Tools = Sequence[Mapping[str, Any]] | None
+
+_UNIONS = ("anyOf", "oneOf", "allOf")
+_DEPTH = 16  # of nested references and unions in a schema
+_LITERALS = {"True": True, "False": False, "None": None}  # printed by the templates of Qwen3.5 and Nemotron 3
+_PLAIN_NAME = re.compile(r"[^\s<>\"'{}]+")  # any other name must be declared
+_LABELS = frozenset({"id", "type"})  # fields of a call in JSON that change nothing
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """Where a call begins and ends. `frame` matches the tags around several calls.
+
+    The arguments are JSON: alone if `begin` has a group `name`, otherwise in an object with the name.
+    """
+
+    start: str  # how `begin` starts
+    begin: re.Pattern[str]
+    end: re.Pattern[str]
+    stop: str  # how `end` ends
+    frame: re.Pattern[str]
+
+
+@dataclass(frozen=True)
+class TaggedFormat(CallFormat):
+    """A format with a tag around each argument. `close` includes the layout between two arguments."""
+
+    parameter: re.Pattern[str]
+    close: re.Pattern[str]
+    tag: re.Pattern[str]  # any tag of the format; its group `opens` matches an opening one
+
+
+def _json(start: str, end: str, stop: str, begin: str = "", frame: str = r"(?!)") -> CallFormat:
+    return CallFormat(start, re.compile(start + begin + r"\s*"), re.compile(r"\s*" + end), stop, re.compile(frame))
+
+
+def _tagged(
+    start: str, begin: str, parameter: str, close: str, end: str, *, stop: str, names: str, frame: str = r"(?!)"
+) -> TaggedFormat:
+    """`names` matches the names of the tags."""
+    tag = rf"(?P<opens><(?:{names})(?:>|=|\sname=\"[^\"\n]+\"(?: string=\"\w+\")?>))|</(?:{names})>"
+    head = re.compile(start + begin), re.compile(end)
+    return TaggedFormat(start, *head, stop, re.compile(frame), *map(re.compile, (parameter, close + r"\s*", tag)))
+
+
+HERMES = _json("<tool_call>", r"(?:</tool_call>|\Z)", "</tool_call>")
+_QWEN = _tagged(
+    "<tool_call>",
+    r"\s*<function=(?P<name>[^<>\n]+)>\s*",
+    r"<parameter=(?P<key>[^<>\n]+)>\n?",
+    r"\n?</parameter>",
+    r"</function>\s*</tool_call>",
+    stop="</tool_call>",
+    names="tool_call|function|parameter",
+)
+_GLM = _tagged(
+    "<tool_call>",
+    r"(?P<name>[^<>]+)(?=<arg_key>|</tool_call>)",
+    r"<arg_key>(?P<key>[^<>]+)</arg_key>\s*<arg_value>",
+    "</arg_value>",
+    "</tool_call>",
+    stop="</tool_call>",
+    names="tool_call|arg_key|arg_value",
+)
+_MINIMAX = _tagged(
+    "<invoke ",
+    r'name="(?P<name>[^"\n]+)">\s*',
+    r'<parameter name="(?P<key>[^"\n]+)">',
+    "</parameter>",
+    "</invoke>",
+    stop="</invoke>",
+    names="invoke|parameter",
+    frame="</?minimax:tool_call>",
+)
+_HUNYUAN = _tagged(
+    "<tool_call:opensource>",
+    r"(?P<name>[^<>]+)<tool_sep:opensource>\s*",
+    r"<arg_key:opensource>(?P<key>[^<>]+)</arg_key:opensource>\s*<arg_value:opensource>",
+    "</arg_value:opensource>",
+    "</tool_call:opensource>",
+    stop="</tool_call:opensource>",
+    names="(?:tool_call|arg_key|arg_value):opensource",
+    frame="</?tool_calls:opensource>",
+)
+_DSML = _tagged(
+    "<\uff5cDSML\uff5cinvoke ",
+    r'name="(?P<name>[^"\n]+)">\s*',
+    '<\uff5cDSML\uff5cparameter name="(?P<key>[^"\n]+)" string="(?P<string>true|false)">',
+    "</\uff5cDSML\uff5cparameter>",
+    "</\uff5cDSML\uff5cinvoke>",
+    stop="</\uff5cDSML\uff5cinvoke>",
+    names="\uff5cDSML\uff5c(?:invoke|parameter)",
+    frame="</?\uff5cDSML\uff5ctool(?:_?calls)?>",
+)
+_DEEPSEEK = _json(
+    "<\uff5ctool\u2581call\u2581begin\uff5c>",
+    "```\\s*<\uff5ctool\u2581call\u2581end\uff5c>",
+    "<\uff5ctool\u2581call\u2581end\uff5c>",
+    "\\w*<\uff5ctool\u2581sep\uff5c>(?P<name>[^\n<>]+)\n```(?:json)?",
+    "<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>",
+)
+
+# By the name of a renderer, or of a tool parser of `default`.
+FORMATS: Mapping[str, CallFormat] = {
+    **dict.fromkeys(("qwen3", "qwen3-vl"), HERMES),
+    **dict.fromkeys(("qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3"), _QWEN),
+    **dict.fromkeys(("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"), _QWEN),
+    **dict.fromkeys(("glm", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3"), _GLM),
+    **dict.fromkeys(("laguna-xs.2", "laguna-m.1", "laguna-xs-2.1", "laguna-s-2.1"), _GLM),
+    **dict.fromkeys(("deepseek-v3", "deepseek-r1"), _DEEPSEEK),
+    "deepseek-v4": _DSML,
+    "minimax-m2": _MINIMAX,
+    "hy3": _HUNYUAN,
+}
+
+
+def read_calls(
+    form: CallFormat, text: str, tools: Tools = None, *, whole: bool = True
+) -> tuple[str, list[ParsedToolCall]]:
+    """Return the text that is no part of a usable call, and all calls.
+
+    If `text` is not the whole reply, the last call is unclosed while more text could change it, and its text is not
+    returned.
+    """
+    said: list[str] = []
+    calls: list[ParsedToolCall] = []
+    read: Any = _read_tagged if isinstance(form, TaggedFormat) else _read_json
+    at = 0
+    while (begin := text.find(form.start, at)) >= 0:
+        said.append(form.frame.sub("", text[at:begin]))
+        call, at = read(form, text, begin, tools, whole)
+        calls.append(call)
+        if call.status != ToolCallParseStatus.OK and (whole or at < len(text)):
+            said.append(text[begin:at])
+    said.append(form.frame.sub("", text[at:]))
+    return "".join(said), calls
+
+
+def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) -> tuple[ParsedToolCall, int]:
+    begin = form.begin.match(text, at)
+    try:
+        value, after = _DECODER.raw_decode(text, begin.end()) if begin else (None, at)
+    except (ValueError, RecursionError):
+        return _malformed(form, text, at, ToolCallParseStatus.INVALID_JSON)
+    end = form.end.match(text, after)
+    if begin is None or end is None or not isinstance(value, dict):
+        return _malformed(form, text, at)
+    raw = text[at : end.end()]
+    named = "name" in form.begin.groupindex
+    name, arguments = (begin["name"].strip(), value) if named else (value.get("name"), value.get("arguments", {}))
+    status = ToolCallParseStatus.OK
+    if not isinstance(name, str) or not name:
+        status, name = ToolCallParseStatus.MISSING_NAME, None
+    elif not isinstance(arguments, dict) or (not named and value.keys() - _LABELS - {"name", "arguments"}):
+        status = ToolCallParseStatus.MALFORMED_STRUCTURE
+    return ParsedToolCall(raw=raw, name=name, arguments=arguments, status=status), end.end()
+
+
+def _read_tagged(form: TaggedFormat, text: str, at: int, tools: Tools, whole: bool) -> tuple[ParsedToolCall, int]:
+    begin = form.begin.match(text, at)
+    if begin is None:
+        return _malformed(form, text, at)
+    name = begin["name"].strip()
+    schema = next(
+        (tool["function"].get("parameters") for tool in tools or () if tool["function"]["name"] == name), None
+    )
+    well_formed = schema is not None or _PLAIN_NAME.fullmatch(name) is not None
+    after = begin.end()
+    arguments: dict[str, Any] = {}
+    status = ToolCallParseStatus.OK
+    while (end := form.end.match(text, after)) is None:
+        parameter = form.parameter.match(text, after)
+        if parameter is None:
+            return _malformed(form, text, at)
+        close = _close(form, text, parameter.end(), whole)
+        if close is None:
+            return ParsedToolCall(raw=text[at:], status=ToolCallParseStatus.UNCLOSED_BLOCK), len(text)
+        key, value = parameter["key"].strip(), text[parameter.end() : close.start()]
+        declared = _property(schema, key, schema)
+        well_formed &= key not in arguments and not _opens(form, value)
+        well_formed &= declared is not None or _PLAIN_NAME.fullmatch(key) is not None
+        try:
+            if "string" not in form.parameter.groupindex:
+                arguments[key] = typed(value, declared, schema)
+            else:
+                arguments[key] = value if parameter["string"] == "true" else loads(value)
+        except (ValueError, RecursionError):
+            arguments[key] = value
+            status = ToolCallParseStatus.INVALID_JSON
+        after = close.end()
+    if not _may_follow(form, text, end.end(), whole):
+        return ParsedToolCall(raw=text[at:], status=ToolCallParseStatus.UNCLOSED_BLOCK), len(text)
+    status = status if well_formed else ToolCallParseStatus.MALFORMED_STRUCTURE
+    return ParsedToolCall(raw=text[at : end.end()], name=name, arguments=arguments, status=status), end.end()
+
+
+def _malformed(
+    form: CallFormat, text: str, at: int, status: ToolCallParseStatus = ToolCallParseStatus.MALFORMED_STRUCTURE
+) -> tuple[ParsedToolCall, int]:
+    """Return a malformed call, up to its closing tag. If another opens before, it may be a part of this one."""
+    stop = text.find(form.stop, at)
+    if stop < 0 or text.find(form.start, at + 1, stop) >= 0:
+        return ParsedToolCall(raw=text[at:], status=ToolCallParseStatus.UNCLOSED_BLOCK), len(text)
+    end = stop + len(form.stop)
+    return ParsedToolCall(raw=text[at:end], status=status), end
+
+
+def _close(form: TaggedFormat, text: str, at: int, whole: bool) -> re.Match[str] | None:
+    """Return the tag that ends the value at `at`."""
+    for close in form.close.finditer(text, at):
+        if form.parameter.match(text, close.end()):
+            return close
+        end = form.end.match(text, close.end())
+        if end is not None and _may_follow(form, text, end.end(), whole):
+            return close
+    return None
+
+
+def _may_follow(form: TaggedFormat, text: str, at: int, whole: bool) -> bool:
+    """Return whether a call may have ended at `at`: the next tag begins another, or there is none."""
+    tag = form.tag.search(text, at)
+    return whole if tag is None else text.startswith(form.start, tag.start())
+
+
+def _opens(form: TaggedFormat, value: str) -> bool:
+    """Return whether a tag opens inside the value and is not closed in it."""
+    depth = 0
+    for tag in form.tag.finditer(value):
+        depth = depth + 1 if tag["opens"] else max(depth - 1, 0)
+    return depth > 0
+
+
+# --- types --------------------------------------------------------------------------------------------------
+
+
+def typed(text: str, schema: Any, root: Any) -> Any:
+    """Return the value that `text` is, by its JSON schema. `root` resolves the schema's references.
+
+    If the schema allows strings, a text is another value only if it is one of another allowed type, except null: a
+    template prints the string `null` and the absence of one alike.
+
+    Raises:
+        ValueError: the schema allows no string, and the text is no JSON.
+    """
+    branches = list(_branches(schema, root))
+    members = [member for branch in branches for member in _members(branch)]
+    if text in [member for member in members if isinstance(member, str)]:
+        return text
+    kinds = {kind for branch in branches for kind in _kinds(branch)}
+    free = any("string" in _kinds(branch) and not _members(branch) for branch in branches)
+    try:
+        value = _LITERALS[text] if text in _LITERALS and "string" not in kinds and kinds else loads(text)
+    except (ValueError, RecursionError):
+        if kinds and "string" not in kinds:
+            raise
+        return text
+    if not kinds:
+        return text if isinstance(value, str) else value
+    if "string" not in kinds or (value is None and not free and "null" in kinds):
+        return value
+    return value if value is not None and kinds & _kinds_of(value) - {"string"} else text
+
+
+def loads(text: str) -> Any:
+    """Parse JSON. Raises ValueError also for NaN, infinities, and keys that occur twice."""
+    return _DECODER.decode(text)
+
+
+def _branches(schema: Any, root: Any, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
+    """Yield the schemas of which a value fulfils one, without references. An empty one allows everything."""
+    if not isinstance(schema, Mapping) or not depth:
+        yield {}
+    elif "$ref" in schema:
+        yield from _branches(_resolved(schema["$ref"], root), root, depth - 1)
+    elif schema.keys() & {"type", "enum", "const"}:
+        yield schema
+    else:
+        below = [
+            (union, found)
+            for union in _UNIONS
+            for branch in _listed(schema.get(union))
+            for found in _branches(branch, root, depth - 1)
+        ]
+        narrow = [found for union, found in below if found or union != "allOf"]
+        yield from narrow or ({},)
+
+
+def _property(schema: Any, key: str, root: Any, depth: int = _DEPTH) -> Any:
+    """Return the schema of an argument; None if there is none."""
+    if not isinstance(schema, Mapping) or not depth:
+        return None
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    below = [_resolved(schema["$ref"], root)] if "$ref" in schema else []
+    below += [branch for union in _UNIONS for branch in _listed(schema.get(union))]
+    found = (_property(branch, key, root, depth - 1) for branch in below)
+    more = schema.get("additionalProperties")
+    return next((one for one in found if one is not None), more if isinstance(more, Mapping) else None)
+
+
+def _resolved(reference: object, root: Any) -> Any:
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return {}
+    for part in filter(None, reference[1:].split("/")):
+        name = part.replace("~1", "/").replace("~0", "~")
+        root = root.get(name) if isinstance(root, Mapping) else None
+    return root
+
+
+def _listed(value: object) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
+
+
+def _members(schema: Mapping[str, Any]) -> Sequence[Any]:
+    return [schema["const"]] if "const" in schema else _listed(schema.get("enum"))
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """Return the names of the types that a schema allows; none if it allows all."""
+    declared = schema.get("type")
+    kinds = {declared} if isinstance(declared, str) else {kind for kind in _listed(declared) if isinstance(kind, str)}
+    for member in () if kinds else _members(schema):
+        kinds |= _kinds_of(member)
+    return kinds | ({"null"} if kinds and schema.get("nullable") is True else set())
+
+
+def _kinds_of(value: Any) -> set[str]:
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, (int, float)):
+        return {"number", "integer"} if value == int(value) else {"number"}
+    names = {str: "string", dict: "object", list: "array", type(None): "null"}
+    return {names[type(value)]}
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refused(text)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refused, parse_float=_number, object_pairs_hook=_object)
