@@ -90,9 +90,21 @@ class RenderingThread:
             return conversations.prepare(call.messages, call.tools, call.images)
         except Exception as error:  # a template may raise anything to refuse a conversation
             logger.warning("a conversation could not be rendered: %r", type(error).__name__)
-            raise ApiError(
-                400, f"these messages cannot be rendered for this model: {error}", code="unrenderable"
-            ) from None
+            why = f"these messages cannot be rendered for this model: {error}"
+            if self._lacks_user(call):
+                why += "; they hold no user message, which this model's template needs"
+            raise ApiError(400, why, code="unrenderable") from None
+
+    def _lacks_user(self, call: ModelCall) -> bool:
+        """Return whether a user message would make the messages renderable."""
+        if any(message["role"] == "user" for message in call.messages):
+            return False
+        first = [message for message in call.messages[:1] if message["role"] == "system"]
+        try:
+            self.bundle.render([*first, {"role": "user", "content": "a"}, *call.messages[len(first) :]], call.tools)
+        except Exception:
+            return False
+        return True
 
     def _check_names(self, call: ModelCall) -> None:
         for i, message in enumerate(call.messages):
