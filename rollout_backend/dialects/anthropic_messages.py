@@ -5,9 +5,9 @@ Invariants:
 - A conversation becomes the same messages as in OpenAI's Chat Completions API. The assistant's blocks are one
   message: consecutive texts are joined, `thinking` is `reasoning_content`, and each `tool_use` is a tool call with
   its input as JSON text. Each `tool_result` in a user's turn is a separate message, in order, before the turn's text.
-- An answer sent back as history is the message that was sampled. Arguments that are not a JSON object do not fit into
-  `tool_use.input`. They are returned as {"INVALID_JSON": "the sampled text"}, the form that Anthropic documents for
-  clients, and such an input is read as that text again.
+- An answer sent back as history is the message that was sampled. Arguments that JSON in UTF-8 cannot hold (half of a
+  surrogate pair) are returned as {"INVALID_JSON": "the sampled text"}, the form that Anthropic documents for clients,
+  and such an input is read as that text again.
 - Input that the model cannot process is refused: documents, images if it takes none, tools built into Anthropic's
   models, a prefilled reply. Ignored: `cache_control`, signatures, `redacted_thinking`. The trainer sets thinking.
 """
@@ -98,7 +98,7 @@ class _ToolUse(Body):
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
     name: str = Field(min_length=1)
-    input: JsonObject
+    input: JsonObject | None = None
     caller: Annotated[Any, refuse("only the model itself calls tools here; leave it out", {"type": "direct"})] = None
     toolset_name: _NoToolset = None
 
@@ -344,7 +344,7 @@ def _assistant(messages: Iterable[tuple[int, _Message]]) -> Message:
             elif isinstance(block, _Thinking):
                 thoughts.append(block.thinking)
             elif isinstance(block, _ToolUse):
-                function = {"name": block.name, "arguments": _arguments(block.input)}
+                function = {"name": block.name, "arguments": _arguments(block.input or {})}
                 calls.append({"id": block.id, "type": "function", "function": function})
             elif isinstance(block, (_Image, _ToolResult)):
                 raise refused(f"messages.{i}.content.{j}", f"an assistant message cannot hold a {block.type} block")
@@ -357,7 +357,9 @@ def _assistant(messages: Iterable[tuple[int, _Message]]) -> Message:
 
 
 def _arguments(tool_input: Mapping[str, Any]) -> str:
-    return tool_input[_INVALID] if _is_wrapped(tool_input) else json.dumps(tool_input, ensure_ascii=False)
+    if _is_wrapped(tool_input) and wire.is_object(tool_input[_INVALID]):
+        return str(tool_input[_INVALID])
+    return json.dumps(tool_input, ensure_ascii=False)
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class _Part(_Body):
 
 class _Function(_Body):
     name: str = Field(min_length=1)
-    arguments: str = "{}"
+    arguments: str | dict[str, JsonValue] | None = None
 
 
 class _ToolCall(_Body):
@@ -257,12 +257,20 @@ def _plain(message: _Message, where: str, images: ImageReader) -> Message:
         plain["tool_call_id"] = message.tool_call_id
     if message.role == "assistant":
         if message.tool_calls:
-            plain["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+            plain["tool_calls"] = [
+                _plain_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)
+            ]
         if message.reasoning_content is not None:
             plain["reasoning_content"] = message.reasoning_content
     elif message.content is None:
         raise refused(f"{where}.content", "is missing")
     return plain
+
+
+def _plain_call(call: _ToolCall, where: str) -> dict[str, Any]:
+    arguments = wire.call_arguments(call.function.arguments, f"{where}.function.arguments")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {**call.model_dump(exclude_none=True), "function": function}
 
 
 def _content(message: _Message, where: str, images: ImageReader) -> str | list[dict[str, Any]]:

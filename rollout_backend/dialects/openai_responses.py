@@ -101,7 +101,7 @@ class _Reasoning(Body):
 class _FunctionCall(Body):
     call_id: str = Field(min_length=1)
     name: str = Field(min_length=1)
-    arguments: str
+    arguments: str | None = None
     caller: _Direct = None
     namespace: _NoNamespace = None
 
@@ -308,16 +308,17 @@ def _messages(request: _Request, images: ImageReader) -> list[Message]:
             if not reply or (isinstance(item, _Message) and isinstance(before, _Message)):
                 reply = {"role": "assistant", "content": ""}
                 plain.append(reply)
-            _add(reply, item, f"input.{i}.message.content", images)
+            _add(reply, item, f"input.{i}", images)
         before = item
     return plain
 
 
 def _add(reply: Message, item: _Message | _Reasoning | _FunctionCall, where: str, images: ImageReader) -> None:
     if isinstance(item, _Message):
-        reply["content"] += _content(item.content, where, images, item.role)
+        reply["content"] += _content(item.content, f"{where}.message.content", images, item.role)
     elif isinstance(item, _FunctionCall):
-        function = {"name": item.name, "arguments": item.arguments}
+        arguments = wire.call_arguments(item.arguments, f"{where}.arguments")
+        function = {"name": item.name, "arguments": arguments}
         reply.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif item.content:
         reply["reasoning_content"] = reply.get("reasoning_content", "") + "".join(part.text for part in item.content)

@@ -48,6 +48,31 @@ def read_object(text: str) -> dict[str, Any] | None:
         return None
 
 
+def call_arguments(text: str | Mapping[str, Any] | None, where: str) -> str:
+    """Return the arguments of a call in the history, as JSON. None, "" and null mean that there are none.
+
+    Raises:
+        ApiError: status 400 if they are no JSON object. Most chat templates would print another call.
+    """
+    if isinstance(text, Mapping):
+        return json.dumps(text, ensure_ascii=False)
+    if text is None or text.strip() in ("", "null"):
+        return "{}"
+    if not is_object(text):
+        raise refused(where, "is not a JSON object; send what the model wrote as text, in content")
+    return text
+
+
+def is_object(text: str) -> bool:
+    """Return whether `text` is a JSON object. Unlike `read_object`, accept halves of surrogate pairs as escapes."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict)
+
+
 def _stop_strings(value: object) -> tuple[str, ...] | None:
     strings = [value] if isinstance(value, str) else value
     if strings is None:

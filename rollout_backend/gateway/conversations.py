@@ -8,8 +8,9 @@ Invariants:
   same trajectory.
 - A message refers to an image by the hash of its bytes. The session stores the bytes once, from the first answered
   call that showed them.
-- Messages are compared by what is rendered. These differences are ignored: text parts or a string, None or "", the
-  spacing of a tool call's arguments, defaults of the tool's schema filled in, tool call ids that the template does
+- Messages are compared by what is rendered. These differences are ignored: text parts or a string, None or "",
+  whitespace at the ends of a reply, the spacing of a tool call's arguments, the order of their keys, how a number is
+  written (JavaScript writes 1.0 as 1), defaults of the tool's schema filled in, tool call ids that the template does
   not render, and fields that no template renders. Reasoning is not compared, because most agents do not send it back:
   the tokens keep it, and the renderer decides whether it stays in the history.
 """
@@ -328,13 +329,16 @@ def _compared(message: Message, defaults: _Defaults, with_ids: bool) -> list[obj
         if (function := call["function"])
     ]
     answers = message.get("tool_call_id") if with_ids else None
-    return [message["role"], message.get("content") or "", message.get("name"), answers, calls]
+    content = message.get("content") or ""
+    if message["role"] == "assistant" and isinstance(content, str):
+        content = content.strip()
+    return [message["role"], content, message.get("name"), answers, calls]
 
 
 def _arguments(text: str, defaults: Mapping[str, Any]) -> object:
     """Return the parsed arguments without defaults: agents that validate a call send it back with them filled in."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=_number)
     except (ValueError, RecursionError):
         return text
     if isinstance(value, dict):
@@ -346,13 +350,18 @@ def _is_default(item: object, name: str, defaults: Mapping[str, Any]) -> bool:
     return name in defaults and type(item) is type(defaults[name]) and item == defaults[name]
 
 
+def _number(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
 def _defaults(tools: Tools) -> _Defaults:
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools or ():
         parameters = tool["function"].get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         found[tool["function"]["name"]] = {
-            name: schema["default"]
+            name: json.loads(_text(schema["default"]), parse_float=_number)
             for name, schema in (properties.items() if isinstance(properties, Mapping) else ())
             if isinstance(schema, Mapping) and "default" in schema
         }

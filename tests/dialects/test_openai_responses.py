@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import ResponseStreamEvent
 
-from dialect_data import CALL, answer, bodies, check_read_or_refused, read_events, sampled
+from dialect_data import CALL, JSON, answer, bodies, check_read_or_refused, read_events, sampled
 from field_claims import RESPONSES
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Delta
@@ -331,7 +331,7 @@ def test_a_stream_that_fails_before_its_start_has_all_opening_events():
 
 # --- properties -------------------------------------------------------------------------------------------
 
-SAMPLED = sampled(st.text())
+SAMPLED = sampled(st.dictionaries(st.text(), JSON, max_size=3).map(json.dumps))
 WHOLE = {
     **RESPONSES,
     "tool_choice": {"type": "function", "name": "add"},
