@@ -218,7 +218,7 @@ class ModelCallExecutor:
             parser = await thread.run_brief(0, thread.stream_parser, call, request.prompt, request.index)
             completion = await self._stream(request, parser, stops)
             reply = await self._read(request, completion)
-            rest, reply = parser.end(reply)
+            rest, reply = await thread.run_brief(len(completion.token_ids), parser.end, reply)
             logprobs = await self._logprobs(call, completion)
             sent = sum(len(delta.logprobs) for delta in running.deltas if delta.choice == request.index)
             spoken = len(completion.token_ids) - thread.has_end(completion.token_ids)
@@ -319,7 +319,9 @@ class _LiveStream:
             self._more.clear()
             fresh, fed = self._tokens[fed : self._clear], self._clear
             if fresh and not self._ended.is_set():
-                deltas = await self._thread.run_brief(len(fresh), self._parser.feed, fresh)
+                deltas = await self._thread.run_brief(len(fresh), self._parser.add, fresh)
+                if work := self._parser.tokens_to_parse:
+                    deltas = await self._thread.run_brief(work, self._parser.parse)
                 if deltas and self._running.call.logprobs:
                     begin = sent
                     sent = await self._thread.run(self._parser.emitted, self._thread.bundle.token_bytes)

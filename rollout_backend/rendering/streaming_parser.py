@@ -112,6 +112,7 @@ class StreamingParser:
         self._tail = ""  # the end of the text so far, which may contain the start of a marker
         self._channel: Channel | None = None  # the part that ordinary text belongs to; None: a tool call, or unknown
         self._stale = True  # whether `_channel` must be determined again
+        self._marked = False  # whether the latest tokens made it stale
         self._held = ""  # text of the channel that was not sent yet
         self._sent: dict[Channel, str] = {"reasoning": "", "text": ""}
         self._calls: list[dict[str, Any]] = []  # sent
@@ -120,6 +121,17 @@ class StreamingParser:
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
         """Return the deltas that can be sent after these newly sampled ids."""
+        deltas = self.add(ids)
+        return self.parse() if self.tokens_to_parse else deltas
+
+    @property
+    def tokens_to_parse(self) -> int:
+        """How many tokens `parse` would parse to find more deltas; 0 if it would find none."""
+        return self._text.read if self._marked and self._may_parse() else 0
+
+    def add(self, ids: Sequence[int]) -> list[Delta]:
+        """Like `feed`, but leave the work that grows with the whole reply to `parse`."""
+        self._marked = False
         if self._silent:
             return []
         text = self._text.add(ids)
@@ -130,9 +142,8 @@ class StreamingParser:
         self._names |= {self._bundle.decode([token]) for token in added}
         self._stale |= bool(added) or _has_marker(self._tail, text)
         self._tail = (self._tail + text)[-_LONGEST + 1 :]
-        if self._stale:
-            return self._reparse() if self._may_parse() else []
-        if self._channel is None:
+        self._marked = self._stale
+        if self._stale or self._channel is None:
             return []
         self._held += text
         return self._release(self._channel)
@@ -162,7 +173,7 @@ class StreamingParser:
         tokens = self._text.read
         return self._parsed_tokens + tokens <= _PARSES * tokens + _FREE_TOKENS
 
-    def _reparse(self) -> list[Delta]:
+    def parse(self) -> list[Delta]:
         """Parse the tokens so far, return what can be sent, and determine which part further text belongs to."""
         parsed = self._parse(self._text.ids(), self._probe_ids)
         if parsed is None:
@@ -313,5 +324,5 @@ def _beyond(sent: str, whole: str) -> str:
         return rest
     if whole.strip() in sent:
         return ""
-    common = next(n for n in range(len(sent) + 1) if n == len(sent) or not whole.startswith(sent[: n + 1]))
-    return whole[common:]
+    differs = (i for i, (one, other) in enumerate(zip(sent, whole, strict=False)) if one != other)
+    return whole[next(differs, len(sent)) :]
