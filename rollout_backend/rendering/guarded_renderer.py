@@ -200,9 +200,12 @@ class GuardedRenderer:
         said, calls = read_calls(form, self._decode(ids[begin:end]), tools, whole=whole)
         before = form.frame.sub("", self._decode(ids[:begin]))
         content = parsed.content
-        if not before.rstrip().endswith(content.rstrip()):  # GLM's parser appends the text after a call
+        if form is FORMATS["glm"] and not before.rstrip().endswith(content.rstrip()):  # it has the text after a call
             content = self._after_reasoning(before, parsed.reasoning_content or "").strip()
-        return replace(parsed, content="\n".join(filter(None, [content, said.strip()])), tool_calls=calls)
+        if said.strip():
+            between = before[len(before.rstrip()) :]
+            content = f"{content}{between}{said}".rstrip() if content else said.strip()
+        return replace(parsed, content=content, tool_calls=calls)
 
     def get_stop_token_ids(self) -> list[int]:
         return list(self.inner.get_stop_token_ids())
@@ -280,7 +283,12 @@ class GuardedRenderer:
         return _mark(tools, self._control) if tools and self._marks else tools
 
     def _marked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        return [self._marked_message(message) for message in messages]
+        # gpt-oss's renderer moves the first system message to the start of the conversation.
+        late = {"role": "developer"} if self._is_harmony else {}
+        return [
+            self._marked_message({**message, **late} if i and message["role"] == "system" else message)
+            for i, message in enumerate(messages)
+        ]
 
     def _marked_message(self, message: Message) -> dict[str, Any]:
         names = self._control_or_frame if message["role"] == "tool" else self._control

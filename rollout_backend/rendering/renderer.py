@@ -21,7 +21,7 @@ from typing import Any
 
 import renderers
 from pydantic import ValidationError
-from renderers import ParsedResponse, ParsedToolCall, ToolCallParseStatus
+from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
 from renderers.base import MODEL_RENDERER_MAP
 from renderers.configs import _CONFIG_BY_NAME, CustomRendererConfig
 from renderers.deepseek_v4 import DeepSeekV4Renderer
@@ -223,7 +223,37 @@ def _create(name: str, tokenizer: Any, model: ModelConfig) -> Any:
 
 
 class _DeepSeekV4(DeepSeekV4Renderer):  # type: ignore[misc]  # the package carries no types
-    """Finds the first call by its token. The package decodes all tokens again for each tag of a call."""
+    """Corrects the package's renderer.
+
+    That one decodes all tokens again for each tag of a call, prints the tools into a late system message if there is
+    no other, and begins no reply after one.
+    """
+
+    def render(self, messages: Any, *, add_generation_prompt: bool = False, **more: Any) -> RenderedTokens:
+        late = any(message["role"] == "system" for message in messages[1:])
+        if late and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": ""}, *messages]
+        rendered = super().render(messages, add_generation_prompt=add_generation_prompt, **more)
+        return self._begun(rendered) if add_generation_prompt and messages[-1]["role"] == "system" else rendered
+
+    def bridge_to_next_turn(
+        self, previous_prompt_ids: Any, previous_completion_ids: Any, new_messages: Any, *, tools: Any = None
+    ) -> RenderedTokens | None:
+        bridged = super().bridge_to_next_turn(previous_prompt_ids, previous_completion_ids, new_messages, tools=tools)
+        if bridged is None or new_messages[-1]["role"] != "system":
+            return bridged
+        return self._begun(bridged)
+
+    def _begun(self, rendered: RenderedTokens) -> RenderedTokens:
+        """Add the prompt for a reply."""
+        asked = [{"role": "user", "content": "a"}]
+        turn, begun = (super(_DeepSeekV4, self).render(asked, add_generation_prompt=begin) for begin in (False, True))
+        header = begun.token_ids[len(turn.token_ids) :]
+        return RenderedTokens(
+            token_ids=[*rendered.token_ids, *header],
+            message_indices=[*rendered.message_indices, *([-1] * len(header))],
+            message_roles=rendered.message_roles,
+        )
 
     def parse_response(self, token_ids: Any, *, tools: Any = None, prompt_ids: Any = None) -> ParsedResponse:
         ids = list(token_ids)

@@ -244,6 +244,7 @@ class StreamingParser:
         safe = len(held)
         for name in self._names:  # a special token starts markup, which the next tokens complete
             found = held.find(name)
+            found -= held[found - 1 : found] == "<"  # DeepSeek V4's marker follows a bracket
             safe = min(safe, found if found >= 0 else safe)
         safe = min(safe, *(_may_begin(held, marker) for marker in _MARKERS))
         safe = len(held[:safe].rstrip())

@@ -144,8 +144,7 @@ def read_calls(
 ) -> tuple[str, list[ParsedToolCall]]:
     """Return the text that is no part of a usable call, and all calls.
 
-    If `text` is not the whole reply, the last call is unclosed while more text could change it, and its text is not
-    returned.
+    If `text` is not the whole reply, what more text could change is an unclosed call, and is not returned as text.
     """
     said: list[str] = []
     calls: list[ParsedToolCall] = []
@@ -157,8 +156,11 @@ def read_calls(
         calls.append(call)
         if call.status != ToolCallParseStatus.OK and (whole or at < len(text)):
             said.append(text[begin:at])
-    said.append(form.frame.sub("", text[at:]))
-    return "".join(said), calls
+    rest = form.frame.sub("", text[at:])
+    if isinstance(form, TaggedFormat) and not whole and rest.strip():
+        calls.append(ParsedToolCall(raw=rest, status=ToolCallParseStatus.UNCLOSED_BLOCK))
+        rest = ""
+    return "".join([*said, rest]), calls
 
 
 def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) -> tuple[ParsedToolCall, int]:

