@@ -21,9 +21,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -116,6 +118,7 @@ class RolloutManager:
         self._next_step = 0
         self._collecting: set[asyncio.Task[StepResult]] = set()
         self._first_call: FirstCall | None = None
+        self._reported_malformed: Counter[str] = Counter()
 
     # --- start and end ------------------------------------------------------------------------------------
 
@@ -356,8 +359,19 @@ class RolloutManager:
             if run.lease.lost is None:  # otherwise the step belongs to another manager
                 self.archive.write_records(number, records)
             await self._report_step(current, records)
-        self.archive.write_report(result.report)
-        return result
+        malformed = await self._newly_malformed()
+        report = result.report.model_copy(update={"malformed_tool_calls": malformed})
+        self.archive.write_report(report)
+        return replace(result, report=report)
+
+    async def _newly_malformed(self) -> dict[str, int] | None:
+        """Return the malformed tool calls since the previous report; None if a gateway does not answer."""
+        stats = await self._gateway_stats()
+        if stats is None:
+            return None
+        newly = Counter(stats.malformed) - self._reported_malformed
+        self._reported_malformed = Counter(stats.malformed)
+        return dict(newly)
 
     @property
     def weight_version(self) -> int:

@@ -118,6 +118,10 @@ class StepReport(_Frozen):
     sampled_tokens: int
     given_tokens: int
     broken_histories: int  # segments beyond each rollout's first
+    split_reasons: dict[str, int] = {}  # those segments by the reason why they opened
+    malformed_tool_calls: dict[str, int] | None = (
+        None  # returned as text, by renderer, since the run's previous report; None: a gateway did not answer
+    )
     weight_versions: dict[
         str, int
     ] = {}  # sampled tokens by the version that sampled them; "" if the engine said none
@@ -230,6 +234,7 @@ def make_report(
     outcomes = _outcomes_by_task(entries)
     # The sampler of a rollout that has only messages is unknown.
     segments = [segment for rollout in rollouts for segment in rollout.segments if not segment.retokenized]
+    later = [segment for rollout in rollouts if not rollout.retokenized for segment in rollout.segments[1:]]
     sampled = sum(segment.sampled_tokens for segment in segments)
     versions = _versions(segments)
     return StepReport(
@@ -256,7 +261,8 @@ def make_report(
         unclosed_sessions=dict(ledger.unclosed_sessions),
         sampled_tokens=sampled,
         given_tokens=sum(len(segment.token_ids) for segment in segments) - sampled,
-        broken_histories=sum(max(0, len(rollout.segments) - 1) for rollout in rollouts if not rollout.retokenized),
+        broken_histories=len(later),
+        split_reasons=dict(Counter(segment.split_reason for segment in later)),
         weight_versions=dict(versions),
         staleness=_staleness(versions),
         latency=_latency(latencies),

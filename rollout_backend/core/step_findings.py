@@ -49,6 +49,11 @@ def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> It
         text = f"{count(report.unarchived, 'result')} could not be written to the run's folder; they are in S3"
         yield Finding(Level.WARNING, text, "output_dir: free space on its disk")
     yield from rate_findings(report)
+    for renderer, number in sorted((report.malformed_tool_calls or {}).items()):
+        yield Finding(Level.NOTE, f"{count(number, 'tool call')} of {renderer} could not be read, and became text")
+    if report.split_reasons:
+        reasons = ", ".join(f"{number} {why}" for why, number in sorted(report.split_reasons.items()))
+        yield Finding(Level.NOTE, f"conversations opened {count(report.broken_histories, 'more row')}: {reasons}")
     if (bias := report.length_bias) is not None:
         yield Finding(Level.NOTE, f"length: {describe_bias(bias)}", _LENGTH_ADVICE[bias.reason])
     if report.staleness is not None and report.staleness.max:

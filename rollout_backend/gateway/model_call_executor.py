@@ -195,7 +195,8 @@ class ModelCallExecutor:
         session.state.sampled_tokens += len(completion.token_ids)
         counters = self._counters
         counters.sampled_tokens += len(completion.token_ids)
-        counters.malformed_tool_calls += reply.malformed_tool_calls
+        if reply.malformed_tool_calls:
+            counters.malformed[self._bundle.name] += reply.malformed_tool_calls
         counters.extra_tool_calls += reply.extra_tool_calls
         if turn.opened is not None:
             counters.segments[turn.opened] += 1

@@ -28,7 +28,7 @@ class GatewayStats(BaseModel):
     cache_unknown_tokens: int  # prompt tokens of calls whose engine did not report what it found there
     cache_breaks: int  # calls that continued a conversation which the engine's cache no longer held
     sampled_tokens: int
-    malformed_tool_calls: int
+    malformed: dict[str, int]  # tool calls that could not be read and were returned as text, by renderer
     extra_tool_calls: int  # sampled but dropped, because parallel_tool_calls was false
     constrained: int  # replies under a grammar: their logprobs cannot be trained
     replayed: int  # retried requests that got the first one's answer
@@ -46,6 +46,10 @@ class GatewayStats(BaseModel):
         """Return the part of the prompt tokens found in the engines' prefix caches; None if no engine reports it."""
         counted = self.prompt_tokens - self.cache_unknown_tokens
         return self.cached_tokens / counted if counted else None
+
+    @property
+    def malformed_tool_calls(self) -> int:
+        return sum(self.malformed.values())
 
     @property
     def engines(self) -> dict[str, EngineSample]:
@@ -82,7 +86,7 @@ class Counters:
     cache_unknown_tokens: int = 0
     cache_breaks: int = 0
     sampled_tokens: int = 0
-    malformed_tool_calls: int = 0
+    malformed: Counter[str] = field(default_factory=Counter)
     extra_tool_calls: int = 0
     constrained: int = 0
     replayed: int = 0
