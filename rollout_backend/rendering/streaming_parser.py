@@ -127,7 +127,8 @@ class StreamingParser:
     @property
     def tokens_to_parse(self) -> int:
         """How many tokens `parse` would parse to find more deltas; 0 if it would find none."""
-        return self._text.read if self._marked and self._may_parse() else 0
+        added = len(self._probe_ids) + len(self._close_ids)
+        return self._text.read + added if self._marked and self._may_parse() else 0
 
     def add(self, ids: Sequence[int]) -> list[Delta]:
         """Like `feed`, but leave the work that grows with the whole reply to `parse`."""
