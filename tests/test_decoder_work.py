@@ -26,7 +26,6 @@ from rollout_backend.collect.text_format import read_result
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.dialects.registry import DIALECTS
 from rollout_backend.dialects.request_memo import RequestMemo
-from rollout_backend.relay import frames
 
 SIZE = 64 * 1024
 FACTOR = 100  # quadratic work would be thousands of times that of an ordinary input
@@ -107,7 +106,6 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[str] | list[bytes], by
         JSON,
         json.dumps({"Records": NOTICE * (SIZE // 150)}).encode(),
     ),
-    "a frame of the relay": (frames.decode, PACKED, frames.encode(frames.Resume(((1, 1),) * (SIZE // 4)))),
     "an archive": (unpacked, TAR, archive()),
     "a log line": (lambda data: without_secrets(data.decode()), URLS, b"GET https://host/path?a=1\n" * (SIZE // 26)),
     "a shown text": (lambda data: readable(data.decode()), URLS, b"a text with words\n" * (SIZE // 18)),
@@ -127,7 +125,7 @@ def work(decode: Callable[[bytes], object], data: bytes) -> float:
     spent = []
     for _ in range(3):
         began = time.thread_time()
-        with contextlib.suppress(ContractError, ApiError, frames.FrameError, ValueError):
+        with contextlib.suppress(ContractError, ApiError, ValueError):
             decode(data)
         spent.append(time.thread_time() - began)
     return min(spent)
@@ -149,12 +147,11 @@ def test_a_hostile_input_costs_as_much_as_an_ordinary_one(decode, fragments, ord
     ("decode", "hostile"),
     [
         (unpack, b'{"a":"' + b'\\"' * 8_000 + b"[" * 250_001),
-        (frames.decode, b"\x92\x03" + b"\xdc\xff\xff" * 21_000),
         (lambda data: without_secrets(data.decode()), b"https://a?" * 6_000),
         (unpacked, tarfile.TarInfo("x").tobuf()[:156] + b"x" + b"1" * 60_000),
     ],
-    ids=["unterminated strings", "nested claims", "URLs in URLs", "digits"],
+    ids=["unterminated strings", "URLs in URLs", "digits"],
 )
 def test_what_was_slow_once(decode, hostile):
-    ordinary = {unpack: LISTED, frames.decode: DECODERS["a frame of the relay"][2], unpacked: archive()}
+    ordinary = {unpack: LISTED, unpacked: archive()}
     assert work(decode, hostile) <= FACTOR * work(decode, ordinary.get(decode, b"a line of text\n" * 4_000))

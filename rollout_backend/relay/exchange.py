@@ -21,6 +21,7 @@ from aiohttp import web
 
 from rollout_backend.relay.channel import Channel
 from rollout_backend.relay.frames import (
+    MAX_FRAME,
     Abort,
     Ack,
     Cancel,
@@ -89,11 +90,13 @@ class Link:
         except ConnectionError:
             raise LinkClosed(self._socket.close_code) from None
 
-    async def receive(self) -> Frame:
+    async def receive(self, max_bytes: int = MAX_FRAME) -> Frame:
         """Return the next frame. Raise LinkClosed, or FrameError for an invalid message."""
         message = await self._socket.receive()
         match message.type:
             case aiohttp.WSMsgType.BINARY:
+                if len(message.data) > max_bytes:
+                    raise FrameError(f"a message of {len(message.data)} bytes")
                 return decode(message.data)
             case aiohttp.WSMsgType.TEXT:
                 raise FrameError("a text message instead of a binary one")

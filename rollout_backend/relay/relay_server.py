@@ -54,7 +54,8 @@ from rollout_backend.relay.routes import METHODS, forwarded_headers, route
 
 log = logging.getLogger(__name__)
 
-_HANDSHAKES = 32  # limit of concurrent handshakes
+_HANDSHAKES = 512  # limit of concurrent handshakes; one more ends the oldest
+_MAX_HELLO = 1024  # bytes; msgpack allocates what the nested arrays of a stranger claim, up to 1000 times their bytes
 _REMEMBERED = 64  # limit of replaced dialers
 _BACKLOG = 64 * 2**20  # bytes queued for the dialer; above it new calls get 429
 _KEEPALIVE_S = 4200.0  # longer than any load balancer's, so that none uses a closing connection
@@ -79,7 +80,7 @@ class Relay(Exchange):
         self._id = handshake.new_id()
         self._numbers = itertools.count(1)
         self._in_flight = 0
-        self._handshakes = 0
+        self._handshakes: list[asyncio.Task[object]] = []  # the oldest first
         self._dialer = ""  # the id of the dialer whose calls are in flight, connected or not
         self._current: Link | None = None
         self._replaced: deque[str] = deque(maxlen=_REMEMBERED)
@@ -96,13 +97,16 @@ class Relay(Exchange):
     # --- the dialer ---------------------------------------------------------------------------------------
 
     async def dialer(self, request: web.Request) -> web.StreamResponse:
-        if self._handshakes >= _HANDSHAKES:
-            return _error(503, "too many concurrent handshakes")
         socket = web.WebSocketResponse(
             heartbeat=self._settings.heartbeat_s, max_msg_size=MAX_FRAME, compress=False, timeout=CLOSE_TIMEOUT_S
         )
         link = Link(socket)
-        self._handshakes += 1
+        handshake_task = asyncio.current_task()
+        assert handshake_task is not None
+        if len(self._handshakes) >= _HANDSHAKES:
+            # Refusing would let strangers, who hold theirs to the timeout, lock the dialer out.
+            self._handshakes.pop(0).cancel()
+        self._handshakes.append(handshake_task)
         try:
             await socket.prepare(request)
             dialer_id = await self._admit(link)
@@ -111,7 +115,8 @@ class Relay(Exchange):
             await link.close(why.code, str(why))
             return socket
         finally:
-            self._handshakes -= 1
+            if handshake_task in self._handshakes:
+                self._handshakes.remove(handshake_task)
         await self._serve(link, dialer_id)
         return socket
 
@@ -122,7 +127,7 @@ class Relay(Exchange):
         try:
             async with asyncio.timeout(handshake.TIMEOUT_S):
                 await link.send_now(challenge)
-                hello = await link.receive()
+                hello = await link.receive(_MAX_HELLO)
                 if not isinstance(hello, Hello):
                     raise FrameError(f"a {type(hello).__name__} instead of a Hello")
                 if hello.version != VERSION:

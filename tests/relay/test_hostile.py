@@ -22,6 +22,7 @@ from rollout_backend.relay.frames import (
     decode,
     encode,
 )
+from rollout_backend.relay.relay_server import _HANDSHAKES
 
 
 async def door(http, url: str) -> tuple[aiohttp.ClientWebSocketResponse, Challenge]:
@@ -65,15 +66,26 @@ async def test_proof_cannot_be_replayed(line, http, key):
     assert await laid.relay.dialled(laid.dialer._settings.dialer_id)
 
 
-async def test_excess_handshakes_are_refused(line, http, get):
+async def test_strangers_do_not_lock_the_dialer_out(line, get):
     laid = await line()
-    sockets = [socket for socket, _ in await asyncio.gather(*(door(http, laid.url) for _ in range(32)))]
-    with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-        await door(http, laid.url)
-    assert refused.value.status == 503
-    for socket in sockets:
-        await socket.close()
-    assert (await get(f"{laid.url}/v1/x")).status == 200
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as strangers:
+        sockets = [each for each, _ in await asyncio.gather(*(door(strangers, laid.url) for _ in range(_HANDSHAKES)))]
+        last, _ = await door(strangers, laid.url)
+        received = [asyncio.create_task(each.receive()) for each in sockets]
+        await asyncio.wait(received, return_when=asyncio.FIRST_COMPLETED)  # the oldest made room
+        for each in received:
+            each.cancel()
+        await asyncio.gather(*received, return_exceptions=True)
+        assert (await get(f"{laid.url}/v1/x")).status == 200
+        await asyncio.gather(*(each.close() for each in [*sockets, last]))
+
+
+async def test_a_stranger_sends_little(line, http):
+    laid = await line()
+    socket, _ = await door(http, laid.url)
+    await socket.send_bytes(b"\x92\x01" + b"\xdc\xff\xff" * 21_000)
+    assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+    assert socket.close_code == Close.BROKEN_FRAME
 
 
 async def test_plain_request_to_the_websocket_path_is_refused(line, http, get):
