@@ -39,7 +39,8 @@ class GatewayConfig(Section):
     """What happens to `tool_choice` and `response_format` that force a form. `allow`: the engine constrains the
     reply; its tokens are not a sample of the model's own distribution and are not trained. `refuse`: answered 400."""
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
-    """Maximum size of a model call's request body."""
+    """Maximum size of a model call's request body. Without images it is also at most 1 MiB and 32 bytes per token of
+    the model's context; a larger one is answered 400, as a conversation that exceeds the context."""
     max_images: int = Field(default=16, ge=0)
     """Maximum images in a model call's request, including its history, if the model accepts images. 0: none."""
     max_image_pixels: int = Field(default=16 * 1024 * 1024, ge=1)
@@ -49,6 +50,9 @@ class GatewayConfig(Section):
     so `storage.max_result_bytes` must have room for them."""
     max_concurrent_calls: int = Field(default=1024, ge=1)
     """Maximum model calls in flight in one process; further ones are answered 429 with Retry-After."""
+    max_session_calls: int = Field(default=64, ge=1)
+    """Maximum choices in flight of one session, at most half of `max_concurrent_calls`; further calls are answered
+    429 with Retry-After. A call of several choices is admitted if the session has no other in flight."""
     max_queued_per_engine: int = Field(default=512, ge=1)
     """Maximum average number of requests waiting in an engine's queue; above it, calls are answered 429 with
     Retry-After. Applies if engines report their load."""

@@ -44,6 +44,8 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status in (401, 404):  # a stranger keeps no connection
+            headers["Connection"] = "close"
         # OpenAI's and Anthropic's clients go by it.
         return {**headers, "x-should-retry": "false"} if self.permanent else headers
 

@@ -18,7 +18,10 @@ no later message."""
 
 
 class PrefixMemo:
-    """Remembers the digests of the latest conversations of one session. Their messages must not be changed."""
+    """Remembers the digests of the latest conversations of one session. Their messages must not be changed.
+
+    Threads may share one: each call replaces what is known as a whole, and the last one wins.
+    """
 
     def __init__(self) -> None:
         self._known: list[tuple[object, list[Message], list[bytes]]] = []  # latest last
@@ -28,16 +31,16 @@ class PrefixMemo:
 
         `context` is what `step` depends on besides its arguments: digests of another context are not reused.
         """
-        given, shared, extended = list(messages), 0, None
-        for i, (its_context, its_messages, _) in enumerate(self._known):
+        known, given, shared, extended = self._known, list(messages), 0, None
+        for i, (its_context, its_messages, _) in enumerate(known):
             if its_context == context and (same := common_prefix(its_messages, given)) > shared:
                 shared, extended = same, i
-        chain = [] if extended is None else self._known[extended][2][:shared]
+        chain = [] if extended is None else known[extended][2][:shared]
         for i in range(shared, len(given)):
             chain.append(step(chain[-1] if chain else b"", given, i))
-        if extended is not None and shared == len(self._known[extended][1]):
-            del self._known[extended]
-        self._known = [*self._known[1 - _KEPT :], (context, given, chain)]
+        if extended is not None and shared == len(known[extended][1]):
+            known = [*known[:extended], *known[extended + 1 :]]
+        self._known = [*known[1 - _KEPT :], (context, given, chain)]
         return chain
 
 

@@ -224,6 +224,7 @@ class OpenAIChat(Dialect):
 
 
 def _read(body: bytes) -> _Request:
+    wire.check_counts(body)
     try:
         request = _Request.model_validate_json(body)
     except ValidationError as error:

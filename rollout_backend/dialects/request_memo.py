@@ -55,9 +55,10 @@ class RequestMemo:
             call, end = extended
         if end is not None and not call.images and not _repeats(field, body[end:]):
             digest.update(memoryview(body)[known.size if known else 0 : end])
-            self._known = [each for each in self._known if each is not known][1 - _KEPT :]
+            others = [each for each in self._known if each is not known][1 - _KEPT :]
             tail = body[max(0, end - _TAIL) : end]
-            self._known.append(_Known(dialect.name, end, tail, digest.digest(), list(call.messages)))
+            # Assigned as a whole, because threads may share it.
+            self._known = [*others, _Known(dialect.name, end, tail, digest.digest(), list(call.messages))]
         return call
 
     def _find(self, dialect: str, body: bytes) -> tuple[_Known | None, Any]:

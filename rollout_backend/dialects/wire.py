@@ -15,10 +15,13 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import from_json
 
+from agent_wrapper.contract import ContractError
+from agent_wrapper.contract.codec import check_json
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.dialects.fields import refuse_unknown, refused
 
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000
+_MAX_CONTAINERS, _MAX_VALUES = 20_000, 400_000  # of a request: objects and arrays, and everything
 _B = TypeVar("_B", bound="Body")
 
 
@@ -81,12 +84,22 @@ def _stop_strings(value: object) -> tuple[str, ...] | None:
         raise ValueError("must be a string or a list of strings")
     if "" in strings:
         raise ValueError("a stop string is empty; leave it out")
+    if max(map(len, strings), default=0) > MAX_STOP_CHARS:
+        raise ValueError(f"a stop string has more than {MAX_STOP_CHARS} characters; send a shorter one")
     if len(strings) > MAX_STOP_STRINGS:
         raise ValueError(f"{len(strings)} stop strings, and at most {MAX_STOP_STRINGS} are searched for; send fewer")
     return tuple(strings)
 
 
 StopStrings = Annotated[tuple[str, ...] | None, BeforeValidator(_stop_strings)]
+
+
+def check_counts(body: bytes) -> None:
+    """Refuse a body of very many values before anything is built: validation would hold the interpreter's lock."""
+    try:
+        check_json(body, _MAX_CONTAINERS, _MAX_VALUES)
+    except ContractError as error:
+        raise refused("body", error.reason) from None
 
 
 def read(model: type[_B], body: bytes, harmless: Collection[str] = ()) -> _B:
@@ -96,6 +109,7 @@ def read(model: type[_B], body: bytes, harmless: Collection[str] = ()) -> _B:
         ApiError: status 400; names the invalid field.
     """
     try:
+        check_counts(body)
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise refused("body", f"is not JSON: {error}") from None

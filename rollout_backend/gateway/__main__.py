@@ -12,8 +12,11 @@ from uvicorn.config import LOGGING_CONFIG
 from rollout_backend.errors import ConfigError
 from rollout_backend.garbage_collection import exempt_loaded_objects
 from rollout_backend.gateway.gateway_settings import GatewaySettings
+from rollout_backend.gateway.http_protocol import bounded_protocol, max_connections
 from rollout_backend.gateway.open_files import allow_files
 from rollout_backend.logs import configure_logs, logs_json
+
+_SWITCH_S = 0.001  # threads parse and render; the event loop waits this long for each of its turns
 
 
 def main() -> None:
@@ -25,6 +28,7 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(str(error))
     exempt_loaded_objects()
+    sys.setswitchinterval(_SWITCH_S)
     uvicorn.run(
         app,
         host=settings.host,
@@ -32,6 +36,8 @@ def main() -> None:
         log_level="info",
         log_config=None if logs_json() else LOGGING_CONFIG,
         access_log=False,
+        http=bounded_protocol(max_connections(settings.gateway.max_concurrent_calls)),
+        ws="none",
         timeout_graceful_shutdown=2,
         backlog=4096,
         ssl_certfile=settings.gateway.tls_certificate,

@@ -3,6 +3,7 @@
 Invariants:
 
 - At most `max_calls` are in flight. If loads are unknown or outdated, this is the only limit.
+- One session has at most `max_session_calls` and half of `max_calls` in flight.
 - Refused calls get staggered Retry-After times, at the rate at which calls finish, so they do not return all at once.
 """
 
@@ -37,9 +38,14 @@ class Admission:
     """Admits the calls of one gateway process. `max_queued_per_engine` bounds the mean queue of an engine."""
 
     def __init__(
-        self, max_calls: int, max_queued_per_engine: int, clock: Callable[[], float] = time.monotonic
+        self,
+        max_calls: int,
+        max_queued_per_engine: int,
+        max_session_calls: int = 64,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_calls = max_calls
+        self.max_session_calls = min(max_session_calls, max(1, max_calls // 2))
         self._max_queued = max_queued_per_engine
         self._clock = clock
         self._in_flight = 0
@@ -73,8 +79,14 @@ class Admission:
         if seconds is not None:
             self._call_s = seconds if self._call_s is None else self._call_s + _WEIGHT * (seconds - self._call_s)
 
-    def check(self) -> ApiError | None:
-        """Return None if a call may start, otherwise the refusal: 429 with a Retry-After in whole seconds."""
+    def check(self, held: int = 0, choices: int = 1) -> ApiError | None:
+        """Return None if a call may start, otherwise the refusal: 429 with a Retry-After in whole seconds.
+
+        `held` is how many choices its session has in flight.
+        """
+        if held and held + choices > self.max_session_calls:
+            retry_s = min(max(math.ceil((self._call_s or 0.0) / held), _MIN_RETRY_S), _MAX_RETRY_S)
+            return _refusal(f"this session has {held} model calls in flight (gateway.max_session_calls)", retry_s)
         if self._in_flight >= self._max_calls:
             retry_s = self._turn(self._in_flight + 1 - self._max_calls, self._in_flight)
             return _refusal("too many model calls are in flight", retry_s)

@@ -10,8 +10,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -25,29 +28,36 @@ from rollout_backend.gateway.admission import Admission
 from rollout_backend.gateway.authentication import Authenticator
 from rollout_backend.gateway.call_traces import CallTraces
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.http_requests import read_body, wait_or_disconnect
+from rollout_backend.gateway.http_requests import too_large, wait_or_disconnect
 from rollout_backend.gateway.in_flight_call import InFlightCall
 from rollout_backend.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.gateway.retries import RequestKey
+from rollout_backend.gateway.sampling import context_exceeded
 from rollout_backend.gateway.session_registry import OpenSession, SessionRegistry
+from rollout_backend.gateway.session_share import SessionShare, is_brief
 from rollout_backend.gateway.stats import Counters, GatewayStats
 
+_BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # of a body without images, besides its text and per token of the context
+_MIN_REQUESTS = 16  # of one session
 _RETRIED = frozenset({408, 409, 429})  # statuses below 500 that OpenAI's and Anthropic's clients retry
 
 
 class _Stream(StreamingResponse):
-    """Calls `on_end` when the response ends, even if the client disconnects before it starts."""
+    """Calls the functions of `on_end` when the response ends, even if the client disconnects before it starts."""
 
-    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._on_end = on_end
+        self._ends = contextlib.ExitStack()
+
+    def on_end(self, function: Callable[[], object]) -> None:
+        self._ends.callback(function)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._on_end()
+            self._ends.close()
 
 
 class CallHandler:
@@ -62,6 +72,8 @@ class CallHandler:
         admission: Admission,
         counters: Counters,
         traces: CallTraces | None = None,
+        *,
+        text_only: bool = False,
     ) -> None:
         self._settings = settings
         self._authenticator = authenticator
@@ -71,6 +83,13 @@ class CallHandler:
         self._counters = counters
         self._traces = traces
         self._adopted = set(settings.adopted)
+        context = settings.model.context_tokens
+        self._max_bytes = settings.gateway.max_body_bytes
+        self._too_large = partial(too_large, self._max_bytes)
+        if text_only and (most := _BYTES + _TOKEN_BYTES * context) < self._max_bytes:
+            message = f"the request has more than {most} bytes, too many for this model's context of {context} tokens"
+            self._max_bytes, self._too_large = most, partial(context_exceeded, message)
+        self._max_requests = max(_MIN_REQUESTS, 2 * admission.max_session_calls)
 
     def adopt(self, session_ids: Iterable[str]) -> None:
         """Let sessions that an earlier trainer started make model calls."""
@@ -92,9 +111,13 @@ class CallHandler:
         """Answer with the length of a prompt."""
         request.state.dialect = dialect
         session = self._registry.open(self._authenticator.session(request))
-        call = dialect.parse_count(await self._body(request))
-        self.check_model(call.model)
-        return JSONResponse(dialect.count_body(await self._executor.count(session.conversations, call)))
+        share = session.state.share
+        with share.request(self._max_requests):
+            async with self._body(request, share) as body:
+                call = await share.parse(body, dialect.parse_count, body)
+            self.check_model(call.model)
+            tokens = await self._executor.count(session, call, brief=is_brief(body))
+        return JSONResponse(dialect.count_body(tokens))
 
     async def call(self, request: Request, dialect: Dialect) -> Response:
         """Answer a model call, with a body or with a stream of events."""
@@ -103,48 +126,62 @@ class CallHandler:
         current = claims.trainer_incarnation == self._settings.trainer_incarnation
         if not current and claims.session_id not in self._adopted:
             raise not_adopted()
-        self._registry.open(claims)  # refuse a closed session before its body is read
-        body = await self._body(request)
-        session = self._registry.open(claims)
-        key = RequestKey(dialect.name, body, request.headers)
-        running = session.state.retries.find(key)
-        if running is None:
-            call = session.state.requests.parse(dialect, body)
-            self.check_model(call.model)
-            self._admit(session, key, call)
-            running = self._start(session, InFlightCall(call, key.digest), request.headers.get("traceparent", ""))
-            session.state.retries.add(key, running)
-        else:
-            self._counters.replayed += 1
-            if isinstance(running, Answer):
-                running = InFlightCall.answered_before(dialect.parse(body), running)
-        try:
-            return await self._respond(request, dialect, running)
-        except ApiError as error:
-            if error.status in _RETRIED or error.status >= 500:
-                session.state.retries.failed(key)
-            raise
+        share = self._registry.open(claims).state.share  # a closed session is refused before its body is read
+        with contextlib.ExitStack() as open_request:
+            open_request.enter_context(share.request(self._max_requests))
+            async with self._body(request, share) as body:
+                key = await share.parse(body, RequestKey, dialect.name, body, request.headers)
+                session = self._registry.open(claims)
+                running = session.state.retries.find(key)
+                if running is None:
+                    call, question = await share.parse(body, self._parse, session, dialect, body)
+                    session = self._registry.open(claims)
+                    self._admit(session, key, call, question)
+                    running = InFlightCall(call, key.digest, question, brief=is_brief(body))
+                    self._start(session, running, request.headers.get("traceparent", ""))
+                    session.state.retries.add(key, running)
+                else:
+                    self._counters.replayed += 1
+                    if isinstance(running, Answer):
+                        call = await share.parse(body, dialect.parse, body)
+                        running = InFlightCall.answered_before(call, running)
+            try:
+                response = await self._respond(request, dialect, running)
+            except ApiError as error:
+                if error.status in _RETRIED or error.status >= 500:
+                    session.state.retries.failed(key)
+                raise
+            if isinstance(response, _Stream):
+                response.on_end(open_request.pop_all().close)
+            return response
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self._settings.gateway.max_body_bytes)
+    def _body(self, request: Request, share: SessionShare) -> AbstractAsyncContextManager[bytes]:
+        return share.body(request, self._max_bytes, self._settings.body_s, self._too_large)
 
-    def _admit(self, session: OpenSession, key: RequestKey, call: ModelCall) -> None:
-        refusal = self._admission.check()
+    def _parse(self, session: OpenSession, dialect: Dialect, body: bytes) -> tuple[ModelCall, bytes]:
+        """Return the call, and the digest of what it asks."""
+        call = session.state.requests.parse(dialect, body)
+        self.check_model(call.model)
+        return call, session.conversations.question(call.messages, call.tools)
+
+    def _admit(self, session: OpenSession, key: RequestKey, call: ModelCall, question: bytes) -> None:
+        refusal = self._admission.check(session.state.share.choices, call.n)
         if refusal is not None:
-            digest = session.conversations.question(call.messages, call.tools)
-            session.state.unanswered.add(digest)
-            session.state.write(journal_records.asked(digest))
+            session.state.unanswered.add(question)
+            session.state.write(journal_records.asked(question))
             session.state.retries.failed(key)
             raise refusal
 
     def _start(self, session: OpenSession, running: InFlightCall, traceparent: str) -> InFlightCall:
-        choices = running.call.n
+        choices, share = running.call.n, session.state.share
+        share.choices += choices
         for _ in range(choices):
             self._admission.began()
         began, began_at = time.monotonic(), time.time()
 
         def ended(task: asyncio.Task[Answer]) -> None:
             session.state.calls.discard(task)
+            share.choices -= choices
             for _ in range(choices):
                 self._admission.ended(time.monotonic() - began if running.answered else None)
             if self._traces is not None:
@@ -174,7 +211,9 @@ class CallHandler:
                 delivered = True
                 return JSONResponse(dialect.body(call, answer))
             streams = True
-            return _Stream(self._events(dialect, running), lambda: self._leave(running))
+            stream = _Stream(self._events(dialect, running))
+            stream.on_end(lambda: self._leave(running))
+            return stream
         finally:
             if not streams:
                 running.leave(delivered)

@@ -31,6 +31,8 @@ class GatewaySettings(BaseModel):
     """Time limit of one model call, including all attempts."""
     max_result_bytes: int = Field(default=MAX_OBJECT_BYTES, ge=1024)
     """The trainer refuses larger results, so the gateway returns no larger trajectory."""
+    body_s: Seconds = 120.0
+    """Time limit of reading one request's body."""
     session_key_s: Seconds = 5400.0
     """Longest validity of a key, and so how long a revoked session is remembered."""
     engine_attempts: int = Field(default=10, ge=1)

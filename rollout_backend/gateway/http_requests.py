@@ -19,17 +19,20 @@ def bearer(request: Request) -> str:
     return key.strip() if kind.lower() == "bearer" else ""
 
 
+def too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+
+
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the body. Raises ApiError (413) if it is larger than `max_bytes`."""
-    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > _MAX_DIGITS or int(length) > max_bytes):
-        raise too_large
+        raise too_large(max_bytes)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > max_bytes:
-            raise too_large
+            raise too_large(max_bytes)
     return bytes(body)
 
 

@@ -24,10 +24,13 @@ from rollout_backend.rendering.streaming_parser import whole_deltas
 class InFlightCall:
     """One model call. A listener calls `join`, then `leave` with whether it got the answer."""
 
-    def __init__(self, call: ModelCall, request: bytes = b"") -> None:
-        """`request` is the digest by which a retry of the request is recognised."""
+    def __init__(self, call: ModelCall, request: bytes = b"", question: bytes = b"", *, brief: bool = True) -> None:
+        """`request` is the digest by which a retry of the request is recognised, `question` that of what it asks.
+        `brief` is whether the event loop may render it."""
         self.call = call
         self.request = request
+        self.question = question
+        self.brief = brief
         self.id = uuid4().hex
         self.created = int(time.time())
         self.prompt_tokens: int | None = None  # None until the prompt is rendered

@@ -23,7 +23,7 @@ from rollout_backend.core.model_call import Answer, Choice, ModelCall
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.gateway import journal_records
 from rollout_backend.gateway.adapter_versions import AdapterVersions
-from rollout_backend.gateway.conversations import Conversations, Prompt, RecordedTurn
+from rollout_backend.gateway.conversations import Prompt, RecordedTurn
 from rollout_backend.gateway.direct_routing import DirectRouting
 from rollout_backend.gateway.engine_client import Completion, EngineClient, EngineRefused, Progress
 from rollout_backend.gateway.engine_protocol import EngineProtocol, PromptDiffers
@@ -87,7 +87,7 @@ class ModelCallExecutor:
             settings.engine_url, settings.model_call_s, settings.engine_attempts, engines, protocol, adapters
         )
         self._constraints = Constraints(bundle, settings.gateway.constrained_decoding == "allow")
-        self._thread = RenderingThread(bundle, settings.gateway.session_image_bytes)
+        self._thread = RenderingThread(bundle, settings.gateway.session_image_bytes, settings.model.context_tokens)
 
     async def start(self) -> None:
         await self._engine.start()
@@ -96,9 +96,15 @@ class ModelCallExecutor:
         await self._engine.close()
         self._thread.close()
 
-    async def count(self, conversations: Conversations, call: ModelCall) -> int:
+    async def count(self, session: OpenSession, call: ModelCall, *, brief: bool) -> int:
         """Return the length of the call's prompt in tokens. Raises ApiError (400) if it cannot be rendered."""
-        return len((await self._thread.prompt(conversations, call)).ids)
+        return len((await self._prompt(session, call, brief)).ids)
+
+    async def _prompt(self, session: OpenSession, call: ModelCall, brief: bool) -> Prompt:
+        share, conversations = session.state.share, session.conversations
+        if brief and (prompt := self._thread.brief_prompt(conversations, call)) is not None:
+            return prompt
+        return await share.render(lambda: self._thread.run(self._thread.prepare, conversations, call))
 
     async def answer(self, session: OpenSession, running: InFlightCall) -> Answer:
         """Return the call's answer. A call that fails on our side counts as unanswered until it is repeated.
@@ -107,7 +113,7 @@ class ModelCallExecutor:
             ApiError: status 400 if the call is invalid, 503 if no engine answers.
         """
         state = session.state
-        digest = session.conversations.question(running.call.messages, running.call.tools)
+        digest = running.question
         state.write(journal_records.asked(digest))
         try:
             answer = await self._answer(session, running, digest)
@@ -122,10 +128,10 @@ class ModelCallExecutor:
 
     async def _answer(self, session: OpenSession, running: InFlightCall, digest: bytes) -> Answer:
         call, state = running.call, session.state
-        prompt = await self._thread.prompt(session.conversations, call)
+        prompt = await self._prompt(session, call, running.brief)
         forced = {}
         if call.is_constrained:
-            forced = await self._thread.run(self._constraints.params, call, prompt.ids)
+            forced = await state.share.render(lambda: self._thread.run(self._constraints.params, call, prompt.ids))
         running.set_prompt_tokens(len(prompt.ids))
         routing_key = session.claims.routing_key or state.id
         requests = [

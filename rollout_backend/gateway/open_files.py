@@ -8,12 +8,12 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.journal import OPEN_FILES
 
 _FILES_OF_A_CALL = 3  # a connection of the agent, one to the engine, and one that an agent keeps open when idle
-_OTHER_FILES = 256 + OPEN_FILES
+OTHER_FILES = 256 + OPEN_FILES
 
 
 def needed_files(calls: int) -> int:
     """Return how many open files a gateway with this many concurrent calls needs."""
-    return calls * _FILES_OF_A_CALL + _OTHER_FILES
+    return calls * _FILES_OF_A_CALL + OTHER_FILES
 
 
 def allow_files(calls: int) -> None:

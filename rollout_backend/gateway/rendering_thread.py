@@ -7,9 +7,10 @@ done at once, unless the thread is busy: the tokenizer serves one thread at a ti
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,9 +19,10 @@ from renderers import ParsedResponse
 
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import check_pixels
-from rollout_backend.core.model_call import ModelCall
+from rollout_backend.core.model_call import Message, ModelCall
 from rollout_backend.gateway.conversations import Conversations, Prompt
 from rollout_backend.gateway.engine_client import Completion
+from rollout_backend.gateway.sampling import context_exceeded
 from rollout_backend.rendering.renderer import RendererBundle
 from rollout_backend.rendering.reply import Reply, logprob_entry, read_reply
 from rollout_backend.rendering.stop_strings import StopStrings
@@ -31,15 +33,18 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _BRIEF_CHARS = 4096  # of new messages: some ms
 _BRIEF_TOKENS = 1024  # of a reply
+_SURE_CHARS = 8  # per token of the context: less text is encoded without counting first
+_PIECE_CHARS, _PIECE_TOKENS = 32 * 1024, 8  # cutting a text may add some tokens
 
 
 class RenderingThread:
     """Runs one renderer. `run` takes the thread; the other methods must run in it, except `has_end`."""
 
-    def __init__(self, bundle: RendererBundle, max_image_bytes: int) -> None:
+    def __init__(self, bundle: RendererBundle, max_image_bytes: int, context_tokens: int) -> None:
         """`max_image_bytes` bounds all images of a session together (gateway.session_image_bytes)."""
         self.bundle = bundle
         self._max_image_bytes = max_image_bytes
+        self._context_tokens = context_tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
         self._jobs: deque[Future[Any]] = deque()  # given to the thread, in order
 
@@ -59,11 +64,9 @@ class RenderingThread:
             return await self.run(function, *args)
         return function(*args)
 
-    async def prompt(self, conversations: Conversations, call: ModelCall) -> Prompt:
-        """Return the call's prompt. Raises ApiError as `prepare` does."""
-        if not self._is_busy() and not call.images and (extended := self._extend(conversations, call)) is not None:
-            return extended
-        return await self.run(self.prepare, conversations, call)
+    def brief_prompt(self, conversations: Conversations, call: ModelCall) -> Prompt | None:
+        """Return the call's prompt if the event loop can make it at once; otherwise the thread must `prepare` it."""
+        return None if self._is_busy() or call.images else self._extend(conversations, call)
 
     def _is_busy(self) -> bool:
         while self._jobs and self._jobs[0].done():  # a job whose call was cancelled runs to its end
@@ -82,9 +85,10 @@ class RenderingThread:
         """Return the call's prompt.
 
         Raises:
-            ApiError: status 400 if the messages cannot be rendered, or an image cannot be read.
+            ApiError: status 400 if the messages cannot be rendered or exceed the context, or an image cannot be read.
         """
         self._check_names(call)
+        self._check_length(call)
         self._check_images(conversations, call)
         try:
             return conversations.prepare(call.messages, call.tools, call.images)
@@ -105,6 +109,25 @@ class RenderingThread:
         except Exception:
             return False
         return True
+
+    def _check_length(self, call: ModelCall) -> None:
+        """Count tokens of much text in pieces up to the context's length: encoding all of it may take minutes."""
+        context = self._context_tokens
+        if len(call.messages) * self.bundle.message_tokens > context:
+            raise context_exceeded(
+                f"this model's context has {context} tokens, too few for {len(call.messages)} messages"
+            )
+        texts = [text for message in call.messages for text in _texts(message)]
+        texts += [json.dumps(tool, ensure_ascii=False) for tool in call.tools or ()]
+        if sum(map(len, texts)) <= _SURE_CHARS * context:
+            return
+        tokens = 0
+        for text in texts:
+            for at in range(0, len(text), _PIECE_CHARS):
+                piece = self.bundle.tokenizer.encode(text[at : at + _PIECE_CHARS], add_special_tokens=False)
+                tokens += max(0, len(piece) - _PIECE_TOKENS)
+                if tokens > context:
+                    raise context_exceeded(f"this model's context has {context} tokens, and the messages have more")
 
     def _check_names(self, call: ModelCall) -> None:
         for i, message in enumerate(call.messages):
@@ -170,6 +193,15 @@ class RenderingThread:
         return [
             logprob_entry(spelled.get(token, b""), logprob) for token, logprob in zip(tokens, logprobs, strict=True)
         ]
+
+
+def _texts(message: Message) -> Iterator[str]:
+    """Yield the texts of a message that may be rendered."""
+    content = message.get("content") or ()
+    yield from (content,) if isinstance(content, str) else (part.get("text") or "" for part in content)
+    yield message.get("reasoning_content") or ""
+    for call in message.get("tool_calls") or ():
+        yield call["function"]["arguments"]
 
 
 def _tools_offered(call: ModelCall) -> bool:

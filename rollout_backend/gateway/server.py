@@ -117,7 +117,10 @@ class Gateway:
         self._engines = DirectRouting(GenerationGate(is_open=not settings.paused), protocol.needs_direct_calls)
         adapters = AdapterVersions(settings.adapters)
         self._executor = ModelCallExecutor(settings, bundle, self._counters, self._engines, protocol, adapters)
-        self._admission = Admission(settings.gateway.max_concurrent_calls, settings.gateway.max_queued_per_engine)
+        config = settings.gateway
+        self._admission = Admission(
+            config.max_concurrent_calls, config.max_queued_per_engine, config.max_session_calls
+        )
         self._authenticator = Authenticator(settings, self._journal.journal_id if self._journal is not None else "")
         self._traces = CallTraces(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
         self._calls = CallHandler(
@@ -128,6 +131,7 @@ class Gateway:
             self._admission,
             self._counters,
             self._traces,
+            text_only=limits is None,
         )
         control = ControlApi(
             self._authenticator,
@@ -207,10 +211,14 @@ class Gateway:
         return JSONResponse(self._model_card())
 
     async def trajectory(self, request: Request) -> Response:
-        sealed = await self._registry.seal(self._authenticator.session(request))
+        claims = self._authenticator.session(request)
+        sealed = await self._registry.seal(claims)
         if "application/json" in request.headers.get("accept", ""):
-            text = await asyncio.to_thread(lambda: Trajectory.decode(sealed).to_json())
-            return Response(text, media_type="application/json")
+
+            async def to_json() -> bytes:
+                return await asyncio.to_thread(lambda: Trajectory.decode(sealed).to_json())
+
+            return Response(await self._registry.share(claims).render(to_json), media_type="application/json")
         return Response(sealed, media_type="application/octet-stream")
 
     async def heartbeat(self, request: Request) -> Response:
@@ -218,7 +226,8 @@ class Gateway:
         return Response(status_code=204)
 
     async def health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok", "server": SERVER_NAME, "shard": self._settings.shard})
+        content = {"status": "ok", "server": SERVER_NAME, "shard": self._settings.shard}
+        return JSONResponse(content, headers={"Connection": "close"})  # strangers keep no connection
 
     def _model_card(self) -> dict[str, object]:
         """Return the fields that OpenAI's clients read, and those that Anthropic's read."""

@@ -31,6 +31,7 @@ from rollout_backend.gateway.conversations import Conversations
 from rollout_backend.gateway.journal import SessionJournal
 from rollout_backend.gateway.journal_records import Record
 from rollout_backend.gateway.retries import RetryCache
+from rollout_backend.gateway.session_share import SessionShare
 from rollout_backend.rendering.renderer import RendererBundle
 
 _FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s after the gateway is back
@@ -52,6 +53,7 @@ class SessionState:
     sampled_tokens: int = 0  # of answered calls
     retries: RetryCache = field(default_factory=RetryCache)
     requests: RequestMemo = field(default_factory=RequestMemo)
+    share: SessionShare = field(default_factory=SessionShare)
     unanswered: set[bytes] = field(default_factory=set)  # calls that failed on our side and were not repeated yet
     sealed: asyncio.Task[bytes] | None = None
     sealed_at: float = 0.0
@@ -177,6 +179,10 @@ class SessionRegistry:
             if state.sealed is None:  # revoked in the meantime
                 raise session_closed("revoked") from None
             raise
+
+    def share(self, claims: SessionClaims) -> SessionShare:
+        """Return what the session of a key uses of this process. Raises ApiError (410) if it was revoked."""
+        return self._find(claims).share
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
         """Close these sessions, even those without a call yet, abort their calls and free their memory."""

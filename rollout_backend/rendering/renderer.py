@@ -92,6 +92,16 @@ class RendererBundle:
         return frozenset(self.stop_token_ids).union(int(token) for token in added if added[token].special)
 
     @cached_property
+    def message_tokens(self) -> int:
+        """The least tokens that a message adds to a prompt, with an empty content."""
+        user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
+        try:
+            added = len(self.render([user, assistant] * 4 + [user], None)) - len(self.render([user], None))
+        except Exception:  # a template can raise anything
+            return 1
+        return max(1, added // 8 - 1)
+
+    @cached_property
     def renders_call_ids(self) -> bool:
         """Whether the prompt contains the ids of tool calls. Most templates match calls and results by order."""
         one, other = (self._probe(call_id=call_id) for call_id in ("abcdefgh1", "abcdefgh2"))

@@ -15,9 +15,13 @@ from rollout_backend.gateway.rendering_thread import RenderingThread
 
 @pytest.fixture
 def thread(bundle):
-    made = RenderingThread(bundle, 0)
+    made = RenderingThread(bundle, 0, 4096)
     yield made
     made.close()
+
+
+async def prompt(thread, conversations, call):
+    return thread.brief_prompt(conversations, call) or await thread.run(thread.prepare, conversations, call)
 
 
 @pytest.fixture
@@ -65,7 +69,7 @@ async def test_brief_work_waits_for_the_thread_even_if_its_call_was_cancelled(th
 
 async def test_only_a_short_extension_of_a_conversation_is_rendered_in_the_loop(thread, bundle, rendered):
     conversations, question = Conversations(bundle), user("Hi")
-    first = await thread.prompt(conversations, ModelCall("m", [question]))
+    first = await prompt(thread, conversations, ModelCall("m", [question]))
     assert rendered == [False]
     said = tuple(bundle.tokenizer.encode("A<|im_end|>", add_special_tokens=False))
     conversations.record(first, Completion(said, (None,) * 2, (), "stop", None, 0, 0.0), assistant("A"))
@@ -73,16 +77,16 @@ async def test_only_a_short_extension_of_a_conversation_is_rendered_in_the_loop(
     def extended(text: str) -> ModelCall:
         return ModelCall("m", [question, assistant("A"), user(text)])
 
-    short = await thread.prompt(conversations, extended("and?"))
+    short = await prompt(thread, conversations, extended("and?"))
     assert rendered == [False]
     assert short == thread.prepare(conversations, extended("and?"))
     rendered.clear()
-    await thread.prompt(conversations, extended("x" * 5000))
-    await thread.prompt(conversations, ModelCall("m", [question, assistant("B"), user("and?")]))
+    await prompt(thread, conversations, extended("x" * 5000))
+    await prompt(thread, conversations, ModelCall("m", [question, assistant("B"), user("and?")]))
     assert rendered == [False, False]
 
 
 async def test_a_refused_name_in_a_short_extension_is_named(thread, bundle):
     conversations = Conversations(bundle)
     with pytest.raises(ApiError, match=r"messages\.1\.name"):
-        await thread.prompt(conversations, ModelCall("m", [user("Hi"), {**user("and?"), "name": "Ann"}]))
+        await prompt(thread, conversations, ModelCall("m", [user("Hi"), {**user("and?"), "name": "Ann"}]))

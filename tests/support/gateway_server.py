@@ -24,6 +24,7 @@ from starlette.routing import Route
 from agent_wrapper.contract import Sampling, Trajectory
 from rollout_backend.core.session_key import SessionClaims, issue
 from rollout_backend.gateway.engine_protocol import EngineProtocol, EngineRequest, ReplyReader
+from rollout_backend.gateway.http_protocol import bounded_protocol, max_connections
 from rollout_backend.gateway.sglang_protocol import SglangProtocol
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import Script, ScriptedEngine
@@ -49,10 +50,10 @@ class _Server(uvicorn.Server):
 class ServerThread:
     """An ASGI application served by a thread, so that plain tests can call it. A context manager."""
 
-    def __init__(self, app: Any, port: int | None = None) -> None:
+    def __init__(self, app: Any, port: int | None = None, **options: Any) -> None:
         port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._server = _Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False))
+        self._server = _Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False, **options))
         self._thread = threading.Thread(target=self._server.run)
 
     def __enter__(self) -> Self:
@@ -104,7 +105,7 @@ class GatewayServer(ServerThread):
     control = {"Authorization": f"Bearer {CONTROL_KEY}"}  # noqa: RUF012
 
     def __init__(self, app: Any, port: int | None = None, engine: ScriptedEngine | None = None) -> None:
-        super().__init__(app, port)
+        super().__init__(app, port, http=bounded_protocol(max_connections(1024)), ws="none")
         self.engine: Any = engine
         self._clients = ExitStack()
         self._prefix = ""

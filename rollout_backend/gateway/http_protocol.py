@@ -1,0 +1,92 @@
+"""Bound what a connection without a complete request can hold, because no key is known yet.
+
+Invariants:
+
+- The head of a request arrives within `HEAD_S`, and has at most `MAX_HEAD_BYTES` and what one read brings. So have
+  the frames and trailers of a chunked body.
+- With all connections in use, a new one replaces the one that has waited longest for its first request, or, if there
+  is none, the one that is idle longest.
+
+uvicorn's parser has neither limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from rollout_backend.gateway.open_files import OTHER_FILES
+
+HEAD_S = 5.0
+MAX_HEAD_BYTES = 64 * 1024
+_FRAME_BYTES = 16  # of a chunked body, per byte of content
+_MAX_CONNECTIONS = 65_536
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+def max_connections(calls: int) -> int:
+    """Return how many connections fit into this process's limit of open files, beside those to engines."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(16, soft - OTHER_FILES - calls)
+
+
+def bounded_protocol(connections: int, head_s: float = HEAD_S) -> type[HttpToolsProtocol]:
+    """Return the protocol of a server that keeps at most this many connections."""
+    new: dict[BoundedProtocol, None] = {}  # without a request so far, the oldest first
+    idle: dict[BoundedProtocol, None] = {}  # kept after a response
+
+    class BoundedProtocol(HttpToolsProtocol):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self._head_bytes = 0
+            self._deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            new[self] = None
+            self._expect_head()
+            if len(self.connections) > connections:
+                next(iter(new if len(new) > 1 else idle or new)).transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._received_head()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            self._head_bytes += len(data)
+            if self in idle and self._deadline is None:  # another request begins
+                self._expect_head()
+            super().data_received(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                if self.cycle is None or self.cycle.response_complete:
+                    self.transport.write(_TOO_LARGE)
+                self.transport.close()
+
+        def on_headers_complete(self) -> None:
+            self._head_bytes = 0
+            self._received_head()
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._head_bytes = max(0, self._head_bytes - (1 + _FRAME_BYTES) * len(body))
+            super().on_body(body)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if not self.pipeline and not self.transport.is_closing():
+                idle[self] = None
+
+        def _expect_head(self) -> None:
+            self._deadline = self.loop.call_later(head_s, self.transport.abort)
+
+        def _received_head(self) -> None:
+            new.pop(self, None)
+            idle.pop(self, None)
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return BoundedProtocol

@@ -1,0 +1,125 @@
+"""Bound what one session uses of a gateway process, so that the other sessions keep theirs.
+
+Invariants:
+
+- A session has a bounded number of requests open, and of choices in flight.
+- Of a session's large requests, one at a time is read and parsed, off the event loop, and for at most a fifth of the
+  time. The others wait unread: flow control keeps their bodies at the client. Likewise one prompt at a time is
+  rendered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from rollout_backend.core.api_error import ApiError
+
+_T = TypeVar("_T")
+_BRIEF_BYTES, _BRIEF_OBJECTS = 128 * 1024, 512  # of a body that takes milliseconds to parse
+_PAUSE = 4  # seconds after each second of parsing
+_RETRY_S = 1
+_PARSERS = ThreadPoolExecutor(2, "parser")
+
+
+def is_brief(body: bytes | bytearray) -> bool:
+    """Return whether parsing the body takes so little time that the event loop does it itself."""
+    return len(body) <= _BRIEF_BYTES and body.count(b"{") <= _BRIEF_OBJECTS
+
+
+class SessionShare:
+    """What one session uses of the process at the moment."""
+
+    def __init__(self) -> None:
+        self.choices = 0  # in flight
+        self._requests = 0
+        self._parsing, self._rendering = asyncio.Lock(), asyncio.Lock()
+        self._spent_s = 0.0  # on the large request that holds `_parsing`
+
+    @contextlib.contextmanager
+    def request(self, limit: int) -> Iterator[None]:
+        """Count a request until its response is complete. Raises ApiError (429) if `limit` are open."""
+        if self._requests >= limit:
+            raise ApiError(
+                429,
+                f"this session has {limit} requests open, and gateway.max_session_calls allows no more: try again in "
+                f"{_RETRY_S} s",
+                code="rate_limit_exceeded",
+                retry_after_s=_RETRY_S,
+            )
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
+
+    @contextlib.asynccontextmanager
+    async def body(
+        self, request: Request, max_bytes: int, timeout_s: float, too_large: Callable[[], ApiError]
+    ) -> AsyncIterator[bytes]:
+        """Read a request's body. While the context of a large body lasts, no other large body is read.
+
+        Raises:
+            ApiError: `too_large()` if it has more than `max_bytes`; status 408 if it does not arrive in time.
+        """
+        chunks, body = request.stream(), bytearray()
+        whole = await _read(chunks, body, min(max_bytes, _BRIEF_BYTES), timeout_s)
+        if whole and is_brief(body):
+            yield bytes(body)
+            return
+        await self._parsing.acquire()
+        self._spent_s = 0.0
+        try:
+            if not whole and not await _read(chunks, body, max_bytes, timeout_s):
+                raise too_large()
+            yield bytes(body)
+        finally:
+            asyncio.get_running_loop().call_later(_PAUSE * self._spent_s, self._parsing.release)
+
+    async def parse(self, body: bytes, function: Callable[..., _T], *args: object) -> _T:
+        """Return `function(*args)`, whose work is proportional to the body. Call it within the body's context."""
+        if is_brief(body):
+            return function(*args)
+
+        def timed() -> _T:
+            began = time.thread_time()
+            try:
+                return function(*args)
+            finally:
+                self._spent_s += time.thread_time() - began
+
+        return await asyncio.get_running_loop().run_in_executor(_PARSERS, timed)
+
+    async def render(self, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what `work` returns, once the session's earlier work has ended.
+
+        Cancelling does not stop a thread, so the work keeps its turn to its end.
+        """
+
+        async def in_turn() -> _T:
+            async with self._rendering:
+                return await work()
+
+        task = asyncio.create_task(in_turn())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
+
+
+async def _read(chunks: AsyncIterator[bytes], body: bytearray, limit: int, timeout_s: float) -> bool:
+    """Append chunks to the body until it has more than `limit` bytes. Return whether it is complete."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while len(body) <= limit:
+                chunk = await anext(chunks, None)
+                if chunk is None:
+                    return True
+                body += chunk
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
+    return False

@@ -1,0 +1,189 @@
+"""What one session, or a connection without a request, may use of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import httpx
+import pytest
+
+from builders import function_tool, user
+from gateway_server import ServerThread
+from rollout_backend.gateway.http_protocol import MAX_HEAD_BYTES, bounded_protocol
+from rollout_backend.gateway.session_share import SessionShare
+
+CALL = {"model": "scripted", "messages": [user("What is 2 + 3?")]}
+MANY = [user("a")] * 1_000
+
+
+@pytest.fixture
+def connect():
+    """`connect(server)` is a connection."""
+    opened = []
+
+    def start(server) -> socket.socket:
+        host, port = server.url.removeprefix("http://").split(":")
+        opened.append(socket.create_connection((host, int(port)), timeout=60))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+async def app(scope, receive, send) -> None:
+    """Answer once the body is complete."""
+    if scope["type"] == "http":
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture
+def bounded():
+    with ServerThread(app, http=bounded_protocol(4), ws="none") as server:
+        yield server
+
+
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (HEAD, b"X-A: " + b"a" * 8000 + b"\r\n"),
+        (HEAD + b"X-A: ", b"a" * 8000),
+        (b"", b"\r\n" * 4000),
+        (b"POST /", b"a" * 8000),
+        (CHUNKED + b"0\r\n", b"X-A: " + b"a" * 8000 + b"\r\n"),
+        (CHUNKED + b"1;", b"a" * 8000),
+    ],
+    ids=["headers", "one header", "empty lines", "the path", "trailers", "the extension of a chunk"],
+)
+def test_the_head_of_a_request_is_bounded(bounded, connect, begin, more):
+    connection = connect(bounded)
+    with pytest.raises((ConnectionResetError, BrokenPipeError)):
+        connection.sendall(begin + more * (100 * MAX_HEAD_BYTES // len(more)))
+
+
+def test_a_body_in_tiny_chunks_is_read(bounded, connect):
+    connection = connect(bounded)
+    connection.sendall(CHUNKED + b"1\r\na\r\n" * 40_000 + b"0\r\n\r\n")
+    assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_new_connection_replaces_the_one_that_is_silent_longest(bounded, connect):
+    kept = connect(bounded)
+    kept.sendall(HEAD + b"Content-Length: 0\r\n\r\n")
+    assert kept.recv(1000).startswith(b"HTTP/1.1 200 ")
+    silent = [connect(bounded) for _ in range(4)]
+    assert silent[0].recv(1) == b""
+    assert httpx.get(bounded.url).status_code == 200
+    kept.sendall(HEAD + b"Content-Length: 0\r\n\r\n")
+    assert kept.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_connection_without_a_request_is_closed(connect):
+    with ServerThread(app, http=bounded_protocol(4, head_s=0.01), ws="none") as server:
+        assert connect(server).recv(1) == b""
+        half = connect(server)
+        half.sendall(HEAD)
+        assert half.recv(1) == b""
+
+
+# --- bodies -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"messages": [user("x" * 2_000_000)]}, "the request has more than"),
+        ({"messages": [user("x" * 100_000)]}, "the messages have more"),
+        ({"messages": MANY}, "too few for 1000 messages"),
+        ({"messages": [user("a")] * 20_001}, "maps and lists"),
+        ({"tools": [function_tool("f", "x" * 100_000)]}, "the messages have more"),
+        ({"stop": ["x" * 1001]}, "a stop string has more than 1000 characters"),
+    ],
+    ids=["bytes", "text", "messages", "objects", "tools", "stop strings"],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens"])
+def test_what_cannot_fit_into_the_context_is_refused_early(play, path, change, said):
+    if path.endswith("count_tokens") and "stop" in change:
+        return
+    gateway = play(["never"])
+    if "tools" in change and path.endswith("count_tokens"):
+        change = {"tools": [{"name": "f", "description": "x" * 100_000, "input_schema": {"type": "object"}}]}
+    answer = httpx.post(gateway.url + path, json={**CALL, **change}, headers=gateway.headers(), timeout=60)
+    assert answer.status_code == 400
+    assert said in answer.text
+    assert gateway.engine.requests == []
+
+
+def test_large_bodies_of_a_session_are_read_one_at_a_time(play, connect):
+    gateway = play(["ok"], body_s=60)
+    [key] = gateway.headers("busy").values()
+    request = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: {key}\r\nContent-Length: 900000\r\n\r\n"
+    )
+    half = [connect(gateway) for _ in range(8)]
+    for each in half:
+        each.sendall(request.encode() + b" " * 200_000)
+    assert gateway.post(CALL, "busy").status_code == 200
+    assert gateway.post(CALL, "another").status_code == 200
+
+
+def test_a_body_that_does_not_arrive_is_answered_408(play, connect):
+    gateway = play(["ok"], body_s=0.05)
+    [key] = gateway.headers().values()
+    connection = connect(gateway)
+    connection.sendall(f"POST /v1/messages HTTP/1.1\r\nAuthorization: {key}\r\nContent-Length: 9\r\n\r\n{{".encode())
+    assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_cancelled_caller_keeps_its_turn_until_its_work_has_ended():
+    share, go, began = SessionShare(), threading.Event(), asyncio.Event()
+
+    async def work() -> None:
+        began.set()
+        await asyncio.to_thread(go.wait)
+
+    async def nothing() -> None:
+        pass
+
+    first = asyncio.create_task(share.render(work))
+    await began.wait()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    second = asyncio.create_task(share.render(nothing))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not second.done()
+    go.set()
+    await second
+
+
+# --- calls ------------------------------------------------------------------------------------------------
+
+
+def test_one_session_does_not_take_every_call(play):
+    go = threading.Event()
+
+    def script(prompt: str) -> str:
+        if "hold" in prompt:
+            go.wait(60)
+        return "ok"
+
+    gateway = play(script, gateway={"max_concurrent_calls": 8, "max_session_calls": 2})
+    held = {**CALL, "messages": [user("hold")], "stream": True, "n": 2}
+    with gateway.stream(held, "busy") as _:
+        refused = gateway.post(CALL, "busy")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "gateway.max_session_calls" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert gateway.post(CALL, "another").status_code == 200
+        go.set()
+    assert gateway.post({**CALL, "n": 5}, "third").status_code == 200
