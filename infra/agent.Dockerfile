@@ -25,6 +25,6 @@ RUN pip install --constraint /wrapper/agent.txt "/wrapper[agent]"
 COPY . .
 # The agent's requirements are installed second and take precedence; `pip check` fails if they break the wrapper's.
 RUN if [ -f requirements.txt ]; then pip install --requirement requirements.txt && pip check; fi
-USER agent
+USER 1000
 EXPOSE 8080
 CMD ["python", "agent.py"]

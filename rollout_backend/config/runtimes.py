@@ -322,6 +322,9 @@ class KubernetesConfig(TaskImageConfig):
     """Taints of nodes that agents tolerate, such as {key: spot, operator: Exists}."""
     service_account: str | None = None
     """Service account of the agents, for a cloud role that it stands for. Its token is not mounted."""
+    pod_security: Literal["baseline", "restricted"] = "baseline"
+    """Pod Security Standard that the pods meet. `restricted` drops all capabilities and refuses images that run as
+    root: an image, also that of a Harbor task, must name its user by number."""
     image_pull_secrets: tuple[str, ...] = ()
     """Secrets of the namespace with which the image is pulled."""
     environment: dict[str, str] = Field(default={})

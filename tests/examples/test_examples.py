@@ -41,4 +41,4 @@ def test_the_image_meets_the_runtimes_requirements(examples, name):
     lines = (examples / name / "Dockerfile").read_text().splitlines()
     assert "FROM python:3.11-slim" in lines
     assert "EXPOSE 8080" in lines
-    assert lines.index("USER agent") < lines.index('CMD ["python", "agent.py"]')
+    assert lines.index("USER 1000") < lines.index('CMD ["python", "agent.py"]')

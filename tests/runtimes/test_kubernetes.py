@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from kubernetes_bench import IMAGE, Bench, Containers, payload
 from rollout_backend.config import KubernetesConfig, load_config
 from rollout_backend.core.check_result import raise_problems
 from rollout_backend.core.session_ends import SessionEnd
+from rollout_backend.core.task_container import TaskContainer
 from rollout_backend.errors import (
     ConfigError,
     ContainerStartTimeout,
@@ -39,6 +41,7 @@ from rollout_backend.errors import (
 )
 from rollout_backend.janitor.__main__ import stop_sessions
 from rollout_backend.runtimes.kubernetes.cluster import ExecPlugin, load_cluster
+from rollout_backend.runtimes.kubernetes.manifests import job_manifest
 from rollout_backend.runtimes.kubernetes.pod_state import pod_state
 from rollout_backend.runtimes.kubernetes.runtime import RULES, KubernetesRuntime
 from tests.emulators.kubernetes_emulator import ApiFault, KubernetesEmulator
@@ -468,6 +471,31 @@ def test_a_failed_pod_says_why(status, reason):
     assert state.finished
     assert state.problem is not None
     assert state.problem.reason == reason
+
+
+@pytest.mark.parametrize("task", [None, TaskContainer(image="task")], ids=["the agent's image", "a task's image"])
+def test_pods_meet_the_standard_that_is_set(task):
+    """Check the fields that Pod Security Admission checks for `restricted`."""
+    request = RolloutRequest.parse(json.loads(payload("s"))[REQUEST_FIELD])
+    for standard in ("baseline", "restricted"):
+        config = KubernetesConfig(image=IMAGE, pod_security=standard)
+        pod = job_manifest(config, "s", request, task)["spec"]["template"]["spec"]
+        contexts = [each["securityContext"] for each in [*pod["containers"], *pod.get("initContainers", ())]]
+        assert all(each["seccompProfile"] == {"type": "RuntimeDefault"} for each in contexts)
+        for each in contexts if standard == "restricted" else ():
+            assert (each["allowPrivilegeEscalation"], each["runAsNonRoot"]) == (False, True)
+            assert each["capabilities"] == {"drop": ["ALL"]}
+        assert {kind for volume in pod["volumes"] for kind in volume} <= {"name", "secret", "emptyDir"}
+
+
+def test_the_network_policy_excludes_every_private_range_and_admits_local_dns():
+    documents = yaml.safe_load_all((Path(__file__).parents[2] / "infra" / "kubernetes.yaml").read_text())
+    [policy] = [each for each in documents if each["kind"] == "NetworkPolicy"]
+    blocks = [to["ipBlock"] for rule in policy["spec"]["egress"] for to in rule["to"] if "ipBlock" in to]
+    assert [block for block in blocks if "except" not in block] == [{"cidr": "169.254.20.10/32"}]
+    [public] = [block["except"] for block in blocks if "except" in block]
+    for address in ("10.1.2.3", "100.64.0.1", "100.127.255.254", "172.31.0.1", "192.168.1.1", "169.254.169.254"):
+        assert any(ip_address(address) in ip_network(each) for each in public)
 
 
 def test_each_call_has_its_rule_in_the_role():

@@ -108,6 +108,7 @@ def _job(
         "env": [{"name": key, "value": value} for key, value in {**config.environment, **environment}.items()],
         "resources": {"requests": config.requests, "limits": config.limits},
         "volumeMounts": [{"name": "payload", "mountPath": _FOLDER, "readOnly": True}],
+        "securityContext": _security_context(config),
     }
     if command:
         main["command"] = [*command]
@@ -139,6 +140,17 @@ def _job(
     }
 
 
+def _security_context(config: KubernetesConfig) -> dict[str, Any]:
+    context: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
+    if config.pod_security == "restricted":
+        context |= {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "runAsNonRoot": True,
+        }
+    return context
+
+
 def _run_in_task_image(
     pod: dict[str, Any], main: dict[str, Any], config: KubernetesConfig, task: TaskContainer
 ) -> None:
@@ -158,6 +170,7 @@ def _run_in_task_image(
             "image": config.image,
             "command": ["cp", "-a", f"{AGENT_FOLDER}/.", copied],
             "resources": main["resources"],
+            "securityContext": _security_context(config),
             "volumeMounts": [{"name": "agent", "mountPath": copied}],
         }
     ]
