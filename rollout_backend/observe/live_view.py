@@ -303,8 +303,9 @@ def _details(progress: Progress) -> Iterator[Text]:
             f" gateway  {count(gateway.sessions_open, 'session')} open, {count(gateway.calls, 'call')} answered, "
             f"{gateway.cache_breaks:,} cache breaks"
         )
-        malformed = ", ".join(f"{number:,} of {name}" for name, number in sorted(gateway.malformed.items())) or "no"
-        yield Text(f"          {one_line(malformed)} malformed tool calls; errors: {one_line(errors)}")
+        renderers = f" ({one_line(', '.join(sorted(gateway.malformed)))})" if gateway.malformed else ""
+        malformed = f"{gateway.malformed_tool_calls:,} malformed tool calls{renderers}"
+        yield Text(f"          {malformed}; errors: {one_line(errors)}")
     yield Text(f" agents   {count(progress.open_sessions, 'session')} open")
     for server in progress.servers[:_MAX_LISTED]:
         yield Text(f" {server.name:9}{_state(server, progress)}   {server.url}")

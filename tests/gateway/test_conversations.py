@@ -109,6 +109,32 @@ def test_arguments_with_a_tools_defaults_filled_in_are_the_same_call(session, sa
     assert say(session, again, tools=tools) == (None if same else REWRITTEN)
 
 
+@pytest.mark.parametrize(
+    ("sampled", "echoed", "same"),
+    [
+        ('{"x": 1.0, "y": [1e3]}', '{"y":[1000],"x":1}', True),
+        ('{"x": -0.0}', '{"x": 0}', True),
+        ('{"t": {"b": 1, "10": 2, "9": 3}}', '{"t":{"9":3,"10":2,"b":1}}', True),
+        ('{"x": 1e300}', '{"x": 1E+300}', True),
+        ('{"x": 1}', '{"x": 2}', False),
+        ('{"x": 1}', '{"x": "1"}', False),
+        ('{"x": 1}', '{"x": true}', False),
+        ('{"x": 0.1}', '{"x": 0.11}', False),
+    ],
+)
+def test_arguments_with_equal_values_are_the_same_call(session, say, sampled, echoed, same):
+    """JavaScript has one kind of number, and iterates keys that look like integers first."""
+    say(session, [U1], content=None, tool_calls=[function_call("f", sampled)])
+    again = [U1, assistant("", tool_calls=[function_call("f", echoed)]), tool_result("c1", "3")]
+    assert say(session, again) == (None if same else REWRITTEN)
+
+
+@pytest.mark.parametrize(("sampled", "echoed"), [("Hi.\n", "Hi."), (" Hi.", "Hi."), (" \n", ""), ("Hi.", "Hi. ")])
+def test_a_reply_without_the_whitespace_at_its_ends_is_the_same(session, say, sampled, echoed):
+    say(session, [U1], content=sampled)
+    assert say(session, [U1, assistant(echoed), U2]) is None
+
+
 @pytest.mark.parametrize("parameters", [None, True, {"properties": []}, {"properties": {"a": True}}])
 def test_schemas_without_properties_have_no_defaults(session, say, parameters):
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]

@@ -89,6 +89,37 @@ def test_the_default_renderer_is_the_models_template(byte_model):
     assert bundle.decode(bundle.render(messages, None)) == own
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "MARK"}'}}
+PRINTS = {
+    "an object": "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}",
+    "JSON": "{{ c.function.arguments | tojson }}",
+    "text": "{{ 'x' + c.function.arguments }}",
+    "what it gets": "{{ c.function.arguments }}",
+}
+
+
+@pytest.mark.parametrize("prints", PRINTS)
+@pytest.mark.parametrize("condition", ["true", "m['content'] is none", "m['content'] is string"])
+def test_the_models_template_gets_calls_in_the_form_that_it_shows(model_folder, prints, condition):
+    calls = f"{{% if {condition} %}}{{% for c in m.tool_calls or [] %}}{PRINTS[prints]}{{% endfor %}}{{% endif %}}"
+    path = model_folder(template=f"{{% for m in messages %}}{{{{ m.role }}}}{calls}{{% endfor %}}")
+    bundle = load_renderer(ModelConfig(path=path, renderer="default"))
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    shown = bundle.decode(bundle.render(messages, None))
+    assert ("a=MARK;" if prints == "an object" else '{"a": "MARK"}') in shown
+
+
+@pytest.mark.parametrize("refuses", ["{{ raise_exception('only first') }}", ""])
+def test_a_late_system_message_that_the_models_template_does_not_show_is_refused_by_its_place(model_folder, refuses):
+    template = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}REFUSES{% else %}{{ m.content }}"
+    path = model_folder(template=template.replace("REFUSES", refuses) + "{% endif %}{% endfor %}")
+    bundle = load_renderer(ModelConfig(path=path, renderer="default"))
+    said = [{"role": role, "content": role} for role in ("system", "user", "system")]
+    assert bundle.decode(bundle.render(said[:2], None)) == "systemuser"
+    with pytest.raises(ValueError, match=r"messages\.2: .* shows a system message only at the start"):
+        bundle.render(said, None)
+
+
 def test_the_known_names_are_listed():
     assert {"auto", "chatml", "default", "qwen3"} <= set(known_renderers())
 

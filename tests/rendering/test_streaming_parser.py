@@ -209,3 +209,23 @@ def test_parsing_a_long_reply_takes_linear_time(any_bundle):
     for at in range(0, len(ids), 4):
         increments.feed(ids[at : at + 4])
     assert counted.tokens <= 17 * len(ids) + 4096 * 2
+
+
+@pytest.mark.parametrize("unit", ["</parameter></function></tool_call>", "<tool_call>", "<think>", "</think>"])
+def test_the_work_that_grows_with_the_reply_is_announced(bundle, monkeypatch, unit):
+    """The gateway then does it outside its event loop. `add` parses nothing, and all parses together are bounded."""
+    parsed: list[int] = []
+    parse = bundle.renderer.parse_beginning
+    monkeypatch.setattr(
+        bundle.renderer, "parse_beginning", lambda ids, **more: (parsed.append(len(ids)), parse(ids, **more))[1]
+    )
+    ids = bundle.tokenizer.encode(unit * 200, add_special_tokens=False)
+    parser = StreamingParser(bundle, [], tools=TOOLS, tools_offered=True)
+    for at in range(0, len(ids), 40):
+        done = len(parsed)
+        parser.add(ids[at : at + 40])
+        assert len(parsed) == done
+        if work := parser.tokens_to_parse:
+            parser.parse()
+            assert max(parsed[done:]) <= work
+    assert sum(parsed) < 20 * len(ids) + 10_000
