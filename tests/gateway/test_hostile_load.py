@@ -9,8 +9,7 @@ import os
 import resource
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
 import pytest
@@ -18,19 +17,18 @@ import pytest
 from gateway_server import CONTROL_KEY, SECRET, session_key
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.open_files import needed_files
-from rollout_backend.local.scripted import BYTE_MODEL, Pieces, ScriptedEngine
+from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.serving.server_process import free_port
 
 CALLS = 128  # gateway.max_concurrent_calls
 SESSIONS, TURNS = 64, 6
 FACTOR = 10  # of the 99th percentile, on a machine that does other things at the same time
 HANG_S = 300
-HOLD = "hold this call"
 TOOL = '{"type":"function","function":{"name":"f"}}'
 
 
 class Bench:
-    """A gateway process, with few open files, before a scripted engine that holds some calls until the end."""
+    """A gateway process, with few open files, before a scripted engine."""
 
     def __init__(self, port: int, http: aiohttp.ClientSession) -> None:
         self.port = port
@@ -80,8 +78,10 @@ async def headers_without_an_end(bench: Bench) -> None:
 
 
 async def silent_connections(bench: Bench) -> None:
-    kept = [await asyncio.open_connection("127.0.0.1", bench.port) for _ in range(50)]
+    kept = []
     try:
+        for _ in range(50):
+            kept.append(await asyncio.open_connection("127.0.0.1", bench.port))  # closed below
         await kept[0][0].read()  # until the gateway closes the first
     finally:
         for _, writer in kept:
@@ -113,7 +113,6 @@ ATTACKS: dict[str, tuple[int, Callable[[Bench], Awaitable[object]]]] = {  # by h
     "counting tokens": (4, repeated(body(said("word " * 380_000)), "/messages/count_tokens")),
     "tools": (4, repeated(body(said("a"), f',"tools":[{",".join([TOOL] * 9_000)}]'))),
     "very many calls": (64, repeated(body(said("a")))),
-    "every call slot": (40, repeated(body(said(HOLD), ',"n":16'))),
 }  # fmt: skip
 
 
@@ -124,15 +123,6 @@ def allow_few_files() -> None:
 
 @contextlib.asynccontextmanager
 async def gateway() -> AsyncIterator[Bench]:
-    go = threading.Event()
-
-    def held() -> Iterator[str]:
-        while not go.wait(0.02):  # as slowly as an engine
-            yield "a"
-
-    def script(prompt: str) -> str | Pieces:
-        return Pieces(held()) if HOLD in prompt else "ok"
-
     port = free_port()
     settings = GatewaySettings(
         port=port,
@@ -142,7 +132,7 @@ async def gateway() -> AsyncIterator[Bench]:
         secret=SECRET,
         control_key=CONTROL_KEY,
     )
-    with ScriptedEngine(script) as engine:
+    with ScriptedEngine(lambda prompt: "ok") as engine:
         given = settings.model_dump(mode="json", exclude={"gateway": {"secret"}}) | {"engine_url": engine.url}
         process = subprocess.Popen(
             [sys.executable, "-m", "rollout_backend.gateway"],
@@ -163,7 +153,6 @@ async def gateway() -> AsyncIterator[Bench]:
                     await asyncio.sleep(0.05)
                 yield bench
         finally:
-            go.set()
             process.kill()
             process.wait()
 
