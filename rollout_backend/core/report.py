@@ -16,6 +16,9 @@ from rollout_backend.core.ledger import CallTally, Ledger, LedgerEntry
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.tasks import Task
 
+# Of a segment; any other text in a result without a seal is the agent's.
+_REASONS = ("first_call", "rerendered", "tools_changed", "history_rewritten", "branched", "new_conversation")
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -262,7 +265,9 @@ def make_report(
         sampled_tokens=sampled,
         given_tokens=sum(len(segment.token_ids) for segment in segments) - sampled,
         broken_histories=len(later),
-        split_reasons=dict(Counter(segment.split_reason for segment in later)),
+        split_reasons=dict(
+            Counter(segment.split_reason if segment.split_reason in _REASONS else "other" for segment in later)
+        ),
         weight_versions=dict(versions),
         staleness=_staleness(versions),
         latency=_latency(latencies),

@@ -13,6 +13,8 @@ from agent_wrapper.contract import Failure, Outcome, Rollout, Segment
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import CallRate, GroupResult, StepResult, failures_of, make_report
+from rollout_backend.core.step_findings import findings_of
+from rollout_backend.core.summary import summarize
 from rollout_backend.core.tasks import Task
 from rollout_backend.observe.view import print_record, print_rollout, print_step
 from rollouts import make_rollout, make_segment
@@ -87,6 +89,17 @@ def lines_of(text: str) -> list[str]:
 
 
 # --- a step -----------------------------------------------------------------------------------------------
+
+
+def test_a_step_shows_why_rows_opened_and_which_calls_could_not_be_read(show):
+    opened = [make_segment().model_copy(update={"split_reason": why}) for why in ("first_call", "branched", "evil\n")]
+    result = step_result({"task-a.0": make_rollout("task-a.0", segments=opened)})
+    assert result.report.split_reasons == {"branched": 1, "other": 1}
+    report = result.report.model_copy(update={"malformed_tool_calls": {"qwen3.5": 2}})
+    found = findings_of(report, (), summarize([]))
+    texts = [finding.text for finding in found]
+    assert "2 tool calls of qwen3.5 could not be read, and became text" in texts
+    assert "conversations opened 2 more rows: 1 branched, 1 other" in texts
 
 
 def test_a_step_shows_its_ledger_rewards_and_failures(show):
