@@ -18,6 +18,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +176,9 @@ def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) 
     raw = text[at : end.end()]
     named = "name" in form.begin.groupindex
     name, arguments = (begin["name"].strip(), value) if named else (value.get("name"), value.get("arguments", {}))
+    if isinstance(arguments, str):  # as in OpenAI's API
+        with suppress(ValueError, RecursionError):
+            arguments = loads(arguments)
     status = ToolCallParseStatus.OK
     if not isinstance(name, str) or not name:
         status, name = ToolCallParseStatus.MISSING_NAME, None

@@ -43,6 +43,7 @@ async def test_tasks_become_validated_rollouts_through_two_gateways(collector, o
     assert report.balanced
     assert report.outcomes[Outcome.COMPLETED] == 8
     assert report.latency is not None
+    assert (report.malformed_tool_calls, report.split_reasons) == ({}, {})
     assert await no_session_is_open(run)
     stats = await run.manager._run.serving.gateways.stats()
     assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (8, 0, 8)  # each revoked at its own gateway

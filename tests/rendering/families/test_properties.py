@@ -298,7 +298,7 @@ def prompt_of(family: Family, messages: list[dict[str, Any]], tools: Any = None)
     body = {"model": "m", "messages": messages, **({"tools": tools} if tools else {})}
     call = OpenAIChat().parse(json.dumps(body).encode())
     bundle = family.bundle()
-    return list(RenderingThread(bundle, 0).prepare(Conversations(bundle), call).ids)
+    return list(RenderingThread(bundle, 0, 1 << 20).prepare(Conversations(bundle), call).ids)
 
 
 def with_call(arguments: Any) -> dict[str, Any]:
