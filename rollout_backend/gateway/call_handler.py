@@ -137,7 +137,7 @@ class CallHandler:
                     call, question = await share.parse(body, self._parse, session, dialect, body)
                     session = self._registry.open(claims)
                     self._admit(session, key, call, question)
-                    running = InFlightCall(call, key.digest, question, brief=is_brief(body))
+                    running = InFlightCall(call, key.digest, question, is_retry=key.is_declared, brief=is_brief(body))
                     self._start(session, running, request.headers.get("traceparent", ""))
                     session.state.retries.add(key, running)
                 else:
@@ -145,11 +145,12 @@ class CallHandler:
                     if isinstance(running, Answer):
                         call = await share.parse(body, dialect.parse, body)
                         running = InFlightCall.answered_before(call, running)
+            failed = partial(session.state.retries.failed, running.question)
             try:
-                response = await self._respond(request, dialect, running)
+                response = await self._respond(request, dialect, running, failed)
             except ApiError as error:
-                if error.status in _RETRIED or error.status >= 500:
-                    session.state.retries.failed(key)
+                if _is_retried(error):
+                    failed()
                 raise
             if isinstance(response, _Stream):
                 response.on_end(open_request.pop_all().close)
@@ -168,8 +169,8 @@ class CallHandler:
         refusal = self._admission.check(session.state.share.choices, call.n)
         if refusal is not None:
             session.state.unanswered.add(question)
-            session.state.write(journal_records.asked(question))
-            session.state.retries.failed(key)
+            session.state.write(journal_records.asked(question, is_retry=key.is_declared))
+            session.state.retries.failed(question)
             raise refusal
 
     def _start(self, session: OpenSession, running: InFlightCall, traceparent: str) -> InFlightCall:
@@ -192,8 +193,10 @@ class CallHandler:
         task.add_done_callback(ended)
         return running
 
-    async def _respond(self, request: Request, dialect: Dialect, running: InFlightCall) -> Response:
-        """Return the answer, or the start of its stream.
+    async def _respond(
+        self, request: Request, dialect: Dialect, running: InFlightCall, failed: Callable[[], None]
+    ) -> Response:
+        """Return the answer, or the start of its stream. Call `failed` if the attempt is aborted or its stream fails.
 
         An error before the stream starts sets the response's status; a later one is sent as an event.
         """
@@ -211,14 +214,16 @@ class CallHandler:
                 delivered = True
                 return JSONResponse(dialect.body(call, answer))
             streams = True
-            stream = _Stream(self._events(dialect, running))
-            stream.on_end(lambda: self._leave(running))
+            stream = _Stream(self._events(dialect, running, failed))
+            stream.on_end(lambda: self._leave(running, failed))
             return stream
         finally:
-            if not streams:
-                running.leave(delivered)
+            if not streams and running.leave(delivered):
+                failed()
 
-    async def _events(self, dialect: Dialect, running: InFlightCall) -> AsyncIterator[bytes]:
+    async def _events(
+        self, dialect: Dialect, running: InFlightCall, failed: Callable[[], None]
+    ) -> AsyncIterator[bytes]:
         stream = dialect.stream(running.call, running.id, running.created, self._settings.model.served_name)
         sent, started = 0, False
         while True:
@@ -240,11 +245,18 @@ class CallHandler:
             answer = running.outcome()
         except ApiError as error:
             self._counters.errors[error.code] += 1
+            if _is_retried(error):
+                failed()
             yield b"".join(stream.failed(error))
         else:
             yield b"".join(stream.end(answer))
         running.delivered = True
 
-    def _leave(self, running: InFlightCall) -> None:
+    def _leave(self, running: InFlightCall, failed: Callable[[], None]) -> None:
         if running.leave():  # the client hung up
             self._counters.client_disconnects += 1
+            failed()
+
+
+def _is_retried(error: ApiError) -> bool:
+    return error.status in _RETRIED or error.status >= 500

@@ -24,12 +24,21 @@ from rollout_backend.rendering.streaming_parser import whole_deltas
 class InFlightCall:
     """One model call. A listener calls `join`, then `leave` with whether it got the answer."""
 
-    def __init__(self, call: ModelCall, request: bytes = b"", question: bytes = b"", *, brief: bool = True) -> None:
+    def __init__(
+        self,
+        call: ModelCall,
+        request: bytes = b"",
+        question: bytes = b"",
+        *,
+        is_retry: bool = False,
+        brief: bool = True,
+    ) -> None:
         """`request` is the digest by which a retry of the request is recognised, `question` that of what it asks.
         `brief` is whether the event loop may render it."""
         self.call = call
         self.request = request
         self.question = question
+        self.is_retry = is_retry
         self.brief = brief
         self.id = uuid4().hex
         self.created = int(time.time())

@@ -1,6 +1,6 @@
 """Encode and decode the records of a session's journal. Pure.
 
-    {"kind": "asked", "call"}     a call has started, or was refused by admission; it has no answer yet
+    {"kind": "asked", ...}        a call has started, or was refused by admission; it has no answer yet
     {"kind": "dropped", "call"}   the call was invalid and needs no answer
     {"kind": "answered", ...}     an answered call: its turns, its answer, and the session's counts after it
     {"kind": "sealed", ...}       the session was sealed: when (unix seconds), and which calls were unanswered
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,13 +41,16 @@ class RestoredSession:
     started: int = 0
     sampled_tokens: int = 0
     unanswered: set[bytes] = field(default_factory=set)
-    answers: list[tuple[bytes, Answer]] = field(default_factory=list)  # by the request's digest, latest last
+    attempts: Counter[bytes] = field(default_factory=Counter)  # without an answer, by call
+    answers: list[tuple[bytes, bytes, Answer]] = field(default_factory=list)  # request, call, answer; latest last
     sealed_at: float | None = None
 
     def apply(self, record: Record) -> None:
         match record["kind"]:
             case "asked":
                 self.unanswered.add(record["call"])
+                if not record["is_retry"]:  # a retry belongs to an attempt that is counted already
+                    self.attempts[record["call"]] += 1
             case "dropped":
                 self.unanswered.discard(record["call"])
             case "answered":
@@ -54,7 +58,10 @@ class RestoredSession:
                     self.conversations.add(turn)
                 self.unanswered.discard(record["call"])
                 self.started, self.sampled_tokens = record["started"], record["sampled_tokens"]
-                self.answers.append((record["request"], _answer_of(json.loads(record["answer"]))))
+                self.attempts[record["call"]] -= 1
+                self.attempts = +self.attempts
+                answer = _answer_of(json.loads(record["answer"]))
+                self.answers.append((record["request"], record["call"], answer))
             case "sealed":
                 self.sealed_at, self.unanswered = record["at"], set(record["unanswered"])
 
@@ -64,8 +71,9 @@ def turns(record: Record) -> list[RecordedTurn]:
     return [_turn_of(turn) for turn in record.get("turns", ())]
 
 
-def asked(call: bytes) -> Record:
-    return {"kind": "asked", "call": call}
+def asked(call: bytes, *, is_retry: bool) -> Record:
+    """`is_retry` is whether the request declares itself a retry."""
+    return {"kind": "asked", "call": call, "is_retry": is_retry}
 
 
 def dropped(call: bytes) -> Record:

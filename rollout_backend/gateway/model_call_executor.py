@@ -114,7 +114,7 @@ class ModelCallExecutor:
         """
         state = session.state
         digest = running.question
-        state.write(journal_records.asked(digest))
+        state.write(journal_records.asked(digest, is_retry=running.is_retry))
         try:
             answer = await self._answer(session, running, digest)
         except Exception as error:

@@ -235,8 +235,10 @@ class SessionRegistry:
         if restored.sealed_at is not None:
             self._seal(state, restored.conversations, session.claims, restored.sealed_at)
             return
-        for request, answer in restored.answers:
-            state.retries.remember(request, answer)
+        for answered in restored.answers:
+            state.retries.remember(*answered)
+        for question, attempts in restored.attempts.items():
+            state.retries.failed(question, attempts)
 
     def _write(self, state: SessionState, record: Record) -> None:
         assert self._journal is not None

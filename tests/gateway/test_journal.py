@@ -15,6 +15,7 @@ from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import KeyRefused, issue, verify
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway import journal as journals
+from rollout_backend.gateway import journal_records
 from rollout_backend.gateway.journal import SessionJournal
 from rollout_backend.gateway.session_registry import SessionRegistry
 from rollout_backend.local.scripted import Fail, ScriptedEngine
@@ -197,7 +198,7 @@ async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, o
     first = registry()
     for name in ("sealed", "revoked", "open"):
         session = first.open(claims(name)).state
-        session.write({"kind": "asked", "call": b"lost"})
+        session.write(journal_records.asked(b"lost", is_retry=False))
         session.unanswered.add(b"lost")
     sealed = await first.seal(claims("sealed"))
     await first.revoke(["revoked", "never seen"])
@@ -335,6 +336,17 @@ def test_a_retry_after_a_restart_gets_the_recorded_answer(start):
     assert '"content":"3"' in repeated.text.replace(": ", ":")
     assert text_of(gateway.post(ask("Say something."))) == "4"  # not declared as a retry
     assert len(Trajectory.decode(gateway.seal()).segments) == 4
+
+
+def test_a_retry_after_a_restart_gets_no_answer_of_an_earlier_equal_question(start):
+    replies = iter(["1", Fail(500), "2", "3"])
+    gateway = start(lambda _: next(replies), engine_attempts=1)
+    assert text_of(gateway.post(ask("Summarise."))) == "1"
+    assert gateway.post(ask("Summarise.")).status_code == 503
+    gateway.restart()
+    assert text_of(gateway.post(ask("Summarise."), RETRY)) == "2"
+    gateway.restart()
+    assert text_of(gateway.post(ask("Summarise."), RETRY)) == "2"
 
 
 def test_a_sessions_budget_continues_after_a_restart(start):

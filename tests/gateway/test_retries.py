@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from builders import stream_data, until, user
+from builders import hang_up, stream_data, until, user
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
 from rollout_backend.gateway.in_flight_call import InFlightCall
@@ -96,6 +96,36 @@ async def test_a_retry_of_a_call_that_is_being_aborted_is_a_new_call():
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", ["disconnect", "error"])
+def test_a_retry_gets_no_answer_of_an_earlier_equal_question(play, stream, fault):
+    asked, go = threading.Event(), threading.Event()
+    failing = False
+    numbers = iter(range(1, 100))
+
+    def reply(_):
+        if not failing:
+            return str(next(numbers))
+        if fault == "error":
+            return Fail(500)
+        asked.set()
+        go.wait(120)
+        return "late"
+
+    gateway = play(reply, engine_attempts=1)
+    body = {**BODY, "stream": stream}
+    assert said(post(gateway, body=body)) == "1"
+    failing = True
+    if fault == "disconnect":
+        hang_up(gateway.url, gateway.key(), body, lambda: asked.wait(120))
+        until(lambda: gateway.stats().client_disconnects == 1)
+        go.set()
+    else:
+        assert post(gateway, body=body).status_code == 503
+    failing = False
+    assert [said(post(gateway, RETRY, body=body)) for _ in range(2)] == ["2", "2"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_retry_joins_the_call_in_flight(play, stream):
     go, asked = threading.Event(), threading.Semaphore(0)
 
@@ -178,7 +208,7 @@ RETRIED = {"x-stainless-retry-count": "2"}
 ANSWER = Answer("i", 0, "m", (), 0)
 
 
-async def call(replays: RetryCache, name: str, result: Answer | Exception = ANSWER) -> InFlightCall:
+async def call(replays: RetryCache, name: str, result: Answer | Exception = ANSWER, **headers: str) -> InFlightCall:
     async def work() -> Answer:
         if isinstance(result, Exception):
             raise result
@@ -187,7 +217,7 @@ async def call(replays: RetryCache, name: str, result: Answer | Exception = ANSW
     running = InFlightCall(ModelCall("m", []))
     running.join()
     task = running.start(work())
-    replays.add(asked(name), running)
+    replays.add(asked(name, **headers), running)
     while not task.done():
         await running.wait_for_more(0)
     return running
@@ -244,9 +274,11 @@ async def test_each_failed_call_lets_one_retry_be_a_new_call():
     replays = RetryCache()
     running = await call(replays, "a")
     for _ in range(2):
-        replays.failed(asked("a"))
-    found = [replays.find(asked("a", **RETRIED)) for _ in range(3)]
-    assert found == [None, None, running]
+        replays.failed(running.question)
+    for _ in range(2):
+        assert replays.find(asked("a", **RETRIED)) is None
+        running = await call(replays, "a", **RETRIED)
+    assert replays.find(asked("a", **RETRIED)) is running
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import math
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +11,7 @@ import openai
 import pytest
 
 from agent_wrapper.contract import Rollout, Sampling, Trajectory
-from builders import assistant, function_tool, stream_data, until, user
+from builders import assistant, function_tool, hang_up, stream_data, until, user
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.local.scripted import Fail, Pieces, ToolCall
@@ -160,13 +159,7 @@ def test_a_client_that_disconnects_aborts_its_call_and_nothing_is_recorded(play,
         with gateway.stream(CALL) as response:
             next(response.iter_lines())
     else:
-        url = httpx.URL(gateway.url)
-        body = json.dumps(CALL).encode()
-        with socket.create_connection((url.host, url.port)) as client:
-            lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
-            head = "\r\n".join([*lines, f"Authorization: Bearer {gateway.key()}", "", ""])
-            client.sendall(head.encode() + body)
-            assert held.asked.acquire(timeout=120)
+        hang_up(gateway.url, gateway.key(), CALL, lambda: held.asked.acquire(timeout=120))
     until(lambda: gateway.engine.aborted == 1)
     until(lambda: gateway.stats().client_disconnects == 1)
     held.go.set()

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import RolloutConfig
@@ -124,6 +125,15 @@ def until(condition: Callable[[], object], timeout_s: float = 240.0, what: str =
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.01)
+
+
+def hang_up(url: str, key: str, body: dict[str, Any], wait: Callable[[], object]) -> None:
+    """Send a model call, and disconnect without an answer after `wait`."""
+    server, data = urlsplit(url), json.dumps(body).encode()
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Content-Length: {len(data)}"]
+    with socket.create_connection((server.hostname, server.port)) as client:
+        client.sendall("\r\n".join([*lines, f"Authorization: Bearer {key}", "", ""]).encode() + data)
+        assert wait()
 
 
 @asynccontextmanager
