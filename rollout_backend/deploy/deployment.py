@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from rollout_backend.atomic_file import write_file
 from rollout_backend.config import merge_overrides, read_yaml
 from rollout_backend.deploy.calls import Call, calls_of_deployment
 from rollout_backend.deploy.codebuild import build_image
@@ -173,8 +174,9 @@ def config_text(
 
 
 def write_config(path: Path, text: str) -> bool:
-    """Write the config unless the file is somebody's own. Return whether it was written."""
+    """Write the config, readable for its owner only because it has the URL of a local cloud, unless the file is
+    somebody's own. Return whether it was written."""
     if path.exists() and not path.read_text().startswith(WRITTEN):
         return False
-    path.write_text(text)
+    write_file(path, text.encode(), private=True)
     return True

@@ -5,7 +5,8 @@ different `endpoint_url`. Each session is a fresh process of the user's app, whi
 PORT, the session's header, pings, SIGTERM. `session_pool` runs the sessions and `control_plane` creates the runtimes.
 One runtime exists from the start, unless `command` is empty; others are created from `images` or from code in S3.
 
-It does not verify signatures (it only requires one), or isolate sessions from the machine.
+It does not verify signatures (it only requires one), or isolate sessions from the machine. With `path_secret` it
+answers only below that path, so that only those who know the endpoint's URL can run code.
 
     python -m rollout_backend.local.agentcore_emulator < settings.json
 
@@ -32,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from rollout_backend.dispatch.token_bucket import TokenBucket
 from rollout_backend.local.code_artifacts import CodeStore
@@ -72,6 +73,8 @@ class EmulatorSettings(BaseModel):
     log_dir: Path
     host: str = "127.0.0.1"
     port: int = Field(ge=1, le=65535)
+    path_secret: str = ""
+    """The path below which it serves. Every user of the machine can reach the port. Empty: no secret is required."""
     preload: tuple[str, ...] | None = None
     """With a command of the form [PYTHON, SCRIPT]: fork sessions from an interpreter that has imported the script's
     libraries and these modules. None: run the command each time."""
@@ -122,14 +125,16 @@ class AgentCoreEmulator:
         )
 
     def app(self) -> Starlette:
+        routes = [
+            Route("/runtimes/{arn:path}/invocations", self._invoke, methods=["POST"]),
+            Route("/runtimes/{arn:path}/stopruntimesession", self._stop, methods=["POST"]),
+            *self._control.routes(),
+            Route("/_local/sessions", self._sessions),
+            Route("/_local/outage", self._set_outage, methods=["PUT"]),
+        ]
+        secret = self._settings.path_secret
         return Starlette(
-            routes=[
-                Route("/runtimes/{arn:path}/invocations", self._invoke, methods=["POST"]),
-                Route("/runtimes/{arn:path}/stopruntimesession", self._stop, methods=["POST"]),
-                *self._control.routes(),
-                Route("/_local/sessions", self._sessions),
-                Route("/_local/outage", self._set_outage, methods=["PUT"]),
-            ],
+            routes=[Mount(f"/{secret}", routes=routes)] if secret else routes,
             exception_handlers={ServiceError: _service_error},
             lifespan=self._lifespan,
         )

@@ -141,7 +141,7 @@ async def _serve(folder: Path) -> None:
                 engine_url=engine.url,
                 session_logs=str(runtime.session_logs),
             )
-            write_file(folder / STATE, json.dumps(asdict(cloud)).encode())
+            write_file(folder / STATE, json.dumps(asdict(cloud)).encode(), private=True)
             lost = [asyncio.create_task(part.process.wait()) for part in (storage, runtime)]
             wanted = asyncio.create_task(ended.wait())
             await asyncio.wait([*lost, wanted], return_when=asyncio.FIRST_COMPLETED)

@@ -4,6 +4,7 @@ Invariants:
 
 - Everything that it starts ends with the block, sessions first, so that agents can still write their results to S3.
 - No part of it ever calls AWS, even if the user's environment holds credentials.
+- Only those who know the URL of its AgentCore can run code: other users of the machine reach its port, not its path.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -171,7 +173,8 @@ class LocalRuntime(_Startable):
         self.image = IMAGE.format(region=region)
         self.role = ROLE
         self.limits = limits
-        self.endpoint_url = f"http://{_LOOPBACK}:{port}"
+        secret = secrets.token_hex(16)
+        self.endpoint_url = f"http://{_LOOPBACK}:{port}/{secret}"
         self.session_logs = (run_dir / "sessions").absolute()
         own_image = {self.image: command} if command else {}
         own = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "ROLLOUT__"))}
@@ -183,6 +186,7 @@ class LocalRuntime(_Startable):
             env={**own, "PYTHONUNBUFFERED": "1", **env},
             host=_LOOPBACK,
             port=port,
+            path_secret=secret,
             log_dir=self.session_logs,
             preload=() if preload and isinstance(agent, (str, Path)) else None,
             limits=limits,

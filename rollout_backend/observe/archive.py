@@ -65,7 +65,7 @@ class RunArchive:
         text = stored.read_bytes() if stored.is_file() else None
         self.write_start(config, start)
         if text is not None:
-            self.try_to_write(stored, text)
+            self.try_to_write(stored, text, private=not stored.stat().st_mode & 0o077)
         self.write_end("failed", error)
 
     def write_start(self, config: RolloutConfig, start: RunStart) -> None:
@@ -77,7 +77,10 @@ class RunArchive:
             before = None
         starts = (*(before.starts if before is not None else ()), start)
         self._info = RunInfo(run_id=config.run_id, secrets=tuple(secret_settings(config)), starts=starts)
-        self.try_to_write(self.run_dir / CONFIG, settings_yaml(config).encode())
+        is_local = (
+            config.runtime.agents_host == "127.0.0.1"
+        )  # then the settings have the URL that lets callers run code
+        self.try_to_write(self.run_dir / CONFIG, settings_yaml(config).encode(), private=is_local)
         self._write_info(self._info)
 
     def write_end(self, state: RunState, error: str = "") -> None:
@@ -259,10 +262,10 @@ class RunArchive:
         """Return the paths of results with that id, one per step, oldest first."""
         return sorted(path for path in self.run_dir.glob("rollouts/*/*") if path.name == rollout_id)
 
-    def try_to_write(self, path: Path, data: bytes) -> bool:
+    def try_to_write(self, path: Path, data: bytes, *, private: bool = False) -> bool:
         """Write a file. Return False if the disk refuses it; the first failure is logged."""
         try:
-            self.write(path, data)
+            write_file(path, data, private=True) if private else self.write(path, data)
         except OSError as error:
             if not self._failing:
                 log.warning(

@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import aioboto3
+import aiohttp
 import anyio.from_thread
 import pytest
+from botocore.exceptions import ClientError
 
 from builders import eventually, processes_with
 from rollout_backend.config import load_config
@@ -162,6 +164,39 @@ async def test_limits_apply_to_the_emulator(app, tmp_path):
                 await agentcore.invoke_agent_runtime(
                     agentRuntimeArn=runtime["arn"], runtimeSessionId="b" * 40, payload=b"{}"
                 )
+
+
+async def test_only_the_url_of_the_cloud_lets_a_caller_run_code(app, tmp_path):
+    """Every user of the machine can reach its ports, and sign with any credentials."""
+    async with LocalCloud(app, run_dir=tmp_path) as cloud:
+        settings = cloud.settings()["runtime"]
+        port, _, secret = settings["endpoint_url"].rpartition("/")
+        runtime = {
+            "agentRuntimeName": "other",
+            "roleArn": cloud.runtime.role,
+            "networkConfiguration": {"networkMode": "PUBLIC"},
+            "agentRuntimeArtifact": {"containerConfiguration": {"containerUri": cloud.runtime.image}},
+        }
+        session = {"agentRuntimeArn": settings["arn"], "runtimeSessionId": SESSION}
+        for guess in (port, f"{port}/{'0' * len(secret)}"):
+            async with (
+                client("bedrock-agentcore-control", cloud, guess) as control,
+                client("bedrock-agentcore", cloud, guess) as agentcore,
+                aiohttp.ClientSession() as http,
+                http.get(f"{guess}/_local/sessions") as sessions,
+            ):
+                assert sessions.status == 404
+                for call in (
+                    control.create_agent_runtime(**runtime),
+                    control.list_agent_runtimes(),
+                    agentcore.invoke_agent_runtime(**session, payload=b"{}"),
+                    agentcore.stop_runtime_session(**session),
+                ):
+                    with pytest.raises(ClientError) as refused:
+                        await call
+                    assert refused.value.response["ResponseMetadata"]["HTTPStatusCode"] == 404
+        assert (await cloud.sessions())["counters"]["started"] == 0
+        assert (await invoke(cloud))["calls"] == 1
 
 
 def test_invalid_settings_of_the_program_are_refused():
