@@ -7,7 +7,7 @@
 # The base image is ECR's copy of the official one: Docker Hub limits anonymous pulls, of CodeBuild in particular.
 # AgentCore requires arm64 and port 8080. The folder holds agent.py, which ends in `app.run()`, and may hold
 # requirements.txt. agent.Dockerfile.dockerignore says which files of the folder stay out of the image.
-FROM public.ecr.aws/docker/library/python:3.12-slim
+FROM public.ecr.aws/docker/library/python:3.12.11-slim-bookworm
 
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

@@ -7,7 +7,7 @@
 # The folder holds requirements.txt, such as `mini-swe-agent==2.4.6`, and other files that the agent needs, which are in
 # /agent/files. The Python is built for glibc 2.17 and newer, so it runs in images of Debian, Ubuntu, Fedora and others,
 # but not of Alpine. harbor-agent.Dockerfile.dockerignore says which files of the folder stay out of the image.
-FROM debian:bookworm-slim AS build
+FROM debian:12.11-slim AS build
 
 COPY --from=ghcr.io/astral-sh/uv:0.9 /uv /usr/local/bin/
 RUN apt-get update && apt-get install --yes --no-install-recommends ca-certificates
@@ -26,5 +26,5 @@ COPY . /agent/files
 RUN uv pip install --python /agent/bin/python --break-system-packages --requirement /agent/files/requirements.txt \
     && uv pip check --python /agent/bin/python
 
-FROM debian:bookworm-slim
+FROM debian:12.11-slim
 COPY --from=build /agent /agent

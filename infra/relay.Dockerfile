@@ -4,7 +4,7 @@
 #   docker buildx build --platform linux/arm64,linux/amd64 --file infra/relay.Dockerfile --tag REPOSITORY:TAG --push .
 #
 # It requires ROLLOUT__RELAY__KEY in its environment. Options of `rollout relay` follow the image's name.
-FROM python:3.12-slim
+FROM python:3.12.11-slim-bookworm
 
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
