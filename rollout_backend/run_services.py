@@ -46,7 +46,7 @@ from rollout_backend.scoring.verifier_jobs import VerifierJobs
 from rollout_backend.scoring.worker_pool import WorkerPool
 from rollout_backend.serving.model_serving import ModelServing
 from rollout_backend.serving.run_phase import RunPhase
-from rollout_backend.serving.run_secret import run_secret
+from rollout_backend.serving.run_secret import revealed, run_secret
 from rollout_backend.serving.supervisor import OnEvent
 from rollout_backend.step.in_flight import InFlightLog, StepFiles
 from rollout_backend.step.services import StepServices
@@ -124,7 +124,7 @@ class RunServices:
         await self.lease.claim()
         if verifiers is not None:
             await verifiers.stop_earlier(config.run_id)
-        sealer = Sealer(secret) if config.gateway.require_seal else None
+        sealer = Sealer(secret, revealed(config.gateway.previous_secret)) if config.gateway.require_seal else None
         buffer = RolloutBuffer(
             config.run_id,
             store,
@@ -314,7 +314,7 @@ class RunServices:
             endpoint=gateways.endpoint,
             revoke=gateways.revoke,
             archive=self._archive.write_rollout,
-            sealed_by=sealer.fingerprint if sealer is not None else "",
+            sealed_by=sealer.fingerprints if sealer is not None else (),
             gateway=gateways.identity,
             in_flight=InFlightLog(StepFiles(config.run_dir / "steps")),
             heartbeats=heartbeats,

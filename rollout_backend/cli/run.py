@@ -158,7 +158,7 @@ def _read_run(folder: Path, overrides: Sequence[str]) -> tuple[RolloutConfig, Se
         )
     except ConfigError as error:
         raise ConfigError(f"{error}\n{_set_again(info.secrets)}" if info.secrets else str(error)) from None
-    if missing := sorted(set(info.secrets).difference(secret_settings(settings))):
+    if missing := sorted(set(info.secrets).difference(secret_settings(settings), ["gateway.previous_secret"])):
         raise ConfigError(_set_again(missing))
     return settings, read_limited(tasks, None)
 

@@ -62,6 +62,9 @@ class GatewayConfig(Section):
     """Seals what was sampled, so that a container cannot alter it, and signs the run's session keys. Set it in the
     environment, as ROLLOUT__GATEWAY__SECRET. Default: generated for the run and stored in OUTPUT_DIR/.secrets. A
     run that resumes on another machine needs the same secret; otherwise its unfinished step starts again."""
+    previous_secret: SecretStr | None = Field(default=None, min_length=32)
+    """The secret that `secret` replaces. Its seals and session keys stay valid, and nothing is signed with it. Remove
+    it when all steps that began with it have ended."""
     require_seal: bool = True
     """Require the gateway's seal on every trainable result. False: the agents' containers are trusted."""
 

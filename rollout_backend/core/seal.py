@@ -54,15 +54,17 @@ class SealClaims(BaseModel):
 
 
 class Sealer:
-    """Creates and verifies seals. Both need the secret."""
+    """Creates and verifies seals. Both need the secret. Seals of the `previous` secret are also valid."""
 
-    def __init__(self, secret: str) -> None:
-        self._key = hmac.digest(secret.encode(), b"the seal of a trajectory", "sha256")
+    def __init__(self, secret: str, previous: str | None = None) -> None:
+        given = (each for each in (secret, previous) if each is not None)
+        self._keys = [hmac.digest(each.encode(), b"the seal of a trajectory", "sha256") for each in given]
 
     @property
-    def fingerprint(self) -> str:
-        """Return an identifier of the secret, which does not reveal it, and of the format of the seals."""
-        return hmac.digest(self._key, b"fingerprint of format 2", "sha256").hex()[:16]
+    def fingerprints(self) -> tuple[str, ...]:
+        """Return an identifier of each secret, which does not reveal it, and of the format of the seals. The
+        first is of the secret that seals."""
+        return tuple(hmac.digest(key, b"fingerprint of format 2", "sha256").hex()[:16] for key in self._keys)
 
     def seal(self, trajectory: Trajectory, claims: SessionClaims) -> Trajectory:
         """Return the trajectory of the session of `claims` with its seal."""
@@ -76,7 +78,7 @@ class Sealer:
             segments=digest_of(trajectory.segments),
             unanswered_calls=trajectory.unanswered_calls,
         )
-        return trajectory.model_copy(update={"seal": signed_claims.sign(self._key, seal)})
+        return trajectory.model_copy(update={"seal": signed_claims.sign(self._keys[0], seal)})
 
     def check(self, rollout: Rollout) -> None:
         """Verify the seal of a trainable rollout. Other rollouts need none.
@@ -84,7 +86,7 @@ class Sealer:
         Raises:
             ContractError: for the field `seal`; says how the rollout differs from what the gateway returned.
         """
-        _check(rollout, lambda seal: signed_claims.verify(self._key, seal, SealClaims))
+        _check(rollout, lambda seal: signed_claims.verify(self._keys, seal, SealClaims))
 
 
 def check_without_secret(rollout: Rollout) -> None:

@@ -53,14 +53,16 @@ def issue(secret: str, claims: SessionClaims) -> str:
     return signed_claims.sign(secret.encode(), claims)
 
 
-def verify(secret: str, key: str, now: float) -> SessionClaims:
-    """Return the claims of a key that this secret signed and that is valid at `now` (unix seconds).
+def verify(secret: str, key: str, now: float, previous_secret: str | None = None) -> SessionClaims:
+    """Return the claims of a key that this secret or the previous one signed, and that is valid at `now` (unix
+    seconds).
 
     Raises:
         KeyRefused: says in which way it is not.
     """
     try:
-        claims = signed_claims.verify(secret.encode(), key, SessionClaims)
+        keys = [each.encode() for each in (secret, previous_secret) if each is not None]
+        claims = signed_claims.verify(keys, key, SessionClaims)
     except signed_claims.BadSignature:
         raise KeyRefused("bad_signature") from None
     except signed_claims.Malformed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
+from collections.abc import Iterable
 from typing import TypeVar
 
 from itsdangerous import BadData, BadSignature, Signer
@@ -35,19 +36,19 @@ def sign(key: bytes, claims: BaseModel) -> str:
     return _signer(key).sign(base64_encode(claims.model_dump_json())).decode()
 
 
-def verify(key: bytes, text: str, kind: type[_Claims]) -> _Claims:
-    """Return the claims of a text that this key signed.
+def verify(keys: Iterable[bytes], text: str, kind: type[_Claims]) -> _Claims:
+    """Return the claims of a text that one of these keys signed.
 
     Only the text as it was signed is accepted, although base64 has several spellings of the same bytes.
 
     Raises:
-        BadSignature: it did not.
+        BadSignature: none did.
         Malformed: it is no signed text, or holds other claims than those of `kind`.
     """
     if _SEPARATOR not in text:
         raise Malformed
     encoded = text.rpartition(_SEPARATOR)[0].encode()
-    if not hmac.compare_digest(_signer(key).sign(encoded), text.encode()):
+    if not any(hmac.compare_digest(_signer(key).sign(encoded), text.encode()) for key in keys):
         raise BadSignature("the signature does not match")
     return _parse(encoded, kind)
 

@@ -51,7 +51,7 @@ class Authenticator:
         if known is not None and known.expires_at > now:
             return known
         try:
-            claims = verify(self._settings.secret, key, now)
+            claims = verify(self._settings.secret, key, now, self._settings.previous_secret)
         except KeyRefused as error:
             raise ApiError(
                 401, f"{error}; use the api_key of this rollout's request", code="invalid_api_key"

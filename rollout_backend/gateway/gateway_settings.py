@@ -54,6 +54,8 @@ class GatewaySettings(BaseModel):
     """The OpenTelemetry collector that gets a span for each model call."""
     secret: str = Field(min_length=MIN_SECRET_CHARS, repr=False)
     """Signs session keys."""
+    previous_secret: str | None = Field(default=None, min_length=MIN_SECRET_CHARS, repr=False)
+    """The secret that `secret` replaced, whose session keys are still accepted."""
     control_key: str = Field(min_length=MIN_SECRET_CHARS, repr=False)
     """Authorises requests to /control."""
     seal_secret: str | None = Field(default=None, min_length=MIN_SECRET_CHARS, repr=False)

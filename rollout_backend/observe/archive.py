@@ -77,9 +77,7 @@ class RunArchive:
             before = None
         starts = (*(before.starts if before is not None else ()), start)
         self._info = RunInfo(run_id=config.run_id, secrets=tuple(secret_settings(config)), starts=starts)
-        is_local = (
-            config.runtime.agents_host == "127.0.0.1"
-        )  # then the settings have the URL that lets callers run code
+        is_local = config.runtime.agents_host == "127.0.0.1"  # its URL lets callers run code
         self.try_to_write(self.run_dir / CONFIG, settings_yaml(config).encode(), private=is_local)
         self._write_info(self._info)
 

@@ -20,7 +20,7 @@ from rollout_backend.core.seal import Sealer, check_without_secret
 from rollout_backend.core.training_rows import trained_records
 from rollout_backend.errors import ConfigError
 from rollout_backend.observe.archive import CONFIG, RunArchive
-from rollout_backend.serving.run_secret import run_secret, secret_file
+from rollout_backend.serving.run_secret import revealed, run_secret, secret_file
 
 SealCheck = Callable[[Rollout], None]
 
@@ -123,7 +123,7 @@ def _seal_check(archive: RunArchive) -> tuple[SealCheck, str]:
             check_without_secret,
             "seals match; their signatures were not verified, because the run's secret is not here",
         )
-    return Sealer(secret).check, "seals verified with the run's secret"
+    return Sealer(secret, revealed(config.gateway.previous_secret)).check, "seals verified with the run's secret"
 
 
 def _stored_secret(config: RolloutConfig, *, given: bool) -> str | None:

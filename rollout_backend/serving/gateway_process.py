@@ -27,6 +27,7 @@ from rollout_backend.gateway import journal as journals
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.serving.model_endpoint import model_endpoint
+from rollout_backend.serving.run_secret import key_secret, revealed
 from rollout_backend.serving.server_process import ServerProcess, free_port, require_port
 
 __all__ = ["GatewayProcess", "GatewayStats"]
@@ -107,11 +108,12 @@ class GatewayProcess:
             except ConfigError as error:
                 raise StartupError(str(error)) from None
         port = self._port = self._find_port()
+        previous = revealed(config.gateway.previous_secret)
         settings = GatewaySettings(
             host=self._host,
             port=port,
             model=config.model,
-            gateway=config.gateway.model_copy(update={"secret": None}),  # its dump would be stars
+            gateway=config.gateway.model_copy(update={"secret": None, "previous_secret": None}),  # dumped as stars
             shard=self._shard,
             engine_name=config.serving.engine,
             router=config.router.kind,
@@ -121,6 +123,7 @@ class GatewayProcess:
             session_key_s=config.timeouts.session_key_s,
             otlp_endpoint=config.observe.otlp_endpoint,
             secret=self._secret,
+            previous_secret=None if previous is None else key_secret(previous, config.run_id),
             control_key=self._control_key,
             seal_secret=self._seal_secret,
             journal=self._journal,

@@ -15,6 +15,8 @@ import secrets
 import stat
 from pathlib import Path
 
+from pydantic import SecretStr
+
 from rollout_backend.atomic_file import write_file
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.session_key import MIN_SECRET_CHARS
@@ -50,6 +52,11 @@ def run_secret(config: RolloutConfig) -> str:
     if len(secret) < MIN_SECRET_CHARS:
         raise ConfigError(f"{path} holds no secret of at least {MIN_SECRET_CHARS} characters; {remedy}")
     return secret
+
+
+def revealed(secret: SecretStr | None) -> str | None:
+    """Return the text of a setting that may be unset."""
+    return secret.get_secret_value() if secret is not None else None
 
 
 def key_secret(secret: str, run_id: str) -> str:

@@ -62,7 +62,7 @@ class StepPlan:
                 now=wall,
                 deadline=wall + self.deadline - now,
                 weights=weights,
-                sealed_by=services.sealed_by,
+                sealed_by=next(iter(services.sealed_by), ""),
                 gateway=services.gateway,
                 before=before,
                 same_weights=can_resume(before),

@@ -63,7 +63,9 @@ class StepServices:
     read_manifests_from: Callable[[int], Awaitable[list[Manifest]]]
     wall: Callable[[], float] = time.time  # unix seconds
     store_wait: WaitBaseT = _STORE_WAIT  # between retries of a request to S3
-    sealed_by: str = ""  # fingerprint of the secret behind the seals that the buffer checks; empty: it checks none
+    sealed_by: tuple[str, ...] = ()
+    """Fingerprints of the secrets behind the seals that the buffer accepts, that of new seals first. Empty: it checks
+    none."""
     presign: Callable[[SessionClaims], Awaitable[ResultUrls]] | None = None  # how agents write without credentials
     log_of: Callable[[LedgerEntry], str] = lambda entry: ""  # where a person finds the log of a rollout's session
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)

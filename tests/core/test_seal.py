@@ -173,7 +173,7 @@ def test_a_rollout_that_is_not_trained_needs_no_seal():
 
 
 def test_different_secrets_have_different_fingerprints():
-    assert Sealer(SECRET).fingerprint == SEALER.fingerprint != Sealer("x" * 48).fingerprint
+    assert Sealer(SECRET).fingerprints == SEALER.fingerprints != Sealer("x" * 48).fingerprints
 
 
 def test_the_digest_without_images_is_unchanged():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,8 @@ def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path, example):
         run = rollout(tmp_path, "run", "rollout.yaml", "--tasks", tasks, *limits, code=code)
         assert "4 = 4 completed" in run
         assert "0 sessions open" in run
+        for file in (tmp_path / "rollout.yaml", *tmp_path.glob("runs/*/config.yaml")):
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600, "it has the URL that lets callers run code"
         planned = rollout(tmp_path, "down", "rollout.yaml")
         assert f"would delete: runtime rollout_{example}" in planned
         assert "nothing was changed" in planned

@@ -24,9 +24,9 @@ def checks(monkeypatch) -> list[str]:
     checked: list[str] = []
     verify = authentication.verify
 
-    def record(secret, key, now):
+    def record(secret, key, now, previous_secret):
         checked.append(key)
-        return verify(secret, key, now)
+        return verify(secret, key, now, previous_secret)
 
     monkeypatch.setattr(authentication, "verify", record)
     return checked
@@ -72,3 +72,13 @@ def test_only_so_many_keys_are_remembered(authenticator, checks):
     for key in [*keys, keys[-1], keys[0]]:
         authenticator.session(asked(key))
     assert checks == [*keys, keys[0]]
+
+
+def test_keys_of_the_previous_secret_are_accepted_and_none_older(byte_model):
+    secrets = {"secret": "the-new-secret-" * 4, "previous_secret": SECRET}
+    settings = GatewaySettings(port=0, model=byte_model, engine_url="", control_key=CONTROL_KEY, **secrets)
+    authenticator = Authenticator(settings, "")
+    assert authenticator.session(asked(session_key("s1"))).session_id == "s1"
+    assert authenticator.session(asked(session_key("s2", secret=secrets["secret"]))).session_id == "s2"
+    with pytest.raises(ApiError, match="bad_signature"):
+        authenticator.session(asked(session_key("s3", secret="an-older-secret-" * 4)))

@@ -241,11 +241,11 @@ def test_tasks_are_the_same_if_payload_number_and_sampling_are():
 # --- with seals -------------------------------------------------------------------------------------------
 
 
-def sealed_by(bench, secret: str) -> None:
-    """Let the run check seals with this secret, and let its agents' results have such seals."""
-    sealer = Sealer(secret)
+def sealed_by(bench, secret: str, previous: str | None = None) -> None:
+    """Let the run check seals with these secrets, and let its agents' results have seals of the first."""
+    sealer = Sealer(secret, previous)
     bench.verify = sealer.check
-    bench.replace(sealed_by=sealer.fingerprint)
+    bench.replace(sealed_by=sealer.fingerprints)
 
     def result(agents, request, **more):
         rollout = Agents.result(agents, request, **more)
@@ -267,6 +267,17 @@ async def test_a_trainer_with_the_same_secret_reuses_finished_rollouts(open_benc
     result = await bench.run("a")
     assert bench.agents.rollouts == ["a.1"]
     assert (result.report.outcomes[Outcome.COMPLETED], result.report.resumed) == (2, 1)
+
+
+async def test_a_trainer_with_a_new_secret_and_the_previous_one_reuses_finished_rollouts(open_bench):
+    bench = await open_bench()
+    sealed_by(bench, "the old secret " * 3)
+    await begin_and_die(bench, "a")
+    sealed_by(bench, "the new secret " * 3, previous="the old secret " * 3)
+    result = await bench.run("a")
+    assert bench.agents.rollouts == ["a.1"]
+    assert (result.report.outcomes[Outcome.COMPLETED], result.report.resumed) == (2, 1)
+    assert await bench.quarantined() == []
 
 
 async def test_a_trainer_with_another_secret_runs_the_whole_step_again_and_says_why(open_bench, caplog):
