@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
@@ -23,5 +24,7 @@ def _changed(config: BaseModel, prefix: str) -> Iterator[tuple[str, str]]:
         default = field.get_default(call_default_factory=False)
         if isinstance(value, SecretStr):
             yield prefix + name, "(secret)"
+        elif name == "endpoint_url" and value is not None:  # the path of a local cloud's lets callers run code
+            yield prefix + name, urlsplit(value)._replace(path="", query="").geturl()
         elif value != default and not (default is PydanticUndefined and not value) and name != "run_id":
             yield prefix + name, str(value)

@@ -10,9 +10,12 @@ import pytest
 
 from made_runs import MadeRun, make_run
 from report_page import Page
+from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.batch_numbers import batch_number, describe_batch
+from rollout_backend.local.cloud import ARN
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.report.files import write_report
+from rollout_backend.report.settings import changed_settings
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +73,10 @@ def test_a_trainers_steps_have_the_names_of_its_global_steps():
     assert describe_batch(batch_number(7, False, 0)) == ("7", False)
     assert describe_batch(batch_number(7, True, 0)) == ("7 validation", True)
     assert describe_batch(batch_number(7, False, 3)) == ("7.3", False)
+
+
+def test_the_secret_path_of_a_local_cloud_is_not_shown():
+    runtime = AgentCoreConfig(
+        arn=ARN.format(region="us-east-1"), endpoint_url="http://127.0.0.1:4000/0123456789abcdef"
+    )
+    assert ("endpoint_url", "http://127.0.0.1:4000") in changed_settings(runtime)
