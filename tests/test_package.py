@@ -222,6 +222,7 @@ def test_a_wheel_works_in_an_empty_folder(wheel: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_wheel_works_on_each_supported_python(python: str, wheel: str, tmp_path: Path) -> None:
@@ -259,6 +260,7 @@ def test_every_extra_can_be_resolved_with_its_lowest_versions(extra: str) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(1200)
 def test_the_source_distribution_runs_its_own_tests(distributions: Path, tmp_path: Path) -> None:
     [archive] = distributions.glob("*.tar.gz")

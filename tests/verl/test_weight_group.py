@@ -130,11 +130,13 @@ async def test_a_server_that_hangs_is_named():
 
 
 async def test_a_lost_server_ends_the_thread_that_sends_to_it():
+    before = {*threading.enumerate()}  # of other tests, whose threads may last as long as their limit
     server = ScriptedServer(("/begin_weight_update", "refuses"))
     with pytest.raises(ServingError):
         await load(server, timeout_s=1000.0)
+    [sending] = [each for each in {*threading.enumerate()} - before if each.name.startswith("rollout-")]
     server._group = None  # its end of the group, as when its process ends
-    await eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("rollout-")])
+    await eventually(lambda: not sending.is_alive())
 
 
 async def test_a_server_that_is_gone_is_named():

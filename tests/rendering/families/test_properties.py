@@ -24,6 +24,7 @@ from rollout_backend.rendering.reply import read_reply
 from rollout_backend.rendering.streaming_parser import StreamingParser
 from vocabularies import tokenizer_folder
 
+WIDE = (pytest.mark.slow, pytest.mark.release)
 QUICK = ("qwen3", "qwen3.5", "glm-5", "minimax-m2", "nemotron-3", "default+qwen3.5")
 TEXT = {"type": "string"}
 TOOLS = [
@@ -163,9 +164,7 @@ def test_every_renderer_of_the_package_is_a_family_here():
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(each, id=each.name, marks=() if each.name in QUICK else pytest.mark.slow) for each in FAMILIES
-    ],
+    params=[pytest.param(each, id=each.name, marks=() if each.name in QUICK else WIDE) for each in FAMILIES],
 )
 def family(request) -> Family:
     return request.param
