@@ -129,12 +129,15 @@ def read_tasks(path: str | Path) -> tuple[Task, ...]:
     Raises:
         TaskFileError: the file, the line or the row that is at fault, and what is wrong with it.
     """
-    tasks = []
+    tasks, places = [], dict[str, str]()
     for i, (where, row) in enumerate(read_rows(path)):
         try:
-            tasks.append(_task(row, default_id=f"task-{i:05d}"))
+            task = _task(row, default_id=f"task-{i:05d}")
+            if (first := places.setdefault(task.task_id, where)) != where:
+                raise TaskFileError(f"task_id {task.task_id!r} occurs twice, first in {first}; ids must differ")
         except TaskFileError as error:
             raise TaskFileError(f"{path}, {where}: {error}") from None
+        tasks.append(task)
     return check_unique(tasks)
 
 

@@ -208,6 +208,13 @@ def test_a_file_that_cannot_be_read(tmp_path, name, content, match):
         read_tasks(file)
 
 
+def test_a_doubled_task_id_names_the_file_and_both_lines(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(f'{{"task_id": "{name}", "payload": {{}}}}\n' for name in "aba"))
+    with pytest.raises(TaskFileError, match=r"tasks\.jsonl, line 3: task_id 'a' occurs twice, first in line 1"):
+        read_tasks(file)
+
+
 def test_two_tasks_with_the_same_id_are_refused():
     with pytest.raises(TaskFileError, match="'a' occurs twice"):
         check_unique([Task("a", {}), Task("b", {}), Task("a", {})])
