@@ -383,7 +383,7 @@ class ProcessConfig(RuntimeConfig):
     payload_in_file: ClassVar[bool] = True
 
     kind: Literal["process"] = "process"
-    app: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    app: str | None = None
     """The agent's app, MODULE:NAME, such as `agent:app`. Set either this or `command`."""
     command: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """Command that runs the payload in the file that $ROLLOUT_PAYLOAD_FILE names, and exits: text, or a list."""
@@ -413,6 +413,13 @@ class ProcessConfig(RuntimeConfig):
     """Maximum processes started per second."""
     max_sessions: int = Field(default=16, ge=1)
     """Maximum concurrent sessions."""
+
+    @field_validator("app")
+    @classmethod
+    def _module_and_name(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+            raise ValueError("must be MODULE:NAME, such as agent:app for the app of agent.py")
+        return value
 
     @field_validator("working_dir")
     @classmethod

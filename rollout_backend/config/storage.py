@@ -23,6 +23,13 @@ class StorageConfig(Section):
     credentials. They then announce nothing: S3 notifies `queue.url`, or the backend finds results by listing. See
     [security.md](security.md#without-cloud-credentials)."""
 
+    @field_validator("bucket", mode="before")
+    @classmethod
+    def _is_a_name(cls, value: object) -> object:
+        if isinstance(value, str) and ("/" in value or ":" in value):
+            raise ValueError("must be the bucket's name alone, such as my-bucket: no s3://, no ARN and no path")
+        return value
+
     @field_validator("prefix")
     @classmethod
     def _ends_in_slash(cls, value: str) -> str:

@@ -114,6 +114,7 @@ def test_a_runtime_from_an_image_needs_little():
         (by_image(idle_timeout_s=3600, max_lifetime_s=1900), "idle_timeout_s must not be above max_lifetime_s"),
         (by_image(max_lifetime_s=1800), r"max_lifetime_s \(1800\) ends sessions before .*\(1920\)"),
         (by_image(qualifier="training"), "leave qualifier out"),
+        ({"kind": "process", "app": "agent.py"}, r"runtime\.app: .*must be MODULE:NAME, such as agent:app"),
     ],
 )
 def test_settings_that_make_no_runtime_are_refused(runtime, message):
@@ -283,3 +284,8 @@ def test_a_home_is_expanded_in_every_path(monkeypatch):
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"output_dir: ~nobody-here/x names the home of a user"):
         load_config(base={**MINIMAL, "output_dir": "~nobody-here/x"}, env={})
+
+
+@pytest.mark.parametrize("bucket", ["s3://my-bucket", "arn:aws:s3:::my-bucket", "my-bucket/results"])
+def test_a_bucket_is_given_by_its_name(bucket):
+    refused("must be the bucket's name alone", storage={"bucket": bucket})
