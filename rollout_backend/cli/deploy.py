@@ -96,6 +96,8 @@ def deploy(
             raise ConfigError("--build-role belongs to --build codebuild")
         if bool(subnets) != bool(security_groups):
             raise ConfigError("--subnet and --security-group belong together: set both, or neither")
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}: name the agent's, which has agent.py")
         payload = _first_payload(tasks or folder / _TASKS)
         run_async(
             _deploy(

@@ -150,6 +150,10 @@ def test_a_run_over_http_is_shown_and_read_again(rollout, settings, tasks, agent
     refused(rollout("show", "task-9", "--run", folder), "holds no task and no rollout 'task-9'")
 
 
+def test_a_deployment_without_a_folder_names_the_folder(rollout):
+    refused(rollout("deploy", "NOPE", "--local"), "there is no folder NOPE")
+
+
 def test_a_local_deployment_names_the_option_that_needs_an_account(rollout, tmp_path):
     for option, value in (("--build", "codebuild"), ("--subnet", "subnet-1")):
         refused(rollout("deploy", tmp_path, "--local", option, value), option, "give", "with --stack")
