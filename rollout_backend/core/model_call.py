@@ -42,6 +42,8 @@ class ModelCall:
     sampling: Mapping[str, float | int] = field(default_factory=dict)
     """Sampling settings that the agent gave (temperature, top_p, top_k, seed, and others by their name in OpenAI's
     API). The trainer's own win, unless the settings let the agent decide."""
+    ignored: frozenset[str] = frozenset()
+    """The fields that were given and not used, because they only concern the provider or this template shows none."""
     dialect_data: Any = None
     """Private data of the dialect, which it needs to write the response."""
 

@@ -9,7 +9,8 @@ Invariants:
   surrogate pair) are returned as {"INVALID_JSON": "the sampled text"}, the form that Anthropic documents for clients,
   and such an input is read as that text again.
 - Input that the model cannot process is refused: documents, images if it takes none, tools built into Anthropic's
-  models, a prefilled reply. Ignored: `cache_control`, signatures, `redacted_thinking`. The trainer sets thinking.
+  models, a prefilled reply. Ignored: `cache_control`, signatures, `redacted_thinking`, and what only saves the
+  provider's tokens: all tools are shown, deferred ones too, and the whole history. The trainer sets thinking.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, Choice, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.fields import refuse, refused
+from rollout_backend.dialects.fields import ignored, refuse, refused
 from rollout_backend.dialects.image_reader import ImageReader
 from rollout_backend.dialects.wire import Body, JsonObject
 
@@ -40,7 +41,7 @@ _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _HARMLESS = frozenset(
     {
         *("metadata", "service_tier", "inference_geo", "user_profile_id", "fallback_credit_token"),
-        *("cache_control", "diagnostics", "speed"),
+        *("billing_policy", "cache_control", "context_management", "diagnostics", "speed", "workspace_id"),
         "betas",  # their fields are checked one by one
     }
 )
@@ -114,9 +115,24 @@ class _Image(Body):
     transformations: Annotated[Any, refuse("images are never transformed; omit this field")] = None
 
 
+class _ToolReference(Body):
+    """A tool that the client's own search found. All tools are shown, so its name is the result."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
+
+
 _Texts = Annotated[list[Annotated[_Text, BeforeValidator(_is_text)]], BeforeValidator(_as_blocks)]
 _Shown = Annotated[
-    list[Annotated[Annotated[_Text | _Image, Field(discriminator="type")], BeforeValidator(_is_readable)]],
+    list[
+        Annotated[
+            Annotated[_Text | _Image | _ToolReference, Field(discriminator="type")], BeforeValidator(_is_readable)
+        ]
+    ],
     BeforeValidator(_as_blocks),
 ]
 
@@ -138,6 +154,8 @@ _Block = Annotated[
 class _Message(Body):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[_Block], BeforeValidator(_as_blocks)]
+    clear_at: Annotated[Any, refuse("messages are shown until you leave them out", "never")] = None
+    output_config: Any = None
 
 
 def _is_custom(tool: object) -> object:
@@ -153,9 +171,6 @@ class _Tool(Body):
     input_schema: JsonObject
     strict: bool | None = None
     allowed_callers: Annotated[Any, refuse("only the model itself calls tools here; leave it out", ["direct"])] = None
-    defer_loading: Annotated[Any, refuse("there is no tool search here; send the tools that may be used", False)] = (
-        None
-    )
     input_examples: Annotated[Any, refuse("are not shown to the model; put them into the description", [])] = None
 
 
@@ -176,14 +191,6 @@ class _OutputConfig(Body):
     task_budget: Annotated[Any, refuse("the model is not shown a task budget; write it into the prompt")] = None
 
 
-def _is_whole(management: Any) -> Any:
-    """Accept Claude Code's request to keep all thinking. The template decides what it does with old thinking."""
-    edits = management.get("edits") if isinstance(management, dict) else management
-    if any(edit != {"type": "clear_thinking_20251015", "keep": "all"} for edit in edits or ()):
-        raise ValueError("the whole conversation is shown to the model; shorten it yourself")
-    return management
-
-
 class _Conversation(Body):
     """The fields of both requests."""
 
@@ -201,12 +208,13 @@ class _Conversation(Body):
         Any, refuse("are not called from here; let the agent call them, and offer them as tools", [])
     ] = None
     container: Annotated[Any, refuse("there are no containers here; leave it out")] = None
-    context_management: Annotated[Any, AfterValidator(_is_whole)] = None
+    thread: Annotated[Any, refuse("conversations are not stored here; send the whole conversation")] = None
     fallbacks: Annotated[Any, refuse("there is no other model here; leave it out", [])] = None
 
 
 class _Request(_Conversation):
     max_tokens: int = Field(ge=1)
+    compaction: Annotated[Any, refuse("nothing is summarized here; ask the model for a summary")] = None
     stop_sequences: wire.StopStrings = None
     temperature: float | None = Field(default=None, ge=0, le=10)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -232,7 +240,9 @@ class AnthropicMessages(Dialect):
         sampling = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
         sampling |= {
             "thinking": bool(request.thinking) or None,
-            "reasoning_effort": bool(request.output_config and request.output_config.effort) or None,
+            "reasoning_effort": bool(request.output_config and request.output_config.effort)
+            or any(message.output_config for message in request.messages)
+            or None,
         }
         return _call(
             request,
@@ -240,6 +250,7 @@ class AnthropicMessages(Dialect):
             max_new_tokens=request.max_tokens,
             stop=request.stop_sequences or (),
             stream=bool(request.stream),
+            ignored=ignored(body, request.model_extra),
             sampling={name: value for name, value in sampling.items() if value is not None},
         )
 
@@ -316,7 +327,7 @@ def _given(message: _Message, where: str, images: ImageReader) -> Iterator[Messa
         elif isinstance(block, _ToolResult) and message.role == "user":
             results += 1
             content = message_content(
-                part.text if isinstance(part, _Text) else _image(part, f"{at}.content.{j}", images)
+                _image(part, f"{at}.content.{j}", images) if isinstance(part, _Image) else part.text
                 for j, part in enumerate(block.content or ())
             )
             if block.is_error and not content:

@@ -5,12 +5,14 @@ Invariants:
 - A field that changes the meaning of a call is supported or refused, never dropped. So an unknown top-level field is
   refused, unless it is null.
 - A field is harmless if it changes neither the prompt nor the sampling: storage, billing, caching, latency.
+  Such a field is counted where it is given: see `ignored`.
 - The trainer sets sampling and reasoning. The agent's settings are counted as overridden and ignored (see
   `sampling`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -33,6 +35,11 @@ _EXTENSIONS: Mapping[str, tuple[str, tuple[Any, ...]]] = {  # advice, and the va
     "ignore_eos": (_END, (False,)),
     "min_tokens": (_END, (0,)),
     "stop": ("this API has no stop strings", ([],)),
+}
+# Of the parts of a request. A quote within a text is escaped, so these find no text; a value that is off is none.
+_NESTED = {
+    name: (f'"{name}"'.encode(), re.compile(rf'"{name}"\s*+:\s*+(?!null\b|false\b)'.encode()))
+    for name in ("cache_control", "defer_loading", "eager_input_streaming", "prompt_cache_breakpoint")
 }
 
 
@@ -63,3 +70,9 @@ def refuse_unknown(fields: Mapping[str, Any] | None, harmless: Collection[str]) 
         advice, fine = _EXTENSIONS.get(name, ("is not known here and might change the call; leave it out", ()))
         if value not in fine:
             raise refused(name, advice)
+
+
+def ignored(body: bytes, fields: Mapping[str, Any] | None) -> frozenset[str]:
+    """Return the names of the harmless fields in a request that `refuse_unknown` accepted."""
+    given = {name for name, value in (fields or {}).items() if value is not None and name not in _EXTENSIONS}
+    return frozenset(given.union(name for name, (key, on) in _NESTED.items() if key in body and on.search(body)))

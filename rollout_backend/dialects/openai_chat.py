@@ -17,7 +17,7 @@ from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.fields import refuse, refuse_unknown, refused
+from rollout_backend.dialects.fields import ignored, refuse, refuse_unknown, refused
 from rollout_backend.dialects.image_reader import ImageReader
 
 MAX_CHOICES = 16
@@ -194,6 +194,7 @@ class OpenAIChat(Dialect):
                 for name, value in sampling.items()
                 if value is not None
             },
+            ignored=ignored(body, request.model_extra),
             dialect_data=bool(request.stream_options and request.stream_options.include_usage),
         )
         if call.tool_choice == "required":

@@ -6,6 +6,7 @@ Invariants:
   (reasoning, message, function calls) are one message, as one reply has them; only a message directly after another
   message starts a new one. The text of reasoning is kept; a summary is not what the model sampled.
 - An answer's items sent back as input are the message that was sampled.
+- All tools are shown, deferred ones too. A request to compact the history is ignored and counted: it is shown whole.
 - Nothing is stored, so each request carries the whole conversation. References to stored objects are refused, and so
   are tools that OpenAI runs, files, and images for a model that takes none.
 """
@@ -21,7 +22,7 @@ from rollout_backend.core.images import Image, message_content
 from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
-from rollout_backend.dialects.fields import refuse, refused
+from rollout_backend.dialects.fields import ignored, refuse, refused
 from rollout_backend.dialects.image_reader import ImageReader
 from rollout_backend.dialects.openai_responses_stream import ResponseEvents, ResponseWriter
 from rollout_backend.dialects.wire import Body, JsonObject
@@ -37,9 +38,13 @@ _HARMLESS = frozenset(
     {
         *("store", "user", "safety_identifier", "service_tier", "stream_options"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("access_programs", "background_options"),
+        "context_management",
         "max_tool_calls",  # limits tools that OpenAI runs
     }
 )
+_WHOLE_IMAGES = ({}, *({"context_compression": compression} for compression in ("auto", "disabled")))
+_Sync = Annotated[Any, refuse("a tool's result is awaited before the next reply; leave it out", False)]
 _Direct = Annotated[Any, refuse("there are no programs here that call tools; leave it out", {"type": "direct"})]
 _NoNamespace = Annotated[Any, refuse("tools have no namespaces here; leave it out")]
 
@@ -102,6 +107,7 @@ class _FunctionCall(Body):
     call_id: str = Field(min_length=1)
     name: str = Field(min_length=1)
     arguments: str | None = None
+    is_async: _Sync = Field(default=None, alias="async")
     caller: _Direct = None
     namespace: _NoNamespace = None
 
@@ -156,10 +162,8 @@ class _Tool(Body):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    is_async: _Sync = Field(default=None, alias="async")
     allowed_callers: Annotated[Any, refuse("only the model itself calls tools here; leave it out", ["direct"])] = None
-    defer_loading: Annotated[Any, refuse("there is no tool search here; send the tools that may be used", False)] = (
-        None
-    )
     output_schema: Annotated[Any, refuse("is not shown to the model; say it in the description")] = None
 
 
@@ -211,9 +215,7 @@ class _Request(Body):
     conversation: Any = None
     background: Any = None
     prompt: Any = None
-    context_management: Annotated[Any, refuse("the whole input is shown to the model; shorten it yourself", [])] = (
-        None
-    )
+    image: Annotated[Any, refuse("images are shown in full; leave it out", *_WHOLE_IMAGES)] = None
     moderation: Annotated[Any, refuse("nothing is moderated here; leave it out")] = None
     truncation: Annotated[Any, refuse("the input is never shortened here; shorten it yourself", "disabled")] = None
 
@@ -257,6 +259,7 @@ class OpenAIResponses(Dialect):
             max_new_tokens=request.max_output_tokens,
             stream=bool(request.stream),
             sampling={name: value for name, value in sampling.items() if value is not None},
+            ignored=ignored(body, request.model_extra),
             dialect_data=_echo(request),
         )
         if call.tool_choice == "required":

@@ -31,6 +31,7 @@ class _Known:
     tail: bytes
     digest: bytes
     messages: list[Message]
+    ignored: frozenset[str]
 
 
 class RequestMemo:
@@ -58,7 +59,8 @@ class RequestMemo:
             others = [each for each in self._known if each is not known][1 - _KEPT :]
             tail = body[max(0, end - _TAIL) : end]
             # Assigned as a whole, because threads may share it.
-            self._known = [*others, _Known(dialect.name, end, tail, digest.digest(), list(call.messages))]
+            latest = _Known(dialect.name, end, tail, digest.digest(), list(call.messages), call.ignored)
+            self._known = [*others, latest]
         return call
 
     def _find(self, dialect: str, body: bytes) -> tuple[_Known | None, Any]:
@@ -84,7 +86,8 @@ def _parse_rest(dialect: Dialect, field: str, body: bytes, begin: int, known: _K
     end = _end_of_array(rest, begin, len(call.messages))
     if end is None or call.images or _repeats(field, rest[end:]):
         return None
-    return replace(call, messages=[*known.messages, *call.messages]), end + after.end() - begin - 1
+    call = replace(call, messages=[*known.messages, *call.messages], ignored=known.ignored | call.ignored)
+    return call, end + after.end() - begin - 1
 
 
 def _end_of_array(body: bytes, begin: int, n: int) -> int | None:

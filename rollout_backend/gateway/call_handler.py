@@ -161,7 +161,7 @@ class CallHandler:
 
     def _parse(self, session: OpenSession, dialect: Dialect, body: bytes) -> tuple[ModelCall, bytes]:
         """Return the call, and the digest of what it asks."""
-        call = session.state.requests.parse(dialect, body)
+        call = self._executor.shown(session.state.requests.parse(dialect, body))
         self.check_model(call.model)
         return call, session.conversations.question(call.messages, call.tools)
 

@@ -96,6 +96,10 @@ class ModelCallExecutor:
         await self._engine.close()
         self._thread.close()
 
+    def shown(self, call: ModelCall) -> ModelCall:
+        """Return the call without what this model's template does not show."""
+        return self._thread.shown(call)
+
     async def count(self, session: OpenSession, call: ModelCall, *, brief: bool) -> int:
         """Return the length of the call's prompt in tokens. Raises ApiError (400) if it cannot be rendered."""
         return len((await self._prompt(session, call, brief)).ids)
@@ -190,6 +194,7 @@ class ModelCallExecutor:
         )
         if choice == 0:
             self._counters.overridden.update(asked.overridden)
+            self._counters.ignored.update(call.ignored)
         if prompt.images and self._bundle.vision is not None:
             asked.params["logit_bias"] = {str(token): _NEVER for token in self._bundle.vision.reserved_ids}
         return asked.params

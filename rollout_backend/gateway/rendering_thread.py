@@ -43,6 +43,7 @@ class RenderingThread:
     def __init__(self, bundle: RendererBundle, max_image_bytes: int, context_tokens: int) -> None:
         """`max_image_bytes` bounds all images of a session together (gateway.session_image_bytes)."""
         self.bundle = bundle
+        self._named_roles = bundle.named_roles | {"tool"}
         self._max_image_bytes = max_image_bytes
         self._context_tokens = context_tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
@@ -50,6 +51,15 @@ class RenderingThread:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def shown(self, call: ModelCall) -> ModelCall:
+        """Return the call without the names that the template does not show, so that they open no row."""
+        hidden = [m for m in call.messages if "name" in m and m["role"] not in self._named_roles]
+        if not hidden:
+            return call
+        ids = set(map(id, hidden))
+        messages = [{k: v for k, v in m.items() if k != "name"} if id(m) in ids else m for m in call.messages]
+        return replace(call, messages=messages, ignored=call.ignored | {"name"})
 
     async def run(self, function: Callable[..., _T], *args: Any) -> _T:
         """Call the function in the thread and return its result."""
@@ -76,7 +86,6 @@ class RenderingThread:
     def _extend(self, conversations: Conversations, call: ModelCall) -> Prompt | None:
         """Return the prompt if it is brief work; None also if it cannot be made, and `prepare` says why."""
         try:
-            self._check_names(call)
             return conversations.extend(call.messages, call.tools, max_chars=_BRIEF_CHARS)
         except Exception:
             return None
@@ -87,7 +96,6 @@ class RenderingThread:
         Raises:
             ApiError: status 400 if the messages cannot be rendered or exceed the context, or an image cannot be read.
         """
-        self._check_names(call)
         self._check_length(call)
         self._check_images(conversations, call)
         try:
@@ -128,14 +136,6 @@ class RenderingThread:
                 tokens += max(0, len(piece) - _PIECE_TOKENS)
                 if tokens > context:
                     raise context_exceeded(f"this model's context has {context} tokens, and the messages have more")
-
-    def _check_names(self, call: ModelCall) -> None:
-        for i, message in enumerate(call.messages):
-            role = message["role"]
-            if message.get("name") is not None and role != "tool" and not self.bundle.renders_name(role):
-                where = f"messages.{i}.name"
-                why = f"this model's template shows no name of a {role} message; write it into the content"
-                raise ApiError(400, f"{where}: {why}", param=where)
 
     def _check_images(self, conversations: Conversations, call: ModelCall) -> None:
         fresh = conversations.unseen(call.images)

@@ -35,6 +35,7 @@ class GatewayStats(BaseModel):
     client_disconnects: int  # calls aborted because the client disconnected
     segments: dict[str, int]  # opened segments, by reason
     overridden: dict[str, int]  # ignored sampling settings of agents, by field
+    ignored: dict[str, int]  # calls with a field that only concerns the provider, or a name that no template shows
     errors: dict[str, int]  # error responses, by code
     engine_running: dict[str, int]  # current: requests in an engine's batch, of all its clients, by the engine's URL
     engine_waiting: dict[str, int]  # current: those in its queue
@@ -93,6 +94,7 @@ class Counters:
     client_disconnects: int = 0
     segments: Counter[str] = field(default_factory=Counter)
     overridden: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
 
     def snapshot(

@@ -107,10 +107,12 @@ class RendererBundle:
         one, other = (self._probe(call_id=call_id) for call_id in ("abcdefgh1", "abcdefgh2"))
         return one is None or one != other
 
-    def renders_name(self, role: str) -> bool:
-        """Return whether the prompt contains the `name` of a message of this role."""
-        named = self._probe(named=role)
-        return named is not None and named != self._probe()
+    @cached_property
+    def named_roles(self) -> frozenset[str]:
+        """The roles of messages whose `name` the prompt contains. Most templates show none."""
+        plain = self._probe()
+        probes = {role: self._probe(named=role) for role in ("system", "user", "assistant")}
+        return frozenset(role for role, named in probes.items() if named is not None and named != plain)
 
     def _probe(self, call_id: str = "abcdefgh1", named: str | None = None) -> list[int] | None:
         """Render a conversation with a tool call; None if the template refuses it."""

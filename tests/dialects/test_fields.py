@@ -24,7 +24,7 @@ from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
 import field_claims as claims
-from field_claims import Claim, Harmless, Honoured, Refused, Trainers, Type
+from field_claims import Claim, Harmless, Honoured, Ignored, Refused, Trainers, Type
 from gateway_server import GatewayServer
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.images import ImageLimits
@@ -66,7 +66,9 @@ APIS = {
 
 
 def name_of(kind: Any) -> str:
-    return kind.__name__.removeprefix("Beta")
+    # Anthropic's newest SDK has a type for each role's messages.
+    name = kind.__name__.removeprefix("Beta")
+    return re.sub("^(User|Assistant|System)MessageParam$", "MessageParam", name)
 
 
 def typed_dicts(hint: Any) -> Iterator[Any]:
@@ -161,9 +163,10 @@ class Sender:
         text = re.sub(r"[0-9a-f]{24,}|\"created(_at)?\": ?\d+", "", answer.text)
         return answer, asked, text
 
-    def overridden(self) -> int:
+    def counted(self, field: str) -> tuple[int, int]:
+        """Return how many settings were overridden, and how often this field was ignored."""
         stats = self._http.get("/control/stats", headers=self._gateway.control).json()
-        return sum(stats["overridden"].values())
+        return sum(stats["overridden"].values()), stats["ignored"].get(field, 0)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +218,7 @@ def test_a_field_is_handled_as_listed(send, name, claimed, field, claim):
         assert field in says or any(str(step) in says for step in claimed.at[-1:]), says
         return
     _, asked_without, text_without = send(api.path, without, claim.reply)
-    overridden = send.overridden()
+    overridden, ignored = send.counted(field)
     answer, asked, text = send(api.path, body, claim.reply)
     assert answer.status_code == 200, answer.text
     if isinstance(claim, Honoured):
@@ -223,7 +226,9 @@ def test_a_field_is_handled_as_listed(send, name, claimed, field, claim):
         return
     assert isinstance(claim, (Harmless, Trainers))
     assert asked == asked_without
-    assert (send.overridden() > overridden) == isinstance(claim, Trainers)
+    now_overridden, now_ignored = send.counted(field)
+    assert (now_overridden > overridden) == isinstance(claim, Trainers)
+    assert now_ignored == ignored + isinstance(claim, Ignored)
 
 
 @pytest.mark.parametrize("name", APIS)
@@ -285,18 +290,13 @@ def test_an_unknown_field_with_its_default_is_ignored(send, name):
     assert (answer.status_code, asked) == (200, without)
 
 
-def test_context_management_that_keeps_all_thinking_is_accepted(send):
-    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
-    body = {**claims.MESSAGES, "context_management": {"edits": edits}}
-    assert send("/v1/messages", body)[0].status_code == 200
-
-
-def test_context_management_that_shortens_the_history_is_refused(send):
-    edits = [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}]
-    for path in ("/v1/messages", "/v1/messages/count_tokens"):
-        answer = send(path, {**claims.MESSAGES, "context_management": {"edits": edits}})[0]
-        assert answer.status_code == 400
-        assert "context_management: the whole conversation is shown" in answer.json()["error"]["message"]
+def test_a_name_in_a_text_is_no_ignored_field(send):
+    ask = 'Set {"defer_loading": true}.'
+    _, before = send.counted("defer_loading")
+    off = [{"name": "f", "input_schema": {"type": "object"}, "defer_loading": False}]
+    said = [{"role": "user", "content": ask}]
+    answer, *_ = send("/v1/messages", {**claims.MESSAGES, "tools": off, "messages": said})
+    assert (answer.status_code, send.counted("defer_loading")[1]) == (200, before)
 
 
 @pytest.mark.parametrize("detail", ["low", "auto"])

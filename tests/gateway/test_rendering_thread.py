@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
 from builders import assistant, user
-from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.model_call import ModelCall
 from rollout_backend.gateway.conversations import Conversations
 from rollout_backend.gateway.engine_client import Completion
@@ -86,7 +86,8 @@ async def test_only_a_short_extension_of_a_conversation_is_rendered_in_the_loop(
     assert rendered == [False, False]
 
 
-async def test_a_refused_name_in_a_short_extension_is_named(thread, bundle):
-    conversations = Conversations(bundle)
-    with pytest.raises(ApiError, match=r"messages\.1\.name"):
-        await prompt(thread, conversations, ModelCall("m", [user("Hi"), {**user("and?"), "name": "Ann"}]))
+def test_names_that_the_template_does_not_show_are_left_out(thread):
+    plain = ModelCall("m", [user("Hi"), user("and?")], ignored=frozenset({"user"}))
+    named = replace(plain, messages=[{**message, "name": "Ann"} for message in plain.messages])
+    assert thread.shown(named) == replace(plain, ignored=frozenset({"user", "name"}))
+    assert thread.shown(plain) is plain

@@ -25,6 +25,10 @@ class Harmless(Claim):
     """Changes neither the prompt nor how it is sampled."""
 
 
+class Ignored(Harmless):
+    """Also counted by its name."""
+
+
 class Trainers(Claim):
     """The trainer decides: counted as overridden, and the engine is asked the same."""
 
@@ -49,18 +53,17 @@ ASK = "What is 2 + 3?"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TAG = Refused("nonsense")
-CACHE = Harmless({"type": "ephemeral"})
-BREAKPOINT = Harmless({"mode": "explicit"})
+CACHE = Ignored({"type": "ephemeral"})
+BREAKPOINT = Ignored({"mode": "explicit"})
 CACHING = {
-    "prompt_cache_key": Harmless("k"),
-    "prompt_cache_options": Harmless({"mode": "implicit"}),
-    "prompt_cache_retention": Harmless("24h"),
+    "prompt_cache_key": Ignored("k"),
+    "prompt_cache_options": Ignored({"mode": "implicit"}),
+    "prompt_cache_retention": Ignored("24h"),
 }
 ACCOUNT = {
-    **each(Harmless, "x", "safety_identifier", "user"),
-    "metadata": Harmless({"a": "b"}),
-    "service_tier": Harmless("flex"),
-    "store": Harmless(True),
+    **each(Ignored, "x", "safety_identifier", "user"),
+    "service_tier": Ignored("flex"),
+    "store": Ignored(True),
 }
 
 _FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": True}
@@ -82,13 +85,14 @@ CHAT = {
     "tools": [{"type": "function", "function": _FUNCTION}],
 }
 _MESSAGE = {"content": Honoured("else"), "role": TAG}
-_NAMED = {**_MESSAGE, "name": Refused("ann")}  # this model's template shows none
+_NAMED = {**_MESSAGE, "name": Ignored("ann")}  # this model's template shows none
 CHAT_TYPES = {
     "CompletionCreateParamsStreaming": Type(
         (),
         {
             **CACHING,
             **ACCOUNT,
+            "metadata": Ignored({"a": "b"}),
             **each(Trainers, 0.5, "temperature", "top_p", "frequency_penalty", "presence_penalty"),
             **each(Trainers, "low", "reasoning_effort", "verbosity"),
             **each(Honoured, 1, "max_tokens", "max_completion_tokens"),
@@ -103,7 +107,7 @@ CHAT_TYPES = {
             "moderation": Refused({"model": "m"}),
             "n": Honoured(2),
             "parallel_tool_calls": Honoured(False, reply=CALL + CALL),
-            "prediction": Harmless({"type": "content", "content": "5"}),
+            "prediction": Ignored({"type": "content", "content": "5"}),
             "response_format": Honoured({"type": "json_object"}),
             "seed": Trainers(7),
             "stop": Honoured("5"),
@@ -210,15 +214,19 @@ RESPONSES_TYPES = {
         {
             **CACHING,
             **ACCOUNT,
+            "metadata": Harmless({"a": "b"}),  # repeated in the answer
             **each(Trainers, 0.5, "temperature", "top_p"),
+            "access_programs": Ignored({"a": "b"}),
             "background": Refused(True),
-            "context_management": Refused([{"type": "compaction"}]),
+            "background_options": Ignored({"completion_window": "2h"}),
+            "context_management": Ignored([{"type": "compaction"}]),
             "conversation": Refused("conv_1"),
+            "image": Refused({"context_compression": "enabled"}),
             "include": Harmless(["reasoning.encrypted_content"]),
             "input": Honoured("else"),
             "instructions": Honoured("else"),
             "max_output_tokens": Honoured(1),
-            "max_tool_calls": Harmless(1),  # of tools that OpenAI runs itself
+            "max_tool_calls": Ignored(1),  # of tools that OpenAI runs itself
             "model": Refused("other"),
             "moderation": Refused({"model": "m"}),
             "parallel_tool_calls": Honoured(False, reply=CALL + CALL),
@@ -226,7 +234,7 @@ RESPONSES_TYPES = {
             "prompt": Refused({"id": "p"}),
             "reasoning": Trainers({"effort": "low"}),
             "stream": Honoured(True),
-            "stream_options": Harmless({"include_obfuscation": True}),
+            "stream_options": Ignored({"include_obfuscation": True}),
             "text": Honoured({"format": {"type": "json_object"}}),
             "tool_choice": Honoured("required", reply=CALL),
             "tools": Honoured([]),
@@ -242,7 +250,14 @@ RESPONSES_TYPES = {
     ),
     "ResponseOutputMessageParam": Type(("input", 3), {**_INPUT_MESSAGE, "id": Harmless("x")}),
     "ResponseFunctionToolCallParam": Type(
-        ("input", 4), {**_ITEM, **_NO_CALLER, "name": Honoured("sub"), "arguments": Honoured("{}")}
+        ("input", 4),
+        {
+            **_ITEM,
+            **_NO_CALLER,
+            "arguments": Honoured("{}"),
+            "async": Refused(True),
+            "name": Honoured("sub"),
+        },
     ),
     "FunctionCallOutput": Type(
         ("input", 5), {**_ITEM, **_NO_CALLER, "name": Harmless("add"), "output": Honoured("else")}
@@ -262,7 +277,8 @@ RESPONSES_TYPES = {
             "parameters": Honoured({"type": "object"}),
             "strict": Honoured(False),
             "allowed_callers": Refused(["programmatic"]),
-            "defer_loading": Refused(True),
+            "async": Refused(True),
+            "defer_loading": Ignored(True),
             "output_schema": Refused({"type": "object"}),
         },
     ),
@@ -319,32 +335,38 @@ MESSAGES_TYPES = {  # Anthropic's beta types are named as these are, after "Beta
         (),
         {
             **each(Trainers, 0.5, "temperature", "top_p"),
-            **each(Harmless, "x", "inference_geo", "user_profile_id", "speed"),
-            "betas": Harmless(["b"]),
+            **each(Ignored, "x", "inference_geo", "user_profile_id", "speed", "workspace_id"),
+            "betas": Ignored(["b"]),
+            "billing_policy": Ignored({"type": "billing_policy", "bill_to": "self"}),
             "cache_control": CACHE,
+            "compaction": Refused({"type": "enabled"}),
             "container": Refused("c"),
-            "context_management": Refused({"edits": [{"type": "clear_tool_uses_20250919"}]}),
-            "diagnostics": Harmless({"previous_message_id": "m"}),
-            "fallback_credit_token": Harmless({"mode": "m", "token": "t"}),
+            "context_management": Ignored({"edits": [{"type": "clear_tool_uses_20250919"}]}),
+            "diagnostics": Ignored({"previous_message_id": "m"}),
+            "fallback_credit_token": Ignored({"mode": "m", "token": "t"}),
             "fallbacks": Refused([{"model": "other"}]),
             "max_tokens": Honoured(1),
             "mcp_servers": Refused([{"type": "url", "url": "u", "name": "n"}]),
             "messages": Honoured([{"role": "user", "content": "else"}]),
-            "metadata": Harmless({"user_id": "u"}),
+            "metadata": Ignored({"user_id": "u"}),
             "model": Refused("other"),
             "output_config": Honoured({"format": {"type": "json_schema", "schema": SCHEMA}}),
             "output_format": Honoured({"type": "json_schema", "schema": SCHEMA}),
-            "service_tier": Harmless("auto"),
+            "service_tier": Ignored("auto"),
             "stop_sequences": Honoured(["5"]),
             "stream": Honoured(True),
             "system": Honoured("else"),
+            "thread": Refused({"type": "create"}),
             "thinking": Trainers({"type": "enabled", "budget_tokens": 1024}),
             "tool_choice": Honoured({"type": "any"}, reply=CALL),
             "tools": Honoured([]),
             "top_k": Trainers(5),
         },
     ),
-    "MessageParam": Type(("messages", 0), _MESSAGE),
+    "MessageParam": Type(
+        ("messages", 0),
+        {**_MESSAGE, "clear_at": Refused("next_user_message"), "output_config": Trainers({"effort": "low"})},
+    ),
     "TextBlockParam": Type(
         ("messages", 0, "content", 0),
         {"cache_control": CACHE, "citations": Harmless([]), "text": Honoured("else"), "type": TAG},
@@ -382,8 +404,8 @@ MESSAGES_TYPES = {  # Anthropic's beta types are named as these are, after "Beta
             **each(Honoured, "else", "name", "description"),
             "allowed_callers": Refused(["code_execution_20250825"]),
             "cache_control": CACHE,
-            "defer_loading": Refused(True),
-            "eager_input_streaming": Harmless(True),
+            "defer_loading": Ignored(True),
+            "eager_input_streaming": Ignored(True),
             "input_examples": Refused([{"a": 1}]),
             "input_schema": Honoured({"type": "object"}),
             "strict": Honoured(True),
