@@ -76,6 +76,13 @@ def running(pids: set[int]) -> set[int]:
     }
 
 
+@pytest.fixture
+def held_agents(held_back) -> Callable[[str], str]:
+    """Answer the demo's probe of the endpoint, and hold the replies of its agents."""
+    calls = itertools.count()
+    return lambda prompt: held_back(prompt) if next(calls) else "7"
+
+
 def busy(demo, engine: ScriptedEngine) -> tuple[subprocess.Popen[str], set[int]]:
     """Start a demo; return its process and its descendants once its agents call the model."""
     process = demo(engine)
@@ -124,8 +131,8 @@ def test_a_demo_prints_its_result_and_leaves_nothing_behind(demo, tmp_path):
         ("rollout_backend.local.agentcore_emulator", "the AgentCore emulator"),
     ],
 )
-def test_a_demo_fails_with_the_reason_if_its_cloud_dies(demo, held_back, module, name):
-    with ScriptedEngine(held_back) as engine:
+def test_a_demo_fails_with_the_reason_if_its_cloud_dies(demo, held_agents, module, name):
+    with ScriptedEngine(held_agents) as engine:
         process, below = busy(demo, engine)
         mark = f"-m\0{module}\0".encode()
         [part] = [pid for pid in below if mark in Path(f"/proc/{pid}/cmdline").read_bytes() + b"\0"]
@@ -141,8 +148,8 @@ def test_a_demo_fails_with_the_reason_if_its_cloud_dies(demo, held_back, module,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_stops_everything_it_started(demo, held_back, number):
-    with ScriptedEngine(held_back) as engine:
+def test_an_interrupted_demo_stops_everything_it_started(demo, held_agents, number):
+    with ScriptedEngine(held_agents) as engine:
         process, below = busy(demo, engine)
         os.kill(process.pid, number)
         output = process.communicate(timeout=150)[0]
