@@ -87,16 +87,16 @@ async def test_an_agent_in_a_runtime_app_is_trained_token_exact(open_run, script
 
 
 @pytest.mark.parametrize(
-    ("settings", "agent"),
+    ("settings", "file"),
     [
         (("runtime.agent_protocol=agentcore-runtime-app", "runtime.poll_interval_s=0.2"), "runtime_app_agent.py"),
         (SETTINGS, AGENT.name),
     ],
     ids=["runtime app", "toolkit"],
 )
-async def test_an_agent_that_hangs_ends_at_its_deadline(open_run, script, settings, agent):
+async def test_an_agent_that_hangs_ends_at_its_deadline(open_run, script, settings, file):
     limits = "timeouts={model_call_s: 5, agent_s: 10, publish_grace_s: 5, collection_s: 300, session_key_s: 400}"
-    command = [script[0], str(AGENT.with_name(agent))]
+    command = [script[0], str(AGENT.with_name(file))]
     run = await open_run(*settings, "group.size=1", limits, replies=answer, script=command)
     result = await run.manager.collect([Task("hangs", {"question": "2 + 2?", "answer": "4", "hang": True})])
     [failure] = result.failures
