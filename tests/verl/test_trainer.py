@@ -110,9 +110,9 @@ async def test_containers_that_die_and_agents_that_hang_do_not_reach_the_gradien
         assert advantages(rows["hangs"]) == pytest.approx(grpo([0.0, 0.5, 1.0]), abs=1e-5)
         [report] = run.reports()
         is_settled(report)
-        assert report.reasons == {"timed_out: no_result": 1, "timed_out: agent_deadline": 1}
+        assert report.reasons == {"infra_error: container_lost": 1, "timed_out: agent_deadline": 1}
         [metrics] = run.metrics()
-        assert rollouts(metrics)["left_out/timed_out/sum"] == 2
+        assert rollouts(metrics)["left_out/timed_out/sum"] == rollouts(metrics)["left_out/infra_error/sum"] == 1
         await run.leaves_nothing()
 
 
