@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -20,10 +21,10 @@ from rollout_backend.config import AwsConfig, RolloutConfig, StorageConfig
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.records import RolloutRecord, records_of
-from rollout_backend.core.report import StepResult
+from rollout_backend.core.report import StepResult, make_report
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
-from rollout_backend.errors import InvokeRejected, RunHeld, StoreError, WriteConflict
+from rollout_backend.errors import InvokeRejected, RunHeld, ServingError, StoreError, WriteConflict
 from rollout_backend.manager import RolloutManager
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.testing.fault_proxy import Fault, Rule
@@ -218,7 +219,8 @@ class EndedStep:
         self._number = number
 
     async def run(self) -> StepResult:
-        return StepResult(self._number, (), (), (), report=None)  # type: ignore[arg-type]
+        how = {"refused": 0, "seconds": 0.0, "deadline_reached": False}
+        return StepResult(self._number, (), (), (), make_report("r", Ledger(self._number), [], [], [], [], **how))
 
     def records(self) -> list[RolloutRecord]:
         ledger = Ledger(0)
@@ -235,7 +237,8 @@ def collect(monkeypatch, tmp_path) -> Callable[..., Awaitable[StepResult]]:
     monkeypatch.setattr(made.archive, "write_report", lambda report: None)
 
     async def run(lease: RunLease, step: int | None = None) -> StepResult:
-        serving = SimpleNamespace(weight_version=None, named_adapter=lambda name: None)
+        gateways = SimpleNamespace(stats=AsyncMock(side_effect=ServingError("gone")))
+        serving = SimpleNamespace(weight_version=None, named_adapter=lambda name: None, gateways=gateways)
         made._run = SimpleNamespace(
             for_steps=None, lease=lease, limits=made.config.runtime, serving=serving, background=[]
         )

@@ -140,7 +140,7 @@ def test_a_template_that_drops_history_begins_a_new_segment(qwen_folder):
                 TALK[1],
                 {
                     "role": "assistant",
-                    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+                    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "[1]"}}],
                 },
             ],
             "conversations.0.messages.1.tool_calls.0.function.arguments",

@@ -174,7 +174,7 @@ def test_the_secret_of_keys_is_derived_from_the_runs_secret_and_differs_from_oth
     keys = {key_secret(secret, "run-a"), key_secret(secret, "run-b"), key_secret(secret + "!", "run-a"), secret}
     assert len(keys) == 4
     assert key_secret(secret, "run-a") == key_secret(secret, "run-a")
-    assert Sealer(secret)._key.hex() not in keys
+    assert Sealer(secret)._keys[0].hex() not in keys
     with pytest.raises(KeyRefused, match="bad_signature"):
         verify(key_secret(secret, "run-b"), issue(key_secret(secret, "run-a"), claims()), 0.0)
 

@@ -205,7 +205,7 @@ async def test_a_program_that_cannot_be_run_starts_no_session(open_runtime):
     [
         ({}, "exactly one of the two is needed"),
         ({"app": "agent:app", "command": "sh"}, "exactly one of the two is needed"),
-        ({"app": "agent.py"}, r"runtime\.app: String should match pattern"),
+        ({"app": "agent.py"}, r"runtime\.app: must be MODULE:NAME"),
         ({"command": "sh", "python": "/usr/bin/python3"}, "python belongs to app"),
         ({"command": "sh", "memory_bytes": 1}, r"runtime\.memory_bytes"),
         ({"command": "sh", "nice": -1}, r"runtime\.nice"),

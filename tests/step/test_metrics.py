@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from unittest.mock import create_autospec
+from unittest.mock import AsyncMock, create_autospec
 
 import httpx
 import pytest
@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent_wrapper.contract import Failure
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import StartupError, Throttled
+from rollout_backend.errors import ServingError, StartupError, Throttled
 from rollout_backend.gateway.stats import Counters
 from rollout_backend.manager import RolloutManager
 from rollout_backend.observe.metric_names import METRICS
@@ -95,7 +95,8 @@ async def test_metrics_that_fail_do_not_end_a_step(open_bench, tmp_path, monkeyp
     bench = await open_bench("observe.metrics_port=0", "group.size=1", f"output_dir={tmp_path}")
     manager = RolloutManager(bench.config)
     lease = create_autospec(RunLease, instance=True, lost=None)
-    serving = SimpleNamespace(weight_version=None, named_adapter=lambda name: None)
+    gateways = SimpleNamespace(stats=AsyncMock(side_effect=ServingError("gone")))
+    serving = SimpleNamespace(weight_version=None, named_adapter=lambda name: None, gateways=gateways)
     manager._run = SimpleNamespace(
         for_steps=bench.services, lease=lease, limits=bench.config.runtime, serving=serving, background=[]
     )
