@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def rollout(folder: Path, *arguments: str, code: int = 0) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     argv = [sys.executable, "-m", "rollout_backend", *arguments]
-    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -39,7 +39,7 @@ def processes_under(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("example", ["tool_agent", "arithmetic"])
 def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path, example):
