@@ -49,7 +49,7 @@ class RestoredSession:
         match record["kind"]:
             case "asked":
                 self.unanswered.add(record["call"])
-                if not record["is_retry"]:  # a retry belongs to an attempt that is counted already
+                if not record.get("is_retry"):  # a retry belongs to an attempt that is counted already
                     self.attempts[record["call"]] += 1
             case "dropped":
                 self.unanswered.discard(record["call"])
