@@ -86,3 +86,10 @@ def test_gateway_process_loads_nothing_that_starts_gateways():
     loaded = run.stdout.split()
     assert {"rollout_backend.gateway.server", "renderers"} <= {*loaded}
     assert {"rollout_backend.serving", "ray", "boto3", "torch", "openai"}.isdisjoint(loaded)
+
+
+def test_the_command_line_loads_only_what_the_relays_image_has():
+    code = "import sys; from rollout_backend.cli import main; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    others = {"numpy", "orjson", "boto3", "aioboto3", "PIL", "pyarrow", "ray", "renderers", "transformers", "jinja2"}
+    assert others.isdisjoint(run.stdout.split())

@@ -21,7 +21,6 @@ from rollout_backend.cli.common import (
     run_async,
 )
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.verdict import count
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,6 +113,8 @@ async def _examine(
 
 def _print(findings: Sequence[CheckResult], verbose: bool) -> None:
     """Print the findings, the most important ones last, and whether a run can start."""
+    from rollout_backend.core.verdict import count
+
     by_level: dict[str, list[CheckResult]] = {level: [] for level in _STYLES}
     for finding in dict.fromkeys(findings):  # several checks may meet one problem
         by_level[finding.level].append(finding)
