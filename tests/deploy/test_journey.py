@@ -41,7 +41,7 @@ def processes_under(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("example", ["tool_agent", "arithmetic"])
+@pytest.mark.parametrize("example", ["arithmetic", pytest.param("tool_agent", marks=pytest.mark.release)])
 def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path, example):
     agent = ROOT / "examples" / example
     told = rollout(tmp_path, "deploy", str(agent), "--local")

@@ -11,6 +11,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_killed_asynchronous_trainer_loses_no_rollout_and_runs_none_twice(tmp_path: Path, repository: Path):
     command = [
         *(

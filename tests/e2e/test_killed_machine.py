@@ -28,7 +28,7 @@ from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.supervisor import ServingEvent
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(900)]
 
 GROUP = 4
 TASKS = [Task(f"t{i}", {"questions": [f"What is {i} + 4?", "Are you sure?"]}) for i in range(64)]

@@ -15,7 +15,7 @@ from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(600)]
 
 MAKE = (
     "import sys; from pathlib import Path; from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model\n"

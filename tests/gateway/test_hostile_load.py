@@ -171,6 +171,7 @@ async def attack_until(stop: asyncio.Event, work: Callable[[Bench], Awaitable[ob
 
 
 @pytest.mark.slow
+@pytest.mark.release  # it measures latency
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_ordinary_sessions_keep_their_latency(attack):
     clients, work = ATTACKS[attack]

@@ -15,8 +15,9 @@ GROUP = 8
 
 
 def quick(first: object, *others: object) -> list[object]:
-    """The first value is for the quick tests, the others are marked as slow."""
-    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
+    """The first value is for the quick tests, the others for the release."""
+    marks = (pytest.mark.slow, pytest.mark.release)
+    return [first, *(pytest.param(value, marks=marks) for value in others)]
 
 
 @pytest.fixture(autouse=True)

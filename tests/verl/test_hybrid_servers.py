@@ -12,7 +12,7 @@ import trainings
 from agent_wrapper.contract import Outcome
 from trainings import GROUP, rollouts_of, versions
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(1800)]
 
 normal = partial(trainings.normal, max_tokens=8)
 TIMEOUTS = {"model_call_s": 60, "agent_s": 400, "publish_grace_s": 10, "collection_s": 450, "session_key_s": 600}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "plain_loop" / "train.py"
 

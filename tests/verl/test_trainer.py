@@ -95,6 +95,7 @@ async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 async def test_containers_that_die_and_agents_that_hang_do_not_reach_the_gradient(tmp_path, training) -> None:
     tasks = [
         {"name": "dies", "rewards": [9.0, 0.0, 1.0, 0.25], "do": {"0": "die"}},
@@ -250,6 +251,7 @@ async def test_the_legacy_trainer_leaves_a_lost_slot_empty(tmp_path: Path, train
 
 
 @pytest.mark.slow
+@pytest.mark.release
 async def test_a_greedy_baseline_is_rolled_out_and_a_lost_one_trains_nothing(tmp_path: Path, training: Any) -> None:
     """REMAX exists only in verl's legacy trainer."""
     tasks = [

@@ -24,7 +24,7 @@ def waits(name: str, **sessions: str) -> dict[str, Any]:
     return {**normal(name), "do": {number.strip("_"): f"wait for {file}" for number, file in sessions.items()}}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["separate_async", pytest.param("colocate_async", marks=pytest.mark.release)])
 async def test_a_killed_asynchronous_trainer_trains_each_group_once(tmp_path: Path, training: Any, mode: str) -> None:
     """verl is killed in step 2, with two groups in flight that its checkpoint holds and two that it does not."""
     tasks = [

@@ -22,7 +22,7 @@ from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.serving.install import cache_dir
 from trainings import SAME, normal
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(1800)]
 
 TORCHVISION = "torchvision==0.28.0"  # for torch 2.13
 DECLARED = """\

@@ -105,6 +105,7 @@ async def test_a_killed_trainer_resumes_from_its_checkpoint_with_finished_rollou
         await run.leaves_nothing()
 
 
+@pytest.mark.release
 async def test_a_restarted_trainer_keeps_running_agents(tmp_path: Path, training: Any) -> None:
     """The trainer is back before the janitor closes the sessions, so no token is sampled again."""
     tasks = [task(number) for number in range(4)]

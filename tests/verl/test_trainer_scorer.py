@@ -14,7 +14,7 @@ from agent_wrapper.contract import Rollout
 from rollout_backend.scoring.scorer import ScoreInput
 from trainings import GROUP, grpo, normal, rollouts_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(1800)]
 
 FUNCTION = """
 import hashlib

@@ -118,12 +118,11 @@ QUICK_FAMILIES = ("qwen3", "gpt-oss")
 @pytest.fixture(
     scope="session",
     params=[
-        pytest.param(family, id=family.name, marks=() if family.name in QUICK_FAMILIES else pytest.mark.slow)
-        for family in FAMILIES
+        pytest.param(each.name, marks=() if each.name in QUICK_FAMILIES else pytest.mark.slow) for each in FAMILIES
     ],
 )
 def family(request: pytest.FixtureRequest) -> Family:
-    return request.param
+    return next(each for each in FAMILIES if each.name == request.param)
 
 
 @pytest.fixture(scope="session")

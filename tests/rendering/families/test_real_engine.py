@@ -130,6 +130,14 @@ def converse(client: openai.OpenAI, tools, seen: Counter) -> None:
             messages.append({"role": "user", "content": "And?"})
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3",
+        *(pytest.param(name, marks=pytest.mark.release) for name in ("gpt-oss", "llama-3", "glm-5", "deepseek-v3")),
+    ],
+    indirect=True,
+)
 def test_conversations_with_tools_are_recorded_as_sampled(family, bundle, witness, model, serve, tools):
     seen: Counter[str] = Counter()
     witness, engine = witness
