@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,10 @@ from datetime import UTC, datetime
 
 _VARIABLE = "ROLLOUT_LOG_FORMAT"
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_VARYING = re.compile(r"\S*\d\S*")  # numbers and ids
+_REPEAT_S = 60.0
+_KINDS_KEPT = 1000
 
 _NO_FIELDS: Mapping[str, object] = {}
 _fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default=_NO_FIELDS)
@@ -35,11 +40,16 @@ def select_json() -> None:
     os.environ[_VARIABLE] = "json"
 
 
-def configure_logs(level: int | str, handler: logging.Handler | None = None, text_format: str = _TEXT) -> None:
-    """Send this process's log to `handler`, by default standard error. JSON always goes to standard error."""
+def configure_logs(
+    level: int | str, handler: logging.Handler | None = None, text_format: str = _TEXT, *, collapse: bool = False
+) -> None:
+    """Send this process's log to `handler`, by default standard error. JSON always goes to standard error. `collapse`
+    counts repeated lines of text instead of printing each."""
     if logs_json() or handler is None:
         handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter() if logs_json() else logging.Formatter(text_format))
+    if collapse and not logs_json():
+        handler.addFilter(RepeatFilter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
@@ -56,6 +66,27 @@ def log_fields(**fields: object) -> Iterator[None]:
         yield
     finally:
         _fields.reset(before)
+
+
+class RepeatFilter(logging.Filter):
+    """Passes the 1st, 10th, 100th ... of the lines that differ only in numbers and ids, the later ones with their
+    count. After a minute without such a line, the count starts again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[tuple[str, str], tuple[int, float]] = {}  # the count, and the time of the last one
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        kind = record.name, _VARYING.sub("#", text.partition("\n")[0])
+        count, last = self._seen.pop(kind, (0, 0.0))
+        count = count + 1 if record.created - last < _REPEAT_S else 1
+        self._seen[kind] = count, record.created
+        if len(self._seen) > _KINDS_KEPT:
+            del self._seen[next(iter(self._seen))]
+        if count > 1:
+            record.msg, record.args = f"{text} (the {count}th like it)", ()
+        return str(count).strip("0") == "1"
 
 
 class JsonFormatter(logging.Formatter):

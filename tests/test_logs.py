@@ -84,3 +84,26 @@ def test_text_is_the_default(monkeypatch):
     logs.configure_logs(logging.WARNING)
     record = logging.makeLogRecord({"name": "a", "levelname": "WARNING", "msg": "text"})
     assert logging.root.handlers[0].format(record).endswith(" WARNING a: text")
+
+
+def test_repeated_lines_are_counted_and_other_ones_are_not():
+    repeats, passed = logs.RepeatFilter(), []
+
+    def warn(text: str, *args: object, at: float = 0.0) -> None:
+        record = logging.makeLogRecord({"name": "a", "msg": text, "args": args, "created": 1000 + at})
+        if repeats.filter(record):
+            passed.append(record.getMessage())
+
+    for number in range(120):
+        warn("rollout %s: session s%d is lost\nits log: %d", f"t.{number}", number, number)
+        warn("rollout %s: S3 fails", f"t.{number // 100}")
+    warn("rollout %s: S3 fails", "t.9", at=61)
+    ended = [line.partition("\n")[0] for line in passed]
+    assert ended[:2] == ["rollout t.0: session s0 is lost", "rollout t.0: S3 fails"]
+    assert passed[2].endswith("its log: 9 (the 10th like it)")
+    assert ended[3:] == [
+        "rollout t.0: S3 fails (the 10th like it)",
+        "rollout t.99: session s99 is lost",
+        "rollout t.0: S3 fails (the 100th like it)",
+        "rollout t.9: S3 fails",
+    ]

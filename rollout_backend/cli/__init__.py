@@ -100,5 +100,6 @@ def main() -> None:
     if level not in _LOG_LEVELS:
         errors.print(f"[red]error:[/] ROLLOUT_LOG_LEVEL={level} is none of {', '.join(_LOG_LEVELS)}")
         raise SystemExit(2)
-    configure_logs(level, RichHandler(console=errors, show_path=False) if errors.is_terminal else None)
+    handler = RichHandler(console=errors, show_path=False) if errors.is_terminal else None
+    configure_logs(level, handler, collapse=True)
     app()
