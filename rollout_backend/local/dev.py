@@ -36,6 +36,8 @@ SOURCES = (".py", ".js", ".mjs", ".ts", ".sh", ".go", ".rs", ".yaml", ".yml", ".
 """Suffixes of source files. An agent may write other files into its folder."""
 _ROLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _ROLE_WIDTH = 10
+_WRAPPER_LINE = re.compile(r"INFO:     |\S+ \S+ [A-Z]+ agent_wrapper: ")
+_RAISED = "agent_wrapper: the agent raised"  # then follows the traceback, which the result has too
 _FRAME = re.compile(r'  File "(?P<file>.+?)", line \d+')
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = re.compile(
@@ -87,8 +89,12 @@ async def _cancel(pending: asyncio.Future[Any]) -> None:
 class DevRunner:
     """Runs an agent's file on a task, and prints each model call, and then the reward or the error."""
 
-    def __init__(self, harness: AgentHarness, agent: Path, console: Console, config: RolloutConfig) -> None:
-        """`config` has the sampling and the agent's time limit."""
+    def __init__(
+        self, harness: AgentHarness, agent: Path, console: Console, config: RolloutConfig, *, quiet_s: float = 15.0
+    ) -> None:
+        """`config` has the sampling and the agent's time limit. After each `quiet_s` in which nothing happens, a line
+        says what the run waits for."""
+        self._quiet_s = quiet_s
         self._harness = harness
         self._agent = agent
         self._console = console
@@ -99,6 +105,8 @@ class DevRunner:
         """Run one rollout of the task."""
         began = time.monotonic()
         self._print(Text(f"task {task.task_id}", "bold"))
+        printer = CallPrinter(self._console)
+        waiting = asyncio.create_task(self._report_waits(printer, began))
         try:
             rollout = await self._harness.run(
                 self._agent,
@@ -106,11 +114,13 @@ class DevRunner:
                 None,
                 sampling=self._config.sampling,
                 timeout_s=self._config.timeouts.agent_s,
-                watcher=CallPrinter(self._console).watcher,
+                watcher=printer.watcher,
             )
         except AgentRunError as error:
             self._print_run_error(error)
             return
+        finally:
+            waiting.cancel()
         took_s = time.monotonic() - began
         if rollout.reward is not None and "harbor" in (task.private or {}):
             try:
@@ -119,6 +129,15 @@ class DevRunner:
                 self._print(Text(f"the task's tests failed: {readable(str(error))}", "red"))
                 return
         self._print_result(rollout, took_s)
+
+    async def _report_waits(self, printer: CallPrinter, began: float) -> None:
+        limit_s = self._config.timeouts.agent_s
+        while True:
+            await asyncio.sleep(max(0.0, printer.printed_at + self._quiet_s - time.monotonic()))
+            if time.monotonic() >= printer.printed_at + self._quiet_s:
+                took_s = time.monotonic() - began
+                text = f"{took_s:.0f} s: {printer.waits_for()}; its limit is {limit_s:g} s (timeouts.agent_s)"
+                printer.print(Text(text, "yellow"))
 
     async def _score(self, task: Task, rollout: Rollout) -> Rollout:
         """Return the rollout of a Harbor task with the reward of the task's tests. Raises ScoringError."""
@@ -155,14 +174,36 @@ class DevRunner:
 
 
 class CallPrinter:
-    """Prints the model calls of one rollout: new messages when a call starts, the reply when it has ended."""
+    """Prints the model calls of one rollout: new messages when a call starts, the reply when it has ended. It also
+    prints what the agent's process writes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._shown: list[list[Message]] = []  # of each call
-        self.watcher = Watcher(self._started, self._ended)
+        self._calls = self._in_flight = 0
+        self._raised = False
+        self.printed_at = time.monotonic()
+        self.watcher = Watcher(self._started, self._ended, self._output)
+
+    def waits_for(self) -> str:
+        """Say what the rollout waits for."""
+        if self._in_flight:
+            return f"the model has not answered the agent's call {self._calls} yet"
+        if not self._calls:
+            return "the agent has not called the model yet"
+        return f"the agent has made {count(self._calls, 'model call')}, and has not ended since the last reply"
+
+    def print(self, text: Text) -> None:
+        _print(self._console, text)
+        self.printed_at = time.monotonic()
+
+    def _output(self, line: str) -> None:
+        self._raised |= _RAISED in line
+        if line and not self._raised and not _WRAPPER_LINE.match(line):
+            self.print(Text.assemble((f"{'output':{_ROLE_WIDTH}}", "magenta"), readable(line)))
 
     def _started(self, call: ModelCall) -> None:
+        self._calls, self._in_flight = self._calls + 1, self._in_flight + 1
         messages = list(call.messages)
         known = max((len(shown) for shown in self._shown if messages[: len(shown)] == shown), default=0)
         new = messages[known:]
@@ -173,11 +214,12 @@ class CallPrinter:
         self._shown.append(messages)
 
     def _ended(self, turns: Sequence[RecordedTurn], error: str) -> None:
+        self._in_flight = max(0, self._in_flight - 1)  # a call that cannot be read was not reported
         if error:
-            _print(self._console, Text(f"the call failed: {readable(error)}", "red"))
+            self.print(Text(f"the call failed: {readable(error)}", "red"))
         for turn in turns:
             if turn.opened not in (None, "first_call"):
-                _print(self._console, Text(f"this call started a new training row: {turn.opened}", "dim"))
+                self.print(Text(f"this call started a new training row: {turn.opened}", "dim"))
             completion = turn.completion
             cut = ", cut at the limit of tokens" if completion.finish_reason == "length" else ""
             note = f"  ({len(completion.token_ids)} tokens, {completion.seconds:.2f} s{cut})"
@@ -189,7 +231,7 @@ class CallPrinter:
         parts += [_call(call["function"]) for call in message.get("tool_calls") or ()]
         text = readable("\n".join(filter(None, parts))).replace("\n", "\n" + " " * _ROLE_WIDTH)
         who = (f"{readable(role):{_ROLE_WIDTH}}", _ROLES.get(role, "none"))
-        _print(self._console, Text.assemble(who, text, (note, "dim")))
+        self.print(Text.assemble(who, text, (note, "dim")))
 
 
 def _print(console: Console, text: Text) -> None:

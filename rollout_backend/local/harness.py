@@ -60,6 +60,7 @@ _POLL_PART = 0.05  # of the time that the rollout has taken: a poll delays its r
 _CHECK_EVERY_S = 1.0
 _AFTER_DEADLINE_S = 60.0  # for the wrapper to end the agent and write the result
 _CONTEXT_BYTES = 65_536
+_FOLLOW_S, _FOLLOWED_BYTES = 0.1, 65_536  # between two reads of a log, and at most in each
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Watcher:
 
     started: Callable[[ModelCall], object]
     ended: Callable[[list[RecordedTurn], str], object]  # what the gateway recorded, and the error of a failed call
+    output: Callable[[str], object] = lambda line: None  # each line of the agent's process, if it runs in one
 
 
 class AgentRunError(RolloutBackendError):
@@ -157,7 +159,7 @@ class AgentHarness:
         async with AsyncExitStack() as stack:
             if watcher is not None:
                 endpoint = await stack.enter_async_context(self._watch(endpoint, claims.session_id, watcher))
-            return await self._run(agent, task, claims, endpoint, timeout_s, before_stop)
+            return await self._run(agent, task, claims, endpoint, timeout_s, before_stop, watcher)
 
     async def _run(
         self,
@@ -167,6 +169,7 @@ class AgentHarness:
         endpoint: ModelEndpoint,
         timeout_s: float,
         before_stop: Callable[[str], Awaitable[object]] | None,
+        watcher: Watcher | None,
     ) -> Rollout:
         request = RolloutRequest(
             run_id=_RUN_ID,
@@ -183,7 +186,7 @@ class AgentHarness:
         payload = {**task, REQUEST_FIELD: request.model_dump(mode="json")}
         with patch.dict(os.environ, self._environ):
             if isinstance(agent, (Path, str)):
-                invoked = self._in_session(Path(agent), request.session_id, payload)
+                invoked = self._in_session(Path(agent), request.session_id, payload, watcher)
             else:
                 invoked = self._in_this_process(agent, payload)
             async with invoked as check:
@@ -298,26 +301,33 @@ class AgentHarness:
 
     @asynccontextmanager
     async def _in_session(
-        self, script: Path, session_id: str, payload: dict[str, Any]
+        self, script: Path, session_id: str, payload: dict[str, Any], watcher: Watcher | None
     ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
         runtime = await self._runtime(script)
         session = {"agentRuntimeArn": runtime.arn, "runtimeSessionId": session_id}
 
         async def check() -> None:
             if session_id not in {session["id"] for session in (await runtime.sessions())["sessions"]}:
-                raise AgentRunError(f"the agent's process ended and published no result. Its log: {log}", log)
+                ended = [end["message"] for end in await runtime.ends() if end["id"] == session_id]
+                raise AgentRunError((ended or [f"the session was stopped. Its log: {log}"])[-1], log)
 
         log = runtime.session_logs / f"{session_id}.log"
+        following: asyncio.Task[None] | None = None
         async with aws.client(
             "bedrock-agentcore", region=self._storage.region, endpoint_url=runtime.endpoint_url, read_timeout_s=150.0
         ) as agentcore:
             try:
                 answer = await agentcore.invoke_agent_runtime(**session, payload=json.dumps(payload).encode())
                 await answer["response"].read()
+                if watcher is not None:  # of an app that does not accept, the error has the log's end
+                    following = asyncio.create_task(_follow(log, watcher.output))
                 yield check
             except ClientError as error:
                 raise AgentRunError(f"the app did not accept the task: {aws.message_of(error)}", log) from None
             finally:
+                if following is not None:
+                    following.cancel()
+                    await asyncio.wait({following})
                 with contextlib.suppress(agentcore.exceptions.ResourceNotFoundException):  # it has ended
                     await agentcore.stop_runtime_session(**session)
 
@@ -327,6 +337,25 @@ class AgentHarness:
             runtime = LocalRuntime(script, run_dir=self._run_dir / f"agent-{len(self._runtimes)}", env=self._environ)
             self._runtimes[key] = await self._stack.enter_async_context(runtime)
         return self._runtimes[key]
+
+
+async def _follow(log: Path, on_line: Callable[[str], object]) -> None:
+    """Pass on each line of a log, also of one that does not exist yet, until cancelled; then what it has by then."""
+    position, rest, running = 0, b"", True
+    while running:
+        try:
+            await asyncio.sleep(_FOLLOW_S)
+        except asyncio.CancelledError:
+            running = False
+        with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
+            file.seek(position)
+            new = file.read(_FOLLOWED_BYTES)
+            position += len(new)
+            *lines, rest = (rest + new).split(b"\n")
+            if len(rest) > _FOLLOWED_BYTES or not running:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                on_line(line.decode(errors="replace"))
 
 
 def _seen_by_a_session(script: Path) -> tuple[Path, frozenset[tuple[str, str]]]:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from agent_wrapper.contract import Rollout
+from agent_wrapper.contract import Rollout, readable
 from agent_wrapper.workspace import WORKSPACE, pack_folder
 from builders import assistant, eventually, function_call, processes_with, user
 from rollout_backend.cli.dev import find_tasks
@@ -27,7 +27,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, TaskFileError
 from rollout_backend.local.call_proxy import CallProxy
 from rollout_backend.local.dev import CallPrinter, DevRunner, agent_traceback, run_after_changes, source_changes
-from rollout_backend.local.harness import AgentHarness, AgentRunError
+from rollout_backend.local.harness import AgentHarness, AgentRunError, Watcher
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
 from rollouts import make_rollout
 from stub_server import Request, StubServer
@@ -183,6 +183,13 @@ async def test_each_change_runs_the_agent_again_and_an_error_does_not_end_it(tmp
                 lines = [line for line in raised.splitlines() if line.startswith("  File ")]
                 assert [line.rpartition(" ")[2] for line in lines] == ["agent", "score"]
 
+                change(AGENT.replace("return score", "print('I am', 'done'); return score"))
+                assert "sunny.  (13 tokens" in await printed("output    I am done\n", "reward 1")
+
+                change(AGENT.replace("return score", "print('I am', 'lost'); __import__('os')._exit(3)"))
+                lost = await printed("output    I am lost\n", "exited with code 3 without a result. Its log, ")
+                assert lost.count("I am lost") == 2  # in the output, and at the log's end
+
                 change(AGENT.replace('float("sunny" in text)', "0.5"))
                 assert "user      Weather" in await printed("reward 0.5")
             running.cancel()
@@ -291,6 +298,42 @@ async def test_the_tests_of_a_harbor_task_score_what_the_agent_left(tmp_path):
     assert (
         "the task's tests failed: the agent has published no artifact 'workspace.tar.gz'" in console.file.getvalue()
     )
+
+
+def test_output_is_printed_and_the_wrappers_lines_are_not():
+    console = Console(file=io.StringIO(), width=200)
+    show = CallPrinter(console).watcher.output
+    for line in (
+        "INFO:     Started server process [1]",
+        "2026-11-26 00:28:43,637 INFO agent_wrapper: rollout r accepted in session s",
+        "hello [red]\x1b[2J",
+        "",
+        "2026-11-26 00:28:44,616 ERROR agent_wrapper: the agent raised",
+        "Traceback (most recent call last):",
+    ):
+        show(line)
+    assert console.file.getvalue() == f"output    hello [red]{readable(chr(27))}[2J\n"
+
+
+async def test_a_run_in_which_nothing_happens_says_what_it_waits_for(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+
+    async def says(words: str) -> None:
+        await eventually(lambda: words in console.file.getvalue())
+
+    class Harness:
+        async def run(self, *_: object, watcher: Watcher, **__: object) -> Rollout:
+            await says("s: the agent has not called the model yet; its limit is 240 s (timeouts.agent_s)")
+            watcher.started(ModelCall("m", [user("Weather?")]))
+            await says("s: the model has not answered the agent's call 1 yet; its limit")
+            watcher.ended([], "")
+            await says("s: the agent has made 1 model call, and has not ended since the last reply; its limit")
+            raise AgentRunError("the process of session s exited with code 3 without a result")
+
+    settings = config(tmp_path, timeouts={"model_call_s": 60, "agent_s": 240})
+    await DevRunner(Harness(), tmp_path / "agent.py", console, settings, quiet_s=0.01).run(TASK)
+    printed = console.file.getvalue()
+    assert printed.endswith("the process of session s exited with code 3 without a result\n")
 
 
 def test_a_traceback_keeps_the_agents_frames_only(tmp_path):
