@@ -86,6 +86,7 @@ def progress(part: float) -> Progress:
         cut_replies=9,
         slowest="buy-9-fig.3",
         slowest_s=64.0,
+        slowest_left_s=176.0,
         p95_s=41.0,
         failures=(FailureCount(Outcome.INFRA_ERROR, "throttled", lost, "buy-1-plum.0", "429"),),
         last=(

@@ -489,7 +489,8 @@ class RolloutManager:
         gateway = await self._gateway_stats() if self._run is not None else None
         warning = self._first_call.warning if self._first_call is not None else ""
         steps = [(current.ledger, current.totals) for current in self._steps.values()]
-        return Progress.of(steps, gateway, warning, servers=self.servers())
+        loop_now = asyncio.get_running_loop().time()
+        return Progress.of(steps, gateway, warning, servers=self.servers(), loop_now=loop_now)
 
     async def _gateway_stats(self) -> GatewayStats | None:
         """Return the gateways' counts; None if one does not answer, because it is restarted or the run ends."""

@@ -235,11 +235,18 @@ def _measures(snapshot: Snapshot, progress: Progress) -> Iterator[Text]:
         refused = refused_calls(progress)
         yield Text(text).append(f", {refused:,} refused (429)" if refused else "", "yellow")
     if progress.slowest:
-        text = f" slowest  {one_line(progress.slowest)}, {seconds(progress.slowest_s)}"
+        text = f" slowest  {_slowest(progress)}"
         late = progress.p95_s is not None and progress.slowest_s > progress.p95_s
         if progress.p95_s is not None:
-            text += f"   (95 % of the finished took under {seconds(progress.p95_s)})"
+            text += f"   (95 % took under {seconds(progress.p95_s)})"
         yield Text(text, "yellow" if late else "")
+
+
+def _slowest(progress: Progress) -> str:
+    """Return the rollout that is at work for the longest time, and until when it may be."""
+    left = progress.slowest_left_s
+    limit = f" of at most {seconds(progress.slowest_s + left)}" if left is not None else ""
+    return f"{one_line(progress.slowest)}, {seconds(progress.slowest_s)}{limit}"
 
 
 def _servers(progress: Progress, width: int) -> Iterator[Text]:
@@ -382,6 +389,8 @@ def plain_line(snapshot: Snapshot) -> str:
             parts.append(f"{snapshot.history.tokens_per_s:,.0f} tokens/s")
         if snapshot.left_s is not None:
             parts.append(f"about {seconds(snapshot.left_s)} left")
+    if progress is not None and progress.slowest:
+        parts.append(f"slowest {_slowest(progress)}")
     line = ", ".join(parts)
     if progress is not None:
         line = "; ".join([line, *(sentence(each) for each in progress.findings() if each.level is not Level.NOTE)])

@@ -37,6 +37,7 @@ class Progress:
     cut_replies: int = 0  # of these turns, those that ended at max_tokens or at the end of the context
     slowest: str = ""  # the rollout that is at work for the longest time
     slowest_s: float = 0.0
+    slowest_left_s: float | None = None  # until its deadline; None: it has none
     p95_s: float | None = None  # seconds within which 95 % of the finished rollouts ended
     failures: tuple[FailureCount, ...] = ()
     last: tuple[LastResult, ...] = ()  # the newest results, newest first
@@ -54,11 +55,12 @@ class Progress:
         warning: str = "",
         now: Callable[[], float] = time.time,
         servers: tuple[ServerState, ...] = (),
+        loop_now: float = 0.0,
     ) -> Self:
-        """Add up the current steps. `now` is the clock of the ledgers."""
+        """Add up the current steps. `now` is the clock of the ledgers, `loop_now` the loop's time."""
         phases: dict[str, int] = dict.fromkeys(Phase, 0)
         outcomes: dict[str, int] = {}
-        running: list[tuple[float, str]] = []  # the first of each step
+        running: list[tuple[float, str, float | None]] = []  # the first of each step, with its deadline
         rates: list[tuple[CallRate | None, CallRate | None]] = []
         for ledger, totals in steps:
             totals.update()
@@ -67,12 +69,12 @@ class Progress:
             for outcome, count in ledger.counts().items():
                 outcomes[outcome] = outcomes.get(outcome, 0) + count
             for entry in ledger.running.values():
-                running.append((entry.invoked_at or now(), entry.planned.rollout_id))
+                running.append((entry.invoked_at or now(), entry.planned.rollout_id, entry.deadline))
                 break
             rates.append((CallRate.of(ledger.invokes), CallRate.of(ledger.stops)))
         each = [totals for _, totals in steps]
         rewards = sum(totals.rewards for totals in each)
-        since, slowest = min(running, default=(0.0, ""))
+        since, slowest, deadline = min(running, key=lambda each: each[:2], default=(0.0, "", None))
         return cls(
             phases,
             outcomes,
@@ -87,6 +89,7 @@ class Progress:
             cut_replies=sum(totals.cut_replies for totals in each),
             slowest=slowest,
             slowest_s=max(0.0, now() - since) if slowest else 0.0,
+            slowest_left_s=None if deadline is None else max(0.0, deadline - loop_now),
             p95_s=max((totals.p95_s for totals in each if totals.p95_s is not None), default=None),
             failures=tuple(failure for totals in each for failure in totals.failures.values()),
             last=tuple(result for totals in each for result in totals.last()),

@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 Style = Literal["normal", "quiet", "verbose", "json"]
 
 _FAILURES_SHOWN = 10
+_MESSAGE_LINES = 15  # of a failure's message: mostly the end of a log
 _DESCRIPTIONS = {
     RunPhase.CHECK: "checking this machine, bucket, runtime and queue",
     RunPhase.ENGINES: "starting engines and router",
@@ -115,8 +116,10 @@ class RunOutput:
                 continue
             self._failures.add(key)
             found = {"rollout": failure.first, "outcome": failure.outcome, "reason": failure.reason}
-            line = one_line(f"{failure.first}: {failure.outcome}, {failure.reason}: {failure.message}")
-            line = f"{line} (see {documented_at(failure.reason)})"
+            first, *rest = failure.message.splitlines() or [""]
+            line = one_line(f"{failure.first}: {failure.outcome}, {failure.reason}: {first}")
+            lines = [f"{line} (see {documented_at(failure.reason)})", *map(one_line, rest[-_MESSAGE_LINES:])]
+            line = "\n    ".join(lines)
             self._print("failure", line, "red", **found, message=failure.message)
 
     def event(self, kind: str, /, **fields: Any) -> None:
@@ -278,6 +281,7 @@ def _fields(snapshot: Snapshot, progress: Progress) -> dict[str, Any]:
         "cut_replies": progress.cut_replies,
         "slowest": progress.slowest or None,
         "slowest_s": progress.slowest_s,
+        "slowest_left_s": progress.slowest_left_s,
         "left_s": snapshot.left_s,
         "cost": snapshot.cost and snapshot.cost.fields(),
         "calls_in_flight": progress.gateway.calls_in_flight if progress.gateway is not None else None,

@@ -67,6 +67,7 @@ BUSY = progress(
     cut_replies=17,
     slowest="buy-9-fig.3",
     slowest_s=64.0,
+    slowest_left_s=176.0,
     p95_s=41.0,
     failures=(FailureCount(Outcome.INFRA_ERROR, "throttled", 8, "buy-1.0", "429"),),
     last=(LastResult("buy-4-melon.2", 0.2, 37.0, 693, "Let me think. " * 20 + "The answer is 13."),),
@@ -82,7 +83,7 @@ def test_a_frame_of_a_busy_step():
         " done 229   agent error 4   lost 8   timed out 0   at work 96   waiting 47",
         " reward   0.557    34 of 39 whole groups have a spread",
         " tokens   0/s    cache 88%   3 calls in flight",
-        " slowest  buy-9-fig.3, 64 s   (95 % of the finished took under 41 s)",
+        " slowest  buy-9-fig.3, 64 s of at most 4 min   (95 % took under 41 s)",
         " ! 8 of 384 rollouts lost to the infrastructure, most often throttled (8)",
         "   runtime.invoke_per_s has no effect",
     ):
@@ -200,7 +201,8 @@ def test_no_line_is_wider_than_the_terminal_or_breaks(width):
 def test_a_plain_line_of_a_busy_step():
     assert plain_line(snapshot(BUSY)).startswith(
         "241 of 384 ended (229 done, 4 agent error, 8 lost), 96 at work, 47 waiting, reward 0.557, 34 of 39 whole "
-        "groups have a spread, 0 tokens/s, about 24 s left; 8 of 384 rollouts lost to the infrastructure"
+        "groups have a spread, 0 tokens/s, about 24 s left, slowest buy-9-fig.3, 64 s of at most 4 min; 8 of 384 "
+        "rollouts lost to the infrastructure"
     )
 
 

@@ -60,17 +60,17 @@ def shown(make_screen):
 
 async def test_lines_in_a_pipe(shown):
     lines = (await shown("normal")).splitlines()
-    failure = "task-a.0: infra_error, throttled: 429 [red]\N{REPLACEMENT CHARACTER}[2Jslow down"
-    failure += " (see docs/troubleshooting.md#throttled)"
-    assert lines[:5] == [
+    failure = "task-a.0: infra_error, throttled: 429 (see docs/troubleshooting.md#throttled)"
+    assert lines[:6] == [
         "a status",
         "checking this machine, bucket, runtime and queue",
         "engine-0: died out of memory",
         "running the rollouts",
         failure,
+        "    [red]\N{REPLACEMENT CHARACTER}[2Jslow down",
     ]
     assert lines.count(failure) == 1
-    assert lines[5].startswith("1 of 2 ended (1 done), 1 at work, 0 waiting")
+    assert lines[6].startswith("1 of 2 ended (1 done), 1 at work, 0 waiting")
     assert lines[-1] == "stopping what was started"
 
 
