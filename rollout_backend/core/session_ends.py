@@ -22,6 +22,8 @@ class SessionEnd:
     reason: str
     """The reason in the ledger, of those in `core.reasons`."""
     message: str
+    final: bool = False
+    """Another attempt would end in the same way, so none is made."""
 
 
 class SessionEnds:

@@ -11,8 +11,8 @@ answers only below that path, so that only those who know the endpoint's URL can
     python -m rollout_backend.local.agentcore_emulator < settings.json
 
 `GET /_local/sessions` lists the sessions. After `PUT /_local/outage` with {"code": "ThrottlingException"} every call
-of the data plane fails with that error until {"code": null}; with "after": true an invoke is executed first. AWS has
-no such calls.
+of the data plane fails with that error until {"code": null}; with "after": true an invoke is executed first.
+`GET /_local/ends?after=N` lists the sessions that ended without a stop, after the first N. AWS has no such calls.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import os
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
+from agent_wrapper.command import describe_exit
 from rollout_backend.dispatch.token_bucket import TokenBucket
 from rollout_backend.local.code_artifacts import CodeStore
 from rollout_backend.local.control_plane import ControlLimits, ControlPlane, RuntimeRecord, check_signed
@@ -50,6 +52,8 @@ from rollout_backend.local.spawner import CommandSpawner, PreforkSpawner, Spawne
 
 ROLE = "arn:aws:iam::000000000000:role/local"
 _MAX_PAYLOAD_BYTES = 100_000_000
+_ENDS_KEPT = 1000
+_SIGNALLED = 128  # a shell exits with more if its command was killed by a signal
 _CUSTOM_HEADER = "x-amzn-bedrock-agentcore-runtime-custom-"
 _PASSED_HEADERS = ("content-type", "accept", "x-amzn-trace-id", "traceparent", "tracestate", "baggage")
 
@@ -112,6 +116,7 @@ class AgentCoreEmulator:
         self._calls = TokenBucket(settings.limits.calls_per_s) if settings.limits.calls_per_s else None
         self._outage = InjectedOutage()
         self._pools: dict[tuple[str, str], SessionPool] = {}  # by the runtime's ARN and its endpoint
+        self._ends: deque[dict[str, Any]] = deque(maxlen=_ENDS_KEPT)
         region = settings.arn.split(":")[3]
         self._code = CodeStore(settings.log_dir / "code", region, settings.env)
         self._control = ControlPlane(
@@ -130,6 +135,7 @@ class AgentCoreEmulator:
             Route("/runtimes/{arn:path}/stopruntimesession", self._stop, methods=["POST"]),
             *self._control.routes(),
             Route("/_local/sessions", self._sessions),
+            Route("/_local/ends", self._list_ends),
             Route("/_local/outage", self._set_outage, methods=["PUT"]),
         ]
         secret = self._settings.path_secret
@@ -144,9 +150,7 @@ class AgentCoreEmulator:
         settings = self._settings
         if settings.command:
             spawner = _spawner(settings, settings.command, {})
-            self._pools[settings.arn, "DEFAULT"] = SessionPool(
-                spawner, settings.limits, settings.log_dir, self._clock
-            )
+            self._pools[settings.arn, "DEFAULT"] = self._pool(spawner, settings.limits)
             self._control.add(settings.arn, _first_definition(settings))
             if isinstance(spawner, PreforkSpawner):
                 spawner.warm()
@@ -175,7 +179,26 @@ class AgentCoreEmulator:
         if pool := self._pools.get((runtime.arn, endpoint)):
             pool.use(spawner, limits)
         else:
-            self._pools[runtime.arn, endpoint] = SessionPool(spawner, limits, self._settings.log_dir, self._clock)
+            self._pools[runtime.arn, endpoint] = self._pool(spawner, limits)
+
+    def _pool(self, spawner: Spawner, limits: EmulatorLimits) -> SessionPool:
+        return SessionPool(spawner, limits, self._settings.log_dir, self._clock, self._record_end)
+
+    def _record_end(self, session: RuntimeSession, how: str) -> None:
+        code = session.process.returncode if session.process is not None else None
+        if how != "died" or code is None:
+            text = f"session {session.id} was ended as {how} (see EmulatorLimits), before it published a result"
+        else:
+            text = f"the process of session {session.id} {describe_exit(code)} without a result"
+        # A signal may come from outside: it gets another attempt.
+        final = code is not None and 0 <= code <= _SIGNALLED
+        number = self._ends[-1]["number"] + 1 if self._ends else 1
+        end = {"id": session.id, "message": f"{text}. {session.log_tail()}", "final": final}
+        self._ends.append({"number": number, **end})
+
+    async def _list_ends(self, request: Request) -> Response:
+        after = int(request.query_params["after"])
+        return JSONResponse([end for end in self._ends if end["number"] > after])
 
     async def _drop(self, runtime: RuntimeRecord, endpoint: str) -> None:
         if pool := self._pools.pop((runtime.arn, endpoint), None):

@@ -203,7 +203,7 @@ class LocalRuntime(_Startable):
         """Start the emulator. Raise StartupError, with the end of its log."""
         await self.process.start()
         try:
-            await self.process.wait_healthy(lambda: _answers(self._sessions_url), _START_S)
+            await self.process.wait_healthy(lambda: _answers(f"{self.endpoint_url}/_local/sessions"), _START_S)
         except BaseException:
             await self.stop()
             raise
@@ -214,10 +214,20 @@ class LocalRuntime(_Startable):
 
     async def sessions(self) -> dict[str, Any]:
         """Return the open `sessions`: {id, pid, url, status, since}, the number of `ending` ones, and `counters`."""
+        return dict(await self._get("sessions"))
+
+    async def ends(self) -> Sequence[Mapping[str, Any]]:
+        """Return the last sessions that ended without a stop: {number, id, message, final}."""
+        return list(await self._get("ends?after=0"))
+
+    async def _get(self, what: str) -> Any:
         if not self.process.running:
             raise StartupError(f"the AgentCore emulator is not running. {self.process.log_tail()}")
-        async with aiohttp.ClientSession() as http, http.get(self._sessions_url) as response:
-            return dict(json.loads(await response.read()))
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"{self.endpoint_url}/_local/{what}", raise_for_status=True) as response,
+        ):
+            return json.loads(await response.read())
 
     async def refuse(self, code: str | None, *, after: bool = False, stops: bool = True) -> None:
         """Refuse every call with this AWS error until `refuse(None)`.
@@ -233,10 +243,6 @@ class LocalRuntime(_Startable):
         """Kill a session's process like the out-of-memory killer, or freeze it with SIGSTOP."""
         [pid] = [each["pid"] for each in (await self.sessions())["sessions"] if each["id"] == session_id]
         os.kill(pid, number)
-
-    @property
-    def _sessions_url(self) -> str:
-        return f"{self.endpoint_url}/_local/sessions"
 
 
 class LocalCloud(_Startable):

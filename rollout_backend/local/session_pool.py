@@ -119,13 +119,16 @@ class SessionPool:
         limits: EmulatorLimits,
         log_dir: Path,
         clock: Callable[[], float] = time.time,
+        on_end: Callable[[RuntimeSession, str], object] = lambda session, how: None,
     ) -> None:
-        """`clock` returns unix seconds; sessions are idle, old, or late to start by it."""
+        """`clock` returns unix seconds; sessions are idle, old, or late to start by it. `on_end` is called with each
+        session that was up and ended without a stop, and with why, as in `COUNTERS`."""
         self.counters: Counter[str] = Counter()
         self._spawners = [spawner]  # the last one starts new sessions
         self._limits = limits
         self._log_dir = log_dir
         self._clock = clock
+        self._on_end = on_end
         self._open: dict[str, RuntimeSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._starts = asyncio.Semaphore(limits.parallel_starts)
@@ -253,6 +256,7 @@ class SessionPool:
             self.counters["started"] += 1
             session.ready.set_result(None)
             end = await self._watch(session)
+            self._on_end(session, end)
         except StartupError as error:
             end = "failed"
             session.ready.set_exception(ServiceError("RuntimeClientError", str(error)))

@@ -348,7 +348,7 @@ class RolloutTask:
         """Retry after the session has ended by itself, or settle the rollout if no attempt is left."""
         end = self._services.session_ends.end_of(self.entry.session_id)
         if end is not None:
-            self._lose_session(end.reason, end.message)
+            self._lose_session(end.reason, end.message, final=end.final)
 
     def retry_lost(self, failure: Failure | None) -> bool:
         """Retry after the failure marker of an attempt, if another one may succeed. Return False if it counts."""
@@ -361,10 +361,10 @@ class RolloutTask:
         self._lose_session(TERMINATED, failure.message)
         return True
 
-    def _lose_session(self, reason: str, message: str) -> None:
+    def _lose_session(self, reason: str, message: str, *, final: bool = False) -> None:
         if self.adopted is not None:
             self.abandon_adopted()
-        elif self.entry.attempts < self._services.config.runtime.max_attempts:
+        elif self.entry.attempts < self._services.config.runtime.max_attempts and not final:
             log.warning("rollout %s, attempt %d: %s; retrying", self.rollout_id, self.entry.attempts, message)
             self.abandon_attempt()
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -175,6 +176,30 @@ async def test_crash_during_an_invoke_returns_424_and_the_next_invoke_starts_a_p
     await eventually(lambda: runtime.open == [])
     assert runtime.counters["died"] == 1
     assert (await runtime.seen("a"))["calls"] == 1
+
+
+@BOTH_SPAWNERS
+async def test_the_end_of_a_session_is_listed_with_its_code_and_its_last_lines(start_runtime, preload):
+    runtime = await start_runtime(preload=preload)
+    pids = {name: (await runtime.seen(name))["pid"] for name in ("killed", "stopped", "idle")}
+    await runtime.stop("stopped")
+    with pytest.raises(ClientError):
+        await runtime.invoke("exits", b'{"do": "die"}')
+    os.kill(pids["killed"], signal.SIGKILL)
+    await eventually(lambda: runtime.open == [sid("idle")])
+    runtime.pass_time(901)
+    await eventually(lambda: runtime.open == [])
+
+    async def listed(after: int) -> list[dict[str, object]]:
+        async with aiohttp.ClientSession() as http, http.get(f"{runtime.url}/_local/ends?after={after}") as answer:
+            return list(await answer.json())
+
+    exits, killed, idle = await listed(0)
+    assert (exits["id"], exits["final"], exits["number"]) == (sid("exits"), True, 1)
+    assert re.search(r"exited with code 3 without a result\. Its log, .*, ends:\n    dying", exits["message"])
+    assert (killed["id"], killed["final"], "killed by SIGKILL" in killed["message"]) == (sid("killed"), False, True)
+    assert (idle["id"], idle["final"], "ended as idle" in idle["message"]) == (sid("idle"), False, True)
+    assert await listed(1) == [killed, idle]
 
 
 @BOTH_SPAWNERS

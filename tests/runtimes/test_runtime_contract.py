@@ -35,7 +35,13 @@ class AgentCoreService(ProxiedService):
     def __init__(self, local: LocalRuntime, proxy: FaultProxy) -> None:
         super().__init__(proxy)
         self._local = local
-        self.config = AgentCoreConfig(arn=local.arn, endpoint_url=proxy.url, invoke_per_s=20, read_timeout_s=120)
+        self.config = AgentCoreConfig(
+            arn=local.arn,
+            endpoint_url=proxy.url,
+            session_logs=local.session_logs,
+            invoke_per_s=20,
+            read_timeout_s=120,
+        )
         other = local.arn.replace("local-", "other-")
         self.broken = {r"does not exist.*runtime\.arn": self.config.model_copy(update={"arn": other})}
         self.unreachable = self.config.model_copy(update={"endpoint_url": NOWHERE})
@@ -43,11 +49,15 @@ class AgentCoreService(ProxiedService):
     async def sessions(self) -> Collection[str]:
         return [each["id"] for each in (await self._local.sessions())["sessions"]]
 
+    async def crash(self, session_id: str) -> None:
+        await self._local.kill(session_id)
+
 
 @pytest.mark.slow  # each session starts an interpreter, and each test loads botocore's models
 class TestAgentCoreRuntime(RuntimeContract):
     faults = ProxiedService.FAULTS
     capacity = 4
+    reports_ends = True
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod

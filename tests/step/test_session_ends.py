@@ -13,13 +13,14 @@ from rollout_backend.core.session_ends import SessionEnd, SessionEnds
 from step_bench import Agents, only
 
 
-def reports_its_end(bench: Any, *, writes: bool = False) -> Any:
-    """Return a behaviour: the container is killed for memory, perhaps once its result is in S3."""
+def reports_its_end(bench: Any, *, writes: bool = False, final: bool = False) -> Any:
+    """Return a behaviour: the container is killed for memory, perhaps once its result is in S3. `final`: it would be
+    killed in each attempt."""
 
     async def end(agents: Agents, request: Any) -> None:
         if writes:
             await agents.write_unannounced(request)
-        end = SessionEnd(request.session_id, "out_of_memory", f"session {request.session_id}: killed")
+        end = SessionEnd(request.session_id, "out_of_memory", f"session {request.session_id}: killed", final)
         bench.services.session_ends.report(end)
 
     return end
@@ -45,6 +46,12 @@ async def test_the_last_attempt_ends_with_the_runtimes_reason(open_bench):
     [failure] = result.failures
     assert failure.message.endswith("killed")
     assert result.report.attempts == 3
+
+
+async def test_an_end_that_another_attempt_would_repeat_gets_none(open_bench):
+    bench = await open_bench("group.min_viable=1")
+    result = await bench.run(behave=only("task-a.1", reports_its_end(bench, final=True)))
+    assert (result.report.reasons, result.report.attempts) == ({"infra_error: out_of_memory": 1}, 2)
 
 
 async def test_a_result_in_s3_wins_over_the_end_of_its_session(open_bench):

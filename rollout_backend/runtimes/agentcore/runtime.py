@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self
 from uuid import uuid4
 
+import aiohttp
 from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
 from rollout_backend import aws
 from rollout_backend.aws import Permission
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
@@ -36,6 +39,7 @@ from rollout_backend.runtimes.base import AgentRuntime, CleanupSpec
 # "Runtime initialization time exceeded. Please make sure that initialization completes in 120s.": a slow image pull,
 # or a host under load. Any other 424 is an error of the container, which a retry does not change.
 _START_TIMEOUT = "initialization time exceeded"
+_POLL_S = 1.0  # of the local emulator for sessions that ended
 
 
 class AgentCoreRuntime(AgentRuntime):
@@ -152,6 +156,21 @@ class AgentCoreRuntime(AgentRuntime):
             return str(folder if session_id is None else folder / f"{session_id}.log")
         runtime_id = self.arn.rpartition("/")[2]
         return f"CloudWatch, /aws/bedrock-agentcore/runtimes/{runtime_id}-{self._config.qualifier}"
+
+    async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
+        """Report ends that the local emulator lists. AWS lists none."""
+        if self._config.session_logs is None:
+            await super().watch_sessions(run_id, on_end)
+        after, timeout = 0, aiohttp.ClientTimeout(total=self._config.connect_timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            while True:
+                url = f"{self._config.endpoint_url}/_local/ends?after={after}"
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):  # asked again
+                    async with http.get(url, raise_for_status=True) as answer:
+                        for end in await answer.json():
+                            after = end["number"]
+                            on_end(SessionEnd(end["id"], "container_lost", end["message"], final=end["final"]))
+                await asyncio.sleep(_POLL_S)
 
     def cleanup_spec(self) -> CleanupSpec:
         return CleanupSpec(
