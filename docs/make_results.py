@@ -28,28 +28,21 @@ _HEAD = """\
 
 Generated from `docs/results.json` by `python docs/make_results.py`; do not edit.
 
-What experiments have shown, each with the command that repeats it. `make results` repeats them all and writes this
-page again. How fast the backend is: see [performance](performance.md). What it guarantees: see
-[reliability](reliability.md).
+What experiments have shown, each with the command that repeats it; `make results` repeats them all. How fast the
+backend is: see [performance](performance.md). What it guarantees: see [reliability](reliability.md).
 """
 _FAULTS = """\
-Each system runs one step of {groups} groups of {group} rollouts for each fault, against the same S3, SQS and
-AgentCore by their wire protocols. A proxy injects the faults of the network and the services, and the same agents
-fail in the same way for each system. An agent may take {limit_s:g} s, or {limit_in_outages_s:g} s where an outage
-takes a minute.
-
-An agent's true reward is 0.25, 0.5 or 1, and each session has different tokens. So it shows if a rollout is trained
-with an invented reward, such as 0, or with tokens that were not sampled. The agents call no model: one that was
-invoked counts as having called it.
+Each system runs one step of {groups} groups of {group} rollouts for each fault, against the same emulated S3, SQS and
+AgentCore. A proxy injects the faults of the network and the services; the same agents fail in the same way for each
+system. An agent may take {limit_s:g} s, or {limit_in_outages_s:g} s where an outage takes a minute. Its true reward
+is 0.25, 0.5 or 1, and each session has different tokens, so invented rewards and foreign tokens show.
 
 - ours: `group.policy: replace`, with timeouts that are shorter than the defaults.
-- toolkit, S3: `RolloutClient.run_batch_async` of agentcore-rl-toolkit {toolkit}, with its five attempts at each call.
-  It hands over what an agent returned, and its caller checks the reward.
-- toolkit, HTTP: the sessions of its agent loop for verl, with up to 16 attempts at each call. By its documentation, a
-  failed rollout whose agent has called the model is trained with the reward 0.
-- agentlightning {lightning}: its store, which its agents reach directly, with the rules of its verl daemon. The
-  daemon does not use the store's retries; here they are on, with three attempts. It has no runtime, so its agents
-  are processes that reach the store, and the proxy is between the two. It cannot stop an agent.
+- toolkit, S3: `RolloutClient.run_batch_async` of agentcore-rl-toolkit {toolkit}; its caller checks the reward.
+- toolkit, HTTP: the sessions of its agent loop for verl. By its documentation, a failed rollout whose agent has
+  called the model is trained with the reward 0.
+- agentlightning {lightning}: its store, with three attempts, and the rules of its verl daemon. It has no runtime, so
+  its agents are processes that it cannot stop.
 
 The first number of a cell is how many of the {planned} rollouts are trained correctly, bold if all are. The rest:
 
@@ -57,89 +50,70 @@ The first number of a cell is how many of the {planned} rollouts are trained cor
 - with an invented reward: trained with a reward that is not the agent's, or with NaN.
 - with foreign tokens: trained with tokens that no session of the group has sampled.
 - doubled: trained twice.
-- leaked: sessions that are open when the trainer has ended. The runtime bills them until its idle timeout.
-- run again: agents that finished although as many had finished already as their group has rollouts.
+- leaked: sessions that are open when the trainer has ended.
+- run again: agents that finished although their group already had as many finished as it has rollouts.
 
-What is missing otherwise was reported as failed. An agent's own error, its timeout and a bad reward are its result in
-this backend, which does not repeat them; agentlightning's store does. A system that cannot meet a fault, because it
-has no queue for example, has no number, so the sums are of different faults. Four steps run at a time on few cores,
-so how long they took says nothing about speed, and is in `docs/results.json` only.
+What is missing otherwise was reported as failed. This backend does not repeat an agent's own error, timeout or bad
+reward; agentlightning's store does. A system that cannot meet a fault has no number, so the sums are of different
+faults.
 """
 _LEARNING = """\
-A tiny model learns single-digit sums by GRPO, for {steps} steps of {prompts} questions with {group} rollouts each. It
-has two layers and one token per byte, and was fitted to the sums until it is right about every fifth time, because RL
-needs some right answers to begin with. All runs have verl's v1 trainer, a real SGLang server on the CPU and the same
-settings. Runs of one seed have the same initial model and the same questions, in the same order. The engine samples
-without a seed, so even two runs of one seed differ.
+A tiny model learns single-digit sums by GRPO, for {steps} steps of {prompts} questions with {group} rollouts each.
+All runs have verl's v1 trainer, a real SGLang server on the CPU and the same settings. Runs of one seed have the same
+initial model and questions; the engine samples without a seed. The figures are the part of the replies that is right,
+of all rollouts that began. Lines are means over the seeds and over seven steps, bands reach from the lowest seed to
+the highest.
 
-The figures count which part of the replies is right, of all rollouts that began, whatever is trained of them. The
-lines are means over the seeds and over seven steps, the bands reach from the lowest seed to the highest.
-
-- verl: verl's own agent loop, in which a rollout is a coroutine of the trainer and a function scores the reply. Its
-  replay buffer is polled every 0.25 s, as ours, instead of every 2 s.
-- ours: each rollout is a session of an agent in `RolloutApp`. It is invoked on AgentCore, calls the model through the
-  gateway, and its result is written to S3 and announced on SQS, all by their wire protocols on this machine.
-- ours, faults: the same with lost sessions. Each sampled token has a risk of {killed:g} % that its container dies and
-  of {late:g} % that its agent gets stuck, so longer rollouts are lost more often. {throttled:g} % of the invokes are
-  refused with 429.
-- faults as 0: the same losses, but a rollout whose container died or whose agent got stuck is trained with the tokens
-  that it had sampled and the reward 0. Other systems do this: see above. This backend cannot; here the agent itself
-  returns the 0.
+- verl: verl's own agent loop, in which a rollout is a coroutine of the trainer. Its replay buffer is polled every
+  0.25 s, as ours, instead of every 2 s.
+- ours: each rollout is a session on an emulated AgentCore, which calls the model through the gateway and returns its
+  result by S3 and SQS.
+- ours, faults: each sampled token has a risk of {killed:g} % that its container dies and of {late:g} % that its agent
+  gets stuck, so longer rollouts are lost more often. {throttled:g} % of the invokes are refused with 429.
+- faults as 0: the same losses, but a lost rollout is trained with its tokens and the reward 0, as other systems do.
+  This backend cannot; here the agent itself returns the 0.
 """
 _LEARNING_INTERVALS = """\
-The next table compares the runs of each seed: the mean difference, with its 95 % confidence interval (Student's t).
-An interval that contains 0 shows no difference, and how large one could still be.
+The mean difference of the runs of each seed, with its 95 % confidence interval (Student's t). An interval that
+contains 0 shows no difference, and how large one could still be.
 """
 _LEARNING_TIME = """\
-Where the time of a step goes, as verl measures it. In `gen`, this backend also invokes a session for each rollout,
-calls the model over HTTP through the gateway, and collects results from S3 and SQS. All of it, the emulated AWS and
-the agents included, ran on the same two cores as the engine and the trainer. Other programs ran on them too, so the
-times are longer than necessary.
+Where the time of a step goes, as verl measures it. In `gen`, this backend also invokes a session for each rollout.
+The emulated AWS, the agents and other programs ran on the same two cores, so the times are longer than necessary.
 """
 _LEARNING_FAULTS = """\
-A killed session sends no more heartbeats: after 3 s its rollout gets another session, which samples another reply.
-A rollout that takes twice as long as its step's others is stopped as a straggler, and left out of the group's
-baseline. Steps are so short here that this happens to most killed rollouts before the 3 s have passed. A refused
-invoke is sent again.
+The rollout of a killed session gets another session after 3 s without heartbeats. One that takes twice as long as its
+step's others is stopped as a straggler; steps are so short here that this happens to most killed rollouts first.
 
 A 0 for each loss punishes long replies, which are lost more often. Right answers are the shortest replies to these
 questions, so it does not work against the task here, as it would where right answers are long.
 """
 
 _MANY_TURNS = """\
-Each training runs verl's trainer (GRPO, {group} rollouts of each of {prompts} tasks a step), SGLang, the gateway, S3,
-SQS and AgentCore on this machine, and a process for each agent. It trains a byte-level model of 90,000 weights,
-because a step of SmolLM2-135M with one turn per rollout takes most of a minute on this machine. The model is first
-fitted to {transcripts} rollouts of a weak player with the same agent and gateway. All seeds begin with this model.
-Each has different tasks; the engine samples without a seed. The length of the fit and the learning rate were chosen
-by a simulation and two runs of the first seed, which are not in the tables. Other programs ran on the machine at the
-same time, so the times are longer than necessary.
+verl's trainer (GRPO, {group} rollouts of each of {prompts} tasks a step), SGLang, the gateway, S3, SQS and AgentCore
+run on this machine, with a process for each agent. The byte-level model of 90,000 weights is first fitted to
+{transcripts} rollouts of a weak player; all seeds begin with this model and have different tasks. The length of the
+fit and the learning rate were chosen by a simulation and two runs of the first seed, which are not in the tables.
 """
 _TRAININGS = {
     "lake": """\
-FrozenLake-v0 of TextArena {textarena}: a move per turn, at most {max_moves} moves. TextArena's text is too long for
-this model, so the agent shows the four cells around the player. After every {compact_after} moves it compacts its
-history: it replaces the conversation by the list of moves and the cells, so a new segment begins. The reward is
-TextArena's: 1 at the goal; otherwise the part of the way, at most 0.95, where the agent fell into a hole or made a
-second invalid move in a row. The weak player moves at random, but four times in ten to a free cell below or on the
-right.
+FrozenLake-v0 of TextArena {textarena}: a move per turn, at most {max_moves} moves. The agent shows the four cells
+around the player, because TextArena's text is too long for this model. After every {compact_after} moves it replaces
+the conversation by the list of moves and the cells, so a new segment begins. The reward is TextArena's: 1 at the
+goal; otherwise the part of the way, at most 0.95, where the agent fell into a hole or made a second invalid move in a
+row.
 """,
     "sums": """\
 Sums of two numbers, `basic_arithmetic` of reasoning-gym {reasoning_gym}: the model calls a tool with one of three
-operators, in the format of its renderer, and says that it is done. The tool's last result is the answer; without a
-call, it is what the model says. The reward is reasoning-gym's. The weak player guesses three times in ten, and
-otherwise calls the tool with any operator. Calls with the numbers, and problems with different operators, were tried
-too: this model does not learn to copy them from some hundred transcripts. So the tool has the numbers, and all
-problems are sums. The learning rate is {learning_rate:g}: with 0.0015, as on the lake, no call was valid JSON after
-the first update. Only one seed was trained, and eight steps changed little.
+operators, and says that it is done. The reward is reasoning-gym's. This model does not learn to copy numbers from
+some hundred transcripts, so the tool has the numbers. The learning rate is {learning_rate:g}. Only one seed was
+trained, and eight steps changed little.
 """,
 }
 _GAMES = """\
-These games of TextArena were tried. The model is not trained: these are the rewards that its training would start
-from, over {episodes} rollouts of each game from {starts} starts. It sees TextArena's text and has at most {max_moves}
-valid moves, with {max_tokens} tokens for each. GRPO learns from groups whose rewards differ. A player without a valid
-move gets 0, except in RushHour, where the start may count. Wordle, Hangman and WordLadder need word lists that are
-not in the package.
+These are the rewards that a training of SmolLM2-135M would start from, over {episodes} rollouts of each game of
+TextArena from {starts} starts, with at most {max_moves} valid moves of {max_tokens} tokens. GRPO learns from groups
+whose rewards differ. A player without a valid move gets 0, except in RushHour, where the start may count.
 """
 
 

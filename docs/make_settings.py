@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_backend.config import ENV_PREFIX, RUNTIME_KINDS, RolloutConfig
+from rollout_backend.config.runtimes import RuntimeConfig
 
 PAGE = Path(__file__).with_name("settings.md")
 _HEAD = f"""\
@@ -27,6 +28,23 @@ You must set `model.path`, `storage.bucket` and `runtime`. All others have a def
 rollout doctor config.yaml -o group.size=8
 ```
 """
+_OFTEN_SET = (
+    "model.path",
+    "model.context_length",
+    "storage.bucket",
+    "aws.region",
+    "runtime.kind",
+    "runtime.arn",
+    "runtime.max_sessions",
+    "runtime.invoke_per_s",
+    "serving.servers",
+    "serving.tensor_parallel",
+    "gateway.public_url",
+    "group.size",
+    "group.policy",
+    "timeouts.agent_s",
+    "timeouts.collection_s",
+)
 _EXAMPLES = {
     "model": """\
 # A fine-tune of Qwen3 in a folder with another name
@@ -169,20 +187,30 @@ Schema = dict[str, Any]
 def page() -> str:
     schema = RolloutConfig.model_json_schema()
     definitions: dict[str, Schema] = schema["$defs"]
-    sections = {name: list(_sections(field, definitions)) for name, field in schema["properties"].items()}
-    sections["runtime"] = [config.model_json_schema() for config in RUNTIME_KINDS.values()]
-    top = {name: field for name, field in schema["properties"].items() if not sections[name]}
-    lines = [_HEAD, "## At the top", "", *_table(schema, top, "")]
-    for name, found in sections.items():
-        for section in found:
-            kind = section["properties"].get("kind", {}).get("const")
-            title = name + (f", kind: {kind}" if kind else "")
-            lines += ["", f"## {title}", ""]
-            if "description" in section:
-                lines += [_flat(section["description"]), ""]
-            if title in _EXAMPLES:
-                lines += [f"```yaml\n{_EXAMPLES[title]}```", ""]
-            lines += _table(section, section["properties"], f"{name}.")
+    shared = RuntimeConfig.model_json_schema()
+    tables = {"At the top": (schema, "")}  # title: what it lists, and what is before each name
+    for name, field in schema["properties"].items():
+        if name == "runtime":
+            tables["runtime, any kind"] = (shared, "runtime.")
+            for kind, config in RUNTIME_KINDS.items():
+                tables[f"runtime, kind: {kind}"] = (_without(config.model_json_schema(), shared), "runtime.")
+        else:
+            for section in _sections(field, definitions):
+                tables[name] = (section, f"{name}.")
+    rows = {title: list(_rows(section, prefix)) for title, (section, prefix) in tables.items()}
+    often = []
+    for name in _OFTEN_SET:
+        found = [row for listed in rows.values() for row in listed if row[0] == name]
+        default = found[0][2] if len({row[2] for row in found}) == 1 else "depends on the kind"
+        often.append((name, default, found[0][3].partition(". ")[0].removesuffix(".") + "."))
+    lines = [_HEAD, "## What people set", "", *_table(("setting", "default", ""), often)]
+    for title, (section, prefix) in tables.items():
+        lines += ["", f"## {title}", ""]
+        if prefix and "description" in section:
+            lines += [_flat(section["description"]), ""]
+        if title in _EXAMPLES:
+            lines += [f"```yaml\n{_EXAMPLES[title]}```", ""]
+        lines += _table(("setting", "value", "default", ""), rows[title])
     return "\n".join(lines) + "\n"
 
 
@@ -193,14 +221,34 @@ def _sections(field: Schema, definitions: dict[str, Schema]) -> Iterator[Schema]
             yield definitions[choice["$ref"].rsplit("/", 1)[1]]
 
 
-def _table(section: Schema, fields: dict[str, Schema], prefix: str) -> Iterator[str]:
-    yield "| setting | value | default | |"
-    yield "| --- | --- | --- | --- |"
+def _without(section: Schema, shared: Schema) -> Schema:
+    """Return a runtime's section without the settings that all kinds share, except where its default differs."""
+    fields = {
+        name: field
+        for name, field in section["properties"].items()
+        if name != "kind" and field != shared["properties"].get(name)
+    }
+    return {**section, "properties": fields}
+
+
+def _rows(section: Schema, prefix: str) -> Iterator[tuple[str, str, str, str]]:
     required = section.get("required", ())
-    for name, field in fields.items():
-        # The schema gives `kind` a default, but a config must name it to select the runtime.
-        default = "required" if name in required or "const" in field else _default(field)
-        yield f"| `{prefix}{name}` | {_value(field)} | {default} | {_flat(field.get('description', ''))} |"
+    for name, field in section["properties"].items():
+        if not prefix and ("$ref" in str(field)):
+            continue  # a section
+        yield (
+            f"{prefix}{name}",
+            _value(field),
+            "required" if name in required else _default(field),
+            _flat(field.get("description", "")),
+        )
+
+
+def _table(header: tuple[str, ...], rows: list[Any]) -> Iterator[str]:
+    for cells in (header, ("---",) * len(header)):
+        yield "| " + " | ".join(cells).rstrip() + " |"
+    for name, *cells in rows:
+        yield f"| {' | '.join([f'`{name}`', *cells])} |"
 
 
 def _value(field: Schema) -> str:

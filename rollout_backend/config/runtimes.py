@@ -55,7 +55,7 @@ def _split(value: object) -> object:
 
 
 class RuntimeConfig(Section):
-    """Settings that every runtime has. A subclass adds its own and names its implementation."""
+    """Settings of every runtime. A kind with another default lists the setting again."""
 
     implementation: ClassVar[str]
     """Import path of the `AgentRuntime` class that these settings open."""
