@@ -49,7 +49,7 @@ class ModelConfig(Section):
     routed_experts: bool = False
     """Record which experts of a mixture of experts processed each token, so that the trainer can replay them (R3).
     Needs SGLang; external servers must run with `--enable-return-routed-experts`. A token costs a byte for each layer
-    and each of its experts. See [training.md](training.md#replay-routed-experts)."""
+    and each of its experts. See [training-options.md](training-options.md#replay-routed-experts)."""
 
     @property
     def served_name(self) -> str:

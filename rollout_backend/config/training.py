@@ -11,7 +11,7 @@ Mask = Literal["agent_error", "last_reply_cut", "row_cut"]
 
 class TrainingConfig(Section):
     """What verl trains of the collected rollouts. `rollout run` trains nothing, so it does not use this section. See
-    [training.md](training.md#mask-truncated-episodes)."""
+    [training-options.md](training-options.md#mask-truncated-episodes)."""
 
     mask: tuple[Mask, ...] = ()
     """Rollouts that are not trained although they have a reward, and are in no baseline. `last_reply_cut`: those
