@@ -500,6 +500,7 @@ async def test_without_heartbeats_killed_agents_time_out(world: World, calm: Row
     assert await world.nothing_is_open()
 
 
+@pytest.mark.slow
 async def test_the_router_is_killed(world: World, run: RolloutManager, calm: Rows) -> None:
     assert run._run is not None
     world.hold()

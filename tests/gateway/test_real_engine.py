@@ -13,7 +13,7 @@ from rollout_backend.config import ModelConfig
 from rollout_backend.gateway import model_call_executor
 from rollout_backend.rendering.renderer import load_renderer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 USER = [user("Count from one to five in words.")]
 STORY = [user("Write a very long story about a fox, with many chapters.")]
 
@@ -49,7 +49,7 @@ class Engine(NamedTuple):
             httpx.post(f"{self.url}/{path}", json=body, timeout=30).raise_for_status()
 
 
-@pytest.fixture(params=["sglang", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.fixture(params=["sglang", "vllm"])
 def engine(request) -> Engine:
     fixtures = {"sglang": "real_engine", "vllm": "real_vllm"}
     return Engine(request.param, request.getfixturevalue(fixtures[request.param]))
@@ -112,7 +112,6 @@ def verls_gateway_engine(real_model, run_engine):
         yield url
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_work_without_a_tokenizer_at_the_engine(serve, verls_gateway_engine, model, endless, stream):
     bundle = load_renderer(model)
@@ -184,9 +183,9 @@ ADD = {
 @pytest.mark.parametrize(
     "router",
     [
-        pytest.param(None, id="at the engine", marks=pytest.mark.slow),
+        pytest.param(None, id="at the engine"),
         "sglang-router",
-        pytest.param("smg", marks=pytest.mark.slow),
+        "smg",
     ],
 )
 def test_a_forced_tool_call_has_no_trained_logprobs(serve, engine, behind_router, model, router):
@@ -205,7 +204,6 @@ def test_a_forced_tool_call_has_no_trained_logprobs(serve, engine, behind_router
     assert gateway.stats().constrained == 1
 
 
-@pytest.mark.slow  # a forced tool call uses the same grammar
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_json_schema_is_enforced(gateway, stream):
     response_format = {"type": "json_schema", "json_schema": {"name": "sum", "schema": ADD["parameters"]}}
@@ -217,7 +215,6 @@ def test_a_json_schema_is_enforced(gateway, stream):
     assert set(json.loads(text)) == {"a", "b"}
 
 
-@pytest.mark.slow  # the schema's test uses the same grammar
 def test_json_mode_with_tools_gives_json_or_a_call(gateway):
     tools = [{"type": "function", "function": ADD}]
     message = (

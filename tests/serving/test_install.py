@@ -184,6 +184,7 @@ assert not hasattr(Namespace("aten"), "thing_cpu")
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_model_ends_its_turns():
     folder = find_model()
     config = json.loads((folder / "config.json").read_text())

@@ -15,7 +15,7 @@ from tests.simulation.faults import Faults
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.run import simulate
 
-SEEDS = range(60)
+SEEDS = range(40)
 
 
 def run(work):

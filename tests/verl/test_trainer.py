@@ -21,7 +21,7 @@ from rollout_backend.core.report import StepReport
 from rollout_backend.observe.archive import RunArchive
 from trainings import GROUP, SAME, grpo, normal
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def advantages(rows: list[dict[str, Any]]) -> dict[float, float]:
@@ -94,7 +94,6 @@ async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training:
         await run.leaves_nothing()
 
 
-@pytest.mark.slow
 @pytest.mark.release
 async def test_containers_that_die_and_agents_that_hang_do_not_reach_the_gradient(tmp_path, training) -> None:
     tasks = [
@@ -117,7 +116,6 @@ async def test_containers_that_die_and_agents_that_hang_do_not_reach_the_gradien
         await run.leaves_nothing()
 
 
-@pytest.mark.slow
 async def test_each_step_trains_what_its_own_weights_have_sampled(tmp_path: Path, training: Any) -> None:
     """In the third step a server reports a version that it does not serve, which the metrics must show."""
     first = [normal(f"first-{i}") for i in range(5)]
@@ -176,7 +174,6 @@ async def push(run: Any, folder: Path, version: int) -> None:
                 assert reply.json()["success"], reply.text
 
 
-@pytest.mark.slow
 async def test_messages_are_trained_without_logprobs_and_a_step_without_a_rollout_stops_the_run(tmp_path, training):
     """The first step has rows without logprobs, so its batch has none. The second step has no rows."""
     messages_only = normal("messages-only", segments=0, do=dict.fromkeys("0123", "return messages"))
@@ -214,7 +211,6 @@ async def test_messages_are_trained_without_logprobs_and_a_step_without_a_rollou
         await run.leaves_nothing()
 
 
-@pytest.mark.slow
 async def test_the_legacy_trainer_leaves_a_lost_slot_empty(tmp_path: Path, training: Any) -> None:
     first = [normal("normal"), {"name": "one-lost", "rewards": [9.0, 0.0, 1.0, 0.25], "do": {"0": "raise"}}]
     second = [normal("second-0"), normal("second-1")]
@@ -250,7 +246,6 @@ async def test_the_legacy_trainer_leaves_a_lost_slot_empty(tmp_path: Path, train
         await run.leaves_nothing()
 
 
-@pytest.mark.slow
 @pytest.mark.release
 async def test_a_greedy_baseline_is_rolled_out_and_a_lost_one_trains_nothing(tmp_path: Path, training: Any) -> None:
     """REMAX exists only in verl's legacy trainer."""

@@ -159,14 +159,15 @@ async def test_each_framework_reports_a_full_context_in_its_own_way(play, byte_m
 
 # --- on the real engine -----------------------------------------------------------------------------------
 
-QUICK = ("pydantic-anthropic-streamed",)
-SLOW = (pytest.mark.slow, pytest.mark.release)
-
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
-    [pytest.param(run, id=name, marks=() if name in QUICK else SLOW) for name, run in AGENTS.items()],
+    [
+        pytest.param(run, id=name, marks=() if name == "pydantic-anthropic-streamed" else pytest.mark.release)
+        for name, run in AGENTS.items()
+    ],
 )
 async def test_what_the_real_engine_sampled_is_recorded(gateway, recorded, witness, run):
     calls = await run(gateway, SHOTS, max_tokens=24, seed=1)
