@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -160,6 +160,11 @@ def queue() -> Iterator[Any]:
     ray.shutdown()
 
 
+def on_a_real_queue(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs Ray, which takes minutes to start on a busy machine."""
+    return pytest.mark.slow(pytest.mark.timeout(1200)(test))
+
+
 class Trainer:
     """A fake of verl's trainer: it writes prompts to the queue and refills it."""
 
@@ -215,6 +220,7 @@ MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 OLD = "+trainer.v1.sampler.sampler_kwargs.max_staleness=2"
 
 
+@on_a_real_queue
 @pytest.mark.parametrize("mode", ["sync", "separate_async"])
 def test_a_finished_batch_is_found_by_the_next_poll(queue: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(queue, mode, "data.train_batch_size=1")
@@ -230,6 +236,7 @@ def test_a_finished_batch_is_found_by_the_next_poll(queue: Any, mode: str, monke
     assert pauses == [0.25]
 
 
+@on_a_real_queue
 def test_a_batch_has_metrics_of_left_out_rollouts_and_staleness(queue: Any) -> None:
     trainer = Trainer(queue, "sync", "data.train_batch_size=2")
     lossy = group(rollout(0), planned=2, failures=(failure(1, Outcome.TIMED_OUT, "no_result"),))
@@ -245,6 +252,7 @@ def test_a_batch_has_metrics_of_left_out_rollouts_and_staleness(queue: Any) -> N
     assert TALLY.take("train") == Counter()
 
 
+@on_a_real_queue
 def test_a_batch_waits_for_groups_that_would_become_too_old(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups of step 8 and one of step 9 are unfinished: a batch of one leaves no place for one of them."""
     from rollout_backend.verl import sampler
@@ -267,6 +275,7 @@ def test_a_batch_waits_for_groups_that_would_become_too_old(queue: Any, monkeypa
     assert found["rollouts/staleness/max"] == 2
 
 
+@on_a_real_queue
 def test_batches_of_one_step_leave_places_to_each_other(queue: Any) -> None:
     """The first of four batches need not wait for a group that a later one can train."""
     trainer = Trainer(queue, "separate_async", OLD, "trainer.v1.separate_async.parameter_sync_step=4")
@@ -276,6 +285,7 @@ def test_batches_of_one_step_leave_places_to_each_other(queue: Any) -> None:
     assert set(batch.keys) == {"u1_0_0", "u1_1_0"}
 
 
+@on_a_real_queue
 def test_rollouts_older_than_the_limit_are_dropped_and_counted(queue: Any) -> None:
     trainer = Trainer(queue, "separate_async", OLD)
     trainer.finish("u1", [9, 7, 6], step=7)  # the oldest version that step 10 may train is 7
@@ -291,6 +301,7 @@ def test_rollouts_older_than_the_limit_are_dropped_and_counted(queue: Any) -> No
     assert trainer.left() == set(batch.keys), "the stale row is still in the queue"
 
 
+@on_a_real_queue
 def test_a_group_with_a_single_fresh_rollout_is_replaced(queue: Any) -> None:
     trainer = Trainer(queue, "separate_async", OLD)
     trainer.finish("u1", [9, 6], step=7)
@@ -304,6 +315,7 @@ def test_a_group_with_a_single_fresh_rollout_is_replaced(queue: Any) -> None:
     assert trainer.left() == set(batch.keys)
 
 
+@on_a_real_queue
 def test_a_batch_of_many_rows_is_padded_for_as_many_steps_as_one_of_few(queue: Any) -> None:
     """Two prompts, mini-batches of one prompt, n = 2: seven rows become two mini-batches of four."""
     experts = {"layers": 1, "topk": 2, "id_bytes": 1, "ids": bytes([1, 2] * 4)}
@@ -339,6 +351,7 @@ def test_a_batch_of_many_rows_is_padded_for_as_many_steps_as_one_of_few(queue: A
         queue.kv_clear(keys=[*trainer.left()], partition_id="train")
 
 
+@on_a_real_queue
 def test_verls_buffer_keeps_all_its_settings(queue: Any) -> None:
     """Includes settings that verl does not pass to a custom sampler, such as the refill of failed groups."""
     trainer = Trainer(queue, "sync", "data.train_batch_size=2", "trainer.v1.sampler.sync_refill_failed_groups=True")
