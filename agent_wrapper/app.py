@@ -68,6 +68,7 @@ _UNWIND_SHARE, _FETCH_SHARE, _PUBLISH_SHARE = 0.1, 0.25, 0.5
 _LAST_UNWIND_S, _LAST_FETCH_S, _LAST_PUBLISH_S = 0.5, 2.0, 4.0
 _LAST_REQUESTS_S = 2  # before that, time to finish writing open responses
 _SHUTDOWN_S = 8.0
+_KEEP_ALIVE_S = 4200  # above any load balancer's, so that none reuses a closing connection
 
 _Function = TypeVar("_Function", bound=Callable[[RolloutContext], Any])
 
@@ -171,6 +172,7 @@ class RolloutApp:
                 host=host or os.environ.get("HOST") or "0.0.0.0",  # noqa: S104  a container's port is its own
                 port=port if port is not None else int(os.environ.get("PORT") or 8080),
                 access_log=False,  # pings
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_LAST_REQUESTS_S,
             )
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from types import ModuleType
+from typing import Any
 
 import uvicorn
 from uvicorn.config import LOGGING_CONFIG
@@ -12,7 +13,7 @@ from uvicorn.config import LOGGING_CONFIG
 from rollout_backend.errors import ConfigError
 from rollout_backend.garbage_collection import exempt_loaded_objects
 from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.http_protocol import bounded_protocol, max_connections
+from rollout_backend.gateway.http_protocol import KEEP_ALIVE_S, bounded_protocol, max_connections
 from rollout_backend.gateway.open_files import allow_files
 from rollout_backend.logs import configure_logs, logs_json
 
@@ -29,20 +30,24 @@ def main() -> None:
         sys.exit(str(error))
     exempt_loaded_objects()
     sys.setswitchinterval(_SWITCH_S)
-    uvicorn.run(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_level="info",
-        log_config=None if logs_json() else LOGGING_CONFIG,
-        access_log=False,
-        http=bounded_protocol(max_connections(settings.gateway.max_concurrent_calls)),
-        ws="none",
-        timeout_graceful_shutdown=2,
-        backlog=4096,
-        ssl_certfile=settings.gateway.tls_certificate,
-        ssl_keyfile=settings.gateway.tls_key,
-    )
+    uvicorn.run(app, **server_options(settings))
+
+
+def server_options(settings: GatewaySettings) -> dict[str, Any]:
+    return {
+        "host": settings.host,
+        "port": settings.port,
+        "log_level": "info",
+        "log_config": None if logs_json() else LOGGING_CONFIG,
+        "access_log": False,
+        "http": bounded_protocol(max_connections(settings.gateway.max_concurrent_calls)),
+        "ws": "none",
+        "timeout_keep_alive": KEEP_ALIVE_S,
+        "timeout_graceful_shutdown": 2,
+        "backlog": 4096,
+        "ssl_certfile": settings.gateway.tls_certificate,
+        "ssl_keyfile": settings.gateway.tls_key,
+    }
 
 
 def import_server() -> ModuleType:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
+from agent_wrapper import RolloutApp
 from builders import function_tool, user
-from gateway_server import ServerThread
+from gateway_server import CONTROL_KEY, SECRET, ServerThread
+from rollout_backend.gateway.__main__ import server_options
+from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_protocol import MAX_HEAD_BYTES, bounded_protocol
 from rollout_backend.gateway.session_share import SessionShare
 
@@ -93,6 +98,20 @@ def test_a_connection_without_a_request_is_closed(connect):
         half = connect(server)
         half.sendall(HEAD)
         assert half.recv(1) == b""
+
+
+def test_idle_connections_outlive_every_load_balancer(byte_model, monkeypatch):
+    settings = GatewaySettings(
+        port=1, engine_url="http://127.0.0.1:1", secret=SECRET, control_key=CONTROL_KEY, model=byte_model
+    )
+    served = [uvicorn.Config(app, **server_options(settings))]
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: served.append(uvicorn.Config(app, **options)))
+    wrapper = RolloutApp()
+    wrapper.entrypoint(lambda context: 1.0)
+    wrapper.run(port=1)
+    described = (Path(__file__).parents[2] / "infra/network.yaml").read_text().partition("CallTimeoutSeconds:")[2]
+    longest = int(described.partition("MaxValue:")[2].split()[0])
+    assert [config.timeout_keep_alive > longest for config in served] == [True, True]
 
 
 # --- bodies -----------------------------------------------------------------------------------------------
