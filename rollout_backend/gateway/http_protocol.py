@@ -21,9 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from rollout_backend.gateway.open_files import OTHER_FILES
 
 HEAD_S = 5.0
-KEEP_ALIVE_S = (
-    4200  # above any load balancer's (infra/network.yaml allows 4000), so that none reuses a closing connection
-)
+KEEP_ALIVE_S = 4200  # above any load balancer's, so that none reuses a closing connection
 MAX_HEAD_BYTES = 64 * 1024
 _FRAME_BYTES = 16  # of a chunked body, per byte of content
 _MAX_CONNECTIONS = 65_536

@@ -6,6 +6,7 @@ Invariants:
 - Of a session's large requests, one at a time is read and parsed, off the event loop, and for at most a fifth of the
   time. The others wait unread: flow control keeps their bodies at the client. Likewise one prompt at a time is
   rendered.
+- A compressed body is large if its contents are, and is never decompressed beyond the limit of a body.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from rollout_backend.core.api_error import ApiError
+from rollout_backend.gateway.http_requests import decompress, encoding_of
 
 _T = TypeVar("_T")
 _BRIEF_BYTES, _BRIEF_OBJECTS = 128 * 1024, 512  # of a body that takes milliseconds to parse
@@ -63,22 +65,30 @@ class SessionShare:
     async def body(
         self, request: Request, max_bytes: int, timeout_s: float, too_large: Callable[[], ApiError]
     ) -> AsyncIterator[bytes]:
-        """Read a request's body. While the context of a large body lasts, no other large body is read.
+        """Read a request's body, and decompress it. While the context of a large body lasts, no other is read.
 
         Raises:
-            ApiError: `too_large()` if it has more than `max_bytes`; status 408 if it does not arrive in time.
+            ApiError: `too_large()` if it has more than `max_bytes`; status 408 if it does not arrive in time; 415 or
+                400 if it cannot be decompressed.
         """
+        encoding = encoding_of(request.headers)
         chunks, body = request.stream(), bytearray()
-        whole = await _read(chunks, body, min(max_bytes, _BRIEF_BYTES), timeout_s)
-        if whole and is_brief(body):
-            yield bytes(body)
-            return
+        brief_bytes = min(max_bytes, _BRIEF_BYTES)
+        whole = await _read(chunks, body, brief_bytes, timeout_s)
+        if whole:
+            plain = decompress(body, encoding, brief_bytes)
+            if len(plain) <= brief_bytes and is_brief(plain):
+                yield plain
+                return
         await self._parsing.acquire()
         self._spent_s = 0.0
         try:
             if not whole and not await _read(chunks, body, max_bytes, timeout_s):
                 raise too_large()
-            yield bytes(body)
+            plain = await self._timed(decompress, body, encoding, max_bytes)
+            if len(plain) > max_bytes:
+                raise too_large()
+            yield plain
         finally:
             asyncio.get_running_loop().call_later(_PAUSE * self._spent_s, self._parsing.release)
 
@@ -86,7 +96,9 @@ class SessionShare:
         """Return `function(*args)`, whose work is proportional to the body. Call it within the body's context."""
         if is_brief(body):
             return function(*args)
+        return await self._timed(function, *args)
 
+    async def _timed(self, function: Callable[..., _T], *args: object) -> _T:
         def timed() -> _T:
             began = time.thread_time()
             try:

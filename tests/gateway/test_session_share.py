@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import socket
 import threading
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import httpx
 import pytest
 import uvicorn
+import zstandard
 
 from agent_wrapper import RolloutApp
 from builders import function_tool, user
@@ -17,6 +22,7 @@ from gateway_server import CONTROL_KEY, SECRET, ServerThread
 from rollout_backend.gateway.__main__ import server_options
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.http_protocol import MAX_HEAD_BYTES, bounded_protocol
+from rollout_backend.gateway.http_requests import decompress
 from rollout_backend.gateway.session_share import SessionShare
 
 CALL = {"model": "scripted", "messages": [user("What is 2 + 3?")]}
@@ -153,6 +159,67 @@ def test_large_bodies_of_a_session_are_read_one_at_a_time(play, connect):
         each.sendall(request.encode() + b" " * 200_000)
     assert gateway.post(CALL, "busy").status_code == 200
     assert gateway.post(CALL, "another").status_code == 200
+
+
+def raw_deflate(body: bytes) -> bytes:
+    packed = zlib.compressobj(wbits=-15)
+    return packed.compress(body) + packed.flush()
+
+
+PACKERS = {
+    "gzip": gzip.compress,
+    "x-gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "Deflate": raw_deflate,
+    "zstd": zstandard.compress,
+    "identity": bytes,
+}
+
+
+@pytest.mark.parametrize("size", [1, 300_000], ids=["brief", "large"])
+@pytest.mark.parametrize("encoding", PACKERS)
+def test_a_compressed_body_is_read(play, encoding, size):
+    gateway = play(["5"])
+    body = json.dumps({**CALL, "metadata": {"a": "x" * size}}).encode()
+    answer = gateway.post(PACKERS[encoding](body), headers={"Content-Encoding": encoding})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status"),
+    [
+        ("br", b"\x0b\x02\x80", 415),
+        ("gzip, zstd", gzip.compress(zstandard.compress(b"{}")), 415),
+        ("gzip", b"{}", 400),
+        ("gzip", gzip.compress(b"{}")[:-9], 400),
+        ("gzip", gzip.compress(b"{}") * 2, 400),
+        ("deflate", zlib.compress(b"{}") + b"more", 400),
+        ("zstd", b"\x28\xb5\x2f\xfd\x00", 400),
+        ("zstd", b"{}", 400),
+    ],
+)
+def test_a_body_that_cannot_be_decompressed_names_the_header(shared_gateway, encoding, body, status):
+    answer = shared_gateway.post(body, headers={"Content-Encoding": encoding})
+    assert (answer.status_code, "content-encoding" in answer.text) == (status, True), answer.text
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "zstd"])
+def test_a_decompression_bomb_is_refused_in_bounded_memory(encoding):
+    bomb = PACKERS[encoding](b"a" * 2**26)
+    tracemalloc.start()
+    try:
+        assert len(decompress(bomb, encoding, 10_000)) == 10_001
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+def test_a_compressed_body_has_the_limit_of_a_body(play, encoding):
+    gateway = play(["5"], gateway={"max_body_bytes": 200_000})
+    bomb = PACKERS[encoding](json.dumps({"model": "scripted", "messages": [user("a" * 2**24)]}).encode())
+    answer = gateway.post(bomb, headers={"Content-Encoding": encoding})
+    assert answer.status_code in (400, 413), answer.text
 
 
 def test_a_body_that_does_not_arrive_is_answered_408(play, connect):
