@@ -5,6 +5,7 @@
     POST /v1/messages               a model call in Anthropic's Messages API          session key
     POST /v1/messages/count_tokens  the length of its prompt                          session key
     GET  /v1/models[/{id}]          the model                                         session key
+    HEAD, OPTIONS, GET of base URLs  probes of clients                                 no key
     POST /v1/rollout/trajectory     seals the session and returns its Trajectory      session key
                                     (as JSON with `Accept: application/json`)
     POST /v1/rollout/heartbeat      reports that the session's container is alive     session key
@@ -147,7 +148,7 @@ class Gateway:
                 Route("/v1/rollout/trajectory", self.trajectory, methods=["POST"]),
                 Route("/v1/rollout/heartbeat", self.heartbeat, methods=["POST"]),
                 *control.routes,
-                Route("/health", self.health, methods=["GET"]),
+                *(Route(path, self.health, methods=["GET"]) for path in ("/health", "/", "/v1", "/v1/")),
             ],
             exception_handlers={
                 ApiError: self._api_error,
@@ -254,6 +255,8 @@ class Gateway:
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code == 405 and request.method in ("HEAD", "OPTIONS"):  # clients probe before they post
+            return Response(status_code=204, headers={**(error.headers or {}), "Connection": "close"})
         code = "not_found" if error.status_code == 404 else "bad_request"
         message = f"{request.method} {request.url.path}: {error.detail}"
         return await self._api_error(request, ApiError(error.status_code, message, code=code))

@@ -180,6 +180,8 @@ class Relay(Exchange):
 
     async def call(self, request: web.Request) -> web.StreamResponse:
         settings = self._settings
+        if request.method in ("HEAD", "OPTIONS"):  # clients probe their base URL
+            return web.Response(status=204)
         if route(request.raw_path) is None or request.method not in METHODS:
             return _error(404, "the relay forwards only calls of /v1/")
         try:

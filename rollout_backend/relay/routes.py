@@ -18,8 +18,9 @@ from rollout_backend.relay.frames import MAX_HEADERS, Headers
 
 METHODS = frozenset({"GET", "POST", "DELETE"})
 _PATH = re.compile(
-    r"(?:/s/([A-Za-z0-9_-]{1,64}))?((?:/k/[A-Za-z0-9._-]+)?/v1(?:/[A-Za-z0-9._~:@-]+)+)(?:\?[\x21-\x7e]*)?"
+    r"(?:/s/([A-Za-z0-9_-]{1,64}))?((?:/k/[A-Za-z0-9._-]+)?/v1(?:/(?:[A-Za-z0-9._~:@-]|%2[Ff])+)+)(?:\?[\x21-\x7e]*)?"
 )
+_SLASH = re.compile("/|%2[Ff]")  # the second is in the names of models
 _NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE = re.compile(r"[\t\x20-\x7e]*")
 _HOP_BY_HOP = frozenset(
@@ -33,7 +34,7 @@ _HOP_BY_HOP = frozenset(
 def route(path: str) -> tuple[str, str] | None:
     """Return the shard (empty if the path names none) and the path there with its query; None if it is refused."""
     match = _PATH.fullmatch(path)
-    if match is None or any(set(part) <= {"."} for part in match[2].split("/")[1:]):
+    if match is None or any(set(part) <= {"."} for part in _SLASH.split(match[2])[1:]):
         return None
     return match[1] or "", path[match.start(2) :]
 

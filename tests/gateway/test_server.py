@@ -326,6 +326,22 @@ def test_one_base_url_serves_every_client(play, prefix):
         assert http.get(f"{prefix}/models/gpt-9").status_code == 404
 
 
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/", "/v1/messages?beta=true", "/v1/chat/completions", "/v1/models"])
+@pytest.mark.parametrize("method", ["HEAD", "OPTIONS"])
+def test_a_probe_is_answered(shared_gateway, method, path):
+    answer = httpx.request(method, shared_gateway.url + path, headers=shared_gateway.headers(), timeout=120)
+    assert (answer.is_success, answer.content) == (True, b"")
+
+
+def test_a_model_may_have_slashes_in_its_name(play, byte_model):
+    name = "org/team/model-1"
+    gateway = play(["5"], model=byte_model.model_copy(update={"name": name}))
+    assert gateway.client().models.retrieve(name).id == name
+    for spelled in (name, name.replace("/", "%2F")):
+        answer = httpx.get(f"{gateway.url}/v1/models/{spelled}", headers=gateway.headers(), timeout=120)
+        assert answer.json()["id"] == name
+
+
 @pytest.mark.parametrize(
     ("path", "shape"),
     [

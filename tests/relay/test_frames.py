@@ -148,6 +148,7 @@ def test_proof_is_valid_for_one_handshake(other):
         ("/s/3/v1/messages?beta=true", ("3", "/v1/messages?beta=true")),
         ("/v1/responses/resp_1/input-items", ("", "/v1/responses/resp_1/input-items")),
         ("/v1/models/a.b:c@d", ("", "/v1/models/a.b:c@d")),
+        ("/v1/models/a%2Fb", ("", "/v1/models/a%2Fb")),
         ("/k/a.b-c_d/v1/v1/messages", ("", "/k/a.b-c_d/v1/v1/messages")),
         ("/s/3/k/a.b/v1/models?x", ("3", "/k/a.b/v1/models?x")),
     ],
@@ -159,7 +160,7 @@ def test_allowed_paths(path, to):
 @pytest.mark.parametrize(
     "path",
     ["", "/", "/v1", "/v1/", "/v1/./x", "/v1/../x", "/v1/x/..", "/v1//x", "/v1/%41", "/v1/x#y", "/v1/x y", "/v1/x\n",
-     "/v1/x\\y", "/v1/é", "/v2/x", "/control/stats", "/s/a/b/v1/x", "/s//v1/x", "/s/../v1/x", "/s/1/control/x",
+     "/v1/x\\y", "/v1/é", "/v1/..%2fx", "/v1/x%2F..%2Fy", "/v2/x", "/control/stats", "/s/a/b/v1/x", "/s//v1/x", "/s/../v1/x", "/s/1/control/x",
      "/k/v1/x", "/k/a/control/stats", "/k/../v1/x", "/k/a/b/v1/x", "/k/a/s/1/v1/x", "/k/%41/v1/x",
      "http://h/v1/x", "//h/v1/x", "/v1/x?a\r\nb", "/v1x/y"],
 )  # fmt: skip

@@ -115,6 +115,14 @@ async def test_other_paths_are_refused(line, path):
     assert laid.upstream.asked == []
 
 
+async def test_a_probe_is_answered_and_not_forwarded(line, http):
+    laid = await line()
+    for method in ("HEAD", "OPTIONS"):
+        async with http.request(method, f"{laid.url}/") as answer:
+            assert answer.status == 204
+    assert laid.upstream.asked == []
+
+
 async def test_path_names_the_shard(line, http, upstream, get):
     laid = await line(gateways={"0": "http://127.0.0.1:9", "1": upstream.url})
     async with http.get(f"{laid.url}/s/1/v1/models") as answer:
