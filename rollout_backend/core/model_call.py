@@ -62,6 +62,7 @@ class Choice:
     sampled_tokens: int
     matched_stop: str | None = None  # the stop string that ended it
     logprobs: Sequence[Mapping[str, Any]] | None = None  # as OpenAI's chat has them, one for each token
+    reasoning_tokens: int = 0  # of the sampled tokens
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,10 @@ class Answer:
     @property
     def sampled_tokens(self) -> int:
         return sum(choice.sampled_tokens for choice in self.choices)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(choice.reasoning_tokens for choice in self.choices)
 
 
 @dataclass(frozen=True)

@@ -417,13 +417,14 @@ def _stop(choice: Choice) -> dict[str, str | None]:
     return {"stop_reason": reason, "stop_sequence": matched, "stop_details": None}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: Answer) -> dict[str, Any]:
     """Return the usage. In this API, the input excludes cached tokens."""
     return {
         "input_tokens": answer.prompt_tokens - (answer.cached_tokens or 0),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": answer.cached_tokens or 0,
         "output_tokens": answer.sampled_tokens,
+        "output_tokens_details": {"thinking_tokens": answer.reasoning_tokens},
     }
 
 

@@ -21,6 +21,7 @@ from rollout_backend.dialects.fields import ignored, refuse, refuse_unknown, ref
 from rollout_backend.dialects.image_reader import ImageReader
 
 MAX_CHOICES = 16
+_NO_PREFILL = "this model cannot continue a prefilled reply; leave it out"
 _TEXT_ONLY = "parts of type 'image_url' are not supported, only text is"
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "seed"),
@@ -76,6 +77,9 @@ class _Message(_Body):
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # what newer engines call it
+    prefix: Annotated[JsonValue, refuse(_NO_PREFILL, False)] = None
+    partial: Annotated[JsonValue, refuse(_NO_PREFILL, False)] = None
 
 
 def _is_tool(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -118,6 +122,7 @@ class _ResponseFormat(_Body):
 
 class _StreamOptions(_Body):
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[JsonValue, refuse("usage is sent once, at the end; leave it out", False)] = None
 
 
 class _Request(_Body):
@@ -262,8 +267,8 @@ def _plain(message: _Message, where: str, images: ImageReader) -> Message:
             plain["tool_calls"] = [
                 _plain_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)
             ]
-        if message.reasoning_content is not None:
-            plain["reasoning_content"] = message.reasoning_content
+        if (reasoning := message.reasoning_content or message.reasoning) is not None:
+            plain["reasoning_content"] = reasoning
     elif message.content is None:
         raise refused(f"{where}.content", "is missing")
     return plain
@@ -309,6 +314,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "completion_tokens": answer.sampled_tokens,
         "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
         "prompt_tokens_details": {"cached_tokens": answer.cached_tokens or 0},
+        "completion_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
     }
 
 

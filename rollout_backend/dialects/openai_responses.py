@@ -7,12 +7,17 @@ Invariants:
   message starts a new one. The text of reasoning is kept; a summary is not what the model sampled.
 - An answer's items sent back as input are the message that was sampled.
 - All tools are shown, deferred ones too. A request to compact the history is ignored and counted: it is shown whole.
+- A custom tool is offered as a function with one text, `input`, and a namespace's tools as functions with both names.
+  Their calls come back as the API has them, unless the model gave a custom tool other arguments: then it is a call of
+  a function. Tools that OpenAI runs or trains its own models on are left out and counted.
 - Nothing is stored, so each request carries the whole conversation. References to stored objects are refused, and so
-  are tools that OpenAI runs, files, and images for a model that takes none.
+  are files, and images for a model that takes none.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
@@ -24,7 +29,7 @@ from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
 from rollout_backend.dialects.fields import ignored, refuse, refused
 from rollout_backend.dialects.image_reader import ImageReader
-from rollout_backend.dialects.openai_responses_stream import ResponseEvents, ResponseWriter
+from rollout_backend.dialects.openai_responses_stream import ResponseEcho, ResponseEvents, ResponseWriter
 from rollout_backend.dialects.wire import Body, JsonObject
 
 _TEXT_ONLY = "input_image cannot be read: this model takes text only, so send what it says as input_text"
@@ -45,8 +50,21 @@ _HARMLESS = frozenset(
 )
 _WHOLE_IMAGES = ({}, *({"context_compression": compression} for compression in ("auto", "disabled")))
 _Sync = Annotated[Any, refuse("a tool's result is awaited before the next reply; leave it out", False)]
+_DirectOnly = Annotated[Any, refuse("only the model itself calls tools here; leave it out", ["direct"])]
 _Direct = Annotated[Any, refuse("there are no programs here that call tools; leave it out", {"type": "direct"})]
-_NoNamespace = Annotated[Any, refuse("tools have no namespaces here; leave it out")]
+_HOSTED = frozenset(
+    {
+        *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation"),
+        *("local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search"),
+        *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    }
+)
+_TEXT_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
 
 # --- the request ------------------------------------------------------------------------------------------
@@ -109,14 +127,25 @@ class _FunctionCall(Body):
     arguments: str | None = None
     is_async: _Sync = Field(default=None, alias="async")
     caller: _Direct = None
-    namespace: _NoNamespace = None
+    namespace: str | None = None
 
 
-class _FunctionCallOutput(Body):
+class _CustomCall(Body):
+    call_id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: str
+    caller: _Direct = None
+    namespace: str | None = None
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps({"input": self.input}, ensure_ascii=False)
+
+
+class _CallOutput(Body):
     call_id: str = Field(min_length=1)
     output: _Parts
     caller: _Direct = None
-    namespace: _NoNamespace = None
 
 
 def _kind(item: object) -> str | None:
@@ -138,7 +167,9 @@ _Item = Annotated[
         Annotated[_Message, Tag("message")]
         | Annotated[_Reasoning, Tag("reasoning")]
         | Annotated[_FunctionCall, Tag("function_call")]
-        | Annotated[_FunctionCallOutput, Tag("function_call_output")],
+        | Annotated[_CallOutput, Tag("function_call_output")]
+        | Annotated[_CustomCall, Tag("custom_tool_call")]
+        | Annotated[_CallOutput, Tag("custom_tool_call_output")],
         Discriminator(_kind),
     ],
     BeforeValidator(_is_whole),
@@ -149,13 +180,6 @@ def _as_items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _is_function(tool: object) -> object:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind is not None and kind != "function":
-        raise ValueError(f"there is no {kind} here; let the agent run it, and offer it as a tool of type function")
-    return tool
-
-
 class _Tool(Body):
     type: Literal["function"]
     name: str = Field(min_length=1)
@@ -163,8 +187,62 @@ class _Tool(Body):
     parameters: JsonObject | None = None
     strict: bool | None = None
     is_async: _Sync = Field(default=None, alias="async")
-    allowed_callers: Annotated[Any, refuse("only the model itself calls tools here; leave it out", ["direct"])] = None
+    allowed_callers: _DirectOnly = None
     output_schema: Annotated[Any, refuse("is not shown to the model; say it in the description")] = None
+
+
+class _CustomFormat(Body):
+    type: Literal["text", "grammar"]
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class _CustomTool(Body):
+    type: Literal["custom"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    format: _CustomFormat | None = None
+    allowed_callers: _DirectOnly = None
+
+    @property
+    def explanation(self) -> str | None:
+        """The description, with the grammar that OpenAI's models are held to."""
+        if self.format is None or not self.format.definition:
+            return self.description
+        grammar = f"The input follows this {self.format.syntax} grammar:\n{self.format.definition}"
+        return f"{self.description}\n\n{grammar}" if self.description else grammar
+
+
+class _Namespace(Body):
+    type: Literal["namespace"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    tools: list[Annotated[_Tool | _CustomTool, Field(discriminator="type")]]
+
+
+class _HostedTool(Body):
+    type: str
+
+
+def _tool_kind(tool: object) -> str | None:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return "hosted" if kind in _HOSTED else kind if isinstance(kind, str) else None
+
+
+_AnyTool = Annotated[
+    Annotated[_Tool, Tag("function")]
+    | Annotated[_CustomTool, Tag("custom")]
+    | Annotated[_Namespace, Tag("namespace")]
+    | Annotated[_HostedTool, Tag("hosted")],
+    Discriminator(_tool_kind),
+]
+
+
+def _flat_name(name: str, namespace: str | None) -> str:
+    """Return the name under which the model knows a tool."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"
 
 
 def _as_choice(choice: object) -> object:
@@ -177,8 +255,9 @@ def _as_choice(choice: object) -> object:
 
 
 class _ToolChoice(Body):
-    type: Literal["auto", "none", "required", "function"]
+    type: Literal["auto", "none", "required", "function", "custom"]
     name: str | None = None
+    namespace: str | None = None
 
 
 class _Format(Body):
@@ -199,7 +278,7 @@ class _Request(Body):
     model: str
     input: Annotated[list[_Item], BeforeValidator(_as_items)] | None = None
     instructions: str | None = None
-    tools: list[Annotated[_Tool, BeforeValidator(_is_function)]] | None = None
+    tools: list[_AnyTool] | None = None
     tool_choice: Annotated[_ToolChoice, BeforeValidator(_as_choice)] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
@@ -238,29 +317,32 @@ class OpenAIResponses(Dialect):
             if asked:
                 raise refused(name, "logprobs are not given in this API; ask /v1/chat/completions for them")
         choice = request.tool_choice or _ToolChoice(type="auto")
-        if choice.type == "function" and choice.name is None:
+        names_tool = choice.type in ("function", "custom")
+        if names_tool and choice.name is None:
             raise refused("tool_choice.name", "is missing; name the function that must be called")
         sampling = {name: getattr(request, name) for name in ("temperature", "top_p")}
         sampling |= {
             "reasoning_effort": bool(request.reasoning) or None,
             "verbosity": bool(request.text and request.text.verbosity) or None,
         }
-        tools = [wire.chat_tool(t.name, t.description, t.parameters, t.strict) for t in request.tools or ()]
+        tools, echo = _tools(request)
         images = ImageReader(self._images, _TEXT_ONLY)
         call = ModelCall(
             model=request.model,
             messages=_messages(request, images),
             images=images.found,
             tools=tools or None,
-            tool_choice="required" if choice.type == "function" else choice.type,
-            tool_name=choice.name if choice.type == "function" else None,
+            tool_choice="required" if choice.type in ("function", "custom") else choice.type,
+            tool_name=_flat_name(choice.name, choice.namespace) if names_tool and choice.name else None,
             parallel_tool_calls=request.parallel_tool_calls is not False,
             json_schema=_json_schema(request),
             max_new_tokens=request.max_output_tokens,
             stream=bool(request.stream),
             sampling={name: value for name, value in sampling.items() if value is not None},
-            ignored=ignored(body, request.model_extra),
-            dialect_data=_echo(request),
+            ignored=ignored(body, request.model_extra).union(
+                tool.type for tool in request.tools or () if isinstance(tool, _HostedTool)
+            ),
+            dialect_data=replace(echo, fields=_echo(request)),
         )
         if call.tool_choice == "required":
             wire.check_forced(call.tool_name, call.tools)
@@ -290,6 +372,30 @@ class OpenAIResponses(Dialect):
         return wire.openai_error(error)
 
 
+def _tools(request: _Request) -> tuple[list[dict[str, Any]], ResponseEcho]:
+    """Return the tools that the model is offered, and how their calls are written."""
+    offered, echoed, custom, namespaces = [], [], [], {}
+    for declared in request.tools or ():
+        space = declared if isinstance(declared, _Namespace) else None
+        for tool in [declared] if space is None else space.tools:
+            if isinstance(tool, (_Namespace, _HostedTool)):
+                continue
+            name = _flat_name(tool.name, space and space.name)
+            if space is not None:
+                namespaces[name] = space.name, tool.name
+            if isinstance(tool, _CustomTool):
+                custom.append(name)
+                offered.append(wire.chat_tool(name, tool.explanation, _TEXT_INPUT, None))
+            else:
+                offered.append(wire.chat_tool(name, tool.description, tool.parameters, tool.strict))
+            if space is not None and space.description:
+                function = offered[-1]["function"]
+                function["description"] = f"{space.description}\n\n{function.get('description', '')}".rstrip()
+        if not isinstance(declared, _HostedTool):
+            echoed.append(declared.model_dump(by_alias=True, exclude_unset=True))
+    return offered, ResponseEcho({}, echoed, custom, namespaces)
+
+
 def _messages(request: _Request, images: ImageReader) -> list[Message]:
     plain: list[Message] = []
     if request.instructions:
@@ -297,8 +403,8 @@ def _messages(request: _Request, images: ImageReader) -> list[Message]:
     reply: Message = {}  # the assistant's message that the next item may extend
     before = None
     for i, item in enumerate(request.input or ()):
-        if isinstance(item, _FunctionCallOutput):
-            content = _content(item.output, f"input.{i}.function_call_output.output", images)
+        if isinstance(item, _CallOutput):
+            content = _content(item.output, f"input.{i}.output", images)
             plain.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
             reply = {}
         elif isinstance(item, _Message) and item.role != "assistant":
@@ -316,12 +422,14 @@ def _messages(request: _Request, images: ImageReader) -> list[Message]:
     return plain
 
 
-def _add(reply: Message, item: _Message | _Reasoning | _FunctionCall, where: str, images: ImageReader) -> None:
+def _add(
+    reply: Message, item: _Message | _Reasoning | _FunctionCall | _CustomCall, where: str, images: ImageReader
+) -> None:
     if isinstance(item, _Message):
         reply["content"] += _content(item.content, f"{where}.message.content", images, item.role)
-    elif isinstance(item, _FunctionCall):
+    elif isinstance(item, (_FunctionCall, _CustomCall)):
         arguments = wire.call_arguments(item.arguments, f"{where}.arguments")
-        function = {"name": item.name, "arguments": arguments}
+        function = {"name": _flat_name(item.name, item.namespace), "arguments": arguments}
         reply.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif item.content:
         reply["reasoning_content"] = reply.get("reasoning_content", "") + "".join(part.text for part in item.content)
@@ -357,11 +465,17 @@ def _json_schema(request: _Request) -> dict[str, Any] | None:
 
 def _echo(request: _Request) -> dict[str, Any]:
     """Return the request fields that the answer repeats and that `ModelCall` does not have."""
-    choice, wanted = request.tool_choice, request.text and request.text.format
+    wanted = request.text and request.text.format
     return {
         "instructions": request.instructions,
         "metadata": request.metadata or {},
         "reasoning": request.reasoning or {"effort": None, "summary": None},
         "text": {"format": wanted.model_dump(by_alias=True, exclude_none=True) if wanted else {"type": "text"}},
-        "tool_choice": "auto" if choice is None else choice.type if choice.name is None else choice.model_dump(),
+        "tool_choice": _chosen(request.tool_choice),
     }
+
+
+def _chosen(choice: _ToolChoice | None) -> str | dict[str, Any]:
+    if choice is None:
+        return "auto"
+    return choice.type if choice.name is None else choice.model_dump(exclude_none=True)

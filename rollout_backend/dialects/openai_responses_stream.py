@@ -4,13 +4,13 @@ Invariants:
 
 - Events are numbered without gaps. Each item is opened, written and closed before the next one is opened.
 - The last event repeats the items exactly as they were streamed. A body is that last response.
-- `store` is false. Sampling settings are null, because the trainer's may have replaced the agent's. Reasoning tokens
-  are not counted separately.
+- `store` is false. Sampling settings are null, because the trainer's may have replaced the agent's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
 
@@ -22,11 +22,22 @@ Event = dict[str, Any]
 _TOOL = {"type": "function", "description": None, "parameters": None, "strict": None}
 
 
+@dataclass(frozen=True)
+class ResponseEcho:
+    """What an answer repeats of its request, and which calls are no plain calls of functions."""
+
+    fields: Mapping[str, Any]
+    tools: Sequence[Mapping[str, Any]] = ()
+    custom: Sequence[str] = ()
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # and the tool's name there
+
+
 class ResponseWriter:
     """Builds an answer's items and the events that stream them, as plain values."""
 
     def __init__(self, call: ModelCall, answer_id: str, created: int, model: str) -> None:
         self._id = answer_id
+        self._echo: ResponseEcho = call.dialect_data or ResponseEcho({})
         self._numbers = count()
         self._items: list[dict[str, Any]] = []
         self._open: Literal["reasoning", "text"] | None = None  # the kind of the last item while it is open
@@ -42,14 +53,14 @@ class ResponseWriter:
             "usage": None,
             "parallel_tool_calls": call.parallel_tool_calls,
             "max_output_tokens": call.max_new_tokens,
-            "tools": [{**_TOOL, **tool["function"]} for tool in call.tools or ()],
+            "tools": [{**_TOOL, **tool} if tool["type"] == "function" else tool for tool in self._echo.tools],
             "temperature": None,
             "top_p": None,
             "truncation": "disabled",
             "store": False,
             "background": False,
             "previous_response_id": None,
-            **(call.dialect_data or {}),
+            **self._echo.fields,
         }
 
     def start(self) -> Iterator[Event]:
@@ -112,9 +123,19 @@ class ResponseWriter:
     def _function_call(self, call: Mapping[str, Any]) -> Iterator[Event]:
         yield from self._close()
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        yield self._add("fc", type="function_call", call_id=call["id"], name=name, arguments="")
+        text = _custom_input(arguments) if name in self._echo.custom else None
+        named = {"call_id": call["id"], "name": name}
+        if name in self._echo.namespaces:
+            named["namespace"], named["name"] = self._echo.namespaces[name]
+        if text is not None:
+            yield self._add("ctc", type="custom_tool_call", input="", **named)
+            yield self._in_item("response.custom_tool_call_input.delta", delta=text)
+            yield self._in_item("response.custom_tool_call_input.done", input=text)
+            yield self._done("completed", input=text)
+            return
+        yield self._add("fc", type="function_call", arguments="", **named)
         yield self._in_item("response.function_call_arguments.delta", delta=arguments)
-        yield self._in_item("response.function_call_arguments.done", name=name, arguments=arguments)
+        yield self._in_item("response.function_call_arguments.done", name=named["name"], arguments=arguments)
         yield self._done("completed", arguments=arguments)
 
     def _part(self) -> dict[str, Any]:
@@ -166,6 +187,13 @@ class ResponseEvents:
         return b": sampling\n\n"
 
 
+def _custom_input(arguments: str) -> str | None:
+    """Return the text that a custom tool was given; None if these are no arguments of one."""
+    value = wire.read_object(arguments)
+    text = value["input"] if value is not None and value.keys() == {"input"} else None
+    return text if isinstance(text, str) else None
+
+
 def _encoded(event: Event) -> bytes:
     return wire.event(event["type"], event)
 
@@ -175,6 +203,6 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "input_tokens": answer.prompt_tokens,
         "input_tokens_details": {"cached_tokens": answer.cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": answer.sampled_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
         "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
     }

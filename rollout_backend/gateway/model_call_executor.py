@@ -235,7 +235,14 @@ class ModelCallExecutor:
             sent = sum(len(delta.logprobs) for delta in running.deltas if delta.choice == request.index)
             spoken = len(completion.token_ids) - thread.has_end(completion.token_ids)
             running.emit(with_logprobs(rest, (logprobs or ())[sent:spoken]))
-        choice = Choice(reply.message, reply.finish_reason, len(completion.token_ids), completion.matched, logprobs)
+        choice = Choice(
+            reply.message,
+            reply.finish_reason,
+            len(completion.token_ids),
+            completion.matched,
+            logprobs,
+            reply.reasoning_tokens,
+        )
         if request.forced:
             completion = replace(completion, logprobs=(None,) * len(completion.token_ids))
         return _Sampled(completion, reply, choice)

@@ -181,6 +181,9 @@ class RenderingThread:
             tools_offered=_tools_offered(call),
             parallel=call.parallel_tool_calls,
         )
+        if reasoning := reply.message.get("reasoning_content"):
+            tokens = len(self.bundle.tokenizer.encode(reasoning, add_special_tokens=False))
+            reply = replace(reply, reasoning_tokens=min(tokens, len(ids)))
         return replace(reply, malformed_tool_calls=1) if broken else reply
 
     def has_end(self, ids: Sequence[int]) -> bool:

@@ -35,6 +35,7 @@ class Reply:
     finish_reason: FinishReason
     malformed_tool_calls: int = 0
     extra_tool_calls: int = 0  # dropped because parallel_tool_calls is false
+    reasoning_tokens: int = 0
 
 
 def read_reply(

@@ -232,7 +232,7 @@ def test_a_field_is_handled_as_listed(send, name, claimed, field, claim):
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_an_unlisted_type_is_refused(send, name):
+def test_an_unlisted_type_is_refused_and_a_hosted_tool_left_out(send, name):
     api = APIS[name]
     assert WALKED[name].unlisted
     for kind, claimed, field, unlisted in WALKED[name].unlisted:
@@ -241,6 +241,13 @@ def test_an_unlisted_type_is_refused(send, name):
         value = {**tags(unlisted), "name": "x", "content": "x"}
         assert tags(unlisted), f"{kind}.{field} may be a {unlisted.__name__}, which nothing tells apart"
         listed = isinstance(get(base, claimed.at).get(field), list)
+        if unlisted.__name__ in claims.HOSTED:
+            body = {**base, "tools": [*base["tools"], value]}
+            before, (_, without, _) = send.counted(value["type"])[1], send(api.path, base)
+            answer, asked, _ = send(api.path, body)
+            assert (answer.status_code, asked) == (200, without), (unlisted.__name__, answer.text)
+            assert send.counted(value["type"])[1] == before + 1
+            continue
         answer, asked, _ = send(api.path, put(base, (*at, 0) if listed else at, value))
         assert (answer.status_code, asked) == (400, []), (unlisted.__name__, answer.text)
         assert field in answer.json()["error"]["message"]

@@ -27,7 +27,8 @@ def test_messages_are_normalised():
         {"role": "user", "content": "c", "name": None, "something": 1},
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "1", "content": []},
-        {"role": "assistant", "content": "d", "reasoning_content": "r", "name": "n"},
+        {"role": "assistant", "content": "d", "reasoning_content": "r", "name": "n", "prefix": False},
+        {"role": "assistant", "content": "e", "reasoning": "r"},
     ]
     assert parse(messages=messages).messages == [
         {"role": "system", "content": "ab"},
@@ -35,7 +36,20 @@ def test_messages_are_normalised():
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "", "tool_call_id": "1"},
         {"role": "assistant", "content": "d", "reasoning_content": "r", "name": "n"},
+        {"role": "assistant", "content": "e", "reasoning_content": "r"},
     ]
+
+
+@pytest.mark.parametrize("field", ["prefix", "partial"])
+def test_a_prefilled_reply_is_refused(field):
+    with pytest.raises(ApiError, match=rf"^messages\.0\.{field}: .*cannot continue a prefilled reply"):
+        parse(messages=[{"role": "assistant", "content": "It is", field: True}])
+
+
+def test_usage_within_a_stream_is_refused():
+    with pytest.raises(ApiError, match=r"^stream_options\.continuous_usage_stats: usage is sent once"):
+        parse(stream=True, stream_options={"continuous_usage_stats": True})
+    parse(stream=True, stream_options={"continuous_usage_stats": False})
 
 
 def test_tools_are_unchanged():
@@ -134,6 +148,7 @@ def test_the_body_of_an_answer_with_two_choices():
         "completion_tokens": 6,
         "total_tokens": 16,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

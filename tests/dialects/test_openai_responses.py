@@ -52,6 +52,20 @@ def body(message: dict, *how, **request) -> dict:
     return DIALECT.body(parse(**request), answer(message, *how))
 
 
+PATCH = "*** Begin\n  x = 1\n*** End\n"
+CUSTOM = {"type": "custom", "name": "patch", "description": "Patches."}
+SPACE = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [TOOL, {**CUSTOM, "name": "c"}]}
+
+
+def calling(name: str, arguments: object) -> dict:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+
+
 # --- requests ---------------------------------------------------------------------------------------------
 
 
@@ -127,12 +141,48 @@ def test_sampling_and_limits():
         ("none", ("none", None)),
         ("required", ("required", None)),
         ({"type": "function", "name": "f"}, ("required", "f")),
+        ({"type": "custom", "name": "patch"}, ("required", "patch")),
+        ({"type": "function", "name": "f", "namespace": "crm"}, ("required", "crm__f")),
     ],
 )
 def test_tool_choice(choice, wanted):
-    got = parse(tools=[TOOL], tool_choice=choice)
+    space = {"type": "namespace", "name": "crm", "description": "", "tools": [TOOL]}
+    got = parse(tools=[TOOL, {"type": "custom", "name": "patch"}, space], tool_choice=choice)
     assert (got.tool_choice, got.tool_name) == wanted
     assert DIALECT.body(got, answer({"role": "assistant", "content": ""}))["tool_choice"] == choice
+
+
+def test_custom_tools_and_namespaces_are_offered_as_functions():
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+    got = parse(tools=[{"type": "web_search"}, {**CUSTOM, "format": grammar}, SPACE, {"type": "local_shell"}])
+    functions = {tool["function"]["name"]: tool["function"] for tool in got.tools}
+    assert functions["patch"]["description"] == "Patches.\n\nThe input follows this lark grammar:\nstart: /a/"
+    assert functions["patch"]["parameters"]["required"] == ["input"]
+    assert functions["crm__f"]["parameters"] == PARAMETERS
+    assert functions["crm__c"]["description"] == "Customers.\n\nPatches."
+    assert (len(functions), got.ignored) == (3, {"web_search", "local_shell"})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "item"),
+    [
+        ("patch", {"input": PATCH}, {"type": "custom_tool_call", "name": "patch", "input": PATCH}),
+        ("patch", {"input": 1}, {"type": "function_call", "name": "patch", "arguments": '{"input": 1}'}),
+        ("f", {"input": PATCH}, {"type": "function_call", "name": "f"}),
+        ("crm__f", {"x": 1}, {"type": "function_call", "name": "f", "namespace": "crm", "arguments": '{"x": 1}'}),
+        ("crm__c", {"input": "a"}, {"type": "custom_tool_call", "name": "c", "namespace": "crm", "input": "a"}),
+    ],
+)
+def test_a_call_comes_back_as_its_tool_was_declared_and_is_read_again(name, arguments, item):
+    message, declared = calling(name, arguments), [TOOL, CUSTOM, SPACE]
+    (given,) = body(message, tools=declared)["output"]
+    assert given.items() >= item.items()
+    kind = "custom_tool_call_output" if item["type"].startswith("custom") else "function_call_output"
+    asked = parse(input=[USER, given, {"type": kind, "call_id": "c1", "output": "done"}], tools=declared)
+    assert asked.messages == [USER, message, {"role": "tool", "content": "done", "tool_call_id": "c1"}]
+    delta = Delta("tool_call", tool_call=message["tool_calls"][0])
+    sent = streamed([delta], lambda events: events.end(answer(message)), declared)
+    assert sent[-1]["response"]["output"][0].items() >= item.items()
 
 
 @pytest.mark.parametrize(
@@ -174,8 +224,8 @@ def test_fields_without_effect_are_accepted():
         ({"conversation": "conv_1"}, "conversation", "send the whole conversation"),
         ({"background": True}, "background", "wait for the answer, or stream it"),
         ({"prompt": {"id": "p"}}, "prompt", "instructions and input"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "there is no web_search here"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name", "required"),
+        ({"tools": [{"type": "browser"}]}, "tools.0", "type 'browser' is not supported here"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.function.name", "required"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.name", "is missing"),
         ({"tool_choice": {"type": "function", "name": "g"}, "tools": [TOOL]}, "tool_choice.name", "name one of f"),
@@ -275,8 +325,8 @@ DELTAS = [
 EVENTS = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
-def streamed(deltas, last) -> list[dict]:
-    events = DIALECT.stream(parse(tools=[TOOL]), "ab", 1, "m")
+def streamed(deltas, last, tools=(TOOL,)) -> list[dict]:
+    events = DIALECT.stream(parse(tools=list(tools)), "ab", 1, "m")
     stream = b"".join(events.start(11))
     for delta in deltas:
         stream += events.keepalive() + b"".join(events.delta(delta))

@@ -85,4 +85,4 @@ def check_read_or_refused(dialect: Dialect, parse: Callable[[bytes], ModelCall],
         assert json.dumps(dialect.error_body(error), ensure_ascii=False).encode()
     else:
         parts = [call.messages, call.tools, call.json_schema, call.dialect_data]
-        json.dumps(parts, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(parts, ensure_ascii=False, allow_nan=False, default=vars).encode()

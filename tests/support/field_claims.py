@@ -204,8 +204,30 @@ RESPONSES = {
     ],
     "tools": [{"type": "function", **_FUNCTION}],
 }
+_CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "c1", "name": "add", "input": "a"}
+_CUSTOM_TOOL = {"type": "custom", "name": "patch", "description": "Patches."}
+_NAMESPACE = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers.",
+    "tools": [{"type": "function", **_FUNCTION}],
+}
 _ITEM = {**each(Harmless, "x", "id", "call_id"), "status": Harmless("completed"), "type": TAG}
-_NO_CALLER = {"caller": Refused({"type": "program", "caller_id": "p"}), "namespace": Refused("ns")}
+_NO_CALLER = {"caller": Refused({"type": "program", "caller_id": "p"})}
+_NAMED_TOOL = {**each(Honoured, "else", "name", "description"), "type": TAG}
+_CUSTOM = {**_NAMED_TOOL, "allowed_callers": Refused(["programmatic"]), "defer_loading": Ignored(True)}
+_FUNCTION_FIELDS = {
+    **_CUSTOM,
+    "parameters": Honoured({"type": "object"}),
+    "strict": Honoured(False),
+    "output_schema": Refused({"type": "object"}),
+}
+_GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+HOSTED = {  # tools that are left out and counted by their type
+    *("FileSearchToolParam", "ComputerToolParam", "ComputerUsePreviewToolParam", "WebSearchToolParam", "Mcp"),
+    *("CodeInterpreter", "ProgrammaticToolCalling", "ImageGeneration", "LocalShell", "FunctionShellToolParam"),
+    *("ToolSearchToolParam", "WebSearchPreviewToolParam", "ApplyPatchToolParam"),
+}
 _INPUT_TEXT = {"text": Honoured("else"), "type": TAG, "prompt_cache_breakpoint": BREAKPOINT}
 _INPUT_MESSAGE = {**_MESSAGE, "type": TAG, "phase": Harmless("commentary"), "status": Harmless("completed")}
 RESPONSES_TYPES = {
@@ -256,11 +278,21 @@ RESPONSES_TYPES = {
             **_NO_CALLER,
             "arguments": Honoured("{}"),
             "async": Refused(True),
-            "name": Honoured("sub"),
+            **each(Honoured, "sub", "name", "namespace"),
         },
     ),
+    "ResponseCustomToolCallParam": Type(
+        ("input", 4),
+        {**_ITEM, **_NO_CALLER, **each(Honoured, "sub", "input", "name", "namespace")},
+        given=_CUSTOM_CALL,
+    ),
     "FunctionCallOutput": Type(
-        ("input", 5), {**_ITEM, **_NO_CALLER, "name": Harmless("add"), "output": Honoured("else")}
+        ("input", 5), {**_ITEM, **_NO_CALLER, **each(Harmless, "x", "name", "namespace"), "output": Honoured("else")}
+    ),
+    "ResponseCustomToolCallOutputParam": Type(
+        ("input", 5),
+        {**_ITEM, **_NO_CALLER, "output": Honoured("else")},
+        given={"type": "custom_tool_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "5"}]},
     ),
     "ResponseInputTextParam": Type(("input", 0, "content", 0), _INPUT_TEXT),
     "ResponseInputTextContentParam": Type(("input", 5, "output", 0), _INPUT_TEXT),
@@ -271,17 +303,23 @@ RESPONSES_TYPES = {
     "ResponseOutputRefusalParam": Type(("input", 3, "content", 1), {"refusal": Honoured("else"), "type": TAG}),
     "FunctionToolParam": Type(
         ("tools", 0),
-        {
-            **each(Honoured, "else", "name", "description"),
-            "type": TAG,
-            "parameters": Honoured({"type": "object"}),
-            "strict": Honoured(False),
-            "allowed_callers": Refused(["programmatic"]),
-            "async": Refused(True),
-            "defer_loading": Ignored(True),
-            "output_schema": Refused({"type": "object"}),
-        },
+        {**_FUNCTION_FIELDS, "async": Refused(True)},
     ),
+    "CustomToolParam": Type(("tools", 0), {**_CUSTOM, "format": Honoured(_GRAMMAR)}, given=_CUSTOM_TOOL),
+    "Text": Type(
+        ("tools", 0, "format"),
+        {"type": TAG},
+        given={**_CUSTOM_TOOL, "format": {"type": "text"}},
+        given_at=("tools", 0),
+    ),
+    "Grammar": Type(
+        ("tools", 0, "format"),
+        {"type": TAG, **each(Honoured, "else", "syntax", "definition")},
+        given={**_CUSTOM_TOOL, "format": _GRAMMAR},
+        given_at=("tools", 0),
+    ),
+    "NamespaceToolParam": Type(("tools", 0), {**_NAMED_TOOL, "tools": Honoured([_CUSTOM_TOOL])}, given=_NAMESPACE),
+    "ToolFunction": Type(("tools", 0, "tools", 0), _FUNCTION_FIELDS, given=_NAMESPACE, given_at=("tools", 0)),
     "ToolChoiceFunctionParam": Type(
         ("tool_choice",), {"name": Refused("nobody"), "type": TAG}, given={"type": "function", "name": "add"}
     ),
