@@ -332,7 +332,7 @@ class OpenAIResponses(Dialect):
             messages=_messages(request, images),
             images=images.found,
             tools=tools or None,
-            tool_choice="required" if choice.type in ("function", "custom") else choice.type,
+            tool_choice="required" if choice.type == "function" or choice.type == "custom" else choice.type,
             tool_name=_flat_name(choice.name, choice.namespace) if names_tool and choice.name else None,
             parallel_tool_calls=request.parallel_tool_calls is not False,
             json_schema=_json_schema(request),
@@ -380,7 +380,7 @@ def _tools(request: _Request) -> tuple[list[dict[str, Any]], ResponseEcho]:
         for tool in [declared] if space is None else space.tools:
             if isinstance(tool, (_Namespace, _HostedTool)):
                 continue
-            name = _flat_name(tool.name, space and space.name)
+            name = _flat_name(tool.name, space.name if space is not None else None)
             if space is not None:
                 namespaces[name] = space.name, tool.name
             if isinstance(tool, _CustomTool):

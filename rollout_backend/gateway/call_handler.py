@@ -5,6 +5,7 @@ Invariants:
 - A session that an earlier trainer started makes no model call before this trainer adopts it: until then it is not
   known whether the engines serve the weights that it may continue with.
 - A call whose client hangs up is aborted, unless another client waits for the same answer.
+- An answer counts as delivered once all of it was sent to a client that was still connected.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -38,16 +39,21 @@ from rollout_backend.gateway.session_share import SessionShare, is_brief
 from rollout_backend.gateway.stats import Counters, GatewayStats
 
 _BYTES, _TOKEN_BYTES = 1024 * 1024, 32  # of a body without images, besides its text and per token of the context
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _MIN_REQUESTS = 16  # of one session
 _RETRIED = frozenset({408, 409, 429})  # statuses below 500 that OpenAI's and Anthropic's clients retry
 
 
-class _Stream(StreamingResponse):
-    """Calls the functions of `on_end` when the response ends, even if the client disconnects before it starts."""
+class _Answer(StreamingResponse):
+    """Calls the functions of `on_end` when it ends, even if the client disconnects before it starts.
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+    It stops when the client disconnects. `is_cancelled`: it stopped because this gateway stops.
+    """
+
+    is_cancelled = False
+
+    def __init__(self, content: AsyncIterator[bytes], media_type: str, headers: Mapping[str, str]) -> None:
+        super().__init__(content, media_type=media_type, headers=headers)
         self._ends = contextlib.ExitStack()
 
     def on_end(self, function: Callable[[], object]) -> None:
@@ -56,6 +62,9 @@ class _Stream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:
+            self.is_cancelled = True
+            raise
         finally:
             self._ends.close()
 
@@ -98,7 +107,11 @@ class CallHandler:
     def stats(self) -> GatewayStats:
         registry = self._registry
         return self._counters.snapshot(
-            registry.open_count, registry.closed_count, self._admission.in_flight, self._admission.loads
+            registry.open_count,
+            registry.closed_count,
+            self._admission.in_flight,
+            self._admission.loads,
+            registry.undelivered_replies,
         )
 
     def check_model(self, name: str) -> None:
@@ -145,15 +158,13 @@ class CallHandler:
                     if isinstance(running, Answer):
                         call = await share.parse(body, dialect.parse, body)
                         running = InFlightCall.answered_before(call, running)
-            failed = partial(session.state.retries.failed, running.question)
             try:
-                response = await self._respond(request, dialect, running, failed)
+                response = await self._respond(request, dialect, session, running)
             except ApiError as error:
                 if _is_retried(error):
-                    failed()
+                    session.state.retries.failed(running.question)
                 raise
-            if isinstance(response, _Stream):
-                response.on_end(open_request.pop_all().close)
+            response.on_end(open_request.pop_all().close)
             return response
 
     def _body(self, request: Request, share: SessionShare) -> AbstractAsyncContextManager[bytes]:
@@ -182,6 +193,8 @@ class CallHandler:
 
         def ended(task: asyncio.Task[Answer]) -> None:
             session.state.calls.discard(task)
+            if not running.answered:
+                session.state.undelivered.discard(running)
             share.choices -= choices
             for _ in range(choices):
                 self._admission.ended(time.monotonic() - began if running.answered else None)
@@ -190,19 +203,19 @@ class CallHandler:
 
         task = running.start(self._executor.answer(session, running))
         session.state.calls.add(task)
+        session.state.undelivered.add(running)
         task.add_done_callback(ended)
         return running
 
     async def _respond(
-        self, request: Request, dialect: Dialect, running: InFlightCall, failed: Callable[[], None]
-    ) -> Response:
-        """Return the answer, or the start of its stream. Call `failed` if the attempt is aborted or its stream fails.
+        self, request: Request, dialect: Dialect, session: OpenSession, running: InFlightCall
+    ) -> _Answer:
+        """Return the answer, or the start of its stream.
 
         An error before the stream starts sets the response's status; a later one is sent as an event.
         """
         call = running.call
         running.join()
-        delivered = streams = False
         try:
             if call.stream:
                 await wait_or_disconnect(request, running.wait_for_more(0, self._settings.keepalive_s))
@@ -210,20 +223,24 @@ class CallHandler:
                 await wait_or_disconnect(request, running.task)
             if not call.stream or running.done:
                 answer = running.outcome()
-            if not call.stream:
-                delivered = True
-                return JSONResponse(dialect.body(call, answer))
-            streams = True
-            stream = _Stream(self._events(dialect, running, failed))
-            stream.on_end(lambda: self._leave(running, failed))
-            return stream
-        finally:
-            if not streams and running.leave(delivered):
-                failed()
+            if call.stream:
+                response = _Answer(self._events(dialect, session, running), "text/event-stream", _STREAM_HEADERS)
+            else:
+                content = bytes(JSONResponse(dialect.body(call, answer)).body)
+                length = {"Content-Length": str(len(content))}
+                response = _Answer(_whole(running, content), "application/json", length)
+        except BaseException as error:
+            self._leave(session, running, given_up=isinstance(error, ClientDisconnect))
+            raise
 
-    async def _events(
-        self, dialect: Dialect, running: InFlightCall, failed: Callable[[], None]
-    ) -> AsyncIterator[bytes]:
+        def left() -> None:
+            if self._leave(session, running, given_up=not response.is_cancelled):
+                self._counters.client_disconnects += 1
+
+        response.on_end(left)
+        return response
+
+    async def _events(self, dialect: Dialect, session: OpenSession, running: InFlightCall) -> AsyncIterator[bytes]:
         stream = dialect.stream(running.call, running.id, running.created, self._settings.model.served_name)
         sent, started = 0, False
         while True:
@@ -246,16 +263,25 @@ class CallHandler:
         except ApiError as error:
             self._counters.errors[error.code] += 1
             if _is_retried(error):
-                failed()
+                session.state.retries.failed(running.question)
             yield b"".join(stream.failed(error))
         else:
             yield b"".join(stream.end(answer))
         running.delivered = True
 
-    def _leave(self, running: InFlightCall, failed: Callable[[], None]) -> None:
-        if running.leave():  # the client hung up
-            self._counters.client_disconnects += 1
-            failed()
+    def _leave(self, session: OpenSession, running: InFlightCall, *, given_up: bool) -> bool:
+        """Remove a listener. Return whether this aborted the call."""
+        aborted = running.leave(given_up=given_up)
+        if aborted:
+            session.state.retries.failed(running.question)
+        if running.delivered:
+            session.state.undelivered.discard(running)
+        return aborted
+
+
+async def _whole(running: InFlightCall, content: bytes) -> AsyncIterator[bytes]:
+    yield content
+    running.delivered = True
 
 
 def _is_retried(error: ApiError) -> bool:

@@ -20,14 +20,14 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from agent_wrapper.contract import ImageSpan
+from agent_wrapper.contract import ImageSpan, Segment
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.images import Image, PlacedImage, image_names
 from rollout_backend.core.prefix_memo import PrefixMemo, common_prefix
@@ -83,6 +83,13 @@ class RecordedTurn:
         return self.split_reason if self.extends is None else None
 
 
+class RecordedReply(NamedTuple):
+    """A recorded reply: its tokens, and the digest of the conversation up to it."""
+
+    place: TurnPosition
+    end: _Digest
+
+
 class Conversations:
     """The conversations of one session.
 
@@ -109,9 +116,19 @@ class Conversations:
     def image_bytes(self) -> int:
         return sum(len(image.data) for image in list(self._images.values()))
 
-    def images(self) -> dict[str, bytes]:
-        """Return the bytes of all images, by SHA-256."""
-        return {name: image.data for name, image in self._images.items()}
+    def images(self, segments: Iterable[Segment]) -> dict[str, bytes]:
+        """Return the bytes of the segments' images, by SHA-256."""
+        shown = {span.sha256 for segment in segments for span in segment.images}
+        return {name: image.data for name, image in self._images.items() if name in shown}
+
+    def recorded(self, turn: RecordedTurn) -> RecordedReply:
+        """Return where the latest recorded turn is."""
+        return RecordedReply(self._turns[turn.tools_digest, turn.end], turn.end)
+
+    def drop(self, replies: Iterable[RecordedReply]) -> list[RecordedReply]:
+        """Remove the replies that no later call continues, and return them."""
+        latest_first = sorted(replies, key=lambda reply: reply.place, reverse=True)
+        return [reply for reply in latest_first if reply.end not in self._seen and self.recorder.drop(reply.place)]
 
     def question(self, messages: Sequence[Message], tools: Tools) -> bytes:
         """Return a digest of what a call asks. It recognises a repeated question."""

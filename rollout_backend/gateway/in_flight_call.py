@@ -18,11 +18,12 @@ from uuid import uuid4
 
 from rollout_backend.core.api_error import session_closed
 from rollout_backend.core.model_call import Answer, Delta, ModelCall
+from rollout_backend.gateway.conversations import RecordedReply
 from rollout_backend.rendering.streaming_parser import whole_deltas
 
 
 class InFlightCall:
-    """One model call. A listener calls `join`, then `leave` with whether it got the answer."""
+    """One model call. A listener calls `join`, sets `delivered` once it has the answer, and calls `leave`."""
 
     def __init__(
         self,
@@ -45,7 +46,9 @@ class InFlightCall:
         self.prompt_tokens: int | None = None  # None until the prompt is rendered
         self.deltas: list[Delta] = []
         self.delivered = False
-        self.aborted = False  # for want of a listener; its task may still be ending
+        self.replies: list[RecordedReply] = []  # what was recorded of it
+        self.aborted = False  # no listener is left; its task may still be ending
+        self.given_up = False  # whether it was aborted because its client disconnected
         self._listeners = 0
         self._changed = asyncio.Event()
         self._task: asyncio.Future[Answer] | None = None
@@ -113,10 +116,13 @@ class InFlightCall:
     def join(self) -> None:
         self._listeners += 1
 
-    def leave(self, delivered: bool = False) -> bool:
-        """Remove a listener. Return whether this aborted the call, because it was the last."""
+    def leave(self, *, given_up: bool = False) -> bool:
+        """Remove a listener. Return whether this aborted the call, because it was the last.
+
+        `given_up` is whether the client disconnected; otherwise this gateway stops, and the call may be repeated.
+        """
         self._listeners -= 1
-        self.delivered |= delivered
+        self.given_up = given_up and not self._listeners
         if not self._listeners and self.answered:  # a later listener gets the answer in whole deltas
             self.deltas = _deltas_of(self.task.result())
         self.aborted = not self._listeners and self.task.cancel()

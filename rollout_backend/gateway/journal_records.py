@@ -1,9 +1,10 @@
 """Encode and decode the records of a session's journal. Pure.
 
     {"kind": "asked", ...}        a call has started, or was refused by admission; it has no answer yet
-    {"kind": "dropped", "call"}   the call was invalid and needs no answer
+    {"kind": "dropped", "call"}   the call was invalid, or its client disconnected, so it needs no answer
     {"kind": "answered", ...}     an answered call: its turns, its answer, and the session's counts after it
-    {"kind": "sealed", ...}       the session was sealed: when (unix seconds), and which calls were unanswered
+    {"kind": "sealed", ...}       the session was sealed: when (unix seconds), which calls were unanswered, and which
+                                  replies no client received
 
 Invariants:
 
@@ -27,8 +28,9 @@ from agent_wrapper.contract import ImageSpan, VersionSpan
 from rollout_backend.core.images import Image
 from rollout_backend.core.model_call import Answer, Choice
 from rollout_backend.core.routed_experts import ExpertRows
-from rollout_backend.gateway.conversations import Conversations, RecordedTurn
+from rollout_backend.gateway.conversations import Conversations, RecordedReply, RecordedTurn
 from rollout_backend.gateway.engine_client import Completion
+from rollout_backend.rendering.segments import TurnPosition
 
 Record = dict[str, Any]
 
@@ -40,30 +42,35 @@ class RestoredSession:
     conversations: Conversations
     started: int = 0
     sampled_tokens: int = 0
-    unanswered: set[bytes] = field(default_factory=set)
+    unanswered: Counter[bytes] = field(default_factory=Counter)  # attempts since the last answer, by call
     attempts: Counter[bytes] = field(default_factory=Counter)  # without an answer, by call
     answers: list[tuple[bytes, bytes, Answer]] = field(default_factory=list)  # request, call, answer; latest last
     sealed_at: float | None = None
+    undelivered: Sequence[RecordedReply] = ()  # when it was sealed
 
     def apply(self, record: Record) -> None:
         match record["kind"]:
             case "asked":
-                self.unanswered.add(record["call"])
+                self.unanswered[record["call"]] += 1
                 if not record.get("is_retry"):  # a retry belongs to an attempt that is counted already
                     self.attempts[record["call"]] += 1
             case "dropped":
-                self.unanswered.discard(record["call"])
+                self.unanswered[record["call"]] -= 1
+                self.unanswered = +self.unanswered
             case "answered":
                 for turn in turns(record):
                     self.conversations.add(turn)
-                self.unanswered.discard(record["call"])
+                del self.unanswered[record["call"]]
                 self.started, self.sampled_tokens = record["started"], record["sampled_tokens"]
                 self.attempts[record["call"]] -= 1
                 self.attempts = +self.attempts
                 answer = _answer_of(json.loads(record["answer"]))
                 self.answers.append((record["request"], record["call"], answer))
             case "sealed":
-                self.sealed_at, self.unanswered = record["at"], set(record["unanswered"])
+                self.sealed_at, self.unanswered = record["at"], Counter(record["unanswered"])
+                self.undelivered = [
+                    RecordedReply(TurnPosition(*place), end) for place, end in record.get("undelivered", ())
+                ]
 
 
 def turns(record: Record) -> list[RecordedTurn]:
@@ -80,8 +87,9 @@ def dropped(call: bytes) -> Record:
     return {"kind": "dropped", "call": call}
 
 
-def sealed(at: float, unanswered: Iterable[bytes]) -> Record:
-    return {"kind": "sealed", "at": at, "unanswered": list(unanswered)}
+def sealed(at: float, unanswered: Iterable[bytes], undelivered: Iterable[RecordedReply]) -> Record:
+    replies = [[list(reply.place), reply.end] for reply in undelivered]
+    return {"kind": "sealed", "at": at, "unanswered": list(unanswered), "undelivered": replies}
 
 
 def answered(

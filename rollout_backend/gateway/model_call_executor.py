@@ -121,10 +121,14 @@ class ModelCallExecutor:
         state.write(journal_records.asked(digest, is_retry=running.is_retry))
         try:
             answer = await self._answer(session, running, digest)
+        except asyncio.CancelledError:
+            if running.given_up and state.is_open:
+                state.write(journal_records.dropped(digest))
+            raise
         except Exception as error:
             if not isinstance(error, ApiError) or error.status >= 500:
                 state.unanswered.add(digest)
-            elif digest not in state.unanswered:
+            else:
                 state.write(journal_records.dropped(digest))
             raise
         state.unanswered.discard(digest)
@@ -151,7 +155,7 @@ class ModelCallExecutor:
             for i in range(call.n)
         ]
         sampled = await _all([self._sample(request) for request in requests])
-        turns = [self._record(session, prompt, each, i) for i, each in enumerate(sampled)]
+        turns = [self._record(session, running, prompt, each, i) for i, each in enumerate(sampled)]
         cached_tokens = sampled[0].completion.cached_tokens
         counters = self._counters
         counters.constrained += len(sampled) if forced else 0
@@ -199,10 +203,13 @@ class ModelCallExecutor:
             asked.params["logit_bias"] = {str(token): _NEVER for token in self._bundle.vision.reserved_ids}
         return asked.params
 
-    def _record(self, session: OpenSession, prompt: Prompt, sampled: _Sampled, index: int) -> RecordedTurn:
+    def _record(
+        self, session: OpenSession, running: InFlightCall, prompt: Prompt, sampled: _Sampled, index: int
+    ) -> RecordedTurn:
         branch = prompt if index == 0 else replace(prompt, split_reason="branched")
         completion, reply = sampled.completion, sampled.reply
         turn = session.conversations.record(branch, completion, reply.message)
+        running.replies.append(session.conversations.recorded(turn))
         session.state.sampled_tokens += len(completion.token_ids)
         counters = self._counters
         counters.sampled_tokens += len(completion.token_ids)

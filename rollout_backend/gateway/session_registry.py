@@ -3,7 +3,8 @@
 Invariants:
 
 - A session is open, then sealed or revoked, and never open again: its calls are then answered with 410.
-- The trajectory is what was recorded when the session was sealed, and the same bytes on every request.
+- The trajectory is what was recorded when the session was sealed, and the same bytes on every request. A reply that
+  no client received whole, and that no later call continues, is not part of it.
 - A revoked session keeps only its name. So does a sealed one, once `_FETCHABLE_S` have passed since its seal.
 - With a journal, sessions survive the process: the first call restores a session. A session whose journal cannot be
   written is revoked, because no later process could continue it.
@@ -27,7 +28,8 @@ from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.dialects.request_memo import RequestMemo
 from rollout_backend.gateway import journal_records
-from rollout_backend.gateway.conversations import Conversations
+from rollout_backend.gateway.conversations import Conversations, RecordedReply
+from rollout_backend.gateway.in_flight_call import InFlightCall
 from rollout_backend.gateway.journal import SessionJournal
 from rollout_backend.gateway.journal_records import Record
 from rollout_backend.gateway.retries import RetryCache
@@ -55,6 +57,7 @@ class SessionState:
     requests: RequestMemo = field(default_factory=RequestMemo)
     share: SessionShare = field(default_factory=SessionShare)
     unanswered: set[bytes] = field(default_factory=set)  # calls that failed on our side and were not repeated yet
+    undelivered: set[InFlightCall] = field(default_factory=set)  # answered calls whose answer no client has yet
     sealed: asyncio.Task[bytes] | None = None
     sealed_at: float = 0.0
     journal: Callable[[Record], None] | None = None  # appends to the session's part of the journal
@@ -65,7 +68,7 @@ class SessionState:
 
     def forget_calls(self) -> None:
         """Free what only an open session needs."""
-        self.retries, self.requests = RetryCache(), RequestMemo()
+        self.retries, self.requests, self.undelivered = RetryCache(), RequestMemo(), set()
 
     def write(self, record: Record) -> None:
         """Append to the journal, if there is one.
@@ -111,6 +114,7 @@ class SessionRegistry:
         `experts` is the routing to record. A trajectory beyond `max_result_bytes`, which the trainer would refuse,
         is not returned.
         """
+        self.undelivered_replies = 0  # dropped from sealed sessions
         self._max_result_bytes = max_result_bytes
         self._experts = experts
         self._bundle = bundle
@@ -169,8 +173,9 @@ class SessionRegistry:
         state = self._find(claims)
         if state.conversations is not None:
             now = self._clock()
-            state.write(journal_records.sealed(now, state.unanswered))
-            self._seal(state, state.conversations, claims, now)
+            replies = [reply for running in state.undelivered if not running.delivered for reply in running.replies]
+            state.write(journal_records.sealed(now, state.unanswered, replies))
+            self._seal(state, state.conversations, claims, now, replies)
         if state.sealed is None:
             raise session_closed("revoked")
         try:
@@ -230,10 +235,10 @@ class SessionRegistry:
         for record in journal.read(state.id):
             restored.apply(record)
         state.started, state.sampled_tokens = restored.started, restored.sampled_tokens
-        state.unanswered = restored.unanswered
+        state.unanswered = set(restored.unanswered)
         state.journal = lambda record: self._write(state, record)
         if restored.sealed_at is not None:
-            self._seal(state, restored.conversations, session.claims, restored.sealed_at)
+            self._seal(state, restored.conversations, session.claims, restored.sealed_at, restored.undelivered)
             return
         for answered in restored.answers:
             state.retries.remember(*answered)
@@ -251,8 +256,16 @@ class SessionRegistry:
             self._close_all({state.id: state.expires_at})
             raise journal_unwritable() from None
 
-    def _seal(self, state: SessionState, conversations: Conversations, claims: SessionClaims, at: float) -> None:
+    def _seal(
+        self,
+        state: SessionState,
+        conversations: Conversations,
+        claims: SessionClaims,
+        at: float,
+        undelivered: Iterable[RecordedReply],
+    ) -> None:
         state.conversations = None
+        self.undelivered_replies += len(conversations.drop(undelivered))
         state.forget_calls()
         state.sealed = asyncio.create_task(
             self._encode(OpenSession(state, conversations, claims), len(state.unanswered))
@@ -293,7 +306,7 @@ class SessionRegistry:
                 model=self._model_name,
                 segments=segments,
                 unanswered_calls=unanswered,
-                images=session.conversations.images(),
+                images=session.conversations.images(segments),
             )
             if self._sealer is not None:
                 trajectory = self._sealer.seal(trajectory, session.claims)

@@ -33,6 +33,7 @@ class GatewayStats(BaseModel):
     constrained: int  # replies under a grammar: their logprobs cannot be trained
     replayed: int  # retried requests that got the first one's answer
     client_disconnects: int  # calls aborted because the client disconnected
+    undelivered: int  # replies that no client received and no later call continued: left out of their trajectories
     segments: dict[str, int]  # opened segments, by reason
     overridden: dict[str, int]  # ignored sampling settings of agents, by field
     ignored: dict[str, int]  # calls with a field that only concerns the provider, or a name that no template shows
@@ -98,13 +99,19 @@ class Counters:
     errors: Counter[str] = field(default_factory=Counter)
 
     def snapshot(
-        self, sessions_open: int, sessions_closed: int, calls_in_flight: int, loads: Iterable[EngineLoad] = ()
+        self,
+        sessions_open: int,
+        sessions_closed: int,
+        calls_in_flight: int,
+        loads: Iterable[EngineLoad] = (),
+        undelivered: int = 0,
     ) -> GatewayStats:
         loads = tuple(loads)
         return GatewayStats(
             sessions_open=sessions_open,
             sessions_closed=sessions_closed,
             calls_in_flight=calls_in_flight,
+            undelivered=undelivered,
             engine_running={load.url: load.running for load in loads},
             engine_waiting={load.url: load.waiting for load in loads},
             engine_kv_used={load.url: load.kv_used for load in loads},

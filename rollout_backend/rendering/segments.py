@@ -9,6 +9,7 @@ Invariants:
   images of one size have the same tokens.)
 - Every other turn opens a new segment, with the reason.
 - With a mixture of experts, a segment has the routing of all its tokens but the last, or none.
+- A dropped call leaves the segment as if it had not been made.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class _Open:
     logprobs: FloatArray = field(default_factory=lambda: array("f"))
     turns: list[Turn] = field(default_factory=list)
     messages: Sequence[Mapping[str, Any]] = ()
+    message_counts: list[int] = field(default_factory=list)  # after each turn
     images: list[ImageSpan] = field(default_factory=list)
     experts: bytearray = field(default_factory=bytearray)
 
@@ -141,6 +143,7 @@ class SegmentRecorder:
             )
         )
         segment.messages = messages
+        segment.message_counts.append(len(messages))
         segment.images += images[len(segment.images) :]
         if experts is not None:
             self._add_experts(segment, max(before - 1, 0), experts, continues)
@@ -179,9 +182,28 @@ class SegmentRecorder:
     def completion_ids(self, place: TurnPosition) -> IntArray:
         return self._segments[place.segment].ids[place.start : place.end]
 
+    def drop(self, place: TurnPosition) -> bool:
+        """Remove a call. Return False, and keep it, if later tokens follow it."""
+        segment = self._segments[place.segment]
+        if not segment.turns or segment.turns[-1].end != place.end:
+            return False
+        for each in (segment.ids, segment.response_mask, segment.logprobs):
+            del each[place.before :]
+        segment.turns.pop()
+        segment.message_counts.pop()
+        segment.messages = segment.messages[: segment.message_counts[-1] if segment.message_counts else 0]
+        segment.images = [span for span in segment.images if span.end <= place.before]
+        if self._experts is not None:
+            del segment.experts[row_bytes(self._experts) * max(place.before - 1, 0) :]
+        return True
+
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments recorded so far, in the order in which they were opened."""
-        return tuple(segment.freeze(self._experts, self._stored_once(segment.messages)) for segment in self._segments)
+        return tuple(
+            segment.freeze(self._experts, self._stored_once(segment.messages))
+            for segment in self._segments
+            if segment.turns
+        )
 
     def messages(self, segment: int) -> Sequence[Mapping[str, Any]]:
         """Return the conversation of a segment."""

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from builders import assistant, function_call, function_tool, system, tool_result, user
-from rollout_backend.gateway.conversations import Conversations
+from rollout_backend.gateway.conversations import Conversations, RecordedReply
 from rollout_backend.gateway.engine_client import Completion
 from rollout_backend.local.scripted import ToolCall
 from rollout_backend.rendering.renderer import load_renderer
@@ -38,6 +38,14 @@ def say(bundle):
         return session.record(prompt, completion, {"role": "assistant", "content": text, **reply}).opened
 
     return call
+
+
+def test_a_reply_that_another_row_continues_is_not_dropped(session, say):
+    say(session, [U1])
+    (reply,) = (RecordedReply(place, end) for (_, end), place in session._turns.items())
+    assert say(session, [U1, A, U2], tools=TOOLS) == "tools_changed"
+    assert session.drop([reply]) == []
+    assert len(session.recorder.segments()) == 2
 
 
 def test_a_continued_conversation_is_one_segment(session, say):

@@ -1,6 +1,7 @@
 """The journal: sessions continue after a restart of their gateway, or are refused."""
 
 import os
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,13 +10,14 @@ import httpx
 import pytest
 
 from agent_wrapper.contract import Trajectory
-from builders import assistant, function_tool, tool_result, user
+from builders import assistant, function_tool, hang_up, tool_result, until, user
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import KeyRefused, issue, verify
 from rollout_backend.errors import ConfigError
 from rollout_backend.gateway import journal as journals
 from rollout_backend.gateway import journal_records
+from rollout_backend.gateway.conversations import Conversations
 from rollout_backend.gateway.journal import SessionJournal
 from rollout_backend.gateway.session_registry import SessionRegistry
 from rollout_backend.local.scripted import Fail, ScriptedEngine
@@ -368,6 +370,42 @@ def test_unanswered_calls_are_counted_until_they_are_answered(start):
     down = False
     assert text_of(gateway.post(ask("a"), RETRY)) == "up"
     assert Trajectory.decode(gateway.seal()).unanswered_calls == 1
+
+
+@pytest.mark.parametrize("failed_before", [0, 1])
+def test_a_call_that_the_agent_gave_up_needs_no_answer_after_a_restart(start, failed_before):
+    """If the same question failed before, that attempt still needs one."""
+    go, asked = threading.Event(), threading.Semaphore(0)
+    fails = iter([Fail(500)] * failed_before)
+
+    def reply(_):
+        asked.release()
+        return next(fails, None) or (go.wait(60) and "late")
+
+    gateway = start(reply, engine_attempts=1)
+    for _ in range(failed_before):
+        assert gateway.post(ask("a")).status_code == 503
+        asked.acquire(timeout=60)
+    key = gateway.gateway.key(journal_id=gateway.journal_id)
+    hang_up(gateway.gateway.url, key, ask("a"), lambda: asked.acquire(timeout=60))
+    until(lambda: gateway.gateway.stats().client_disconnects == 1)
+    until(lambda: gateway.gateway.stats().calls_in_flight == 0)
+    go.set()
+    gateway.restart()
+    assert Trajectory.decode(gateway.seal()).unanswered_calls == failed_before
+
+
+def test_a_call_that_a_stopping_gateway_aborts_needs_an_answer(folder, claims, bundle, open_journal):
+    records = journal_records
+    session = records.RestoredSession(Conversations(bundle))
+    for record in (
+        records.asked(b"q", is_retry=False),
+        records.asked(b"q", is_retry=False),
+        records.dropped(b"q"),
+        records.dropped(b"other"),
+    ):
+        session.apply(record)
+    assert (session.unanswered, session.attempts) == ({b"q": 1}, {b"q": 2})
 
 
 def test_a_session_of_a_lost_journal_is_refused(start, folder, tmp_path):

@@ -226,7 +226,9 @@ async def call(replays: RetryCache, name: str, result: Answer | Exception = ANSW
 async def test_the_oldest_answers_are_forgotten():
     replays = RetryCache()
     for i in range(_KEPT + 5):
-        (await call(replays, str(i))).leave(delivered=True)
+        running = await call(replays, str(i))
+        running.delivered = True
+        running.leave()
     assert len(replays) == _KEPT
     assert replays.find(asked("4", **RETRIED)) is None
     assert replays.find(asked("5", **RETRIED)) is not None
@@ -243,11 +245,12 @@ async def test_an_undelivered_answer_is_returned_to_the_next_equal_question():
     replays = RetryCache()
     running = await call(replays, "a")
     assert replays.find(asked("a")) is None  # its client is still there
-    running.leave(delivered=False)
+    running.leave()
     assert replays.find(asked("a")) is running
     running.join()
     assert replays.find(asked("a")) is None
-    running.leave(delivered=True)
+    running.delivered = True
+    running.leave()
     assert replays.find(asked("a")) is None
     assert replays.find(asked("a", **RETRIED)) is running
 
@@ -265,7 +268,8 @@ async def test_the_cache_keeps_the_answer_and_drops_the_question():
     await running.start(work())
     replays.add(asked("a"), running)
     assert [delta.text for delta in running.deltas] == ["a", "b", "c"]
-    running.leave(delivered=True)
+    running.delivered = True
+    running.leave()
     assert running.call.messages == ()
     assert running.deltas == [Delta("reasoning", "r"), Delta("text", "abc")]
 
