@@ -189,10 +189,10 @@ def test_a_compressed_body_is_read(play, encoding, size):
     ("encoding", "body", "status"),
     [
         ("br", b"\x0b\x02\x80", 415),
-        ("gzip, zstd", gzip.compress(zstandard.compress(b"{}")), 415),
+        ("gzip, zstd", gzip.compress(zstandard.compress(b"{}"), mtime=0), 415),
         ("gzip", b"{}", 400),
-        ("gzip", gzip.compress(b"{}")[:-9], 400),
-        ("gzip", gzip.compress(b"{}") * 2, 400),
+        ("gzip", gzip.compress(b"{}", mtime=0)[:-9], 400),
+        ("gzip", gzip.compress(b"{}", mtime=0) * 2, 400),
         ("deflate", zlib.compress(b"{}") + b"more", 400),
         ("zstd", b"\x28\xb5\x2f\xfd\x00", 400),
         ("zstd", b"{}", 400),
