@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rollout_backend.config.section import Section
+from rollout_backend.config.section import HttpUrl, Section
 
 
 class ObserveConfig(Section):
@@ -16,6 +16,6 @@ class ObserveConfig(Section):
     metrics."""
     metrics_host: str = "127.0.0.1"
     """Address on which it listens. Prometheus on another machine needs 0.0.0.0, or an address that it can reach."""
-    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    otlp_endpoint: HttpUrl | None = None
     """URL of an OpenTelemetry collector that accepts OTLP over HTTP, such as `http://127.0.0.1:4318`. It gets a trace
     of each rollout. Needs the extra `otel`. Default: no traces."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 from pydantic import Field, SecretStr
 
-from rollout_backend.config.section import Seconds, Section
+from rollout_backend.config.section import HttpUrl, Seconds, Section, matching
 
 
 class RelayConfig(Section):
     """For agents that cannot reach the training side: a relay near them, to which the training side connects.
     Default: none. See [relay.md](relay.md)."""
 
-    url: str = Field(pattern=r"^wss?://[^/?#]+(/[^?#]*)?$")
+    url: Annotated[str, matching(r"wss?://[^/?#]+(/[^?#]*)?", "a URL of the form wss://HOST or ws://HOST:PORT/PATH")]
     """URL of the relay: `wss://relay.example.com`. `ws://` has no TLS: eavesdroppers read session keys and
     prompts."""
-    public_url: str | None = Field(default=None, pattern=r"^https?://")
+    public_url: HttpUrl | None = None
     """URL under which agents reach the relay, if it differs from `url` (an address inside their cluster)."""
     key: SecretStr = Field(min_length=32)
     """Shared by the training side and the relay only. Set it in the environment, as ROLLOUT__RELAY__KEY."""

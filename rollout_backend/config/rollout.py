@@ -7,11 +7,12 @@ import secrets
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self, get_args
+from typing import Annotated, Self, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from agent_wrapper.contract import Identifier, Sampling
+from agent_wrapper.contract import Sampling
+from agent_wrapper.contract.keys import ID_PATTERN
 from rollout_backend.config.aws import AwsConfig
 from rollout_backend.config.circuit_breaker import CircuitBreakerConfig
 from rollout_backend.config.collect import CollectConfig
@@ -26,12 +27,14 @@ from rollout_backend.config.relay import RelayConfig
 from rollout_backend.config.router import RouterConfig
 from rollout_backend.config.runtimes import RUNTIME_KINDS, AnyRuntimeConfig, RuntimeConfig
 from rollout_backend.config.scoring import ScoringConfig
-from rollout_backend.config.section import Section
+from rollout_backend.config.section import Section, matching
 from rollout_backend.config.serving import ServingConfig
 from rollout_backend.config.storage import MAX_URL_S, StorageConfig
 from rollout_backend.config.timeouts import TimeoutConfig
 from rollout_backend.config.training import TrainingConfig
 from rollout_backend.errors import ConfigError
+
+_ID_FORM = "an id of at most 128 letters, digits, '.', '_' and '-' that begins with a letter or a digit"
 
 
 def _new_run_id() -> str:
@@ -41,7 +44,7 @@ def _new_run_id() -> str:
 class RolloutConfig(Section):
     """All settings of a run. Only `model.path`, `storage.bucket` and `runtime` have no default."""
 
-    run_id: Identifier = Field(default_factory=_new_run_id)
+    run_id: Annotated[str, matching(ID_PATTERN, _ID_FORM)] = Field(default_factory=_new_run_id)
     """Name of the run in S3, in its queue and in its directory. Default: the time, and four letters."""
     model: ModelConfig
     storage: StorageConfig

@@ -26,13 +26,30 @@ from pydantic import (
 )
 
 from agent_wrapper.one_shot import PAYLOAD_VARIABLE
-from rollout_backend.config.section import Rate, Seconds, Section, import_kind, kind_choices
+from rollout_backend.config.section import (
+    HttpUrl,
+    Rate,
+    Seconds,
+    Section,
+    check_matches,
+    import_kind,
+    kind_choices,
+    matching,
+)
 
 _IMAGE = (
     r"\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(?:\.cn)?/(?:[a-z0-9]+(?:[._-]+[a-z0-9]+)*/)*"
     r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?(?:@sha256:[a-f0-9]{64})?"
 )
-_DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+_IMAGE_FORM = (
+    "an image in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG. AgentCore pulls images from ECR only"
+)
+_NAME = "[a-zA-Z][a-zA-Z0-9_]{0,47}"
+_NAME_FORM = "a runtime's name: a letter, then at most 47 letters, digits and underscores"
+_ARN = rf"arn:aws[a-z-]*:bedrock-agentcore:[a-z0-9-]+:\d{{12}}:runtime/{_NAME}-[a-zA-Z0-9]{{10}}"
+_ARN_FORM = "the ARN of an AgentCore runtime: arn:aws:bedrock-agentcore:REGION:ACCOUNT:runtime/NAME-0123456789"
+_ROLE = r"arn:aws[a-z-]*:iam::\d{12}:role/.+"
+_DNS_LABEL = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _TOLERATION = frozenset({"key", "operator", "value", "effect", "tolerationSeconds"})
 SMALL_REGION_SESSIONS = 2_500  # AgentCore's quota of active sessions outside the large regions
 LARGE_REGIONS = frozenset({"us-east-1", "us-west-2"})  # their quota is the default of the setting
@@ -112,15 +129,15 @@ class AgentCoreConfig(RuntimeConfig):
     implementation: ClassVar[str] = "rollout_backend.runtimes.agentcore.runtime.AgentCoreRuntime"
 
     kind: Literal["agentcore"] = "agentcore"
-    arn: str | None = None
+    arn: Annotated[str, matching(_ARN, _ARN_FORM)] | None = None
     """ARN of an existing runtime, which is used unchanged. Set either this or `image`."""
-    image: str | None = None
+    image: Annotated[str, matching(_IMAGE, _IMAGE_FORM)] | None = None
     """The agent's container image in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG. The backend creates a
     runtime from it before the run, or updates the existing one if these settings differ. The runtime stays after the
     run and costs nothing while it has no session. Use a new tag for a new image; otherwise it is not noticed."""
-    role: str | None = None
+    role: Annotated[str, matching(_ROLE, "the ARN of a role: arn:aws:iam::ACCOUNT:role/NAME")] | None = None
     """ARN of the agents' execution role. Required with `image`."""
-    name: str | None = None
+    name: Annotated[str, matching(_NAME, _NAME_FORM)] | None = None
     """Name of the runtime created from `image`. Default: `rollout_` and the name of the image's repository.
     Concurrent runs that differ in image, role, network, environment or lifetimes need different names."""
     subnets: tuple[str, ...] = ()
@@ -158,36 +175,6 @@ class AgentCoreConfig(RuntimeConfig):
             return values
         return {**values, "max_sessions": SMALL_REGION_SESSIONS}
 
-    @field_validator("arn")
-    @classmethod
-    def _is_runtime_arn(cls, value: str | None) -> str | None:
-        name = "[a-zA-Z][a-zA-Z0-9_]{0,47}-[a-zA-Z0-9]{10}"
-        shape = rf"arn:aws[a-z-]*:bedrock-agentcore:[a-z0-9-]+:\d{{12}}:runtime/{name}"
-        return _matching(
-            value,
-            shape,
-            "the ARN of an AgentCore runtime: arn:aws:bedrock-agentcore:REGION:ACCOUNT:runtime/NAME-0123456789",
-        )
-
-    @field_validator("image")
-    @classmethod
-    def _is_ecr_image(cls, value: str | None) -> str | None:
-        right = "an image in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG"
-        return _matching(value, _IMAGE, f"{right}. AgentCore pulls images from ECR only")
-
-    @field_validator("role")
-    @classmethod
-    def _is_role_arn(cls, value: str | None) -> str | None:
-        return _matching(
-            value, r"arn:aws[a-z-]*:iam::\d{12}:role/.+", "the ARN of a role: arn:aws:iam::ACCOUNT:role/NAME"
-        )
-
-    @field_validator("name")
-    @classmethod
-    def _is_runtime_name(cls, value: str | None) -> str | None:
-        shape = "[a-zA-Z][a-zA-Z0-9_]{0,47}"
-        return _matching(value, shape, "a runtime's name: a letter, then at most 47 letters, digits and underscores")
-
     @field_validator("subnets", "security_groups")
     @classmethod
     def _are_ids(cls, values: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
@@ -195,7 +182,7 @@ class AgentCoreConfig(RuntimeConfig):
         if len(values) > 16:
             raise ValueError(f"has {len(values)} entries; AgentCore accepts at most 16")
         for value in values:
-            _matching(value, rf"{kind}-[0-9a-zA-Z]{{8,17}}", f"an id like {kind}-0123456789abcdef0")
+            check_matches(value, rf"{kind}-[0-9a-zA-Z]{{8,17}}", f"an id like {kind}-0123456789abcdef0")
         return values
 
     @field_validator("environment")
@@ -259,7 +246,7 @@ class HttpConfig(RuntimeConfig):
     implementation: ClassVar[str] = "rollout_backend.runtimes.http.HttpRuntime"
 
     kind: Literal["http"] = "http"
-    url: str = Field(pattern=r"^https?://")
+    url: HttpUrl
     """Root URL of the server; `/invocations` and `/stop` are appended. With several replicas, route requests with the
     same session header to the same replica. Otherwise a stop may miss its agent, whose next model call then fails."""
     token: SecretStr | None = Field(default=None, min_length=16)
@@ -285,7 +272,7 @@ class TaskImageConfig(RuntimeConfig):
     command: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """Command of the container: text, or a list. Default: the image's. Required for Harbor tasks, such as
     `[/agent/bin/python, -I, -m, agent_wrapper.exec, ...]`."""
-    task_image: str | None = Field(default=None, pattern=r"^[^{}]+\{task\}[^{}]*$")
+    task_image: Annotated[str, matching(r"[^{}]+\{task\}[^{}]*", "an image's name with {task} in it")] | None = None
     """Image of each Harbor task whose task.toml names none, such as `registry.example.com/tasks/{task}:1`. `{task}`
     is the name of the task's folder, in lower case."""
     start_timeout_s: Seconds = 600.0
@@ -304,7 +291,7 @@ class KubernetesConfig(TaskImageConfig):
     image: str = Field(min_length=1)
     """The agent's container image. Its command must be an app that is served by `RolloutApp.run`. For Harbor tasks,
     which run in their own images, its folder /agent is copied into each container: see [harbor.md](harbor.md)."""
-    namespace: str = Field(default="rollouts", pattern=_DNS_LABEL)
+    namespace: Annotated[str, matching(_DNS_LABEL, "a name of lower-case letters, digits and -")] = "rollouts"
     """Namespace of the Jobs."""
     kubeconfig: Path | None = None
     """File with the cluster and the credentials. Default: the service account of this pod, or $KUBECONFIG, or
@@ -343,7 +330,7 @@ class KubernetesConfig(TaskImageConfig):
     @classmethod
     def _are_quantities(cls, values: dict[str, str]) -> dict[str, str]:
         for value in values.values():
-            _matching(value, r"\d+(\.\d+)?([eE]\d+|[numkMGTPE]|[KMGTPE]i)?", "a quantity such as 500m or 2Gi")
+            check_matches(value, r"\d+(\.\d+)?([eE]\d+|[numkMGTPE]|[KMGTPE]i)?", "a quantity such as 500m or 2Gi")
         return values
 
     @field_validator("tolerations")
@@ -489,9 +476,3 @@ def _parse_runtime(value: object) -> object:
 
 AnyRuntimeConfig = Annotated[SerializeAsAny[RuntimeConfig], BeforeValidator(_parse_runtime)]
 """The type of the `runtime` section: an instance of the class that its `kind` names."""
-
-
-def _matching(value: str | None, shape: str, what: str) -> str | None:
-    if value is not None and not re.fullmatch(shape, value):
-        raise ValueError(f"{value!r} is not {what}")
-    return value

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from rollout_backend.config.section import Seconds, Section
+from rollout_backend.config.section import Seconds, Section, matching
 
 
 class ScoringConfig(Section):
     """Compute rewards on the training side. Without `function` and `command`, the agent's own reward counts. See
     [rewards.md](rewards.md)."""
 
-    function: str | None = Field(default=None, pattern=r"^.+:[A-Za-z_]\w*$")
+    function: Annotated[str, matching(r".+:[A-Za-z_]\w*", "of the form FILE.py:NAME or module:NAME")] | None = None
     """A Python function, as `FILE.py:NAME` or `module:NAME`. It returns the reward of one rollout."""
     command: tuple[str, ...] = ()
     """A program with its arguments, instead of a function. It reads one rollout as JSON from stdin, and the last line

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -19,6 +21,21 @@ from pydantic import (
 
 Seconds = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0)]
+
+
+def check_matches(value: str, shape: str, what: str) -> str:
+    """Return a value that has this shape as a whole. Raises ValueError, which says in plain words what it is not."""
+    if not re.fullmatch(shape, value):
+        raise ValueError(f"{value!r} is not {what}")
+    return value
+
+
+def matching(shape: str, what: str) -> AfterValidator:
+    """Return the validator of a setting with a shape, whose error names no regular expression as `pattern` does."""
+    return AfterValidator(lambda value: check_matches(value, shape, what))
+
+
+HttpUrl = Annotated[str, matching(r"https?://.+", "a URL that begins with http:// or https://")]
 
 
 class Section(BaseModel):

@@ -1,8 +1,10 @@
 import json
+import re
 
 import pytest
 
-from rollout_backend.config import GroupConfig, ModelConfig, load_config
+from rollout_backend.config import GroupConfig, ModelConfig, RolloutConfig, load_config
+from rollout_backend.config.runtimes import RUNTIME_KINDS
 from rollout_backend.errors import ConfigError
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-a1B2c3D4e5"
@@ -289,3 +291,28 @@ def test_a_home_is_expanded_in_every_path(monkeypatch):
 @pytest.mark.parametrize("bucket", ["s3://my-bucket", "arn:aws:s3:::my-bucket", "my-bucket/results"])
 def test_a_bucket_is_given_by_its_name(bucket):
     refused("must be the bucket's name alone", storage={"bucket": bucket})
+
+
+def test_no_setting_is_checked_by_a_pattern_that_its_error_would_show():
+    """pydantic's own message of `pattern=` is a regular expression; `matching` names the form in words."""
+    schemas = [RolloutConfig.model_json_schema(mode="validation")]
+    schemas += [kind.model_json_schema() for kind in RUNTIME_KINDS.values()]
+    assert len(schemas) > 4
+    assert '"pattern":' not in json.dumps(schemas)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("relay.url=https://relay", "relay.url: 'https://relay' is not a URL of the form wss://HOST or ws://HOST"),
+        (
+            "observe.otlp_endpoint=collector:4318",
+            "'collector:4318' is not a URL that begins with http:// or https://",
+        ),
+        ("scoring.function=score.py", "'score.py' is not of the form FILE.py:NAME or module:NAME"),
+        ("run_id=a/b", "run_id: 'a/b' is not "),
+    ],
+)
+def test_a_value_of_another_form_is_refused_in_words(setting, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(base=MINIMAL, overrides=[setting], env={})

@@ -525,7 +525,7 @@ def test_each_call_has_its_rule_in_the_role():
         ({"requests": {"cpu": "a lot"}}, "a quantity such as 500m or 2Gi"),
         ({"tolerations": [{"name": "x"}]}, "name: a toleration has effect, key"),
         ({"environment": {PAYLOAD_VARIABLE: "/x"}}, "is set by the backend"),
-        ({"namespace": "Not_A_Name"}, "should match pattern"),
+        ({"namespace": "Not_A_Name"}, "'Not_A_Name' is not a name of lower-case"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, words):
