@@ -39,6 +39,8 @@ def make_console(*, stderr: bool = False) -> Console:
 
 console = make_console()
 errors = make_console(stderr=True)
+if console.is_terminal and errors.is_terminal:
+    errors = console  # a live display does not notice lines that another console writes, and leaves copies of its own
 
 _OF_THE_MACHINE = {
     errno.ENOSPC: "Free space on that disk, or set output_dir to a folder on another one",
