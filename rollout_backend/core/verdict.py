@@ -65,11 +65,13 @@ def judge(report: StepReport, records: Sequence[RolloutRecord], min_completed: i
     done = f"{completed} of {planned} rollouts completed"
     results = [record.result for record in records if record.result is not None]
     why = _nothing_to_train(report, usable) or _no_token_to_train(results)
-    first = (
-        Finding(Level.BAD, f"nothing to train on: {why}", _show(records))
-        if why
-        else Finding(Level.NOTE, f"{done}, {len(usable)} of {len(report.groups)} groups usable")
-    )
+    if why and usable and all(reward == 1 for group in usable for reward in group.rewards):
+        text = f"nothing to train on: solved, every reward is 1 ({count(len(usable), 'task')})"
+        first = Finding(Level.WARNING, text, "choose harder tasks")
+    elif why:
+        first = Finding(Level.BAD, f"nothing to train on: {why}", _show(records))
+    else:
+        first = Finding(Level.NOTE, f"{done}, {len(usable)} of {len(report.groups)} groups usable")
     findings = [first]
     if completed < min_completed:
         findings.append(Finding(Level.BAD, f"{done}, and at least {min_completed} must complete"))

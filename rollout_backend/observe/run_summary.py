@@ -15,10 +15,11 @@ from rollout_backend.core.cost import Cost, Prices
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.step_findings import findings_of
 from rollout_backend.core.summary import StepSummary, duration, summarize
-from rollout_backend.core.verdict import Finding, Verdict, count, show_command
+from rollout_backend.core.verdict import Finding, Level, Verdict, count, show_command
 from rollout_backend.observe.live_view import ratio, seconds, sentence
 from rollout_backend.serving.run_phase import RunPhase
 
+MARKS = {Level.BAD: "!", Level.WARNING: "!", Level.NOTE: "-"}
 _MAX_LINES = 12
 
 
@@ -83,7 +84,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     facts = [*_facts(summary)]
     most = _MAX_LINES - 1 - len(facts)
     lines = [Text.assemble((f"{mark} ", "bold green" if passed else "bold red"), (first.text, "bold"))]
-    lines += [Text(f"  ! {sentence(each)}") for each in others[:most]]
+    lines += [Text(f"  {MARKS[each.level]} {sentence(each)}") for each in others[:most]]
     if more := len(others[most:]):
         lines[-1].append(f"; {more} more in the report")
     lines += [Text.assemble("  ", (f"{name:9}", "dim"), text) for name, text in facts]

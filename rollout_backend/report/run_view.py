@@ -23,6 +23,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.observe.live_view import one_line, ratio, seconds
 from rollout_backend.observe.run_list import RunSummary, summarize_run
+from rollout_backend.observe.run_summary import MARKS
 from rollout_backend.observe.view import when
 from rollout_backend.report.run_data import StepData, last_start, read_config, read_steps
 from rollout_backend.report.step_page import PHASES
@@ -190,8 +191,8 @@ def _print_step(console: Console, step: StepView, show: str) -> None:
     for finding in step.findings:
         advice = f" ({finding.advice}{show if finding.advice.startswith('rollout show ') else ''})"
         text = one_line(f"{finding.text}{advice if finding.advice else ''}")
-        style = "red" if finding.level is Level.BAD else ""
-        console.print(Text(f"  ! {text}", style), soft_wrap=True, highlight=False)
+        mark, style = MARKS[finding.level], "red" if finding.level is Level.BAD else ""
+        console.print(Text(f"  {mark} {text}", style), soft_wrap=True, highlight=False)
     if step.failures:
         console.print(_failures(step.failures))
     console.print(_lowest(summary.tasks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -140,7 +141,9 @@ def test_a_run_says_what_to_look_at_first_and_where_to_look_next(rollout, runs):
 
 
 def test_a_step_of_a_run(rollout, runs):
-    assert "step 1 12 planned = " in rollout("show", "two", "--step", 1)[1]
+    output = rollout("show", "two", "--step", 1)[1]
+    assert "step 1 12 planned = " in output
+    assert re.search(r" - \d+ of 12 rollouts completed", output)  # what is no problem has no exclamation mark
     [found] = as_objects(rollout("show", "--step", 1, "--json"))
     assert (found["run_id"], found["step"], len(found["tasks"])) == ("two", 1, 4)
     code, output = rollout("show", "--step", 7)

@@ -81,7 +81,7 @@ def test_a_run_with_losses_of_every_kind_passes_and_names_them(run_groups, tmp_p
             "! 1 of 2 rollouts failed in the agent, most often agent_exception (1) (rollout show task-00000.0) "
             "! 1 of 2 rollouts cancelled, most often group_doomed (1) (rollout show task-00000.1)",
         ),
-        slow([[1, 1]], "all rewards equal (1 task, all 1)"),
+        slow([[1, 1]], "solved, every reward is 1 (1 task)"),
         slow([[0, 0], [1, 1]], "rewards equal within each group (2 tasks)"),
         slow([["messages"]], "completed rollouts carry only messages, without tokens (1 of 1)"),
         slow([[1, "messages"]], "0 of 1 groups usable (1 of 2 rollouts trainable)"),

@@ -13,7 +13,7 @@ from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.records import records_of
 from rollout_backend.core.report import GroupResult, StepResult, failures_of, make_report
 from rollout_backend.core.tasks import Task
-from rollout_backend.core.verdict import Verdict, judge
+from rollout_backend.core.verdict import Level, Verdict, judge
 from rollouts import make_rollout, make_segment
 
 TALK = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
@@ -93,7 +93,7 @@ SPREAD = [0.0, 1.0]
         ([[MESSAGES], [LOST]], "completed rollouts carry only messages, without tokens (1 of 1)"),
         ([[1.0, LOST], [LOST, LOST]], "0 of 2 groups usable (1 of 4 rollouts trainable)"),
         ([[0.0, 0.0]] * 8, "all rewards equal (8 tasks, all 0)"),
-        ([[1.0, 1.0]], "all rewards equal (1 task, all 1)"),
+        ([[1.0, 1.0]], "solved, every reward is 1 (1 task)"),
         ([[0.5, 0.5], [1.0, 1.0]], "rewards equal within each group (2 tasks)"),
     ],
 )
@@ -101,6 +101,10 @@ def test_with_nothing_to_train_on_the_verdict_fails_and_says_why(groups, why):
     verdict = verdict_on(step(*groups, needed=2))
     assert not verdict.passed
     assert verdict.sentences[0] == f"nothing to train on: {why}"
+    first = verdict.findings[0]
+    assert (first.level, first.advice == "choose harder tasks") == (
+        (Level.WARNING, True) if "solved" in why else (Level.BAD, False)
+    )
 
 
 @pytest.mark.parametrize(
