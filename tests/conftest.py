@@ -73,7 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 @pytest.fixture(scope="session")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStorage]:
     """moto's server with one bucket, for the whole session: tests keep apart by their run ids."""
-    local = LocalStorage(run_dir=tmp_path_factory.mktemp("moto"))
+    local = LocalStorage(run_dir=tmp_path_factory.mktemp("moto"), any_key=True)  # tests tell callers apart by keys
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(local):
         yield local
 

@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "rollout_backend"
 LAYERS = (
     {"errors"},
-    {"atomic_file", "child_process", "garbage_collection", "lazy_retry", "logs"},
+    {"atomic_file", "child_process", "garbage_collection", "lazy_retry", "local_keys", "logs"},
     {"aws", "config"},
     {"core"},
     {"rendering", "runtimes", "tracing"},

@@ -17,6 +17,7 @@ from typing import Any, cast
 import aioboto3
 import aiohttp
 from aiobotocore.config import AioConfig
+from aiobotocore.credentials import AioCredentials
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
 from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
@@ -24,6 +25,7 @@ from botocore.loaders import Loader, create_loader
 from botocore.parsers import ResponseParserError
 from botocore.utils import deep_merge
 
+from rollout_backend import local_keys
 from rollout_backend.aws.call_log import log_call
 from rollout_backend.aws.connection import Response
 from rollout_backend.aws.errors import UNSIGNED, is_html
@@ -90,7 +92,7 @@ async def client(
         **{"s3": {"addressing_style": "path"} if endpoint_url else {}, **more},
     )
     core = _session((service, json.dumps(newer_fields)) if newer_fields is not None else None)
-    core.register_component("credential_provider", _CredentialProvider())
+    core.register_component("credential_provider", _CredentialProvider(endpoint_url))
     await asyncio.to_thread(_preload, core.get_component("data_loader"), service)
     # Its types list every service by name, and lag behind the services.
     session: Any = aioboto3.Session(botocore_session=core)
@@ -142,9 +144,9 @@ class CredentialsFound:
     expires_at: datetime | None
 
 
-async def credentials() -> CredentialsFound:
-    """Find this process's credentials. Raises one of `UNSIGNED`."""
-    found = Credentials()
+async def credentials(endpoint_url: str | None = None) -> CredentialsFound:
+    """Find this process's credentials for an endpoint. Raises one of `UNSIGNED`."""
+    found = Credentials(endpoint_url)
     frozen = await found.get_frozen_credentials()
     return CredentialsFound(str(found.method), frozen.token is not None, found.expires_at)
 
@@ -176,8 +178,11 @@ def _preload(loader: Loader, service: str) -> None:
 class _CredentialProvider:
     """Takes the place of a session's chain of credential providers."""
 
+    def __init__(self, endpoint_url: str | None) -> None:
+        self._endpoint_url = endpoint_url
+
     async def load_credentials(self) -> Credentials:
-        return Credentials()
+        return Credentials(self._endpoint_url)
 
 
 class Credentials:
@@ -185,11 +190,12 @@ class Credentials:
 
     They are found on first use and renewed before they expire, each time by a new chain of providers, because a chain
     keeps what it has found, also that there is nothing. Concurrent calls share one renewal, and its failure. A call
-    waits for it only if there are no usable credentials.
+    waits for it only if there are no usable credentials. The endpoint of a local cloud has its own key.
     """
 
-    def __init__(self, pause_s: float = 10.0) -> None:
+    def __init__(self, endpoint_url: str | None = None, *, pause_s: float = 10.0) -> None:
         """`pause_s` is the least time between two renewals of credentials that are usable."""
+        self._endpoint_url = endpoint_url
         self._pause_s = pause_s
         self._found: Any = None  # botocore's
         self._frozen: Any = None
@@ -251,7 +257,10 @@ class Credentials:
         found: Any = None
         try:
             async with asyncio.timeout(_RENEWAL_S):
-                found = await _session().get_credentials()
+                if (key := local_keys.key_of(self._endpoint_url)) is not None:
+                    found = AioCredentials(key, local_keys.SECRET, method="local cloud")
+                else:
+                    found = await _session().get_credentials()
                 # Those that expire soon would be renewed at once, so they are read first.
                 frozen = getattr(found, "_frozen_credentials", None)
                 if found is not None and frozen is None:

@@ -33,7 +33,7 @@ class Identity:
         """
         async with client("sts", region=region, endpoint_url=endpoint_url, retries=1) as sts:
             caller = await sts.get_caller_identity()
-        found = await credentials()
+        found = await credentials(endpoint_url)
         return cls(
             arn=str(caller["Arn"]),
             account=str(caller["Account"]),

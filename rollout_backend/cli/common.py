@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from agent_wrapper.contract import readable
-from rollout_backend.config import AgentCoreConfig, RolloutConfig, load_config, merge_overrides
+from rollout_backend.config import RolloutConfig, load_config, merge_overrides
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError, TaskFileError
 from rollout_backend.observe.keys import restore_terminals
 
@@ -108,9 +108,7 @@ def load_settings(config: Path | None, overrides: Sequence[str], stack: str | No
         PreflightError: the stack does not exist, or has no runtime yet.
     """
     if stack is None:
-        settings = load_config(config, overrides)
-        use_placeholder_credentials(settings)
-        return settings
+        return load_config(config, overrides)
     from rollout_backend.deploy.target import find_deployed, read_stack
 
     async def read() -> Target:
@@ -119,19 +117,6 @@ def load_settings(config: Path | None, overrides: Sequence[str], stack: str | No
     top = asyncio.run(read()).settings()
     merge_overrides(top, overrides)
     return load_config(config, top=top)
-
-
-def use_placeholder_credentials(settings: RolloutConfig) -> None:
-    """Let AWS clients sign for the local cloud if the environment has no credentials."""
-    runtime = settings.runtime
-    if isinstance(runtime, AgentCoreConfig) and runtime.agents_host == "127.0.0.1":
-        set_placeholder_credentials()
-
-
-def set_placeholder_credentials() -> None:
-    if "AWS_ACCESS_KEY_ID" not in os.environ:
-        local = {"AWS_ACCESS_KEY_ID": "local", "AWS_SECRET_ACCESS_KEY": "local"}
-        os.environ.update({**local, "AWS_EC2_METADATA_DISABLED": "true"})
 
 
 def read_limited(tasks: Path, limit: int | None) -> Sequence[Task]:

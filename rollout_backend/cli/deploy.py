@@ -18,7 +18,6 @@ from rollout_backend.cli.common import (
     echo,
     exit_codes,
     run_async,
-    set_placeholder_credentials,
 )
 from rollout_backend.errors import ConfigError
 
@@ -165,7 +164,6 @@ async def _deploy(
             session_logs=cloud.session_logs,
         )
         replaced = {**cloud.model_settings(), "gateway": {}, "relay": {}}
-        set_placeholder_credentials()
     echo(f"checking {folder} against the container's contract")
     findings = await check_contract(folder, payload)
     for finding in findings:

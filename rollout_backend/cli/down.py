@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_backend.cli.common import Stack, echo, exit_codes, run_async, use_placeholder_credentials
+from rollout_backend.cli.common import Stack, echo, exit_codes, run_async
 from rollout_backend.cli.deploy import LOCAL_CLOUD
 from rollout_backend.config import AgentCoreConfig, load_config
 from rollout_backend.errors import ConfigError
@@ -73,7 +73,6 @@ def _read_config(config: Path | None) -> Target:
     from rollout_backend.deploy.target import Target
 
     settings = load_config(config)
-    use_placeholder_credentials(settings)
     runtime = settings.runtime
     if not isinstance(runtime, AgentCoreConfig) or runtime.arn is None:
         raise ConfigError(f"{config} names no runtime.arn of AgentCore, so `rollout deploy` has not written it")

@@ -28,7 +28,6 @@ from rollout_backend.cli.common import (
     read_limited,
     run_async,
     run_output,
-    use_placeholder_credentials,
 )
 from rollout_backend.config import ENV_PREFIX, ProcessConfig, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError, RolloutBackendError
@@ -91,7 +90,6 @@ def run(
                     "--local"
                 )
             settings, wanted = _read_run(find_run(resume), override or [])
-            use_placeholder_credentials(settings)
         elif (config is None and stack is None) or tasks is None:
             raise ConfigError("name the settings or --stack, and --tasks, or a run to --resume")
         elif local:

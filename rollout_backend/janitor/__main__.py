@@ -157,6 +157,8 @@ def _s3_client(where: dict[str, str]) -> Any:
     import boto3
     from botocore.config import Config
 
+    from rollout_backend.local_keys import client_keys
+
     config = Config(
         retries={"total_max_attempts": 6, "mode": "standard"},
         connect_timeout=10,
@@ -164,7 +166,8 @@ def _s3_client(where: dict[str, str]) -> Any:
         s3={"addressing_style": "path"} if where["endpoint_url"] else {},
     )
     client: Any = boto3.client  # its types list every service by name
-    return client("s3", region_name=where["region"], endpoint_url=where["endpoint_url"], config=config)
+    keys = client_keys(where["endpoint_url"])
+    return client("s3", region_name=where["region"], endpoint_url=where["endpoint_url"], config=config, **keys)
 
 
 def _delete_queues(where: dict[str, str], queues: dict[str, str]) -> None:

@@ -5,8 +5,8 @@ different `endpoint_url`. Each session is a fresh process of the user's app, whi
 PORT, the session's header, pings, SIGTERM. `session_pool` runs the sessions and `control_plane` creates the runtimes.
 One runtime exists from the start, unless `command` is empty; others are created from `images` or from code in S3.
 
-It does not verify signatures (it only requires one), or isolate sessions from the machine. With `path_secret` it
-answers only below that path, so that only those who know the endpoint's URL can run code.
+It does not verify signatures (it only requires its `access_key`), or isolate sessions from the machine. With
+`path_secret` it answers only below that path.
 
     python -m rollout_backend.local.agentcore_emulator < settings.json
 
@@ -79,6 +79,8 @@ class EmulatorSettings(BaseModel):
     port: int = Field(ge=1, le=65535)
     path_secret: str = ""
     """The path below which it serves. Every user of the machine can reach the port. Empty: no secret is required."""
+    access_key: str = ""
+    """The access key that requests must be signed with. Empty: any."""
     preload: tuple[str, ...] | None = None
     """With a command of the form [PYTHON, SCRIPT]: fork sessions from an interpreter that has imported the script's
     libraries and these modules. None: run the command each time."""
@@ -124,6 +126,7 @@ class AgentCoreEmulator:
             images=settings.images,
             code=self._code,
             role=settings.role,
+            access_key=settings.access_key,
             limits=settings.control,
             on_live=self._serve,
             on_gone=self._drop,
@@ -256,7 +259,7 @@ class AgentCoreEmulator:
 
     def _check(self, request: Request, rate: TokenBucket) -> tuple[SessionPool, str]:
         """Check a request; return the session pool of its endpoint, and its session id."""
-        check_signed(request)
+        check_signed(request, self._settings.access_key)
         arn, endpoint = request.path_params["arn"], request.query_params.get("qualifier", "DEFAULT")
         runtime, pool = self._control.runtimes.get(arn), self._pools.get((arn, endpoint))
         definition = runtime.served(endpoint) if runtime is not None else None

@@ -127,7 +127,7 @@ async def _serve(folder: Path) -> None:
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     storage = LocalStorage(run_dir=folder)
     env = {**storage.environ, "AWS_ENDPOINT_URL": storage.endpoint_url}
-    runtime = LocalRuntime(None, run_dir=folder, env=env)
+    runtime = LocalRuntime(None, run_dir=folder, env=env, access_key=storage.access_key)
     async with storage, runtime:
         with ScriptedEngine(ScriptedSums()) as engine:
             cloud = BackgroundCloud(

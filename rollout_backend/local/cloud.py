@@ -4,7 +4,7 @@ Invariants:
 
 - Everything that it starts ends with the block, sessions first, so that agents can still write their results to S3.
 - No part of it ever calls AWS, even if the user's environment holds credentials.
-- Only those who know the URL of its AgentCore can run code: other users of the machine reach its port, not its path.
+- Other users of the machine reach its ports, but requests need its key, which is random (see `local_keys`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import aioboto3
 import aiohttp
 from aiobotocore.session import AioSession
 
+from rollout_backend import local_keys
 from rollout_backend.errors import CloudLost, ConfigError, StartupError
 from rollout_backend.local.agentcore_emulator import ROLE, EmulatorSettings
 from rollout_backend.local.control_plane import ControlLimits
@@ -62,34 +63,40 @@ class LocalStorage(_Startable):
     """S3 and SQS, served by moto in a separate process, with one bucket.
 
     moto's limits: concurrent overwrites of one key return 500, a queue slows down with its depth (200 messages per
-    second while shallow), and signatures of presigned requests are not verified.
+    second while shallow), and signatures are not verified, only that they name the `access_key`. With `any_key`
+    every key is accepted.
     """
 
-    def __init__(self, *, run_dir: Path, bucket: str = "rollouts", region: str = "us-east-1") -> None:
+    def __init__(
+        self, *, run_dir: Path, bucket: str = "rollouts", region: str = "us-east-1", any_key: bool = False
+    ) -> None:
         if find_spec("moto") is None:
             raise ModuleNotFoundError("moto, which serves S3 and SQS on this machine, is not installed", name="moto")
         self.bucket = bucket
         self.region = region
         port = free_port(_LOOPBACK)
         self.endpoint_url = f"http://{_LOOPBACK}:{port}"
+        self._any_key = any_key
+        self.access_key = "local" if any_key else secrets.token_hex(16)
         self._aws_config = run_dir.absolute() / "aws-config"
         self.process = ServerProcess(
             "moto (local S3 and SQS)",
             [sys.executable, "-m", "rollout_backend.local.moto_server", _LOOPBACK, str(port)],
             run_dir / "moto.log",
             {**os.environ, **self.environ},
+            stdin=b"\n" if any_key else f"{self.access_key}\n".encode(),
         )
 
     @property
     def environ(self) -> dict[str, str]:
-        """Environment variables that keep an AWS client off AWS: invalid credentials, and no profile of the user."""
+        """Environment variables that keep an AWS client off AWS: this cloud's key, and no profile of the user."""
         # botocore fails if the user's AWS_PROFILE does not exist in the config file. Without AWS_PROFILE none is set,
         # because a session that botocore created earlier does not read the config file again.
         profile = {"AWS_PROFILE": "default"} if "AWS_PROFILE" in os.environ else {}
         return {
             **profile,
-            "AWS_ACCESS_KEY_ID": "local",
-            "AWS_SECRET_ACCESS_KEY": "local",
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": local_keys.SECRET,
             "AWS_REGION": self.region,
             "AWS_DEFAULT_REGION": self.region,
             "AWS_CONFIG_FILE": str(self._aws_config),
@@ -103,6 +110,8 @@ class LocalStorage(_Startable):
         self._aws_config.parent.mkdir(parents=True, exist_ok=True)
         self._aws_config.write_text("[default]\n")
         await self.process.start()
+        if not self._any_key:
+            local_keys.publish_key(self.endpoint_url, self.access_key)
         try:
             await self.process.wait_healthy(lambda: _answers(f"{self.endpoint_url}/moto-api/data.json"), _START_S)
             async with self.s3() as s3:
@@ -112,6 +121,7 @@ class LocalStorage(_Startable):
             raise
 
     async def stop(self) -> None:
+        local_keys.withdraw_key(self.endpoint_url)
         await self.process.stop()
 
     def settings(self) -> dict[str, Any]:
@@ -148,7 +158,8 @@ class LocalRuntime(_Startable):
     current folder. With `preload` a file's sessions are forked from an interpreter that has imported its libraries,
     which starts them ten times as fast. `env` is added to this process's environment, without the variables of AWS
     and of this backend. A runtime of this agent exists at `arn`; others can be created from `image` and `images`,
-    which maps further image names to commands, or from code in S3. With `agent` None no runtime exists yet.
+    which maps further image names to commands, or from code in S3. With `agent` None no runtime exists yet. Calls
+    need the `access_key`, unless it is empty.
 
     Raises:
         ConfigError: the file does not exist, or the command is empty.
@@ -166,6 +177,7 @@ class LocalRuntime(_Startable):
         preload: bool = PRELOAD,
         images: Mapping[str, Sequence[str]] | None = None,
         control: ControlLimits = ControlLimits(),  # noqa: B008  # frozen
+        access_key: str = "",
     ) -> None:
         command, cwd = _command(agent, python) if agent is not None else ((), run_dir)
         port = free_port(_LOOPBACK)
@@ -173,6 +185,7 @@ class LocalRuntime(_Startable):
         self.image = IMAGE.format(region=region)
         self.role = ROLE
         self.limits = limits
+        self._access_key = access_key
         secret = secrets.token_hex(16)
         self.endpoint_url = f"http://{_LOOPBACK}:{port}/{secret}"
         self.session_logs = (run_dir / "sessions").absolute()
@@ -187,6 +200,7 @@ class LocalRuntime(_Startable):
             host=_LOOPBACK,
             port=port,
             path_secret=secret,
+            access_key=access_key,
             log_dir=self.session_logs,
             preload=() if preload and isinstance(agent, (str, Path)) else None,
             limits=limits,
@@ -202,6 +216,8 @@ class LocalRuntime(_Startable):
     async def start(self) -> None:
         """Start the emulator. Raise StartupError, with the end of its log."""
         await self.process.start()
+        if self._access_key:
+            local_keys.publish_key(self.endpoint_url, self._access_key)
         try:
             await self.process.wait_healthy(lambda: _answers(f"{self.endpoint_url}/_local/sessions"), _START_S)
         except BaseException:
@@ -210,6 +226,7 @@ class LocalRuntime(_Startable):
 
     async def stop(self) -> None:
         """End every session, then the emulator."""
+        local_keys.withdraw_key(self.endpoint_url)
         await self.process.stop(self.limits.grace_s + 5.0)
 
     async def sessions(self) -> dict[str, Any]:
@@ -277,6 +294,7 @@ class LocalCloud(_Startable):
             python=python,
             limits=limits,
             preload=preload,
+            access_key=self.storage.access_key,
         )
         self._stack = AsyncExitStack()
 
@@ -375,6 +393,6 @@ def _place(region: str) -> dict[str, Any]:
 async def _answers(url: str) -> bool:
     try:
         async with aiohttp.ClientSession() as http, http.get(url, timeout=aiohttp.ClientTimeout(total=2)) as response:
-            return response.status == 200
+            return response.status in (200, 403)  # 403: a request without the key is refused
     except (aiohttp.ClientError, TimeoutError):
         return False

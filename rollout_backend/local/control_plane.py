@@ -31,6 +31,7 @@ from starlette.routing import Route
 from rollout_backend.dispatch.token_bucket import TokenBucket
 from rollout_backend.local.code_artifacts import BuildFailed, CodeStore
 from rollout_backend.local.session_pool import ServiceError
+from rollout_backend.local_keys import names_key
 
 _NAME = r"[a-zA-Z][a-zA-Z0-9_]{0,47}"
 _IMAGE = r"\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com/[a-z0-9._/-]+(?::[^:@]{1,300})?(?:@.+)?"
@@ -125,6 +126,7 @@ class ControlPlane:
         images: Mapping[str, object],
         code: CodeStore,
         role: str,
+        access_key: str,
         limits: ControlLimits,
         on_live: Callable[[RuntimeRecord, str], Awaitable[None]],
         on_gone: Callable[[RuntimeRecord, str], Awaitable[None]],
@@ -134,6 +136,7 @@ class ControlPlane:
         self._images = images
         self._code = code
         self._role = role
+        self._access_key = access_key
         self._limits = limits
         self._calls = TokenBucket(limits.calls_per_s) if limits.calls_per_s else None
         self._failing_deletions = limits.failing_deletions
@@ -344,7 +347,7 @@ class ControlPlane:
         await self._on_gone(record, "DEFAULT")
 
     def _admit(self, request: Request) -> None:
-        check_signed(request)
+        check_signed(request, self._access_key)
         if self._calls is not None and not self._calls.try_take(time.monotonic()):
             raise ServiceError("ThrottlingException", "Rate exceeded")
 
@@ -432,9 +435,13 @@ def _named_endpoint(record: RuntimeRecord, endpoint: EndpointRecord) -> dict[str
     }
 
 
-def check_signed(request: Request) -> None:
-    if not request.headers.get("authorization", "").startswith("AWS4-HMAC-SHA256 "):
+def check_signed(request: Request, access_key: str) -> None:
+    """Raise ServiceError unless the request is signed, with this access key if it is not empty."""
+    signature = request.headers.get("authorization", "")
+    if not signature.startswith("AWS4-HMAC-SHA256 "):
         raise ServiceError("MissingAuthenticationTokenException", "The request carries no SigV4 signature")
+    if access_key and not names_key(signature, access_key):
+        raise ServiceError("AccessDeniedException", "The request is not signed with this local cloud's key")
 
 
 def _is_visible(record: RuntimeRecord) -> bool:

@@ -334,7 +334,12 @@ class AgentHarness:
     async def _runtime(self, script: Path) -> LocalRuntime:
         key = _seen_by_a_session(script)
         if key not in self._runtimes:
-            runtime = LocalRuntime(script, run_dir=self._run_dir / f"agent-{len(self._runtimes)}", env=self._environ)
+            runtime = LocalRuntime(
+                script,
+                run_dir=self._run_dir / f"agent-{len(self._runtimes)}",
+                env=self._environ,
+                access_key=self._storage.access_key,
+            )
             self._runtimes[key] = await self._stack.enter_async_context(runtime)
         return self._runtimes[key]
 

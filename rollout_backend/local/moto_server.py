@@ -1,4 +1,7 @@
-"""Serve moto: `python -m rollout_backend.local.moto_server 127.0.0.1 5000`.
+"""Serve moto: `python -m rollout_backend.local.moto_server 127.0.0.1 5000 < KEY`.
+
+Every user of the machine can reach the port, so requests need the access key that it reads from stdin; an empty line
+allows any.
 
 It takes half of the CPU time of `python -m moto.server`, which lists its own folder for each request, and opens a
 connection and a thread for it.
@@ -16,6 +19,8 @@ from moto import backends
 from moto.s3.models import FakeKey
 from moto.server import DomainDispatcherApplication, create_backend_app
 
+from rollout_backend.local_keys import names_key
+
 _THREADS = 64  # a long poll keeps one
 _IDLE_S = 20  # after which a connection is closed
 
@@ -31,7 +36,10 @@ def _lock_etags() -> None:
     FakeKey.etag = property(etag)
 
 
-def serve(host: str, port: int) -> None:
+_DENIED = b"<Error><Code>InvalidAccessKeyId</Code><Message>This local cloud has another key</Message></Error>"
+
+
+def serve(host: str, port: int, access_key: str) -> None:
     """Serve until the process ends."""
     _lock_etags()
     modules = frozenset(backends.list_of_moto_modules())
@@ -39,6 +47,10 @@ def serve(host: str, port: int) -> None:
     moto = DomainDispatcherApplication(create_backend_app)
 
     def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        signature = environ.get("HTTP_AUTHORIZATION") or environ.get("QUERY_STRING", "")
+        if access_key and not names_key(signature, access_key):
+            start_response("403 Forbidden", [("Content-Type", "application/xml"), ("Connection", "close")])
+            return [_DENIED]
         if length := int(environ.get("CONTENT_LENGTH") or 0):
             body = environ["wsgi.input"].read(length)
             if len(body) < length:  # the client is gone: as on S3, nothing is stored
@@ -52,4 +64,4 @@ def serve(host: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]))
+    serve(sys.argv[1], int(sys.argv[2]), sys.stdin.readline().strip())

@@ -67,6 +67,7 @@ class ServiceError(Exception):
         "ValidationException": 400,
         "ServiceQuotaExceededException": 402,
         "MissingAuthenticationTokenException": 403,
+        "AccessDeniedException": 403,
         "ResourceNotFoundException": 404,
         "ConflictException": 409,
         "RetryableConflictException": 409,

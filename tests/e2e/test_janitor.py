@@ -15,6 +15,7 @@ from builders import eventually, processes_with
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.local.session_pool import EmulatorLimits
+from rollout_backend.local_keys import client_keys
 
 pytestmark = [
     pytest.mark.slow,  # tests/janitor kills a run, too
@@ -23,7 +24,7 @@ pytestmark = [
 
 
 def queues(cloud: LocalCloud) -> list[str]:
-    keys = {"aws_access_key_id": "local", "aws_secret_access_key": "local"}
+    keys = client_keys(cloud.storage.endpoint_url)
     where = {"endpoint_url": cloud.storage.endpoint_url, "region_name": cloud.storage.region}
     return list(boto3.client("sqs", **where, **keys).list_queues().get("QueueUrls", []))
 

@@ -3,18 +3,23 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import stat
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import aioboto3
 import aiohttp
 import anyio.from_thread
+import boto3
+import httpx
 import pytest
 from botocore.exceptions import ClientError
 
 from builders import eventually, processes_with
+from rollout_backend import aws
 from rollout_backend.config import load_config
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.local.cloud import LocalCloud, LocalRuntime
@@ -78,7 +83,7 @@ async def test_cloud_leaves_no_process(app, tmp_path, mark):
             "GREETING": "hi",
             "HOST": "127.0.0.1",
             "AWS_ENDPOINT_URL": config.aws.endpoint_url,
-            "AWS_ACCESS_KEY_ID": "local",
+            "AWS_ACCESS_KEY_ID": cloud.storage.access_key,
             "AWS_PROFILE": "default",
         }
         state = await cloud.sessions()
@@ -205,3 +210,45 @@ def test_invalid_settings_of_the_program_are_refused():
     assert ended.returncode == 1
     assert "prot" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+async def test_a_cloud_serves_its_own_user_only(app, tmp_path, monkeypatch):
+    """Every user of the machine reaches its ports. This user's clients need no credentials in the environment, so
+    settings of `rollout deploy --local` work in any program, and send real credentials nowhere."""
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAREAL")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "real")
+    async with LocalCloud(app, run_dir=tmp_path / "run") as cloud:
+        url, session = cloud.storage.endpoint_url, {"agentRuntimeArn": cloud.runtime.arn, "runtimeSessionId": SESSION}
+        place = {"region": "us-east-1", "endpoint_url": url}
+        async with aws.client("s3", **place) as s3, aws.client("sqs", **place) as sqs:
+            await s3.put_object(Bucket=cloud.storage.bucket, Key="key", Body=b"mine")
+            await sqs.list_queues()
+            signed = await s3.generate_presigned_url("get_object", {"Bucket": cloud.storage.bucket, "Key": "key"})
+        place["endpoint_url"] = cloud.runtime.endpoint_url
+        async with aws.client("bedrock-agentcore", **place) as agentcore:
+            await agentcore.invoke_agent_runtime(**session, payload=b"{}")
+
+        def read(path: str) -> int:
+            return httpx.get(path).status_code
+
+        def of_others(keys: dict[str, str]) -> Iterator[Callable[[], object]]:
+            s3, sqs = (boto3.client(name, "us-east-1", endpoint_url=url, **keys) for name in ("s3", "sqs"))
+            yield lambda: s3.put_object(Bucket=cloud.storage.bucket, Key="code.zip", Body=b"")
+            yield sqs.list_queues
+            agentcore = boto3.client("bedrock-agentcore", "us-east-1", endpoint_url=place["endpoint_url"], **keys)
+            yield lambda: agentcore.invoke_agent_runtime(**session, payload=b"{}")
+            yield lambda: agentcore.stop_runtime_session(**session)
+
+        assert await asyncio.to_thread(read, signed) == 200
+        for path in ("", "/rollouts/key", "/moto-api/data.json", "/rollouts/key?X-Amz-Credential=other%2F2026"):
+            assert await asyncio.to_thread(read, f"{url}{path}") == 403
+        for keys in ({}, {"aws_access_key_id": "local", "aws_secret_access_key": "local"}):
+            for call in of_others(keys):
+                with pytest.raises(ClientError) as refused:
+                    await asyncio.to_thread(call)
+                assert refused.value.response["ResponseMetadata"]["HTTPStatusCode"] == 403
+        files = [*(tmp_path / "cache" / "local-keys").iterdir()]
+        assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600, 0o600]
+    assert not [*(tmp_path / "cache" / "local-keys").iterdir()]

@@ -127,7 +127,7 @@ def test_agent_that_cannot_run_raises(run_agent, tmp_path):
         run_agent(crash, TASK, replies=["4"])
     dies = tmp_path / "dies.py"
     dies.write_text(AGENT.replace("    question =", "    os._exit(7)\n    question =", 1))
-    with pytest.raises(AgentRunError, match="process ended and published no result"):
+    with pytest.raises(AgentRunError, match="exited with code 7 without a result"):
         run_agent(dies, TASK, replies=["4"])
     with pytest.raises(ConfigError, match="there is no agent"):
         run_agent(tmp_path / "nowhere.py", TASK, replies=["4"])
@@ -156,7 +156,7 @@ def test_local_cloud(local_cloud, script, monkeypatch, profile):
         monkeypatch.setenv("AWS_PROFILE", profile)
 
     cloud = local_cloud(script, bucket="mine")
-    assert os.environ["AWS_ACCESS_KEY_ID"] == "local"
+    assert os.environ["AWS_ACCESS_KEY_ID"] == cloud.storage.access_key
     s3 = boto3.client("s3", endpoint_url=cloud.settings()["aws"]["endpoint_url"])
     assert [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]] == ["mine"]
     s3.close()

@@ -26,6 +26,7 @@ from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.local.verl_cpu.environment import environment, overrides
 from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.local_keys import client_keys
 from rollout_backend.serving.server_process import ServerProcess
 
 if importlib.util.find_spec("verl") is None:
@@ -267,8 +268,8 @@ class Training:
             await asyncio.sleep(0.2)
         sessions = await self.cloud.sessions()
         assert not sessions["sessions"], f"sessions are left: {sessions}"
-        keys = {"aws_access_key_id": "local", "aws_secret_access_key": "local", "region_name": "us-east-1"}
-        queues = boto3.client("sqs", endpoint_url=self.cloud.storage.endpoint_url, **keys).list_queues()
+        url = self.cloud.storage.endpoint_url
+        queues = boto3.client("sqs", region_name="us-east-1", endpoint_url=url, **client_keys(url)).list_queues()
         assert "QueueUrls" not in queues, f"queues are left: {queues['QueueUrls']}"
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import boto3
 from botocore.config import Config
 
+from rollout_backend.local_keys import client_keys
+
 _CONNECTIONS = 8
 
 
@@ -18,6 +20,7 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
         "bedrock-agentcore",
         region_name=options["region"],
         endpoint_url=options["endpoint_url"],
+        **client_keys(options["endpoint_url"]),
         config=Config(
             retries={"total_max_attempts": 6, "mode": "standard"},
             connect_timeout=10,
