@@ -17,10 +17,27 @@ from rollout_backend.local.background import STATE
 ROOT = Path(__file__).parents[2]
 
 
+PROGRAM = """
+import sys
+from pathlib import Path
+from rollout_backend import RolloutManager, load_config, read_tasks
+
+config = load_config("rollout.yaml", ["group.size=2"])
+with RolloutManager.blocking(config) as manager:
+    report = manager.collect(read_tasks(Path(sys.argv[1]))[:1]).report
+print(report.outcomes["completed"], "of", report.planned, "completed")
+"""
+
+
+def without_aws() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+
+
 def rollout(folder: Path, *arguments: str, code: int = 0) -> str:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     argv = [sys.executable, "-m", "rollout_backend", *arguments]
-    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        argv, cwd=folder, env=without_aws(), capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -63,6 +80,10 @@ def test_deploy_doctor_run_down_and_nothing_is_left(tmp_path, example):
         assert "0 sessions open" in run
         for file in (tmp_path / "rollout.yaml", *tmp_path.glob("runs/*/config.yaml")):
             assert stat.S_IMODE(file.stat().st_mode) == 0o600, "it has the URL that lets callers run code"
+        program = subprocess.run(
+            [sys.executable, "-c", PROGRAM, tasks], cwd=tmp_path, env=without_aws(), capture_output=True, text=True
+        )
+        assert program.stdout.endswith("2 of 2 completed\n"), program.stderr
         planned = rollout(tmp_path, "down", "rollout.yaml")
         assert f"would delete: runtime rollout_{example}" in planned
         assert "nothing was changed" in planned
