@@ -18,8 +18,6 @@ So a failed web call of a tool is an agent error, and no SDK needs to be install
 
 If an agent catches such an error and returns a reward, the gateway's count of unanswered calls still refuses it. The
 same count makes a failed command, or one without a reward, `model_unavailable`.
-
-An agent that called another model returns its `messages`. The rollout stores them if nothing was sampled here.
 """
 
 from __future__ import annotations
@@ -36,8 +34,6 @@ from urllib.parse import urlsplit
 import msgpack
 
 from agent_wrapper.contract import (
-    ContractError,
-    Conversation,
     Failure,
     Images,
     Outcome,
@@ -133,7 +129,6 @@ def build_rollout(
     segments: tuple[Segment, ...] = ()
     seal: str | None = None
     images: Images = {}
-    conversations: tuple[Conversation, ...] = ()
     if isinstance(trajectory, Trajectory):
         model, segments, seal = trajectory.model, trajectory.segments, trajectory.seal
         images = trajectory.images
@@ -152,12 +147,16 @@ def build_rollout(
             )
             result = failed(Outcome.INFRA_ERROR, "model_unavailable", message)
         elif result.outcome is Outcome.COMPLETED and not any(segment.sampled_tokens for segment in segments):
-            result, conversations = _with_conversation(result)
+            message = (
+                "the agent returned a reward, yet nothing was sampled for it: call the model at the context's "
+                "base_url with its api_key"
+            )
+            result = failed(Outcome.AGENT_ERROR, "no_model_call", message)
         if result.turn_rewards and len(result.turn_rewards) != (
             turns := sum(len(segment.turns) for segment in segments)
         ):
             message = f"the agent returned {len(result.turn_rewards)} turn_rewards, and {turns} model calls were made"
-            result, conversations = failed(Outcome.AGENT_ERROR, "bad_reward", message), ()
+            result = failed(Outcome.AGENT_ERROR, "bad_reward", message)
     elif result.failure is None and isinstance(trajectory, TrajectoryTooLarge):
         result = failed(Outcome.AGENT_ERROR, "trajectory_too_large", str(trajectory))
     elif result.failure is None:
@@ -182,7 +181,6 @@ def build_rollout(
         model=model,
         segments=segments,
         seal=seal,
-        conversations=conversations,
         started_at=started_at,
         finished_at=max(started_at, finished_at),
         images=images,
@@ -200,26 +198,6 @@ def without_artifacts(rollout: Rollout, message: str) -> Rollout:
 def describe(error: BaseException) -> str:
     """Return `Class: message`, like the last line of a traceback."""
     return "".join(traceback.format_exception_only(error)).strip()
-
-
-def _with_conversation(result: AgentResult) -> tuple[AgentResult, tuple[Conversation, ...]]:
-    """Return the result of an agent that sampled nothing here, with the conversation that it returned."""
-    if "messages" not in result.extras:
-        message = (
-            "the agent returned a reward, yet nothing was sampled for it: call the model at the context's base_url "
-            "with its api_key, or return the 'messages' of a model called elsewhere, which are good for evaluation"
-        )
-        return failed(Outcome.AGENT_ERROR, "no_model_call", message), ()
-    extras = dict(result.extras)
-    fields = {"messages": extras.pop("messages"), "tools": extras.pop("tools", None) or ()}
-    try:
-        conversation = Conversation.parse(fields)
-        if not conversation.model_messages:
-            raise ContractError("messages", "there is none with the role 'assistant'")
-    except ContractError as error:
-        message = f"{error}; return 'messages' (and 'tools') as lists in the shape of OpenAI's chat completions"
-        return failed(Outcome.AGENT_ERROR, "bad_messages", message), ()
-    return replace(result, extras=extras), (conversation,)
 
 
 # --- what the agent returned ------------------------------------------------------------------------------

@@ -111,7 +111,14 @@ def result_of(step: Step, rollout_id: str) -> Rollout:
         session_id=step.results.session_id(rollout_id, 1),
         outcome=Outcome.COMPLETED,
         reward=1.0,
-        conversations=[{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}],
+        segments=[
+            {
+                "token_ids": [0, 1],
+                "response_mask": [0, 1],
+                "logprobs": [None, -1.0],
+                "turns": [{"start": 1, "end": 2, "finish_reason": "stop", "weight_versions": []}],
+            }
+        ],
     )
 
 

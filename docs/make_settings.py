@@ -159,11 +159,6 @@ timeouts:
   collection_s: 7200
   session_key_s: 9000
 """,
-    "collect": """\
-# Train on the messages of agents that call another model
-collect:
-  retokenize: true
-""",
     "janitor": """\
 # You need more time to restart a killed trainer
 janitor:

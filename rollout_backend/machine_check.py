@@ -127,7 +127,7 @@ def _check_context(config: RolloutConfig) -> CheckResult:
 
 
 def _check_model(config: RolloutConfig) -> Iterator[CheckResult]:
-    model, here = config.model, config.gateway.kind == "process" or config.collect.retokenize
+    model, here = config.model, config.gateway.kind == "process"
     there = model.path.is_dir()
     if here and not there:
         hint = f": download it first, such as with `hf download {model.path} --local-dir FOLDER`"

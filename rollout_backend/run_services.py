@@ -23,7 +23,6 @@ from rollout_backend.agent_protocols.translator import BucketTranslator, Polling
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
-from rollout_backend.collect.retokenize import Retokenizer
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.check_result import raise_problems
@@ -118,7 +117,6 @@ class RunServices:
             verifiers = self._verifier_jobs(stack, runtime, presigner, janitor, admission)
             scorer = self._scorer(store, verifiers)
         queue = await self._open_queue(stack, janitor) if config.uses_queue else None
-        retokenizer = await self._open_retokenizer(stack) if config.collect.retokenize else None
         stack.push_async_callback(self.serving.stop)
         await self.serving.start(secret, self._on_phase, self._on_status)
         await self.lease.claim()
@@ -130,9 +128,7 @@ class RunServices:
             store,
             queue,
             config.collect.max_fetches,
-            retokenizer,
             verify=sealer.check if sealer is not None else None,
-            text_format=config.collect.text_format,
         )
         ends = SessionEnds()
         heartbeats = self._start_background(stack, buffer, runtime, ends)
@@ -214,11 +210,6 @@ class RunServices:
         stack.push_async_callback(close)
         janitor.queue_made(queue)
         return queue
-
-    async def _open_retokenizer(self, stack: AsyncExitStack) -> Retokenizer:
-        retokenizer = await Retokenizer.open(self._config.model)
-        stack.callback(retokenizer.close)
-        return retokenizer
 
     # --- the run's background -----------------------------------------------------------------------------
 

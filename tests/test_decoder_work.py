@@ -22,7 +22,6 @@ from agent_wrapper.contract import Announcement, ContractError, Rollout, readabl
 from agent_wrapper.contract.codec import unpack
 from agent_wrapper.redaction import without_secrets
 from agent_wrapper.workspace import unpack_folder
-from rollout_backend.collect.text_format import read_result
 from rollout_backend.core.api_error import ApiError
 from rollout_backend.dialects.registry import DIALECTS
 from rollout_backend.dialects.request_memo import RequestMemo
@@ -95,11 +94,6 @@ NOTICE = json.loads(Announcement(bucket="b", key="k").encode())["Records"]
 DECODERS: dict[str, tuple[Callable[[bytes], object], list[str] | list[bytes], bytes]] = {
     "JSON": (unpack, JSON, LISTED),
     "a result": (Rollout.decode, JSON, LISTED),
-    "the text format": (
-        lambda data: read_result(data, SIZE * 2, run_id="r", step=0, rollout_id="a.0", text_format=True),
-        JSON,
-        LISTED,
-    ),
     "the compact form": (lambda data: unpack(framed(data)), PACKED, msgpack.packb({"a": [["x", 1]] * (SIZE // 4)})),
     "an announcement": (
         lambda data: Announcement.decode(data.decode()),

@@ -5,7 +5,7 @@ Invariants:
 - A `Rollout` is self-contained: what was sampled, by which weights, its reward, and, if it failed, the outcome and
   the reason. Nothing is filled in: a logprob that the engine did not return is NaN (JSON: null).
 - Only a completed rollout, or an agent error that the agent itself scored, carries a reward.
-- If no tokens are known, a rollout holds only messages (`Conversation`): it is complete, and not trainable.
+- A completed rollout holds sampled tokens.
 - A result's key follows from its rollout id (`result_key`), so the first write wins. An attempt that was lost to the
   infrastructure has no result: it writes a failure marker under its own key (`failure_marker_key`), which does not
   block the next attempt.
@@ -40,13 +40,11 @@ from agent_wrapper.contract.keys import (
 from agent_wrapper.contract.objects import (
     MAX_ARTIFACT_BYTES,
     MAX_ARTIFACTS,
-    MAX_CONVERSATIONS,
     MAX_MESSAGES,
     MAX_PACKED_ARTIFACT_BYTES,
     SCHEMA_VERSION,
     Artifact,
     ContractObject,
-    Conversation,
     Failure,
     Identifier,
     Images,
@@ -86,7 +84,6 @@ from agent_wrapper.contract.shared_prefixes import CheckedMessages
 __all__ = [
     "MAX_ARTIFACTS",
     "MAX_ARTIFACT_BYTES",
-    "MAX_CONVERSATIONS",
     "MAX_MESSAGES",
     "MAX_PACKED_ARTIFACT_BYTES",
     "MAX_STEP",
@@ -98,7 +95,6 @@ __all__ = [
     "CheckedMessages",
     "ContractError",
     "ContractObject",
-    "Conversation",
     "Failure",
     "Identifier",
     "ImageSpan",

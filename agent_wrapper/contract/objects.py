@@ -47,7 +47,6 @@ else:  # arrays take no parameter at run time before Python 3.12
 SCHEMA_VERSION = 1
 MAX_REWARD = float.fromhex("0x1.fffffep127")  # the largest float32, in which trainers add up rewards
 _LAST_SECOND = 253402300799  # of the year 9999, where datetime ends
-MAX_CONVERSATIONS = 1024  # of one rollout
 MAX_MESSAGES = 10_000  # of one conversation
 MAX_ARTIFACTS = 64  # of one rollout
 MAX_ARTIFACT_BYTES = 32 * 1024 * 1024  # of all artifacts of one rollout
@@ -200,11 +199,23 @@ class ContractObject(BaseModel):
             raise ContractError(f"{where}{field}", first["msg"].removeprefix("Value error, ")) from None
 
 
+_REMOVED = ("conversations", "retokenized")
 _OMITTED_IF_EMPTY = ("images", "routed_experts", "turn_rewards", "artifacts", "score")
 
 
 class _OmitsEmpty(ContractObject):
     """An object with optional fields that are left out of the encoding if they are empty."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed_fields(cls, fields: Any) -> Any:
+        """Drop fields for messages without tokens, which older wrappers write empty."""
+        for name in _REMOVED if isinstance(fields, dict) else ():
+            if fields.get(name):
+                raise ValueError(f"{name} holds messages without sampled tokens: call the model at base_url")
+            if name in fields:
+                fields = {other: value for other, value in fields.items() if other != name}
+        return fields
 
     @model_serializer(mode="wrap")
     def _omit_empty(self, encode: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -279,7 +290,6 @@ class Segment(_OmitsEmpty):
     turns: tuple[Turn, ...]
     messages: tuple[dict[str, JsonValue], ...] = ()  # the conversation in the OpenAI format, for people to read
     split_reason: str = "first_call"  # why this does not extend an earlier segment
-    retokenized: bool = False  # rendered from messages by the training side: `response_mask` is a guess
     images: tuple[ImageSpan, ...] = ()  # in the order of their tokens
     routed_experts: RoutedExperts | None = None  # only with the setting `model.routed_experts`
 
@@ -327,8 +337,6 @@ class Segment(_OmitsEmpty):
             if any(mask[image.start : image.end]):
                 raise ValueError(f"images.{i} covers tokens that the model sampled")
             last = image.end
-        if self.retokenized and not all(map(math.isnan, self.logprobs)):
-            raise ValueError("logprobs has a value, but a segment rendered from messages cannot know it")
         if self.routed_experts is not None:
             experts, tokens = self.routed_experts, max(0, n - 1)
             if len(experts.ids) != tokens * experts.layers * experts.topk * experts.id_bytes:
@@ -336,44 +344,11 @@ class Segment(_OmitsEmpty):
                     f"routed_experts.ids has {len(experts.ids)} bytes for {tokens} tokens of {experts.layers} layers "
                     f"and {experts.topk} experts"
                 )
-            if self.retokenized:
-                raise ValueError("routed_experts is set, but a segment rendered from messages cannot know it")
-        if self.retokenized and any(turn.weight_versions for turn in self.turns):
-            raise ValueError("turns name weight_versions, but a segment rendered from messages cannot know them")
         return self
 
     @property
     def sampled_tokens(self) -> int:
         return sum(turn.end - turn.start for turn in self.turns)
-
-
-class Conversation(ContractObject):
-    """The messages of a rollout without known tokens: the model was called elsewhere. They have the OpenAI format."""
-
-    messages: tuple[dict[str, JsonValue], ...] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=MAX_MESSAGES)
-    replies: tuple[int, ...] | None = None  # indices of the model's messages; None: all assistant messages
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        for i, message in enumerate(self.messages):
-            if not isinstance(message.get("role"), str):
-                raise ValueError(f"messages.{i} has no role")  # noqa: TRY004
-        before = -1
-        for at in self.replies or ():
-            if not before < at < len(self.messages):
-                raise ValueError(f"replies name {at} of {len(self.messages)} messages, after {before}")
-            if self.messages[at]["role"] != "assistant":
-                raise ValueError(f"replies name messages.{at}, which is of the role {self.messages[at]['role']!r}")
-            before = at
-        return self
-
-    @property
-    def model_messages(self) -> tuple[int, ...]:
-        """Return the indices of the model's messages."""
-        if self.replies is not None:
-            return self.replies
-        return tuple(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
 
 
 class Failure(ContractObject):
@@ -480,7 +455,6 @@ class Rollout(_OmitsEmpty):
     model: str = ""
     segments: tuple[Segment, ...] = ()
     seal: Seal | None = None  # the trajectory's seal of these segments
-    conversations: tuple[Conversation, ...] = Field(default=(), max_length=MAX_CONVERSATIONS)  # instead of segments
     started_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)  # unix seconds by the container's clock; 0: unknown
     finished_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)
     images: Images = {}  # those that the segments name, from the trajectory
@@ -495,19 +469,16 @@ class Rollout(_OmitsEmpty):
                 raise ValueError("reward is missing from a completed rollout")
             if self.failure is not None:
                 raise ValueError("failure is set on a completed rollout")
-            if not self.sampled_tokens and not self.conversations:
-                raise ValueError("segments hold no sampled token, but the rollout is completed")
-            if self.conversations and not any(conversation.model_messages for conversation in self.conversations):
-                raise ValueError("conversations hold no message of the model, but the rollout is completed")
+            if not self.sampled_tokens:
+                raise ValueError(
+                    "segments hold no sampled token, but the rollout is completed: call the model at base_url, and "
+                    "copy the segments of the sealed trajectory"
+                )
         else:
             if self.failure is None:
                 raise ValueError(f"failure is missing from a rollout that ended as {self.outcome}")
             if self.reward is not None and self.outcome is not Outcome.AGENT_ERROR:
                 raise ValueError(f"reward is set on a rollout that ended as {self.outcome}")
-        if self.conversations and any(s.sampled_tokens and not s.retokenized for s in self.segments):
-            raise ValueError(
-                "conversations and sampled segments exclude each other: a segment already holds its messages"
-            )
         turns = sum(len(segment.turns) for segment in self.segments)
         if self.turn_rewards and (self.reward is None or len(self.turn_rewards) != turns):
             raise ValueError(f"turn_rewards are {len(self.turn_rewards)} for {turns} turns and reward {self.reward}")
@@ -515,16 +486,6 @@ class Rollout(_OmitsEmpty):
             check_rewards(self.reward, self.turn_rewards)
         _check_images(self.images, self.segments)
         return self
-
-    @property
-    def messages_only(self) -> bool:
-        """Return True if the rollout holds messages but no tokens: usable for evaluation only."""
-        return bool(self.conversations) and not self.sampled_tokens
-
-    @property
-    def retokenized(self) -> bool:
-        """Return True if the training side rendered its tokens from messages."""
-        return any(segment.retokenized for segment in self.segments)
 
     @property
     def trainable(self) -> bool:

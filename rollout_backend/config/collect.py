@@ -16,9 +16,3 @@ class CollectConfig(Section):
     times as many seconds. So a lost announcement delays its result by at most three times this."""
     list_interval_s: Seconds = 1.0
     """Interval between listings of the prefix while the queue is disabled."""
-    text_format: bool = False
-    """Accept results in the older text format, which carries messages only, and no seal. False: such a result ends
-    its rollout as `invalid_result`."""
-    retokenize: bool = False
-    """Make results that carry only messages trainable, by rendering them with the model's renderer. Their tokens are
-    then a guess, without logprobs. False: their rewards count in evaluation, and they are not trained."""

@@ -112,11 +112,6 @@ class RolloutConfig(Section):
                 "model.routed_experts=true: tokens that come back from a hierarchical cache of SGLang get the "
                 "routing of others: remove --enable-hierarchical-cache from serving.extra_args"
             )
-        if self.collect.retokenize:
-            raise ValueError(
-                "model.routed_experts=true: tokens that collect.retokenize renders from messages have no routing: "
-                "turn off one of the two"
-            )
         return self
 
     @model_validator(mode="after")

@@ -19,8 +19,6 @@ from rollout_backend.core.policy import GroupState
 from rollout_backend.core.reasons import SCORER_FAILED
 from rollout_backend.errors import LedgerError
 
-MESSAGES_ONLY = "messages_only"  # why a completed rollout is not trained
-
 CONTAINER_LOST = "container_lost"  # why an agent whose heartbeats stopped is lost
 TERMINATED = "terminated"  # why an agent whose container was stopped by the runtime is lost
 NO_RESULT = "no_result"  # why an agent that was never heard of again is timed out
@@ -301,7 +299,6 @@ class Ledger:
         group.open.pop(entry.planned.rollout_id, None)
         group.trainable += trainable
         group.lost += entry.lost
-        group.messages_only += reason == MESSAGES_ONLY
 
     def _enter(self, entry: LedgerEntry, phase: Phase) -> None:
         self._phases[entry.phase] -= 1

@@ -9,7 +9,6 @@ missing, and these rules say what a missing rollout means for its group:
 
 A group may be planned with some rollouts to spare, and then needs no more once `size` of it are trainable. A group
 that can no longer become usable is doomed. Rollouts of either that still run are cancelled, to save their cost.
-Rollouts that carry only messages doom no group: their rewards are what an evaluation is after.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class GroupState:
     trainable: int = 0
     lost: int = 0  # to the infrastructure, or without a result
     replacements: int = 0  # planned so far
-    messages_only: int = 0  # completed, and not trainable: they carry no tokens
     enough: int | None = None  # trainable rollouts with which it needs no more; None: all that are planned
     spare: int = 0  # planned beyond that
 
@@ -95,7 +93,7 @@ class GroupPolicy:
                 cancel += [Cancellation(rid, "target_reached") for rid in group.open]
                 continue
             fresh = max(0, min(group.lost - group.spare, self.max_replacements) - group.replacements)
-            if group.trainable + group.messages_only + len(group.open) + fresh < group.needed:
+            if group.trainable + len(group.open) + fresh < group.needed:
                 cancel += [Cancellation(rid, "group_doomed") for rid in group.open]
                 continue
             if fresh:

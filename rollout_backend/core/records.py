@@ -38,10 +38,7 @@ class ResultSummary(BaseModel):
             turns=len(turns),
             segments=len(rollout.segments),
             sampled_tokens=rollout.sampled_tokens,
-            trained_tokens=sum(
-                segment.sampled_tokens if segment.retokenized else int(np.isfinite(segment.logprobs).sum())
-                for segment in rollout.segments
-            ),
+            trained_tokens=sum(int(np.isfinite(segment.logprobs).sum()) for segment in rollout.segments),
             prompt_tokens=sum(turn.start for turn in turns),
             cached_tokens=sum(cached) if len(cached) == len(turns) else None,
             cut_replies=sum(turn.finish_reason == "length" for turn in turns),

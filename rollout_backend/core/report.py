@@ -28,7 +28,7 @@ class GroupReport(_Frozen):
     task_id: str
     planned: int
     outcomes: dict[Outcome, int]
-    rewards: tuple[float, ...]  # of the trainable rollouts, and of those that carry only messages
+    rewards: tuple[float, ...]  # of the trainable rollouts
     usable: bool
 
     @property
@@ -97,14 +97,15 @@ class LengthBias(_Frozen):
 class StepReport(_Frozen):
     """The accounts of one step: how each planned rollout ended, and what the step cost."""
 
+    model_config = ConfigDict(extra="ignore")  # reports of earlier versions have more fields
+
     run_id: str
     step: int
     planned: int
     replacements: int  # of those planned
     outcomes: dict[Outcome, int]
-    reasons: dict[str, int]  # "outcome: reason" of what did not complete, or completed and is not trained
+    reasons: dict[str, int]  # "outcome: reason" of what did not complete
     trainable: int
-    retokenized: int = 0  # of those trainable: their tokens were made of messages
     groups: tuple[GroupReport, ...]
     duplicates: int
     late: int
@@ -174,7 +175,6 @@ class GroupResult:
     usable: bool
     planned: int
     failures: tuple[StepFailure, ...] = ()  # of the rollouts that did not complete, scored agent errors among them
-    messages_only: tuple[Rollout, ...] = ()  # completed, and not trainable: they carry no tokens
 
 
 @dataclass(frozen=True, repr=False)
@@ -235,9 +235,8 @@ def make_report(
     """`took`: seconds of each rollout that began in this execution, by its id."""
     entries = list(ledger.entries.values())
     outcomes = _outcomes_by_task(entries)
-    # The sampler of a rollout that has only messages is unknown.
-    segments = [segment for rollout in rollouts for segment in rollout.segments if not segment.retokenized]
-    later = [segment for rollout in rollouts if not rollout.retokenized for segment in rollout.segments[1:]]
+    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    later = [segment for rollout in rollouts for segment in rollout.segments[1:]]
     sampled = sum(segment.sampled_tokens for segment in segments)
     versions = _versions(segments)
     return StepReport(
@@ -248,7 +247,6 @@ def make_report(
         outcomes=ledger.counts(),
         reasons=_reasons(entries),
         trainable=sum(entry.trainable for entry in entries),
-        retokenized=sum(rollout.retokenized and rollout.trainable for rollout in rollouts),
         groups=tuple(_group_report(group, outcomes.get(group.task.task_id, Counter())) for group in groups),
         duplicates=ledger.duplicates,
         late=ledger.late,
@@ -297,12 +295,11 @@ def _reasons(entries: Iterable[LedgerEntry]) -> dict[str, int]:
 
 
 def _group_report(group: GroupResult, outcomes: Counter[Outcome]) -> GroupReport:
-    results = (*group.rollouts, *group.messages_only)
     return GroupReport(
         task_id=group.task.task_id,
         planned=outcomes.total(),
         outcomes=dict(outcomes),
-        rewards=tuple(rollout.reward for rollout in results if rollout.reward is not None),
+        rewards=tuple(rollout.reward for rollout in group.rollouts if rollout.reward is not None),
         usable=group.usable,
     )
 

@@ -130,7 +130,8 @@ def digest_of(segments: Iterable[Segment]) -> str:
     packer = msgpack.Packer()
     packed: dict[int, bytes] = {}  # messages by the id of the object: segments may share thousands
     for segment in segments:
-        rest = segment.model_dump(mode="json", exclude=_HASHED_AS_THEY_ARE)
+        # Results that were sealed while segments had this field must stay valid.
+        rest = {**segment.model_dump(mode="json", exclude=_HASHED_AS_THEY_ARE), "retokenized": False}
         for message in segment.messages:
             if id(message) not in packed:
                 packed[id(message)] = packer.pack(_plain(message))

@@ -64,7 +64,7 @@ class StepTotals:
         if rollout.reward is not None:
             self.rewards += 1
             self.reward_sum += rollout.reward
-            if rollout.trainable or rollout.messages_only:
+            if rollout.trainable:
                 self._rewards.setdefault(rollout.task_id, []).append(rollout.reward)
 
     def _add_usage(self, entry: LedgerEntry, result: ResultSummary | None = None) -> None:
@@ -112,8 +112,7 @@ class StepTotals:
 def _last_reply(rollout: Rollout) -> str:
     if rollout.failure is not None:
         return rollout.failure.message
-    histories = [segment.messages for segment in rollout.segments] + [each.messages for each in rollout.conversations]
-    for message in reversed(histories[-1] if histories else ()):
+    for message in reversed(rollout.segments[-1].messages if rollout.segments else ()):
         content = message.get("content")
         if message.get("role") == "assistant" and isinstance(content, str):
             return content

@@ -10,8 +10,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from agent_wrapper.contract import Outcome, Rollout
-from rollout_backend.core.ledger import MESSAGES_ONLY
+from agent_wrapper.contract import Rollout
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import StepReport
 from rollout_backend.core.seal import digest_of
@@ -33,14 +32,10 @@ def trained_records(report: StepReport, records: Iterable[RolloutRecord]) -> lis
         if not group.usable:
             continue
         of_task = by_task[group.task_id]
-        only_messages = sum(
-            record.outcome is Outcome.COMPLETED and record.reason == MESSAGES_ONLY for record in of_task
-        )
-        size = len(group.rewards) - only_messages
         arrived = sorted((each for each in of_task if each.trainable), key=lambda each: each.result_at or 0.0)
-        chosen = {record.rollout_id for record in arrived[:size]}
+        chosen = {record.rollout_id for record in arrived[: len(group.rewards)]}
         trained = [record for record in of_task if record.rollout_id in chosen]
-        if [record.reward for record in trained] != list(group.rewards[:size]):
+        if [record.reward for record in trained] != list(group.rewards):
             raise ValueError(f"the report names other rewards of task {group.task_id!r} than the records")
         found += trained
     return found

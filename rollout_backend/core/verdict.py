@@ -87,8 +87,6 @@ def judge(report: StepReport, records: Sequence[RolloutRecord], min_completed: i
 
 def _nothing_to_train(report: StepReport, usable: list[GroupReport]) -> str | None:
     if not report.trainable:
-        if completed := report.outcomes[Outcome.COMPLETED]:
-            return f"completed rollouts carry only messages, without tokens ({completed} of {completed})"
         return f"0 of {report.planned} rollouts completed"
     if not usable:
         return f"0 of {len(report.groups)} groups usable ({report.trainable} of {report.planned} rollouts trainable)"

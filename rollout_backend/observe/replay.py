@@ -48,8 +48,7 @@ def replay_step(run_dir: Path, step: int | None = None) -> ReplayedStep:
     for record in _trained_records(archive, number):
         try:
             rollout = archive.read_result(record)
-            if not rollout.retokenized:  # the training side rendered those tokens, and no gateway sealed them
-                check(rollout)
+            check(rollout)
         except ContractError as error:
             failures[record.rollout_id] = str(error)
         else:
@@ -70,7 +69,6 @@ def rows_as_parquet(rollouts: Sequence[Rollout]) -> bytes:
         "rollout_id": pyarrow.array([rollout.rollout_id for rollout, _, _ in rows], pyarrow.string()),
         "segment": pyarrow.array([i for _, i, _ in rows], pyarrow.int32()),
         "reward": pyarrow.array([rollout.reward for rollout, _, _ in rows], pyarrow.float64()),
-        "retokenized": pyarrow.array([segment.retokenized for segment in segments], pyarrow.bool_()),
         "token_ids": _lists([segment.token_ids for segment in segments], np.int32),
         "response_mask": _lists([segment.response_mask for segment in segments], np.uint8),
         "logprobs": _lists([segment.logprobs for segment in segments], np.float32),

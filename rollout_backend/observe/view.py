@@ -16,8 +16,7 @@ from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
 
-from agent_wrapper.contract import Conversation, Outcome, Rollout, Segment, readable
-from rollout_backend.core.ledger import MESSAGES_ONLY
+from agent_wrapper.contract import Outcome, Rollout, Segment, readable
 from rollout_backend.core.reasons import documented_at
 from rollout_backend.core.records import ResultSummary, RolloutRecord
 from rollout_backend.core.report import GroupReport, StepReport, StepResult
@@ -35,11 +34,6 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
     console.print(_ledger(report))
     console.print("reward by group")
     console.print(_groups(report.groups))
-    only_messages = report.reasons.get(f"{Outcome.COMPLETED}: {MESSAGES_ONLY}", 0)
-    if only_messages:
-        console.print(f"{only_messages} rollouts carry only messages: their rewards count, but they are not trained")
-    if report.retokenized:
-        console.print(f"{report.retokenized} rollouts carried only messages: their tokens are re-tokenized, a guess")
     for failure in result.failures[:_FAILURES_SHOWN]:
         console.print(
             f"[red]{failure.rollout_id}[/]: {failure.outcome}, {failure.reason}: {plain(failure.message)} "
@@ -129,9 +123,6 @@ def print_rollout(console: Console, rollout: Rollout) -> None:
     for number, segment in enumerate(rollout.segments):
         _print_segment(console, number, segment, turns)
         turns += len(segment.turns)
-    if rollout.messages_only:
-        for number, conversation in enumerate(rollout.conversations):
-            _print_conversation(console, number, conversation)
 
 
 def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool) -> None:
@@ -158,17 +149,9 @@ def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool)
     console.print("\n".join([*lines, ", ".join(times)]), highlight=False, soft_wrap=True)
 
 
-def _print_conversation(console: Console, number: int, conversation: Conversation) -> None:
-    count = f"{len(conversation.messages)} messages, {len(conversation.model_messages)} by the model, tokens unknown"
-    _print_rule(console, f"conversation {number}: {count}")
-    print_messages(console, conversation.messages)
-
-
 def _print_segment(console: Console, number: int, segment: Segment, first_turn: int) -> None:
-    sampled = f"{segment.sampled_tokens} {'re-tokenized' if segment.retokenized else 'sampled'}"
-    _print_rule(
-        console, f"segment {number} ({plain(segment.split_reason)}): {len(segment.token_ids)} tokens, {sampled}"
-    )
+    tokens = f"{len(segment.token_ids)} tokens, {segment.sampled_tokens} sampled"
+    _print_rule(console, f"segment {number} ({plain(segment.split_reason)}): {tokens}")
     print_messages(console, segment.messages)
     for i, turn in enumerate(segment.turns, first_turn):
         known = [x for x in segment.logprobs[turn.start : turn.end] if not math.isnan(x)]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from agent_wrapper.contract import Conversation, Rollout, Segment, Turn, readable
+from agent_wrapper.contract import Rollout, Segment, Turn, readable
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.summary import TaskRewards, duration
 from rollout_backend.observe.archive import RunArchive
@@ -64,10 +64,7 @@ def conversation(rollout: Rollout, text: TokenText | None) -> dict[str, Any]:
     return {
         "extras": _short(json.dumps(rollout.extras, ensure_ascii=False)) if rollout.extras else "",
         "traceback": _short(failure.traceback or "") if failure is not None else "",
-        "parts": [
-            *(_segment(segment, text, numbers) for segment in rollout.segments),
-            *(_untokenized(each) for each in rollout.conversations if rollout.messages_only),
-        ],
+        "parts": [_segment(segment, text, numbers) for segment in rollout.segments],
     }
 
 
@@ -78,10 +75,6 @@ def _segment(segment: Segment, text: TokenText | None, numbers: Iterator[int]) -
     if not turn_of:
         items += [{"role": "assistant", "text": "", "turn": turn} for turn in turns]
     return {"why": readable(segment.split_reason), "tokens": len(segment.token_ids), "items": _bounded(items)}
-
-
-def _untokenized(conversation: Conversation) -> dict[str, Any]:
-    return {"why": "only messages", "tokens": None, "items": _bounded(map(_message, conversation.messages))}
 
 
 def _bounded(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

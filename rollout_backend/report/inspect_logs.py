@@ -305,10 +305,6 @@ def _conversations(rollout: Rollout) -> Iterator[_Conversation]:
         messages = _chat(segment.messages, f"{rollout.rollout_id}/{number}", images)
         replies = {place: segment.turns[turn] for turn, place in replies_by_turn(segment).items()}
         yield _Conversation(segment.split_reason, messages, replies)
-    if rollout.messages_only:
-        for number, each in enumerate(rollout.conversations):
-            messages = _chat(each.messages, f"{rollout.rollout_id}/{number}", images)
-            yield _Conversation("only messages", messages, dict.fromkeys(each.model_messages))
 
 
 def _chat(messages: Sequence[Mapping[str, Any]], prefix: str, images: Mapping[str, str]) -> list[ChatMessage]:

@@ -99,7 +99,6 @@ SCHEMAS: dict[str, pa.Schema] = {
         last_weight_version="text?",
         seconds="float",
         mean_logprob="float?",
-        retokenized="bool",
         reasoning="text?",
         text="text?",
         tool_calls="text?",
@@ -179,7 +178,6 @@ def turn_rows(run_id: str, record: RolloutRecord, rollout: Rollout) -> Iterator[
                 "last_weight_version": versions[-1].version if versions else None,
                 "seconds": turn.seconds,
                 "mean_logprob": mean(logprobs),
-                "retokenized": segment.retokenized,
                 **(_texts(segment.messages[replies[i]]) if i in replies else {}),
             }
 

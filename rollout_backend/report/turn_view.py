@@ -42,8 +42,7 @@ class TurnView:
         """
         turns = [(i, j) for i, segment in enumerate(rollout.segments) for j in range(len(segment.turns))]
         if not turns:
-            why = "it carries only messages, without tokens" if rollout.messages_only else "it called no model"
-            raise ConfigError(f"{rollout.rollout_id} has no turns: {why}")
+            raise ConfigError(f"{rollout.rollout_id} has no turns: it called no model")
         if number >= len(turns):
             raise ConfigError(f"{rollout.rollout_id} has no turn {number}: its turns are 0 to {len(turns) - 1}")
         return cls(rollout, number, *turns[number], show)
@@ -98,7 +97,6 @@ class TurnView:
             "seconds": turn.seconds,
             "mean_logprob": mean(known),
             "min_logprob": min(known, default=None),
-            "retokenized": self.segment.retokenized,
             "prompt": list(self.prompt),
             "reply": self.reply,
             "token_ids": list(self.segment.token_ids[turn.start : turn.end]),
@@ -134,10 +132,9 @@ class TurnView:
     def _facts(self, text: TokenText | None) -> Iterator[tuple[str, str]]:
         turn = self.turn
         sampled = turn.end - turn.start
-        kind = "re-tokenized, a guess" if self.segment.retokenized else "sampled"
         cached = "an unknown number" if turn.cached_tokens is None else f"{turn.cached_tokens:,}"
         hit = f", {cached} of them cached" if turn.start else ""
-        yield "tokens", f"{turn.start:,} prompt{hit}; {sampled:,} {kind}"
+        yield "tokens", f"{turn.start:,} prompt{hit}; {sampled:,} sampled"
         cut = ", cut at max_tokens or the end of the context" if turn.finish_reason == "length" else ""
         yield "finish", f"{readable(turn.finish_reason)}{cut}"
         yield "time", f"{turn.seconds:.2f} s" + (f", {sampled / turn.seconds:,.0f} tokens/s" if turn.seconds else "")

@@ -64,8 +64,7 @@ class ScoreInput:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """Return the messages of the last conversation, in OpenAI's format."""
-        conversations = self.rollout.segments or self.rollout.conversations
-        return [*conversations[-1].messages] if conversations else []
+        return [*self.rollout.segments[-1].messages] if self.rollout.segments else []
 
     @property
     def reply(self) -> str:

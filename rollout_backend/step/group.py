@@ -42,7 +42,6 @@ class Group:
             usable=self.state.usable,
             planned=len(self.rollouts),
             failures=failures_of(ledger, [rollout.rollout_id for rollout in self.rollouts]),
-            messages_only=tuple(result for result in results if result.messages_only and not result.failure),
         )
 
     def _trained(self) -> set[str]:

@@ -18,7 +18,6 @@ from typing import Any
 from agent_wrapper.contract import Failure, Outcome, Rollout, Sampling
 from rollout_backend.core.ledger import (
     CONTAINER_LOST,
-    MESSAGES_ONLY,
     NO_RESULT,
     STORE_UNAVAILABLE,
     TERMINATED,
@@ -296,7 +295,7 @@ class RolloutTask:
         self.context.ledger.record_result(
             self.rollout_id,
             rollout.outcome,
-            failure.reason if failure else MESSAGES_ONLY if rollout.messages_only else "",
+            failure.reason if failure else "",
             failure.message if failure else "",
             session_id=rollout.session_id,
             trainable=rollout.trainable,

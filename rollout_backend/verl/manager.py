@@ -91,7 +91,6 @@ class CloudAgentLoopManager:
         self._step_numbers = StepNumbers(resumes_steps(config.trainer))
         self._row_uids = needs_row_uids(str(config.algorithm.adv_estimator))
         self._own_turns_only = takes_rows_for_rollouts(str(config.algorithm.adv_estimator))
-        self._logprobs = not self.settings.collect.retokenize  # every row has the same fields
         self._lengths = int(self._rollout.prompt_length), int(self._rollout.response_length)
         self._experts = self.settings.model.expert_shape
         self._pad_token_id = _pad_token_id(self.settings.model.path)
@@ -207,7 +206,7 @@ class CloudAgentLoopManager:
                     key = row_uid(uid, session, row.index)
                     columns = {**base, "session_id": session, "uid": key if by_row else uid}
                     extras = _numeric_extras(rollout)
-                    fields.append(row_formats.v1_fields(row, columns, extras, self._logprobs, self._vision))
+                    fields.append(row_formats.v1_fields(row, columns, extras, self._vision))
                     tags.append(row_formats.v1_tag(row, step, _weight_version(step, batch.validates)))
                     keys.append(key)
             if keys:
@@ -288,7 +287,6 @@ class CloudAgentLoopManager:
             slots,
             *self._lengths,
             self._pad_token_id,
-            self._logprobs,
             self._vision,
             None if validate else self._experts,
         )
@@ -426,12 +424,10 @@ def _log_step(result: StepResult) -> None:
     explained = [failure for failure in result.failures if failure.message]
     log.log(
         logging.WARNING if report.reasons else logging.INFO,
-        "step %d: %d planned, %d trainable (%d re-tokenized), %d of %d groups usable, tokens by version %s, "
-        "left out: %s%s",
+        "step %d: %d planned, %d trainable, %d of %d groups usable, tokens by version %s, left out: %s%s",
         result.step,
         report.planned,
         report.trainable,
-        report.retokenized,
         sum(group.usable for group in result.groups),
         len(result.groups),
         report.weight_versions,

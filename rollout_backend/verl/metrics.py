@@ -9,7 +9,6 @@
 | `left_out/CLASS` | the same by class, see below |
 | `left_out_by_reason/CLASS/REASON` | the same by reason, if known |
 | `groups_dropped` | groups without a trained rollout |
-| `retokenized` | rollouts trained on tokens that were rendered from messages |
 | `truncated_tokens`, `unknown_logprobs` | sampled tokens not trained because they do not fit or lack a logprob |
 | `unknown_versions` | trained tokens whose weight version is unknown |
 | `too_old_tokens` | sampled tokens of rollouts that are `too_old`; `trained_tokens` are those in the batch |
@@ -33,7 +32,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.ledger import MESSAGES_ONLY
 from rollout_backend.core.report import GroupResult
 from rollout_backend.verl.rows import Rows
 
@@ -48,7 +46,6 @@ CLASSES = (
 _ALWAYS = (
     "planned",
     "groups_dropped",
-    "retokenized",
     "truncated_tokens",
     "unknown_logprobs",
     "unknown_versions",
@@ -74,10 +71,7 @@ def count_group(group: GroupResult, made: Sequence[Rows]) -> Counter[str]:
         counts[f"left_out/{MASKED}"] += count
         counts[f"left_out_by_reason/{MASKED}/{mask}"] += count
     counts[f"left_out/{UNTRAINABLE if made else GROUP_DROPPED}"] += len(present) - trained - masked.total()
-    if group.messages_only:
-        counts[f"left_out_by_reason/{UNTRAINABLE}/{MESSAGES_ONLY}"] += len(group.messages_only)
     counts["groups_dropped"] += trained == 0
-    counts["retokenized"] += sum(rows.retokenized > 0 for rows in made)
     counts["truncated_tokens"] += sum(rows.truncated_tokens for rows in made)
     counts["unknown_logprobs"] += sum(rows.unknown_logprobs for rows in made)
     counts["moved_turn_rewards"] += sum(rows.moved_turn_rewards for rows in made)

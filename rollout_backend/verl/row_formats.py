@@ -23,7 +23,6 @@ def v1_fields(
     row: Row,
     base: Mapping[str, Any],
     reward_extra_info: Mapping[str, Any] | None = None,
-    logprobs: bool = True,
     vision: VisionInputs | None = None,
 ) -> dict[str, Any]:
     """Return the TransferQueue fields of a row: unpadded 1-D tensors, the same set of fields for every row.
@@ -35,23 +34,20 @@ def v1_fields(
         row: The row.
         base: The prompt's columns from the dataset, with `uid` and `session_id`.
         reward_extra_info: Goes to verl's validation metrics. Must not hold "reward", which verl adds itself.
-        logprobs: False leaves out `rollout_log_probs`. Pass the same value for all rows of a run.
         vision: Gives all rows multimodal positions, [4, P + R].
 
     Raises:
-        ValueError: logprobs are wanted of a re-tokenized row, or an image's size does not match its tokens.
+        ValueError: an image's size does not match its tokens.
         ConfigError: the row has images and `vision` is None.
     """
-    _check_logprobs(row, logprobs)
     ids = torch.from_numpy(row.tokens)
     mask = torch.from_numpy(row.response_mask)
-    known = {"rollout_log_probs": torch.from_numpy(row.logprobs)} if logprobs else {}
     multi_modal, positions = _multi_modal(row, ids, vision)
-    if row.routed_experts is not None:
-        known["routed_experts"] = torch.from_numpy(row.routed_experts)
+    experts = {} if row.routed_experts is None else {"routed_experts": torch.from_numpy(row.routed_experts)}
     return {
         **base,
-        **known,
+        **experts,
+        "rollout_log_probs": torch.from_numpy(row.logprobs),
         "prompts": ids[: row.prompt_tokens],
         "responses": ids[row.prompt_tokens :],
         "response_mask": mask,
@@ -84,13 +80,7 @@ def v1_tag(row: Row, global_steps: int, fallback: int | None = None) -> dict[str
         # For our sampler's metrics; verl ignores these.
         "mean_version": mean,
         "trained_tokens": tokens,
-        "retokenized": row.retokenized,
     }
-
-
-def _check_logprobs(row: Row, wanted: bool) -> None:
-    if row.retokenized and wanted:
-        raise ValueError("a re-tokenized row has no logprobs: pass logprobs=False for every row of the run")
 
 
 def _multi_modal(
@@ -127,7 +117,6 @@ def legacy_batch(
     prompt_length: int,
     response_length: int,
     pad_token_id: int,
-    logprobs: bool = True,
     vision: VisionInputs | None = None,
     experts: ExpertShape | None = None,
 ) -> LegacyBatch:
@@ -142,11 +131,10 @@ def legacy_batch(
     `rollout_backend.verl.advantage`. Loss modes that average over rows (`seq-mean-*`) count it too; `token-mean`
     does not.
 
-    With `logprobs=False` there is no `rollout_log_probs`. Re-tokenized rows are marked in `retokenized`. With
-    `vision` the positions are [B, 4, P + R]. With `experts` there is `routed_experts`, [B, P + R, layers, topk].
+    With `vision` the positions are [B, 4, P + R]. With `experts` there is `routed_experts`, [B, P + R, layers, topk].
 
     Raises:
-        ValueError: logprobs are wanted of a re-tokenized row, or an image's size does not match its tokens.
+        ValueError: an image's size does not match its tokens.
         ConfigError: a row has images and `vision` is None.
     """
     count, length = len(slots), prompt_length + response_length
@@ -155,7 +143,6 @@ def legacy_batch(
     scores, log_probs = np.zeros((2, count, response_length), dtype=np.float32)
     starts = np.full(count, prompt_length - 1)  # of the tokens in a line; a missing rollout has one
     stops = np.full(count, prompt_length)
-    retokenized = np.zeros(count, dtype=bool)
     turns = np.zeros(count, dtype=np.int32)
     missing = np.ones(count, dtype=bool)
     # For a vision model; otherwise positions follow from the places of the tokens.
@@ -168,7 +155,6 @@ def legacy_batch(
         if not rows:
             continue
         row = max(reversed(rows), key=lambda row: row.trained_tokens)
-        _check_logprobs(row, logprobs)
         left_out += sum(other.trained_tokens for other in rows) - row.trained_tokens
         moved += sum(other.turn_rewards for other in rows) - row.turn_rewards
         start, end = prompt_length - row.prompt_tokens, len(row.response)
@@ -177,7 +163,6 @@ def legacy_batch(
         mask[i, :end] = row.response_mask
         scores[i, :end] = row.scores
         log_probs[i, :end] = row.logprobs
-        retokenized[i] = row.retokenized
         turns[i] = row.turns
         missing[i] = False
         if row.routed_experts is not None:
@@ -190,7 +175,7 @@ def legacy_batch(
         "responses": ids[:, prompt_length:].copy(),
         "response_mask": mask,
         "rm_scores": scores,
-        **({"rollout_log_probs": log_probs} if logprobs else {}),
+        "rollout_log_probs": log_probs,
         **({"routed_experts": routed} if experts else {}),
         "input_ids": ids,
         "attention_mask": _attention(starts, stops, length),
@@ -201,7 +186,7 @@ def legacy_batch(
         tensors["position_ids"] = positions
     return LegacyBatch(
         tensors=TensorDict(tensors, batch_size=[len(slots)]),
-        non_tensors={"multi_modal_inputs": images, "__num_turns__": turns, "retokenized": retokenized},
+        non_tensors={"multi_modal_inputs": images, "__num_turns__": turns},
         missing=missing,
         left_out_tokens=left_out,
         moved_turn_rewards=moved,

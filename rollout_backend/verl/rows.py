@@ -25,9 +25,6 @@ Invariants:
   itself has no image, so training ends before it.
 - With `experts`, a row has the routed experts of each token, and zeros for a token that no engine has processed: the
   last of a segment. A rollout of which a trained segment lacks them, or has those of another model, has no rows.
-- A re-tokenized segment has no logprobs and is still trained: its row is marked, its `logprobs` are NaN, and it goes
-  to verl only in runs whose rows carry no logprobs. verl cannot mark a logprob as unknown, and would take any number
-  for the engine's.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ class Row:
     tokens: NDArray[np.int64]  # [P + R]
     prompt_tokens: int  # P
     response_mask: NDArray[np.int64]  # [R], 1 = sampled and trained
-    logprobs: NDArray[np.float32]  # [R], from the engine; 0 where the mask is 0; all NaN if re-tokenized
+    logprobs: NDArray[np.float32]  # [R], from the engine; 0 where the mask is 0
     scores: NDArray[np.float32]  # [R], the reward and the turn rewards on their tokens
     min_version: int | None  # of the weights that sampled the trained tokens; None if unknown for any of them
     max_version: int | None
@@ -65,7 +62,6 @@ class Row:
     trained_tokens: int
     truncated_tokens: int  # sampled, with a logprob, and not trained because they do not fit
     unknown_logprobs: int  # sampled, and not trained because they have no logprob
-    retokenized: bool = False  # rendered from messages, so its tokens are a guess
     images: tuple[SeenImage, ...] = ()
     routed_experts: NDArray[np.int16] | None = None  # [P + R, layers, topk]
     turn_rewards: int = 0  # how many of the segment's turns have a reward other than 0 on one of their own tokens
@@ -97,11 +93,6 @@ class Rows(Sequence[Row]):
     empty_segments: int = 0
     moved_turn_rewards: int = 0  # rewards other than 0 of turns without a trained token
     masked: str | None = None  # why the rollout is left out: a value of `training.mask`, or `routed_experts`
-
-    @property
-    def retokenized(self) -> int:
-        """How many of the rows were rendered from messages."""
-        return sum(row.retokenized for row in self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -186,7 +177,7 @@ class _Cut:
 
 def _cut(segment: Segment, prompt_length: int, response_length: int, image_token: int | None) -> _Cut:
     sampled = np.asarray(segment.response_mask).view(bool)
-    known = sampled if segment.retokenized else sampled & np.isfinite(np.asarray(segment.logprobs))
+    known = sampled & np.isfinite(np.asarray(segment.logprobs))
     known_tokens = int(np.count_nonzero(known))
     unknown = int(np.count_nonzero(sampled)) - known_tokens
     # A prompt needs a token, so a segment's first one is in the prompt even if it was sampled.
@@ -251,7 +242,7 @@ def _row(
         tokens=np.asarray(segment.token_ids)[: cut.end].astype(np.int64),
         prompt_tokens=cut.start,
         response_mask=cut.trained.astype(np.int64),
-        logprobs=logprobs if segment.retokenized else np.where(cut.trained, logprobs, np.float32(0)),
+        logprobs=np.where(cut.trained, logprobs, np.float32(0)),
         scores=scores,
         min_version=min(numbers) if known else None,
         max_version=max(numbers) if known else None,
@@ -261,7 +252,6 @@ def _row(
         trained_tokens=trained_tokens,
         truncated_tokens=cut.truncated,
         unknown_logprobs=cut.unknown,
-        retokenized=segment.retokenized,
         images=tuple(
             SeenImage(span.start, span.end, rollout.images[span.sha256])
             for span in segment.images

@@ -68,8 +68,6 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
             f"verl starts its servers by actor_rollout_ref.rollout.enable_rollout_routing_replay={records_experts}: "
             "remove model.routed_experts"
         )
-    if settings.collect.retokenize:
-        _check_logprobs_unused(config)
     _check_estimator(config, settings)
     return settings
 
@@ -162,24 +160,6 @@ def _user_settings(rollout: Any) -> tuple[str | None, dict[str, Any]]:
 def run_id_of(trainer: Any) -> str:
     name = f"{trainer.get('project_name', 'verl')}-{trainer.get('experiment_name', 'run')}"
     return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-")[:100] or "verl"
-
-
-def _check_logprobs_unused(config: Any) -> None:
-    """Refuse verl settings that need logprobs: re-tokenized rows have none, and verl needs a field in all rows."""
-    correction = config.algorithm.get("rollout_correction") or {}
-    wanting = {
-        "actor_rollout_ref.rollout.calculate_log_probs": config.actor_rollout_ref.rollout.get("calculate_log_probs"),
-        **{
-            f"algorithm.rollout_correction.{name}": correction.get(name)
-            for name in ("rollout_is", "rollout_rs", "bypass_mode")
-        },
-    }
-    for name, value in wanting.items():
-        if value:
-            raise ConfigError(
-                f"{name}={value} needs the logprob of every trained token, but under {KEY} collect.retokenize=true "
-                "admits rows without logprobs: turn off one of the two"
-            )
 
 
 def _check_estimator(config: Any, settings: RolloutConfig) -> None:

@@ -19,12 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import (
-    MAX_CONVERSATIONS,
-    MAX_MESSAGES,
     MAX_STEP,
     Announcement,
     ContractError,
-    Conversation,
     Outcome,
     Rollout,
     RolloutRequest,
@@ -322,79 +319,21 @@ def test_a_broken_rollout_names_its_field(encode, changes, field, words):
     refused(encode(make_fields(**changes)), field, words)
 
 
-SAID = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
-
-
 @BOTH_FORMS
-def test_a_rollout_of_messages_alone_is_complete_and_not_trainable(form):
-    fields = make_fields(segments=[], conversations=[{**SAID, "tools": [{"type": "function"}]}])
-    rollout = Rollout.decode(form(Rollout.parse(fields)))
-    assert (rollout.messages_only, rollout.trainable, rollout.reward) == (True, False, 1.0)
-    assert rollout.conversations[0].model_messages == (1,)
-    assert rollout.conversations[0].tools == ({"type": "function"},)
+def test_a_rollout_of_messages_alone_is_refused(form):
+    fields = make_fields(segments=[make_segment()])
+    talk = [{"messages": [{"role": "assistant", "content": "!"}]}]
+    for more in ({"segments": [], "conversations": talk}, {"conversations": talk}):
+        with pytest.raises(ContractError, match="conversations holds messages without sampled tokens"):
+            Rollout.decode(as_json({**fields, **more}))
+    with pytest.raises(ContractError, match=r"segments.*retokenized holds messages without sampled tokens"):
+        Rollout.decode(as_json(make_fields(segments=[{**make_segment(), "retokenized": True}])))
 
 
-def test_which_messages_are_the_models_can_be_said():
-    messages = [*SAID["messages"], *SAID["messages"]]
-    assert Conversation.parse({"messages": messages}).model_messages == (1, 3)
-    assert Conversation.parse({"messages": messages, "replies": [3]}).model_messages == (3,)
-
-
-def test_messages_and_segments_exclude_each_other_unless_the_segments_are_retokenized():
-    guess = make_segment(logprobs=[None] * 3, retokenized=True)
-    rollout = Rollout.decode(as_json(make_fields(segments=[guess], conversations=[SAID])))
-    assert (rollout.retokenized, rollout.messages_only, rollout.trainable) == (True, False, True)
-    assert Rollout.decode(rollout.encode()).retokenized
-    with pytest.raises(ContractError, match="conversations and sampled segments exclude each other"):
-        Rollout.decode(as_json(make_fields(conversations=[SAID])))
-
-
-@BOTH_INPUTS
-@pytest.mark.parametrize(
-    ("conversation", "field", "words"),
-    [
-        ({"messages": []}, "conversations.0.messages", "at least 1"),
-        ({"messages": "hello"}, "conversations.0.messages", "tuple"),
-        ({"messages": [{"content": "?"}]}, "conversations.0", "messages.0 has no role"),
-        ({"messages": [{"role": 1}]}, "conversations.0", "messages.0 has no role"),
-        ({"messages": [{"role": "user"}] * (MAX_MESSAGES + 1)}, "conversations.0.messages", "at most"),
-        ({**SAID, "tools": {}}, "conversations.0.tools", "tuple"),
-        ({**SAID, "replies": [2]}, "conversations.0", "replies name 2 of 2 messages"),
-        ({**SAID, "replies": [-1]}, "conversations.0", "replies name -1"),
-        ({**SAID, "replies": [1, 1]}, "conversations.0", "replies name 1 of 2 messages, after 1"),
-        ({**SAID, "replies": [0]}, "conversations.0", "of the role 'user'"),
-        ({**SAID, "replies": []}, "rollout", "no message of the model"),
-        ({"messages": [{"role": "user", "content": "?"}]}, "rollout", "no message of the model"),
-        ({**SAID, "more": 1}, "conversations.0.more", "not permitted"),
-    ],
-)
-def test_a_broken_conversation_names_its_field(encode, conversation, field, words):
-    refused(encode(make_fields(segments=[], conversations=[conversation])), field, words)
-
-
-def test_a_rollouts_conversations_are_capped():
-    with pytest.raises(ContractError, match=r"conversations: .*at most"):
-        Rollout.decode(as_json(make_fields(segments=[], conversations=[SAID] * (MAX_CONVERSATIONS + 1))))
-
-
-@BOTH_FORMS
-def test_the_readers_cap_holds_for_messages(form):
-    long = {"messages": [*SAID["messages"], {"role": "user", "content": "x" * 10_000}]}
-    data = form(make_rollout(segments=[], conversations=[long]))
-    with pytest.raises(ContractError, match="more than the cap of 5000"):
-        Rollout.decode(data, max_bytes=5000)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, "logprobs has a value"),
-        ({"logprobs": [None] * 3, "turns": [turn(1, 3, (1, 3))]}, "turns name weight_versions"),
-    ],
-)
-def test_a_retokenised_segment_claims_nothing_of_the_engines(changes, words):
-    with pytest.raises(ContractError, match=words):
-        Segment.parse(make_segment(retokenized=True, **changes))
+def test_the_empty_fields_of_older_wrappers_are_dropped():
+    older = make_fields(segments=[{**make_segment(), "retokenized": False}], conversations=[])
+    plain = Rollout.decode(as_json(make_fields(segments=[make_segment()])))
+    assert Rollout.decode(as_json(older)).to_json() == plain.to_json()
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
@@ -597,9 +536,9 @@ def test_the_encoded_forms_change_only_on_purpose():
         for found in (Trajectory(model="m", segments=(segment,)), rollout)
     ]
     assert [hashlib.sha256(form).hexdigest() for form in (*unpacked, rollout.to_json())] == [
-        "0fa5c703f3d833d9b28dff696adbb28fd4ce6f3eee918da81fc712eda6fce032",
-        "ef56ba059bdc7571bacea1992cfb11391c9cd3739103072e532608f16b27a720",
-        "fa3da49a123d3d4d6120c3374ffe37bc70e2a56b86a02b50e3f4ae620e41f8f5",
+        "45694c70bc77bf5d6c1ccb605bdc1793bd57fd0f78ad21abb3a68768d46eea9e",
+        "b470d89e36029f2f8321830fca3e0e3684f8b31665f95670cdcbe0052dea5c62",
+        "6616146a1aaeb841847ef1d418ea55075f32afc07ec8a85eb21a808459880721",
     ]
 
 

@@ -281,50 +281,23 @@ def test_neither_failures_nor_extras_contain_the_session_key():
         assert "[session key]" in rollout.to_json().decode()
 
 
-# --- agents that called their model elsewhere -------------------------------------------------------------
+# --- agents that called no model here ---------------------------------------------------------------------
 
 MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
 
-def test_the_rollout_holds_messages_of_a_model_called_elsewhere():
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    rollout = rollout_of({"reward": 1, "messages": MESSAGES, "tools": tools, "steps": 2})
-    assert (rollout.outcome, rollout.reward, rollout.extras) == (Outcome.COMPLETED, 1.0, {"steps": 2})
-    assert (rollout.messages_only, rollout.trainable) == (True, False)
-    [conversation] = rollout.conversations
-    assert list(conversation.messages) == MESSAGES
-    assert list(conversation.tools) == tools
-
-
-def test_messages_in_addition_to_sampled_tokens_are_extras():
+def test_returned_messages_are_extras():
     rollout = rollout_of({"reward": 1, "messages": MESSAGES}, SAMPLED)
-    assert (rollout.messages_only, rollout.trainable) == (False, True)
+    assert rollout.trainable
     assert rollout.extras == {"messages": MESSAGES}
 
 
-def test_without_messages_a_reward_for_nothing_is_the_agents_error():
-    rollout = rollout_of({"reward": 1, "tools": []})
-    assert ended(rollout) == (Outcome.AGENT_ERROR, None, "no_model_call")
-    assert "return the 'messages'" in rollout.failure.message
-
-
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [
-        ({"messages": []}, "messages: "),
-        ({"messages": "hello"}, "messages: "),
-        ({"messages": None}, "messages: "),
-        ({"messages": [1]}, "messages.0: "),
-        ({"messages": [{"content": "?"}]}, "messages.0 has no role"),
-        ({"messages": MESSAGES[:1]}, "there is none with the role 'assistant'"),
-        ({"messages": MESSAGES, "tools": 5}, "tools: "),
-    ],
-)
-def test_invalid_messages_are_the_agents_error(returned, words):
+@pytest.mark.parametrize("returned", [{}, {"messages": MESSAGES}])
+def test_a_reward_for_which_nothing_was_sampled_is_the_agents_error(returned):
     rollout = rollout_of({"reward": 1, **returned})
-    assert ended(rollout) == (Outcome.AGENT_ERROR, None, "bad_messages")
-    assert words in rollout.failure.message
-    assert "in the shape of OpenAI's chat completions" in rollout.failure.message
+    assert ended(rollout) == (Outcome.AGENT_ERROR, None, "no_model_call")
+    assert "call the model at the context's base_url" in rollout.failure.message
+    assert rollout.segments == ()
 
 
 def test_a_trajectory_that_is_too_large_is_not_fetched_again():

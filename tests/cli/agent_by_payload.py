@@ -17,8 +17,6 @@ async def agent(context: RolloutContext) -> dict[str, object]:
         raise ValueError("no such answer")
     if do == "sleep":
         await asyncio.sleep(3600)
-    if do == "messages":
-        return {"reward": 1.0, "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
     if do != "silent":
         async with AsyncOpenAI(**context.openai_kwargs()) as client:
             await client.chat.completions.create(

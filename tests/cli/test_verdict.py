@@ -83,8 +83,6 @@ def test_a_run_with_losses_of_every_kind_passes_and_names_them(run_groups, tmp_p
         ),
         slow([[1, 1]], "solved, every reward is 1 (1 task)"),
         slow([[0, 0], [1, 1]], "rewards equal within each group (2 tasks)"),
-        slow([["messages"]], "completed rollouts carry only messages, without tokens (1 of 1)"),
-        slow([[1, "messages"]], "0 of 1 groups usable (1 of 2 rollouts trainable)"),
         slow([["silent"]], "0 of 1 rollouts completed ! no model call made by 1 of 1 rollouts"),
     ],
 )

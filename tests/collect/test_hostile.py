@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,28 +19,15 @@ from rollout_backend.errors import StoreError
 from rollout_backend.rendering.segments import SegmentRecorder
 from rollouts import make_rollout
 
-TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 FAILED = Failure(reason="agent_failure", message="boom")
 FORGED: dict[str, Callable[..., bytes]] = {
     "sampled": lambda make: make(session_id="made-up").encode(),
-    "messages only": lambda make: make(
-        segments=(), conversations=[{"messages": TALK}], session_id="made-up"
-    ).encode(),
     "timed out": lambda make: make(outcome=Outcome.TIMED_OUT, session_id="made-up").encode(),
     "scored error": lambda make: make(outcome=Outcome.AGENT_ERROR, reward=0.0, session_id="made-up").encode(),
     "lost": lambda make: make(outcome=Outcome.INFRA_ERROR, session_id="made-up").encode(),
     "no session": lambda make: make(session_id="").encode(),
     "another rollout's session": lambda make: make(session_id="session-task-b.0").encode(),
     "in JSON": lambda make: make(session_id="made-up").to_json(),
-    "text format": lambda make: json.dumps(
-        {
-            "rollout_data": [{"formatted_request": {"messages": TALK}}],
-            "rewards": 1.0,
-            "input_id": "task-a",
-            "session_id": "made-up",
-            "attempt": 1,
-        }
-    ).encode(),
 }
 
 
@@ -50,7 +36,7 @@ FORGED: dict[str, Callable[..., bytes]] = {
 async def test_a_result_of_another_session_is_rejected_with_evidence(open_run, forge, announced):
     sink = Sink("task-a.0")
     run = await open_run(receive=False)
-    buffer = RolloutBuffer(run.run_id, run.store, None, 4, text_format=True)
+    buffer = RolloutBuffer(run.run_id, run.store, None, 4)
     key = await run.put(run.key(), forge(run.rollout))
     if announced:
         await run.announce(key)

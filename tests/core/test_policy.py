@@ -37,17 +37,6 @@ def test_a_doomed_group_is_cancelled_and_the_others_continue():
     assert not decision.done
 
 
-def test_messages_only_rollouts_neither_doom_a_group_nor_make_it_usable():
-    found = dataclasses.replace(group(needed=4, open_=["a.3"]), messages_only=3)
-    decision = GroupPolicy(target_groups=1).decide([found])
-    assert not decision.cancel
-    assert not decision.done
-    settled = dataclasses.replace(found, open={}, messages_only=4)
-    assert GroupPolicy().decide([settled]).done
-    assert not settled.usable
-    assert not settled.complete
-
-
 def test_strict_needs_every_planned_rollout():
     assert GroupConfig(size=4, policy="strict").needed == 4
     decision = GroupPolicy().decide([group(needed=4, open_=["a.1"], trainable=2, lost=1)])

@@ -79,7 +79,6 @@ def test_running_rollouts_are_kept_in_the_order_of_their_start():
             {"segments": [make_segment().model_copy(update={"messages": ({"role": "assistant", "content": "4"},)})]},
             "4",
         ),
-        ({"segments": [], "conversations": [{"messages": [{"role": "assistant", "content": "5"}]}]}, "5"),
         ({"segments": [make_segment()]}, ""),
     ],
 )

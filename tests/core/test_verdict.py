@@ -16,8 +16,6 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.core.verdict import Level, Verdict, judge
 from rollouts import make_rollout, make_segment
 
-TALK = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
-MESSAGES = "messages"
 FORCED = "forced "
 
 
@@ -30,8 +28,6 @@ def cut_off(rollout_id: str) -> Rollout:
 def result_of(rollout_id: str, what: Any) -> Rollout | None:
     if what == "cut":
         return cut_off(rollout_id)
-    if what == MESSAGES:
-        return make_rollout(rollout_id, segments=[], conversations=[TALK])
     if isinstance(what, str) and what.startswith(FORCED):
         segment = make_segment()
         unknown = array("f", [float("nan")] * len(segment.logprobs))
@@ -41,10 +37,10 @@ def result_of(rollout_id: str, what: Any) -> Rollout | None:
 
 
 def step(*groups: list[Any], needed: int = 1, unclosed: int = 0) -> StepResult:
-    """Return a step with one group per list: rewards, "cut", "messages", or an outcome with its reason."""
+    """Return a step with one group per list: rewards, "cut", or an outcome with its reason."""
     ledger, arrived, made = Ledger(0), [], []
     for number, group in enumerate(groups):
-        trained, only_messages = [], []
+        trained = []
         for i, what in enumerate(group):
             rollout_id = f"task-{number}.{i}"
             ledger.plan([PlannedRollout(rollout_id, f"task-{number}")])
@@ -54,17 +50,8 @@ def step(*groups: list[Any], needed: int = 1, unclosed: int = 0) -> StepResult:
                 continue
             ledger.record_result(rollout_id, rollout.outcome, trainable=rollout.trainable)
             arrived.append(rollout)
-            (trained if rollout.trainable else only_messages).append(rollout)
-        made.append(
-            GroupResult(
-                Task(f"task-{number}", {}),
-                tuple(trained),
-                len(trained) >= needed,
-                len(group),
-                (),
-                tuple(only_messages),
-            )
-        )
+            trained.append(rollout)
+        made.append(GroupResult(Task(f"task-{number}", {}), tuple(trained), len(trained) >= needed, len(group)))
     for i in range(unclosed):
         ledger.session_unclosed(f"s{i}", "409")
     report = make_report("run", ledger, made, arrived, [], [], refused=0, seconds=1.0, deadline_reached=False)
@@ -90,7 +77,6 @@ SPREAD = [0.0, 1.0]
     ("groups", "why"),
     [
         ([[LOST, LOST]], "0 of 2 rollouts completed"),
-        ([[MESSAGES], [LOST]], "completed rollouts carry only messages, without tokens (1 of 1)"),
         ([[1.0, LOST], [LOST, LOST]], "0 of 2 groups usable (1 of 4 rollouts trainable)"),
         ([[0.0, 0.0]] * 8, "all rewards equal (8 tasks, all 0)"),
         ([[1.0, 1.0]], "solved, every reward is 1 (1 task)"),

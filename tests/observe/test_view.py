@@ -19,7 +19,6 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.observe.view import print_record, print_rollout, print_step
 from rollouts import make_rollout, make_segment
 
-TALK = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 MARKUP = "[/nothing] [red]x[/red] \\"
 
 
@@ -38,7 +37,7 @@ def step_result(rollouts: dict[str, Rollout | str], **more: Any) -> StepResult:
             ledger.settle(rollout_id, Outcome.TIMED_OUT, "no_result", found)
             continue
         failure = found.failure
-        reason = failure.reason if failure else "messages_only" if found.messages_only else ""
+        reason = failure.reason if failure else ""
         ledger.record_result(
             rollout_id, found.outcome, reason, failure.message if failure else "", trainable=found.trainable
         )
@@ -52,7 +51,6 @@ def step_result(rollouts: dict[str, Rollout | str], **more: Any) -> StepResult:
             tuple(rollout for rollout in found if rollout.trainable),
             usable=any(rollout.trainable for rollout in found),
             planned=len(found),
-            messages_only=tuple(rollout for rollout in found if rollout.messages_only),
         )
         for task_id, found in tasks.items()
     ]
@@ -169,21 +167,6 @@ def test_results_that_could_not_be_archived_are_counted(show):
     assert "3 results could not be written there; they are in S3" in text
 
 
-def test_rewards_of_messages_only_rollouts_are_shown_as_not_trained(show):
-    rewards = {"task-a.0": 1.0, "task-a.1": 0.0}
-    lines = lines_of(
-        show({name: make_rollout(name, segments=[], conversations=[TALK], reward=r) for name, r in rewards.items()})
-    )
-    assert "task-a 1 0 0.500 no" in lines
-    assert "2 rollouts carry only messages: their rewards count, but they are not trained" in lines
-
-
-def test_retokenized_rollouts_are_counted(show, guessed):
-    text = show({"task-a.0": guessed})
-    assert "1 rollouts carried only messages: their tokens are re-tokenized, a guess" in text
-    assert "tokens: 0 sampled, 0 given" in text
-
-
 def test_a_failure_message_is_not_markup(show):
     failure = Failure(reason="agent_exception", message=MARKUP)
     text = show({"task-a.0": make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure)})
@@ -191,13 +174,6 @@ def test_a_failure_message_is_not_markup(show):
 
 
 # --- a rollout --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def guessed() -> Rollout:
-    segment = make_segment(version=None).model_dump()
-    guess = {**segment, "logprobs": [None] * 5, "retokenized": True, "messages": TALK["messages"]}
-    return make_rollout(segments=[guess], conversations=[TALK])
 
 
 def test_a_rollout_is_shown_completely(show):
@@ -230,25 +206,9 @@ def test_a_failure_is_shown_with_its_traceback(show):
         assert words in text
 
 
-def test_a_messages_only_rollout_is_shown(show):
-    text = show(make_rollout(segments=[], conversations=[TALK, TALK], session_id=""))
-    assert text.count("2 messages, 1 by the model, tokens unknown") == 2
-    for words in ("conversation 1", "2 + 2?", "session unknown"):
-        assert words in text
-
-
-def test_a_retokenized_segment_is_shown_once_and_marked(show, guessed):
-    text = show(guessed)
-    assert "5 tokens, 2 re-tokenized" in text
-    assert "mean logprob unknown, weights unknown" in text
-    assert text.count("2 + 2?") == 1
-
-
 def test_no_text_of_a_result_is_markup(show):
     names = {"session_id": MARKUP, "model": MARKUP, "extras": {"x": "[/nothing]"}}
     assert show(make_rollout(segments=[with_text(MARKUP)], **names)).count(MARKUP) == 6
-    messages = [{"role": MARKUP, "content": MARKUP}, *TALK["messages"]]
-    assert show(make_rollout(segments=[], conversations=[{"messages": messages}])).count(MARKUP) == 8
 
 
 def test_a_missing_time_is_shown_as_unknown(show):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_wrapper.contract import Conversation, Failure, Outcome, Rollout, readable
+from agent_wrapper.contract import Failure, Outcome, Rollout, readable
 from made_runs import MadeRun, make_run
 from report_page import Page
 from rollout_backend.core.records import ResultSummary, RolloutRecord
@@ -17,7 +17,7 @@ from rollout_backend.core.summary import Learning, rewards_by_task, seconds_of, 
 from rollout_backend.errors import ConfigError
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.report.files import try_to_write_report, write_report
-from rollouts import make_rollout
+from rollouts import make_rollout, make_segment
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- \u2028 '\" {{ 7 * 7 }}"
 
@@ -118,8 +118,9 @@ def test_texts_of_agents_stay_texts(tmp_path: Path):
     message = {"role": HOSTILE, "content": HOSTILE}
     done = make_rollout(
         "a.0",
-        segments=[],
-        conversations=[Conversation(messages=(message, {"role": "assistant", "content": HOSTILE}))],
+        segments=[
+            make_segment().model_copy(update={"messages": (message, {"role": "assistant", "content": HOSTILE})})
+        ],
         extras={HOSTILE: HOSTILE},
     )
     failed = make_rollout(

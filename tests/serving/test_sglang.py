@@ -156,7 +156,6 @@ def test_routed_experts_are_recorded_only_if_configured():
     [
         ({"serving": {"engine": "vllm"}}, r"needs serving\.engine=sglang, not vllm"),
         ({"serving": {"extra_args": ["--enable-hierarchical-cache"]}}, "remove --enable-hierarchical-cache"),
-        ({"collect": {"retokenize": True}}, r"collect\.retokenize"),
         ({"router": {"policy": "random"}}, r"whose calls pass no sglang-router: remove it, or set router\.kind=smg"),
     ],
 )

@@ -14,8 +14,6 @@ from rollout_backend.core.tasks import Task, rollout_id
 from rollout_backend.errors import CircuitOpen
 from step_bench import Agents, only
 
-TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-
 
 async def test_a_result_forged_for_another_rollout_is_no_result_and_it_is_replaced(open_bench):
     """The forged object occupies the key for good, so the rollout cannot finish. Another one takes its place."""
@@ -26,8 +24,7 @@ async def test_a_result_forged_for_another_rollout_is_no_result_and_it_is_replac
 
     async def forge(agents, request):
         [victim] = victims()
-        talk = {"segments": [], "conversations": [{"messages": TALK}]}
-        await agents.put(victim, agents.result(victim, **talk, session_id=request.session_id).encode())
+        await agents.put(victim, agents.result(victim, session_id=request.session_id).encode())
         await agents.announce(victim)
         await agents.complete(request)
 

@@ -441,60 +441,19 @@ async def test_a_fault_in_the_listing_ends_the_step(open_bench, monkeypatch):
     assert set(bench.agents.stopped) == bench.agents.invoked
 
 
-# --- results that hold only messages ----------------------------------------------------------------------
-
-TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-
-
 async def messages_only(agents, request):
-    await agents.complete(request, segments=[], conversations=[{"messages": TALK}])
-
-
-async def in_text(agents, request, **more):
-    result = {
-        "rollout_data": [{"formatted_request": {"messages": TALK, "tools": None}}],
-        "rewards": [0.5],
-        "input_id": request.task_id,
-        "session_id": request.session_id,
-        "attempt": request.attempt,
-    }
-    await agents.put(request, json.dumps({**result, **more}).encode())
+    talk = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    fields = json.loads(agents.result(request).to_json())
+    await agents.put(request, json.dumps({**fields, "segments": [], "conversations": [{"messages": talk}]}).encode())
     await agents.announce(request)
 
 
-@pytest.mark.parametrize(("behave", "reward"), [(messages_only, 1.0), (in_text, 0.5)])
-async def test_messages_alone_count_in_evaluation_and_are_not_trained(open_bench, behave, reward):
-    bench = await open_bench("group.size=4", "group.policy=strict", "collect.text_format=true")
-    step = bench.step("task-a", "task-b", behave=only("task-a", behave))
-    result = await step.run()
-    bench.check_ended(result)
-    assert completed(result) == 8, "missing tokens cancel no rollout"
-    assert result.report.reasons == {"completed: messages_only": 4}
-    assert result.failures == ()
-    assert (result.report.trainable, result.report.retokenized) == (4, 0)
-    told, sampled = result.groups
-    assert (told.rollouts, len(told.messages_only), told.usable) == ((), 4, False)
-    assert (len(sampled.rollouts), sampled.messages_only, sampled.usable) == (4, (), True)
-    assert result.report.groups[0].mean_reward == reward
-    assert sorted(rollout.reward for rollout in step.results.received) == [reward] * 4 + [1.0] * 4
-    assert all(rollout.messages_only for rollout in bench.kept if rollout.task_id == "task-a")
-
-
-async def test_messages_are_trained_if_the_settings_allow_it_and_marked(open_bench):
-    bench = await open_bench("collect.retokenize=true", "collect.text_format=true")
-    result = await bench.run(behave=in_text)
-    assert result.report.reasons == {}
-    assert (result.report.trainable, result.report.retokenized) == (2, 2)
-    [group] = result.groups
-    assert group.usable
-    assert all(rollout.retokenized and rollout.trainable for rollout in group.rollouts)
-
-
-async def test_a_result_without_a_finishing_time_has_no_lag(open_bench):
-    bench = await open_bench("group.size=1", "collect.text_format=true")
-    report = (await bench.run(behave=in_text)).report
-    assert report.lag is None
-    assert report.latency is not None
+async def test_messages_without_sampled_tokens_are_an_invalid_result(open_bench):
+    bench = await open_bench("group.size=1", "group.policy=strict")
+    result = await bench.run(behave=messages_only)
+    [failure] = result.failures
+    assert (failure.outcome, failure.reason) == (Outcome.INFRA_ERROR, "invalid_result")
+    assert "call the model at base_url" in failure.message
 
 
 async def test_a_result_is_printed_without_its_tokens(open_bench):

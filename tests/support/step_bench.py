@@ -16,9 +16,8 @@ from agent_wrapper.contract import Announcement, ModelEndpoint, Outcome, Rollout
 from rollout_backend import aws
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
-from rollout_backend.collect.retokenize import Retokenizer
 from rollout_backend.collect.store import ResultStore
-from rollout_backend.config import ModelConfig, RolloutConfig
+from rollout_backend.config import RolloutConfig
 from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.core.report import StepResult
@@ -26,7 +25,6 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
-from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
 from rollouts import make_rollout
@@ -190,23 +188,17 @@ class Bench:
 
     async def _receive(self, store: ResultStore, stack: AsyncExitStack) -> tuple[RolloutBuffer, str | None]:
         """Return a buffer that receives until the stack is closed, and the URL of its queue."""
-        config, queue, retokenizer = self.config, None, None
+        config, queue = self.config, None
         if config.queue.enabled:
             name = queue_name(config.storage, config.run_id)
             queue = await AnnouncementQueue.open(config.queue, config.aws, name)
             stack.push_async_callback(queue.aclose)
-        if config.collect.retokenize:
-            retokenizer = await Retokenizer.open(ModelConfig(path=BYTE_MODEL))
-            stack.callback(retokenizer.close)
-        settings = config.collect
         buffer = RolloutBuffer(
             config.run_id,
             store,
             queue,
-            settings.max_fetches,
-            retokenizer,
+            config.collect.max_fetches,
             verify=lambda rollout: self.verify(rollout),
-            text_format=settings.text_format,
         )
         stack.push_async_callback(_end, asyncio.create_task(buffer.run(config.queue.receivers)))
         return buffer, queue.url if queue is not None else None

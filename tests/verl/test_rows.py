@@ -188,61 +188,6 @@ def test_rollouts_without_a_reward_are_refused() -> None:
         rows_of(rollout(segment([("given", 1), ("sampled", 1)])), 0, 4)
 
 
-# --- re-tokenized -----------------------------------------------------------------------------------------
-
-
-def retokenized(pieces: list[tuple[str, int]]) -> Segment:
-    n = sum(count for _, count in pieces)
-    return Segment.model_validate(
-        {**dict(segment(pieces, None, unknown=tuple(range(n)))), "retokenized": True}, from_attributes=True
-    )
-
-
-def test_a_retokenized_segment_is_trained_without_logprobs_and_marked() -> None:
-    made = rows_of(rollout(retokenized([("given", 2), ("sampled", 2), ("given", 1), ("sampled", 1)])), 4, 8)
-
-    (row,) = made
-    assert row.retokenized
-    assert made.retokenized == 1
-    assert row.response_mask.tolist() == [1, 1, 0, 1]
-    assert np.isnan(row.logprobs).all()
-    assert (row.min_version, row.max_version) == (None, None)
-    assert (made.unknown_logprobs, made.truncated_tokens) == (0, 0)
-
-
-def test_truncated_tokens_of_a_retokenized_segment_are_counted() -> None:
-    made = rows_of(rollout(retokenized([("given", 2), ("sampled", 5)])), 2, 3)
-    assert (made.rows[0].trained_tokens, made.truncated_tokens, made.unknown_logprobs) == (3, 2, 0)
-
-
-def test_v1_rows_of_a_run_that_retokenizes_have_no_logprobs() -> None:
-    sampled = segment([("given", 2), ("sampled", 2)])
-    found = [rows_of(rollout(one), 4, 8)[0] for one in (sampled, retokenized([("given", 2), ("sampled", 3)]))]
-    data = list_of_dict_to_tensordict([v1_fields(row, _base(0), logprobs=False) for row in found])
-
-    assert "rollout_log_probs" not in data
-    assert [v1_tag(row, 9)["retokenized"] for row in found] == [False, True]
-    assert v1_fields(found[0], _base(0)).keys() - {"rollout_log_probs"} == set(data.keys())
-
-
-def test_a_retokenized_row_is_refused_with_logprobs() -> None:
-    made = rows_of(rollout(retokenized([("given", 2), ("sampled", 3)])), 4, 8)
-    with pytest.raises(ValueError, match="has no logprobs"):
-        v1_fields(made[0], _base(0))
-    with pytest.raises(ValueError, match="has no logprobs"):
-        legacy_batch([made], 4, 8, PAD)
-
-
-def test_a_legacy_batch_marks_its_retokenized_rows() -> None:
-    sampled = segment([("given", 2), ("sampled", 2)])
-    slots = [rows_of(rollout(one), 4, 8) for one in (sampled, retokenized([("given", 2), ("sampled", 3)]))]
-    made = legacy_batch([*slots, None], 4, 8, PAD, logprobs=False)
-
-    assert "rollout_log_probs" not in made.tensors
-    assert made.non_tensors["retokenized"].tolist() == [False, True, False]
-    assert made.tensors["response_mask"].sum(dim=1).tolist() == [2, 3, 0]
-
-
 # --- v1 ---------------------------------------------------------------------------------------------------
 
 
@@ -292,7 +237,6 @@ def test_v1_tags_have_only_numbers() -> None:
         "global_steps": 9,
         "min_global_steps": 3,
         "max_global_steps": 3,
-        "retokenized": False,
         "mean_version": 3.0,
         "trained_tokens": 3,
     }

@@ -148,18 +148,6 @@ def test_validation_and_greedy_sampling():
     assert sampling_of(rollout, validate=False, greedy=False).temperature == 0.9
 
 
-def _with_algorithm(calculate_log_probs: bool = False, **correction: object):
-    own = {**OWN, "collect": {"retokenize": True}}
-    config = verl_config(own, calculate_log_probs=calculate_log_probs)
-    off = {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}
-    config.algorithm = {"rollout_correction": {**off, **correction}}
-    return config
-
-
-def test_rows_without_logprobs_are_accepted_if_nothing_needs_logprobs():
-    assert settings_of(_with_algorithm(), ["a:1"]).collect.retokenize
-
-
 @pytest.mark.parametrize(
     ("use_v1", "adv_estimator", "refused"),
     [
@@ -202,21 +190,6 @@ def test_an_estimator_that_misjudges_groups_with_lost_rollouts_is_named(
     config.trainer.use_v1, config.algorithm = use_v1, {"adv_estimator": adv_estimator}
     settings_of(config, ["a:1"])
     assert [adv_estimator in text and warning in text for text in caplog.messages] == [True] * bool(warning)
-
-
-@pytest.mark.parametrize(
-    ("wanting", "name"),
-    [
-        ({"calculate_log_probs": True}, "rollout.calculate_log_probs=True"),
-        ({"rollout_is": "token"}, "rollout_correction.rollout_is=token"),
-        ({"rollout_rs": "seq_sum_k1"}, "rollout_correction.rollout_rs=seq_sum_k1"),
-        ({"bypass_mode": True}, "rollout_correction.bypass_mode=True"),
-    ],
-)
-def test_rows_without_logprobs_are_refused_if_something_needs_logprobs(wanting, name):
-    with pytest.raises(ConfigError, match=r"collect\.retokenize=true") as caught:
-        settings_of(_with_algorithm(**wanting), ["a:1"])
-    assert name in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,6 @@ async def agent(context: RolloutContext) -> dict[str, object]:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "raise":
                 raise ValueError("the tool is broken")
-            case "return messages":  # as if another model was called; with `segments` 0 this one is not
-                said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"reply {number}"}]
-                return {"reward": payload["rewards"][int(number)], "messages": said}
             case "never return":
                 await asyncio.Event().wait()
             case str(wait) if wait.startswith("wait for "):
