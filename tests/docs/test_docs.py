@@ -231,7 +231,7 @@ def test_every_threat_names_a_test_that_exists() -> None:
 
 
 def test_each_first_mistake_names_a_test_that_expects_its_message() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    page = (ROOT / "tests" / "README.md").read_text()
     section = page.partition("## Fourteen first mistakes\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| [^|]+ \| `([^`]+)` \| `([\w/]+\.py)::(\w+)` \|$", section, flags=re.M)
     assert len(rows) == 14
