@@ -110,11 +110,6 @@ some hundred transcripts, so the tool has the numbers. The learning rate is {lea
 trained, and eight steps changed little.
 """,
 }
-_GAMES = """\
-These are the rewards that a training of SmolLM2-135M would start from, over {episodes} rollouts of each game of
-TextArena from {starts} starts, with at most {max_moves} valid moves of {max_tokens} tokens. GRPO learns from groups
-whose rewards differ. A player without a valid move gets 0, except in RushHour, where the start may count.
-"""
 
 
 def page(sections: dict[str, Any]) -> str:
@@ -182,9 +177,6 @@ def _many_turns(results: dict[str, Any]) -> Iterator[str]:
     yield "What a rollout consists of, and the largest difference between the engine's probability of a trained token"
     yield "and the trainer's:\n"
     yield many_turns_report.in_play(results).markdown() + "\n"
-    yield "### Games for SmolLM2-135M\n"
-    yield _GAMES.format(**settings["games"])
-    yield many_turns_report.games(results).markdown() + "\n"
 
 
 def _learning(results: dict[str, Any]) -> Iterator[str]:
