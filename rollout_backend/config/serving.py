@@ -110,7 +110,7 @@ class ServingConfig(Section):
     """Tokens in a server's cache. Default: 32,768 on the CPU, what fits on a GPU."""
     lora_rank: int | None = Field(default=None, ge=1, le=512)
     """Largest rank of the LoRA adapters that `RolloutManager.load_adapter` loads, for `process` and `ray`. Default:
-    engines take no adapters. See [adapters.md](adapters.md)."""
+    engines take no adapters. See [update-weights.md](update-weights.md#lora-adapters)."""
     lora_targets: tuple[LoraTarget, ...] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )  # fmt: skip
