@@ -54,8 +54,7 @@ The first number of a cell is how many of the {planned} rollouts are trained cor
 - run again: agents that finished although their group already had as many finished as it has rollouts.
 
 What is missing otherwise was reported as failed. This backend does not repeat an agent's own error, timeout or bad
-reward; agentlightning's store does. A system that cannot meet a fault has no number, so the sums are of different
-faults.
+reward; agentlightning's store does. A system that cannot meet a fault has no number.
 """
 _LEARNING = """\
 A tiny model learns single-digit sums by GRPO, for {steps} steps of {prompts} questions with {group} rollouts each.
@@ -64,10 +63,8 @@ initial model and questions; the engine samples without a seed. The figures are 
 of all rollouts that began. Lines are means over the seeds and over seven steps, bands reach from the lowest seed to
 the highest.
 
-- verl: verl's own agent loop, in which a rollout is a coroutine of the trainer. Its replay buffer is polled every
-  0.25 s, as ours, instead of every 2 s.
-- ours: each rollout is a session on an emulated AgentCore, which calls the model through the gateway and returns its
-  result by S3 and SQS.
+- verl: verl's own agent loop, in which a rollout is a coroutine of the trainer.
+- ours: each rollout is a session on an emulated AgentCore.
 - ours, faults: each sampled token has a risk of {killed:g} % that its container dies and of {late:g} % that its agent
   gets stuck, so longer rollouts are lost more often. {throttled:g} % of the invokes are refused with 429.
 - faults as 0: the same losses, but a lost rollout is trained with its tokens and the reward 0, as other systems do.
@@ -78,8 +75,7 @@ The mean difference of the runs of each seed, with its 95 % confidence interval 
 contains 0 shows no difference, and how large one could still be.
 """
 _LEARNING_TIME = """\
-Where the time of a step goes, as verl measures it. In `gen`, this backend also invokes a session for each rollout.
-The emulated AWS, the agents and other programs ran on the same two cores, so the times are longer than necessary.
+Where the time of a step goes, as verl measures it. Emulated AWS, agents and other programs ran on the same two cores.
 """
 _LEARNING_FAULTS = """\
 The rollout of a killed session gets another session after 3 s without heartbeats. One that takes twice as long as its
