@@ -43,7 +43,6 @@ from agent_wrapper.contract import Rollout
 from rollout_backend import GroupResult, RolloutManager, StepResult, Task, load_config
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.local.verl_cpu.environment import environment
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.serving.install import find_model
 from rollout_backend.serving.server_process import ServerProcess
@@ -157,10 +156,15 @@ def warm_model(training: Training, folder: Path, work: Path) -> Path:
 PROJECT = "many-turns"
 
 
+def example_module() -> Any:
+    """Return the script of `examples/train_arithmetic`, with its settings for verl."""
+    sys.path.insert(0, str(EXAMPLE))
+    return importlib.import_module("train")
+
+
 def overrides(training: Training, model: Path, tasks: Path, settings: Path, steps: int, work: Path) -> list[str]:
     """Return the settings of `examples/train_arithmetic` for verl, with those of this training."""
-    sys.path.insert(0, str(EXAMPLE))
-    example = importlib.import_module("train")
+    example = example_module()
     options = argparse.Namespace(tiny=True, dtype="float32", trainer="v1", steps=steps, work=work)
     rollout, actor, rows = example.ROLLOUT, example.ACTOR, training.group * 4
     return [
@@ -200,7 +204,7 @@ async def train(training: Training, model: Path, seed: int, steps: int, work: Pa
                 *overrides(training, model, tasks, settings, steps, work),
             ],
             work / "verl.log",
-            {**environment(threads=1), **cloud.environ, "VERL_FILE_LOGGER_PATH": str(metrics)},
+            {**example_module().environment(threads=1), **cloud.environ, "VERL_FILE_LOGGER_PATH": str(metrics)},
         )
         await verl.start()
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_wrapper.contract import Segment
-from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.local.tiny_model import make_tiny_model
 
 BATCH, LEARNING_RATE = 16, 3e-3
 

@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.local.verl_cpu.environment import environment
-from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.serving.install import find_model
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
@@ -117,7 +116,7 @@ class Example:
             f"hydra.run.dir={self.work}",
             "hydra.output_subdir=null",
         ]
-        _run(argv, self.work, {**environment(), **env, "VERL_FILE_LOGGER_PATH": str(self.work / METRICS)})
+        _run(argv, self.work, {**self.module.environment(), **env, "VERL_FILE_LOGGER_PATH": str(self.work / METRICS)})
 
 
 def example_module() -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.local.tiny_model import make_tiny_model
 
 LEARNING_RATE, MAX_STEPS = 3e-3, 1500
 KNOWN = 0.95  # mean probability of the right answer at which the model knows the sums

@@ -37,7 +37,6 @@ FOLDERS = {  # and modules, with the extra that they need; those that are not he
     "agent_wrapper": "agent",
     "rollout_backend/deploy": "deploy",
     "rollout_backend/local": "local",
-    "rollout_backend/local/verl_cpu": "verl-local",
     "rollout_backend/relay": "relay",
     "rollout_backend/report/inspect_logs.py": "inspect",
     "rollout_backend/testing": "local",
@@ -46,8 +45,11 @@ FOLDERS = {  # and modules, with the extra that they need; those that are not he
 }
 ELSEWHERE = {
     "pytest": ("local", "testing"),  # which runs these modules
-    "sglang": ("local/verl_cpu",),  # processes in the engine's environment
-    "torch": ("serving", "manager.py"),  # of the engine's environment, or of the caller whose tensors they take
+    "torch": (
+        "local/tiny_model.py",
+        "serving",
+        "manager.py",
+    ),  # of the engine, or of the caller
     "vllm": ("verl",),  # verl's choice of an engine
 }
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout_backend import RolloutConfig, RolloutManager, Segment, StepResult, Task, load_config
 from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.serving.install import find_model
 
 AGENT = Path(__file__).parent.parent / "arithmetic" / "agent.py"

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from curve import Curve
 
+from curve import Curve
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.verl_cpu.environment import environment, overrides
-from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.serving.install import find_model
 from rollout_backend.serving.server_process import ServerProcess
 from rollout_backend.verl.verl_settings import run_id_of
+from verl_cpu.environment import environment, overrides
 
 AGENT = Path(__file__).parent.parent / "arithmetic" / "agent.py"
 PROMPTS, GROUP = 16, 4

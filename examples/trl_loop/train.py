@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rollout_backend import RolloutConfig, RolloutManager, Task, load_config
 from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.serving.install import find_model
 from rollouts import RolloutFunction, agent_reward
 

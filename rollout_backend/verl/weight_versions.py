@@ -3,7 +3,7 @@
 verl updates an SGLang server's weights without a version and counts versions in its own actor, so over HTTP such a
 server always reports "default". This module knows the version anyway: verl updates its servers at the end of a step,
 and hands out prompts with the step's number after that. A server that reports a number itself is left alone, such as
-those of `rollout_backend.local.verl_cpu`.
+those of `examples/train_arithmetic/verl_cpu`.
 
 Invariant: no token carries a newer version than the weights that sampled it. Between a weight update and the next
 batch it may carry the previous version.

@@ -57,7 +57,7 @@ if __name__ == "__main__":
 """
 
 MAKE_MODEL = (
-    "import sys; from pathlib import Path; from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model\n"
+    "import sys; from pathlib import Path; from rollout_backend.local.tiny_model import make_tiny_model\n"
     "make_tiny_model(Path(sys.argv[1]))"
 )
 

@@ -18,7 +18,7 @@ from rollout_backend.serving.install import find_engine
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(600)]
 
 MAKE = (
-    "import sys; from pathlib import Path; from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model\n"
+    "import sys; from pathlib import Path; from rollout_backend.local.tiny_model import make_tiny_model\n"
     "make_tiny_model(Path(sys.argv[1]), tied=False)"
 )
 

@@ -16,7 +16,7 @@ from rollout_backend.core.report import StepResult
 from rollout_backend.manager import RolloutManager
 
 _MAKE = (
-    "import sys; from pathlib import Path; from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model\n"
+    "import sys; from pathlib import Path; from rollout_backend.local.tiny_model import make_tiny_model\n"
     "for seed, folder in enumerate(sys.argv[1:]): make_tiny_model(Path(folder), seed, heads=2)"
 )
 

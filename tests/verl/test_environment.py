@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rollout_backend.local.verl_cpu.environment import KEEP_FREED_MEMORY, environment
+from verl_cpu.environment import KEEP_FREED_MEMORY, environment
 
 INTEL = sys.platform == "linux" and platform.machine() == "x86_64"
 

@@ -20,11 +20,11 @@ from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.session_pool import EmulatorLimits
-from rollout_backend.local.verl_cpu.replica_server import SGLangServer
-from rollout_backend.local.verl_cpu.replica_settings import ServerSettings, model_of
-from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.manager import RolloutManager
 from rollout_backend.verl.weight_versions import VersionLabels
+from verl_cpu.replica_server import SGLangServer
+from verl_cpu.replica_settings import ServerSettings, model_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 

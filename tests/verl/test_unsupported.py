@@ -10,9 +10,9 @@ from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import open_dict
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.local.verl_cpu.environment import overrides
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.vllm_middleware import MIDDLEWARE
+from verl_cpu.environment import overrides
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ASYNCHRONOUS = "trainer.v1.trainer_mode=separate_async"

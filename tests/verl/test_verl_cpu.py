@@ -21,13 +21,13 @@ import pytest
 import torch
 
 from rollout_backend.errors import ConfigError, EngineUnavailable, WeightsMismatch
-from rollout_backend.local.verl_cpu.environment import ROLLOUT_NAME, overrides
-from rollout_backend.local.verl_cpu.replica_server import SGLangServer
-from rollout_backend.local.verl_cpu.replica_settings import ServerSettings, model_of
-from rollout_backend.local.verl_cpu.tiny_model import make_tiny_model
+from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.serving.generation_control import pause_generation, resume_generation
 from rollout_backend.serving.model_folder import ModelFolder
 from rollout_backend.serving.placement import ServerNode
+from verl_cpu.environment import ROLLOUT_NAME, overrides
+from verl_cpu.replica_server import SGLangServer
+from verl_cpu.replica_settings import ServerSettings, model_of
 
 pytestmark = [
     pytest.mark.engine,
@@ -366,7 +366,7 @@ def test_a_mistyped_setting_is_named() -> None:
 
 
 def test_weights_through_a_shared_folder(weights: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path) -> None:
-    from rollout_backend.local.verl_cpu.folder_engine import SharedFolderEngine
+    from verl_cpu.folder_engine import SharedFolderEngine
 
     sent = weights(NEW)
     trainers = [SharedFolderEngine(bucket_size=1, is_master=master, folder=str(tmp_path)) for master in (True, False)]

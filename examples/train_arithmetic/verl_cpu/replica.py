@@ -6,8 +6,8 @@ import ray
 from verl.workers.rollout.replica import RolloutReplica
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.local.verl_cpu.replica_server import SGLangServer
-from rollout_backend.local.verl_cpu.replica_settings import ServerSettings, model_of
+from verl_cpu.replica_server import SGLangServer
+from verl_cpu.replica_settings import ServerSettings, model_of
 
 
 def actor_name(replica_rank: int, suffix: str = "") -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-BYTE_MODEL = Path(__file__).parent.parent / "byte_model"
+BYTE_MODEL = Path(__file__).parent / "byte_model"
 CONTEXT_LENGTH = 1024
 
 

@@ -11,16 +11,16 @@ from typing import Any
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from rollout_backend.local.verl_cpu import cpu_platform  # noqa: F401  # registers itself, like verl's platforms
-from rollout_backend.local.verl_cpu.environment import ROLLOUT_NAME
+from verl_cpu import cpu_platform  # noqa: F401  # registers itself, like verl's platforms
+from verl_cpu.environment import ROLLOUT_NAME
 
 
 def _replica() -> Any:
-    from rollout_backend.local.verl_cpu.replica import SGLangCpuReplica
+    from verl_cpu.replica import SGLangCpuReplica
 
     return SGLangCpuReplica
 
 
 RolloutReplicaRegistry.register(ROLLOUT_NAME, _replica)
 # The only private name: verl registers its own adapters by editing this dict.
-_ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = "rollout_backend.local.verl_cpu.adapter.DiskAdapter"
+_ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = "verl_cpu.adapter.DiskAdapter"

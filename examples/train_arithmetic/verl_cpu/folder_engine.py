@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from rollout_backend.errors import ServingError
-from rollout_backend.local.verl_cpu.replica_settings import memory_folder
+from verl_cpu.replica_settings import memory_folder
 
 BACKEND = "shared_folder"
 _POLL_S = 0.05

@@ -11,4 +11,4 @@ Invariants:
 import os
 
 if os.environ.get("VERL_PLATFORM") == "cpu":
-    from rollout_backend.local.verl_cpu import register  # noqa: F401
+    from verl_cpu import register  # noqa: F401

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import ConfigError
-from rollout_backend.local.verl_cpu.environment import ROLLOUT_NAME
+from verl_cpu.environment import ROLLOUT_NAME
 
 _WHERE = f"actor_rollout_ref.rollout.engine_kwargs.{ROLLOUT_NAME}"
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from rollout_backend.serving.sglang import IMAGE_CACHE
 
+_FOLDER = str(Path(__file__).resolve().parent.parent)
+"""The folder of this package, which is not installed: verl's processes find it by PYTHONPATH."""
+
 ROLLOUT_NAME = "sglang_cpu"
 """The name of this rollout in verl's registry, and so in `actor_rollout_ref.rollout.name`."""
 
@@ -52,7 +55,10 @@ def environment(threads: int | None = None, inherited: Mapping[str, str] | None 
     return env | {
         "VERL_PLATFORM": "cpu",
         # The module, not the package: a process may have imported the package before this environment was set.
-        "VERL_USE_EXTERNAL_MODULES": "rollout_backend.local.verl_cpu.register",
+        "VERL_USE_EXTERNAL_MODULES": "verl_cpu.register",
+        "PYTHONPATH": os.pathsep.join(
+            dict.fromkeys(filter(None, [_FOLDER, *env.get("PYTHONPATH", "").split(os.pathsep)]))
+        ),
         "VERL_ENGINE_DEVICE": "cuda",  # selects the FSDP engine, which verl registers for cuda and npu only
         # At INFO verl's separate_async trainer raises on a log line: logger.info(..., flush=True).
         "VERL_LOGGING_LEVEL": "WARNING",
@@ -79,7 +85,7 @@ def overrides(trainer_devices: int = 1, rollout_devices: int = 0, attention: str
         f"{rollout}.nnodes=1",
         f"{rollout}.n_gpus_per_node={rollout_devices}",
         f"{rollout}.checkpoint_engine.backend=shared_folder",
-        f"{rollout}.checkpoint_engine.custom_backend_module=rollout_backend.local.verl_cpu.folder_engine",
+        f"{rollout}.checkpoint_engine.custom_backend_module=verl_cpu.folder_engine",
     ]
     return [
         *(standalone if rollout_devices else []),
