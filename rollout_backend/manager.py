@@ -118,7 +118,7 @@ class RolloutManager:
         self._next_step = 0
         self._collecting: set[asyncio.Task[StepResult]] = set()
         self._first_call: FirstCall | None = None
-        self._reported_malformed: Counter[str] = Counter()
+        self._reported: GatewayStats | None = None  # the gateways' counts at the previous report
 
     # --- start and end ------------------------------------------------------------------------------------
 
@@ -359,19 +359,29 @@ class RolloutManager:
             if run.lease.lost is None:  # otherwise the step belongs to another manager
                 self.archive.write_records(number, records)
             await self._report_step(current, records)
-        malformed = await self._newly_malformed()
-        report = result.report.model_copy(update={"malformed_tool_calls": malformed})
+        report = result.report.model_copy(update=await self._gateway_growth())
         self.archive.write_report(report)
         return replace(result, report=report)
 
-    async def _newly_malformed(self) -> dict[str, int] | None:
-        """Return the malformed tool calls since the previous report; None if a gateway does not answer."""
+    async def _gateway_growth(self) -> dict[str, Any]:
+        """Return what the gateways counted since the previous report, by the report's fields; empty if one of them
+        does not answer."""
         stats = await self._gateway_stats()
         if stats is None:
-            return None
-        newly = Counter(stats.malformed) - self._reported_malformed
-        self._reported_malformed = Counter(stats.malformed)
-        return dict(newly)
+            return {}
+        before, self._reported = self._reported, stats
+
+        def growth(name: str) -> dict[str, int]:
+            return dict(Counter(getattr(stats, name)) - Counter(getattr(before, name, ())))
+
+        return {
+            "malformed_tool_calls": growth("malformed"),
+            "unknown_tool_calls": growth("unknown_tools"),
+            "undelivered_replies": stats.undelivered - getattr(before, "undelivered", 0),
+            "left_out_replies": stats.left_out - getattr(before, "left_out", 0),
+            "runaways": {name: stats.runaways[name] for name in growth("runaways")},
+            "heard_after_stop": growth("after_stop"),
+        }
 
     @property
     def weight_version(self) -> int:

@@ -32,6 +32,7 @@ from rollout_backend.config.section import Seconds
 from rollout_backend.config.serving import ENGINE_KINDS, EngineName, ServingConfig
 from rollout_backend.config.storage import StorageConfig
 from rollout_backend.config.timeouts import TimeoutConfig
+from rollout_backend.config.training import LeftOut
 
 __all__ = [
     "ENGINE_KINDS",
@@ -48,6 +49,7 @@ __all__ = [
     "HttpConfig",
     "JanitorConfig",
     "KubernetesConfig",
+    "LeftOut",
     "ModelConfig",
     "ObserveConfig",
     "ProcessConfig",

@@ -32,9 +32,14 @@ class GatewayConfig(Section):
     """PEM file of the certificate's key, without a passphrase."""
     agent_sampling_overrides: frozenset[Literal["temperature", "top_p", "top_k", "seed"]] = frozenset()
     """Sampling settings that an agent may override. All others come from the trainer."""
-    session_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens that one session may sample, over all its calls. The reply that reaches it is cut, and the next
-    call is answered 400. Concurrent calls each get the budget that was left when they began. Default: no limit."""
+    session_tokens: int | None = Field(default=1_000_000, ge=1)
+    """Maximum tokens that one session may sample, over all its calls, which ends one that runs away. The reply that
+    reaches it is cut, and the next call is answered 400. Concurrent calls each get the budget that was left when they
+    began. null: no limit."""
+    forced_tools: Literal["constrain", "as_auto"] = "constrain"
+    """What happens to calls that force a tool call (`tool_choice` required, any, or a tool). `constrain`: see
+    `constrained_decoding`. `as_auto`: the model decides, so that the reply can be trained, and may answer without a
+    call; for agents whose framework forces a tool in every call."""
     constrained_decoding: Literal["allow", "refuse"] = "allow"
     """What happens to `tool_choice` and `response_format` that force a form. `allow`: the engine constrains the
     reply; its tokens are not a sample of the model's own distribution and are not trained. `refuse`: answered 400."""

@@ -126,6 +126,11 @@ class StepReport(_Frozen):
     malformed_tool_calls: dict[str, int] | None = (
         None  # returned as text, by renderer, since the run's previous report; None: a gateway did not answer
     )
+    unknown_tool_calls: dict[str, int] = {}  # calls of tools that were not offered, by name, since then
+    undelivered_replies: int = 0  # replies that no client received and no call continued, since then
+    left_out_replies: int = 0  # replies that training.leave_out leaves out of training, since then
+    runaways: dict[str, int] = {}  # sampled tokens of rollouts whose session reached gateway.session_tokens
+    heard_after_stop: dict[str, int] = {}  # requests of sessions after their stop, since then
     weight_versions: dict[
         str, int
     ] = {}  # sampled tokens by the version that sampled them; "" if the engine said none

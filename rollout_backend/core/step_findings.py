@@ -14,6 +14,8 @@ from rollout_backend.core.verdict import Finding, Level, count, judge, show_comm
 _SLOW_TAIL, _LONG_WAIT, _LOW_CACHE_HIT = 0.25, 0.25, 0.3
 _LONG_QUEUE = 0.25  # of the requests that run
 _IDLE = 0.5  # part of the time
+_LISTED = 5
+_LAST_REQUESTS = 2  # of a session that is being stopped
 _LENGTH_ADVICE = {  # by why rollouts were cut off
     "straggler": "group.straggler_factor: raise it",
     "target_reached": "group.oversample, group.target_groups",
@@ -51,6 +53,25 @@ def _accounts(report: StepReport | None, records: Sequence[RolloutRecord]) -> It
     yield from rate_findings(report)
     for renderer, number in sorted((report.malformed_tool_calls or {}).items()):
         yield Finding(Level.NOTE, f"{count(number, 'tool call')} of {renderer} could not be read, and became text")
+    if report.unknown_tool_calls:
+        most = sorted(report.unknown_tool_calls.items(), key=lambda each: -each[1])
+        names = ", ".join(f"{name} ({number})" for name, number in most[:_LISTED])
+        text = f"{count(sum(report.unknown_tool_calls.values()), 'call')} of tools that were not offered: {names}"
+        yield Finding(Level.NOTE, text)
+    if report.undelivered_replies:
+        text = f"{count(report.undelivered_replies, 'call')} given up before the reply arrived, and not trained"
+        yield Finding(Level.NOTE, text)
+    if report.left_out_replies:
+        text = f"{count(report.left_out_replies, 'model call')} left out of training"
+        yield Finding(Level.NOTE, text, "training.leave_out")
+    for rollout_id, tokens in sorted(report.runaways.items())[:_LISTED]:
+        text = f"{rollout_id} sampled {tokens:,} tokens and was refused more"
+        yield Finding(Level.WARNING, text, "gateway.session_tokens")
+    still = sorted(name for name, requests in report.heard_after_stop.items() if requests > _LAST_REQUESTS)
+    if still:
+        text = f"{count(len(still), 'session')} ran on after the stop, and may be billed: "
+        text += ", ".join(still[:_LISTED])
+        yield Finding(Level.WARNING, text, "stop them at the runtime")
     if report.split_reasons:
         reasons = ", ".join(f"{number} {why}" for why, number in sorted(report.split_reasons.items()))
         yield Finding(Level.NOTE, f"conversations opened {count(report.broken_histories, 'more row')}: {reasons}")

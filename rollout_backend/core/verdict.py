@@ -101,7 +101,8 @@ def _no_token_to_train(results: Sequence[ResultSummary]) -> str | None:
         return None
     return (
         f"none of {sampled:,} sampled tokens has a logprob: every reply had a forced format (tool_choice, "
-        "response_format), whose tokens were drawn from another distribution than the model's"
+        "response_format), whose tokens were drawn from another distribution than the model's; if a framework forces "
+        "a tool in every call, set gateway.forced_tools: as_auto"
     )
 
 

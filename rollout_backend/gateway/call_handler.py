@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from rollout_backend.config import LeftOut
 from rollout_backend.core.api_error import ApiError, not_adopted
 from rollout_backend.core.model_call import Answer, ModelCall
 from rollout_backend.dialects.base import Dialect
@@ -112,12 +113,13 @@ class CallHandler:
             self._admission.in_flight,
             self._admission.loads,
             registry.undelivered_replies,
+            registry.largest,
         )
 
     def check_model(self, name: str) -> None:
         """Raise ApiError (404) unless `name` is the model that this gateway serves."""
         served = self._settings.model.served_name
-        if name != served:
+        if name != served and all(rule.model != name for rule in self._settings.leave_out):
             raise ApiError(404, f"there is no model {name!r} here, only {served!r}", code="model_not_found")
 
     async def count(self, request: Request, dialect: Dialect) -> Response:
@@ -150,7 +152,14 @@ class CallHandler:
                     call, question = await share.parse(body, self._parse, session, dialect, body)
                     session = self._registry.open(claims)
                     self._admit(session, key, call, question)
-                    running = InFlightCall(call, key.digest, question, is_retry=key.is_declared, brief=is_brief(body))
+                    running = InFlightCall(
+                        call,
+                        key.digest,
+                        question,
+                        is_retry=key.is_declared,
+                        brief=is_brief(body),
+                        left_out=_is_left_out(call, request.headers, self._settings.leave_out),
+                    )
                     self._start(session, running, request.headers.get("traceparent", ""))
                     session.state.retries.add(key, running)
                 else:
@@ -282,6 +291,21 @@ class CallHandler:
 async def _whole(running: InFlightCall, content: bytes) -> AsyncIterator[bytes]:
     yield content
     running.delivered = True
+
+
+def _is_left_out(call: ModelCall, headers: Mapping[str, str], rules: Iterable[LeftOut]) -> bool:
+    system = next((message["content"] for message in call.messages if message["role"] == "system"), "")
+
+    def has(header: str) -> bool:
+        name, _, value = (part.strip() for part in header.partition(":"))
+        return name in headers and value in ("", headers[name])
+
+    return any(
+        (rule.model is None or rule.model == call.model)
+        and (rule.system is None or rule.system in system)
+        and (rule.header is None or has(rule.header))
+        for rule in rules
+    )
 
 
 def _is_retried(error: ApiError) -> bool:

@@ -130,6 +130,11 @@ class Conversations:
         latest_first = sorted(replies, key=lambda reply: reply.place, reverse=True)
         return [reply for reply in latest_first if reply.end not in self._seen and self.recorder.drop(reply.place)]
 
+    def leave_out(self, replies: Iterable[RecordedReply]) -> None:
+        """Remove replies from what is trained. Later calls may continue them."""
+        for reply in sorted(replies, key=lambda reply: reply.place, reverse=True):
+            self.recorder.mask(reply.place)
+
     def question(self, messages: Sequence[Message], tools: Tools) -> bytes:
         """Return a digest of what a call asks. It recognises a repeated question."""
         chain = self._asked.chain(messages, _asked_digest)

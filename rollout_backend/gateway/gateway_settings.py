@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
-from rollout_backend.config import EngineName, GatewayConfig, ModelConfig, RouterKind, Seconds
+from rollout_backend.config import EngineName, GatewayConfig, LeftOut, ModelConfig, RouterKind, Seconds
 from rollout_backend.core.session_key import MIN_SECRET_CHARS
 
 
@@ -48,6 +48,8 @@ class GatewaySettings(BaseModel):
     adopted: tuple[str, ...] = ()
     paused: bool = False
     """Whether model calls are held until /control/resume."""
+    leave_out: tuple[LeftOut, ...] = ()
+    """Calls that are answered and not trained."""
     adapters: dict[str, int] = {}
     """The version of each LoRA adapter that the engines serve, until /control/adapters."""
     otlp_endpoint: str | None = None

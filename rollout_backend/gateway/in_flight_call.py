@@ -33,14 +33,16 @@ class InFlightCall:
         *,
         is_retry: bool = False,
         brief: bool = True,
+        left_out: bool = False,
     ) -> None:
         """`request` is the digest by which a retry of the request is recognised, `question` that of what it asks.
-        `brief` is whether the event loop may render it."""
+        `brief` is whether the event loop may render it, `left_out` whether it is not trained."""
         self.call = call
         self.request = request
         self.question = question
         self.is_retry = is_retry
         self.brief = brief
+        self.left_out = left_out
         self.id = uuid4().hex
         self.created = int(time.time())
         self.prompt_tokens: int | None = None  # None until the prompt is rendered

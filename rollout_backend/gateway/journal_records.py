@@ -45,6 +45,7 @@ class RestoredSession:
     unanswered: Counter[bytes] = field(default_factory=Counter)  # attempts since the last answer, by call
     attempts: Counter[bytes] = field(default_factory=Counter)  # without an answer, by call
     answers: list[tuple[bytes, bytes, Answer]] = field(default_factory=list)  # request, call, answer; latest last
+    left_out: list[RecordedReply] = field(default_factory=list)
     sealed_at: float | None = None
     undelivered: Sequence[RecordedReply] = ()  # when it was sealed
 
@@ -60,6 +61,8 @@ class RestoredSession:
             case "answered":
                 for turn in turns(record):
                     self.conversations.add(turn)
+                    if record.get("left_out"):
+                        self.left_out.append(self.conversations.recorded(turn))
                 del self.unanswered[record["call"]]
                 self.started, self.sampled_tokens = record["started"], record["sampled_tokens"]
                 self.attempts[record["call"]] -= 1
@@ -93,10 +96,19 @@ def sealed(at: float, unanswered: Iterable[bytes], undelivered: Iterable[Recorde
 
 
 def answered(
-    call: bytes, request: bytes, turns: Sequence[RecordedTurn], answer: Answer, started: int, sampled_tokens: int
+    call: bytes,
+    request: bytes,
+    turns: Sequence[RecordedTurn],
+    answer: Answer,
+    started: int,
+    sampled_tokens: int,
+    *,
+    left_out: bool = False,
 ) -> Record:
-    """`request` is the digest of the request; the two counts are those of the session after this call."""
-    return {
+    """`request` is the digest of the request; the two counts are those of the session after this call. `left_out` is
+    whether the call is not trained."""
+    more: Record = {"left_out": True} if left_out else {}
+    return more | {
         "kind": "answered",
         "call": call,
         "request": request,

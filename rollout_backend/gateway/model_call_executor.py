@@ -97,7 +97,9 @@ class ModelCallExecutor:
         self._thread.close()
 
     def shown(self, call: ModelCall) -> ModelCall:
-        """Return the call without what this model's template does not show."""
+        """Return the call without what this model's template does not show, and without a force that is ignored."""
+        if call.tool_choice == "required" and self._settings.gateway.forced_tools == "as_auto":
+            call = replace(call, tool_choice="auto", tool_name=None, ignored=call.ignored | {"tool_choice"})
         return self._thread.shown(call)
 
     async def count(self, session: OpenSession, call: ModelCall, *, brief: bool) -> int:
@@ -175,14 +177,27 @@ class ModelCallExecutor:
             cached_tokens=cached_tokens,
         )
         state.write(
-            journal_records.answered(digest, running.request, turns, answer, state.started, state.sampled_tokens)
+            journal_records.answered(
+                digest,
+                running.request,
+                turns,
+                answer,
+                state.started,
+                state.sampled_tokens,
+                left_out=running.left_out,
+            )
         )
+        if running.left_out:
+            counters.left_out += len(turns)
+            state.left_out += running.replies
         return answer
 
     def _params(self, session: OpenSession, call: ModelCall, prompt: Prompt, choice: int) -> dict[str, Any]:
         settings, state, claims = self._settings.gateway, session.state, session.claims
         state.started += 1
         cap = settings.session_tokens
+        if cap is not None and state.sampled_tokens >= cap:
+            self._counters.runaways.update_to(claims.rollout_id, state.sampled_tokens)
         asked = engine_params(
             call,
             claims.sampling,
@@ -216,6 +231,10 @@ class ModelCallExecutor:
         if reply.malformed_tool_calls:
             counters.malformed[self._bundle.name] += reply.malformed_tool_calls
         counters.extra_tool_calls += reply.extra_tool_calls
+        offered = {tool["function"]["name"] for tool in running.call.tools or ()}
+        for called in reply.message.get("tool_calls") or ():
+            if called["function"]["name"] not in offered:
+                counters.unknown_tools.add(called["function"]["name"])
         if turn.opened is not None:
             counters.segments[turn.opened] += 1
         return turn

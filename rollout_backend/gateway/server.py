@@ -102,6 +102,7 @@ class Gateway:
         self._journal = SessionJournal(settings.journal) if settings.journal is not None else None
         sealer = Sealer(settings.seal_secret) if settings.seal_secret is not None else None
         experts = settings.model.expert_shape
+        self._counters = Counters()
         self._registry = SessionRegistry(
             bundle,
             self._model_name,
@@ -110,8 +111,8 @@ class Gateway:
             journal=self._journal,
             experts=experts,
             max_result_bytes=settings.max_result_bytes,
+            counters=self._counters,
         )
-        self._counters = Counters()
         protocol: EngineProtocol = (
             SglangProtocol(experts, settings.router) if settings.engine_name == "sglang" else VllmProtocol()
         )

@@ -34,6 +34,7 @@ from rollout_backend.gateway.journal import SessionJournal
 from rollout_backend.gateway.journal_records import Record
 from rollout_backend.gateway.retries import RetryCache
 from rollout_backend.gateway.session_share import SessionShare
+from rollout_backend.gateway.stats import Counters
 from rollout_backend.rendering.renderer import RendererBundle
 
 _FETCHABLE_S = 600.0  # after the seal; the wrapper retries for 30 s after the gateway is back
@@ -57,6 +58,8 @@ class SessionState:
     requests: RequestMemo = field(default_factory=RequestMemo)
     share: SessionShare = field(default_factory=SessionShare)
     unanswered: set[bytes] = field(default_factory=set)  # calls that failed on our side and were not repeated yet
+    left_out: list[RecordedReply] = field(default_factory=list)  # replies that are not trained
+    rollout_id: str = ""
     undelivered: set[InFlightCall] = field(default_factory=set)  # answered calls whose answer no client has yet
     sealed: asyncio.Task[bytes] | None = None
     sealed_at: float = 0.0
@@ -109,11 +112,14 @@ class SessionRegistry:
         journal: SessionJournal | None = None,
         experts: ExpertShape | None = None,
         max_result_bytes: int = MAX_OBJECT_BYTES,
+        counters: Counters | None = None,
     ) -> None:
         """Without a `sealer` trajectories carry no seal; without a `journal` sessions end with this process.
         `experts` is the routing to record. A trajectory beyond `max_result_bytes`, which the trainer would refuse,
         is not returned.
         """
+        self._counters = counters or Counters()
+        self._revoked: set[str] = set()  # of the closed sessions, those that the trainer stopped
         self.undelivered_replies = 0  # dropped from sealed sessions
         self._max_result_bytes = max_result_bytes
         self._experts = experts
@@ -133,6 +139,12 @@ class SessionRegistry:
         return sum(session.is_open for session in self._sessions.values())
 
     @property
+    def largest(self) -> dict[str, int]:
+        """Return the tokens of the open session that sampled most, by its rollout."""
+        largest = max((s for s in self._sessions.values() if s.is_open), key=lambda s: s.sampled_tokens, default=None)
+        return {largest.rollout_id: largest.sampled_tokens} if largest is not None else {}
+
+    @property
     def closed_count(self) -> int:
         return len(self._sessions) - self.open_count + len(self._closed)
 
@@ -143,6 +155,7 @@ class SessionRegistry:
             ApiError: status 410 if the session was revoked, so the container may stop.
         """
         if claims.session_id in self._closed:
+            self._refused_after_stop(claims.session_id)
             raise session_closed("revoked, or sealed long ago")
         self._beats.add(claims.session_id)
 
@@ -191,7 +204,9 @@ class SessionRegistry:
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
         """Close these sessions, even those without a call yet, abort their calls and free their memory."""
+        session_ids = list(session_ids)
         until = self._clock() + self._token_s
+        self._revoked.update(session_ids)
         await _abort(self._close_all(dict.fromkeys(session_ids, until)))
 
     async def sweep(self) -> None:
@@ -204,6 +219,7 @@ class SessionRegistry:
         ]
         self._close_all({session.id: session.expires_at for session in over})
         self._closed = {name: until for name, until in self._closed.items() if until > now}
+        self._revoked &= self._closed.keys()
         if len(self._calls) > _MAX_HEARD:  # the trainer does not poll
             self.take_heartbeats()
         if self._journal is not None:
@@ -213,16 +229,22 @@ class SessionRegistry:
                 log.warning("the journal's expired sessions could not be removed: %s", error)
         await _abort(over)
 
+    def _refused_after_stop(self, name: str) -> None:
+        if name in self._revoked:
+            self._counters.after_stop.add(name)
+
     def _find(self, claims: SessionClaims) -> SessionState:
         name = claims.session_id
         if name in self._closed:
             self._closed[name] = max(self._closed[name], claims.expires_at)
+            self._refused_after_stop(name)
             raise session_closed("revoked, or sealed long ago")
         self._calls.add(name)
         state = self._sessions.get(name)
         if state is None:
             conversations = Conversations(self._bundle, self._experts)
-            state = self._sessions[name] = SessionState(name, claims.expires_at, conversations)
+            state = SessionState(name, claims.expires_at, conversations, rollout_id=claims.rollout_id)
+            self._sessions[name] = state
             if self._journal is not None:
                 self._restore(OpenSession(state, conversations, claims), self._journal)
         state.expires_at = max(state.expires_at, claims.expires_at)
@@ -235,7 +257,7 @@ class SessionRegistry:
         for record in journal.read(state.id):
             restored.apply(record)
         state.started, state.sampled_tokens = restored.started, restored.sampled_tokens
-        state.unanswered = set(restored.unanswered)
+        state.unanswered, state.left_out = set(restored.unanswered), restored.left_out
         state.journal = lambda record: self._write(state, record)
         if restored.sealed_at is not None:
             self._seal(state, restored.conversations, session.claims, restored.sealed_at, restored.undelivered)
@@ -266,6 +288,7 @@ class SessionRegistry:
     ) -> None:
         state.conversations = None
         self.undelivered_replies += len(conversations.drop(undelivered))
+        conversations.leave_out(state.left_out)
         state.forget_calls()
         state.sealed = asyncio.create_task(
             self._encode(OpenSession(state, conversations, claims), len(state.unanswered))

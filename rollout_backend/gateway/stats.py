@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from rollout_backend.core.engine_use import EngineSample
 from rollout_backend.gateway.admission import EngineLoad
 
+_MAX_NAMES, _MAX_NAME_CHARS, _OTHERS = 100, 128, "(others)"  # names that containers choose
 _OF_ENGINES = ("engine_running", "engine_waiting", "engine_kv_used", "engine_kv_tokens")
 
 
@@ -31,6 +32,11 @@ class GatewayStats(BaseModel):
     malformed: dict[str, int]  # tool calls that could not be read and were returned as text, by renderer
     extra_tool_calls: int  # sampled but dropped, because parallel_tool_calls was false
     constrained: int  # replies under a grammar: their logprobs cannot be trained
+    unknown_tools: dict[str, int]  # tool calls of tools that were not offered, by name
+    left_out: int  # replies that `training.leave_out` leaves out of training
+    runaways: dict[str, int]  # tokens of the rollouts whose session reached `gateway.session_tokens`
+    after_stop: dict[str, int]  # requests of sessions that had been stopped, by session
+    largest: dict[str, int]  # current: tokens of the open session that sampled most, by its rollout
     replayed: int  # retried requests that got the first one's answer
     client_disconnects: int  # calls aborted because the client disconnected
     undelivered: int  # replies that no client received and no later call continued: left out of their trajectories
@@ -78,6 +84,20 @@ class GatewayStats(BaseModel):
         return cls.model_validate({**numbers, **tables})
 
 
+class NameCounter(Counter[str]):
+    """Counts names that containers choose, in bounded memory."""
+
+    def add(self, name: str) -> None:
+        self[self._kept(name)] += 1
+
+    def update_to(self, name: str, value: int) -> None:
+        self[self._kept(name)] = value
+
+    def _kept(self, name: str) -> str:
+        name = name[:_MAX_NAME_CHARS]
+        return name if name in self or len(self) < _MAX_NAMES else _OTHERS
+
+
 @dataclass
 class Counters:
     """The running counts behind `GatewayStats`."""
@@ -91,6 +111,10 @@ class Counters:
     malformed: Counter[str] = field(default_factory=Counter)
     extra_tool_calls: int = 0
     constrained: int = 0
+    unknown_tools: NameCounter = field(default_factory=NameCounter)
+    left_out: int = 0
+    runaways: NameCounter = field(default_factory=NameCounter)
+    after_stop: NameCounter = field(default_factory=NameCounter)
     replayed: int = 0
     client_disconnects: int = 0
     segments: Counter[str] = field(default_factory=Counter)
@@ -105,6 +129,7 @@ class Counters:
         calls_in_flight: int,
         loads: Iterable[EngineLoad] = (),
         undelivered: int = 0,
+        largest: Mapping[str, int] | None = None,
     ) -> GatewayStats:
         loads = tuple(loads)
         return GatewayStats(
@@ -112,6 +137,7 @@ class Counters:
             sessions_closed=sessions_closed,
             calls_in_flight=calls_in_flight,
             undelivered=undelivered,
+            largest=dict(largest or {}),
             engine_running={load.url: load.running for load in loads},
             engine_waiting={load.url: load.waiting for load in loads},
             engine_kv_used={load.url: load.kv_used for load in loads},

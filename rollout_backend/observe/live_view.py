@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.cost import Cost, Prices
+from rollout_backend.core.cost import Cost, Prices, dollars
 from rollout_backend.core.step_totals import LastResult
 from rollout_backend.core.verdict import Finding, Level, count
 from rollout_backend.observe.progress import Progress
@@ -163,7 +163,9 @@ def frame(snapshot: Snapshot, width: int) -> list[Text]:
     if progress is not None and progress.planned:
         lines += [Text(), _bar(snapshot, progress, width), _counts(progress, width), Text()]
         lines += [*_measures(snapshot, progress), *_servers(progress, width)]
-        lines += [Text(f" cost     {snapshot.cost.sums}")] if snapshot.cost is not None else []
+        if (cost := snapshot.cost) is not None:
+            each = f", {dollars(cost.total / progress.settled)} per session" if progress.settled else ""
+            lines.append(Text(f" cost     {cost.sums}{each}"))
         findings = [*_findings(progress, width - 3)]
         lines += [Text(), *findings] if findings else []
         lines += [Text(), *_last(progress.last, width)] if progress.last else []
@@ -234,6 +236,9 @@ def _measures(snapshot: Snapshot, progress: Progress) -> Iterator[Text]:
         text += f"   {progress.gateway.calls_in_flight:,} calls in flight"
         refused = refused_calls(progress)
         yield Text(text).append(f", {refused:,} refused (429)" if refused else "", "yellow")
+        if largest := progress.gateway.largest:
+            rollout_id = max(largest, key=largest.__getitem__)
+            yield Text(f" largest  {one_line(rollout_id)}, {largest[rollout_id]:,} tokens sampled")
     if progress.slowest:
         text = f" slowest  {_slowest(progress)}"
         late = progress.p95_s is not None and progress.slowest_s > progress.p95_s

@@ -182,6 +182,18 @@ class SegmentRecorder:
     def completion_ids(self, place: TurnPosition) -> IntArray:
         return self._segments[place.segment].ids[place.start : place.end]
 
+    def mask(self, place: TurnPosition) -> None:
+        """Remove a call. If later tokens follow it, its reply becomes a part of their prompt."""
+        if self.drop(place):
+            return
+        segment = self._segments[place.segment]
+        index = next((i for i, turn in enumerate(segment.turns) if turn.start == place.start), None)
+        if index is None:  # removed before
+            return
+        del segment.turns[index], segment.message_counts[index]
+        for i in range(place.start, place.end):
+            segment.response_mask[i], segment.logprobs[i] = GIVEN, math.nan
+
     def drop(self, place: TurnPosition) -> bool:
         """Remove a call. Return False, and keep it, if later tokens follow it."""
         segment = self._segments[place.segment]

@@ -131,6 +131,7 @@ class GatewayProcess:
             adopted=tuple(self._adopted),
             paused=self._paused,
             adapters=self._adapters,
+            leave_out=config.training.leave_out,
         )
         self._url = f"{'https' if certificate else 'http'}://{self._address}:{port}"
         # The process is a child of this one, so its certificate is compared, and the name in it does not matter.

@@ -372,6 +372,15 @@ def test_unanswered_calls_are_counted_until_they_are_answered(start):
     assert Trajectory.decode(gateway.seal()).unanswered_calls == 1
 
 
+def test_what_is_left_out_of_training_is_so_after_a_restart(start):
+    gateway = start(lambda _: "5", leave_out=[{"header": "x-side"}])
+    text_of(gateway.post(ask("a")))
+    text_of(gateway.post(ask("b"), {"X-Side": "1"}))
+    gateway.restart()
+    (segment,) = Trajectory.decode(gateway.seal()).segments
+    assert [message["content"] for message in segment.messages] == ["a", "5"]
+
+
 @pytest.mark.parametrize("failed_before", [0, 1])
 def test_a_call_that_the_agent_gave_up_needs_no_answer_after_a_restart(start, failed_before):
     """If the same question failed before, that attempt still needs one."""

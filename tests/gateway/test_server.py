@@ -11,9 +11,11 @@ import openai
 import pytest
 
 from agent_wrapper.contract import Rollout, Sampling, Trajectory
-from builders import assistant, function_tool, hang_up, stream_data, until, user
+from builders import assistant, function_tool, hang_up, stream_data, system, until, user
+from rollout_backend.config import GatewayConfig
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.gateway.stats import NameCounter
 from rollout_backend.local.scripted import Fail, Pieces, ToolCall
 from rollout_backend.serving.server_process import free_port
 
@@ -304,6 +306,73 @@ def test_a_session_samples_at_most_its_budget(play):
     assert used_up.value.code == "session_tokens_exceeded"
     assert gateway.stats().errors == {"session_tokens_exceeded": 1}
     assert sum(segment.sampled_tokens for segment in gateway.trajectory().segments) == 12
+
+
+@pytest.mark.parametrize("forced", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_forced_tool_call_may_be_treated_as_auto(play, forced):
+    gateway = play(["I would rather not."], gateway={"forced_tools": "as_auto"})
+    answer = gateway.post({**CALL, "tools": TOOLS, "tool_choice": forced}).json()
+    assert answer["choices"][0]["message"]["content"] == "I would rather not."
+    assert gateway.stats().ignored == {"tool_choice": 1}
+    (segment,) = gateway.trajectory().segments
+    assert not math.isnan(segment.logprobs[-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools_that_were_not_offered_are_counted_by_name(play, stream):
+    gateway = play([f"{ToolCall('sub', {'a': 1})}{ToolCall('add', {'a': 1})}"])
+    gateway.post({**CALL, "tools": TOOLS, "stream": stream}).raise_for_status()
+    assert gateway.stats().unknown_tools == {"sub": 1}
+
+
+def test_counted_names_are_bounded():
+    counter = NameCounter()
+    for i in range(1000):
+        counter.add(f"{i:0128}x")
+    assert (len(counter), counter["(others)"], max(map(len, counter))) == (101, 900, 128)
+
+
+LEFT_OUT = [{"model": "small"}, {"system": "Write a title"}, {"header": "x-side: yes"}]
+SIDE = [
+    ({"model": "small"}, {}),
+    ({"messages": [system("Write a title."), *USER]}, {}),
+    ({}, {"X-Side": "yes"}),
+]
+
+
+@pytest.mark.parametrize(("body", "headers"), SIDE)
+def test_conversations_may_be_left_out_of_training(play, body, headers):
+    gateway = play(lambda _: "5", leave_out=LEFT_OUT)
+    kept = {**CALL, "messages": [system("Be brief."), *USER]}
+    for each, more in ((kept, {"X-Side": "no"}), ({**kept, **body}, headers), ({**kept, **body}, headers)):
+        gateway.post(each, headers=more).raise_for_status()
+    assert gateway.stats().left_out == 2
+    (segment,) = gateway.trajectory().segments
+    assert (len(segment.turns), sum(segment.response_mask)) == (1, len("5<"))
+
+
+def test_a_side_call_within_a_conversation_is_a_part_of_the_prompt(play):
+    gateway = play(lambda _: "5", leave_out=LEFT_OUT)
+    said = [*USER]
+    for headers in ({}, {"x-side": "yes"}, {}):
+        gateway.post({**CALL, "messages": said}, headers=headers).raise_for_status()
+        said += [assistant("5"), user("And?")]
+    (segment,) = gateway.trajectory().segments
+    assert (len(segment.turns), sum(segment.response_mask)) == (2, 2 * len("5<"))
+
+
+def test_a_runaway_session_and_one_that_runs_on_after_its_stop_are_named(play):
+    assert GatewayConfig().session_tokens
+    gateway = play(lambda _: "xxxx", gateway={"session_tokens": 5})
+    assert gateway.post(CALL).status_code == 200
+    assert gateway.stats().largest == {"r": 5}
+    for _ in range(2):
+        assert gateway.post(CALL).json()["error"]["code"] == "session_tokens_exceeded"
+    assert gateway.stats().runaways == {"r": 5}
+    gateway.instruct("revoke", {"session_ids": ["s1"]}).raise_for_status()
+    assert gateway.post(CALL).status_code == 410
+    assert gateway.post(b"", path="/v1/rollout/heartbeat").status_code == 410
+    assert gateway.stats().after_stop == {"s1": 2}
 
 
 # --- paths ------------------------------------------------------------------------------------------------

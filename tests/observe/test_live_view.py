@@ -160,9 +160,14 @@ def test_many_engines_are_summed_unless_their_details_are_asked_for():
 def test_the_cost_so_far():
     prices = Prices(session_s=0.01, own_s=0.0, result=0.0, step_s=0.1)
     shown = progress({Outcome.COMPLETED: 1}, trainable=Usage(100, 50, 1), wasted=Usage(20, 0, 0))
-    line = " cost     about $5.20, $0.87 of it wasted (estimate)"
+    line = " cost     about $5.20, $0.87 of it wasted (estimate), $5.20 per session"
     assert line in text(snapshot(shown, prices=prices))
     assert not any("cost" in each for each in text(snapshot(shown)))
+
+
+def test_the_largest_session():
+    shown = progress(running=2, gateway=gateway(calls=3, largest={"task-a.0": 12_345, "task-b.0": 7}))
+    assert " largest  task-a.0, 12,345 tokens sampled" in text(snapshot(shown))
 
 
 def test_failures_by_reason_and_the_keys():

@@ -93,11 +93,24 @@ def test_a_step_shows_why_rows_opened_and_which_calls_could_not_be_read(show):
     opened = [make_segment().model_copy(update={"split_reason": why}) for why in ("first_call", "branched", "evil\n")]
     result = step_result({"task-a.0": make_rollout("task-a.0", segments=opened)})
     assert result.report.split_reasons == {"branched": 1, "other": 1}
-    report = result.report.model_copy(update={"malformed_tool_calls": {"qwen3.5": 2}})
+    counts = {
+        "malformed_tool_calls": {"qwen3.5": 2},
+        "unknown_tool_calls": {"a": 1, "b": 3},
+        "undelivered_replies": 1,
+        "left_out_replies": 2,
+        "runaways": {"task-a.0": 1_000_000},
+        "heard_after_stop": {"session-1": 9, "session-2": 1},
+    }
+    report = result.report.model_copy(update=counts)
     found = findings_of(report, (), summarize([]))
     texts = [finding.text for finding in found]
     assert "2 tool calls of qwen3.5 could not be read, and became text" in texts
     assert "conversations opened 2 more rows: 1 branched, 1 other" in texts
+    assert "4 calls of tools that were not offered: b (3), a (1)" in texts
+    assert "1 call given up before the reply arrived, and not trained" in texts
+    assert "2 model calls left out of training" in texts
+    assert "task-a.0 sampled 1,000,000 tokens and was refused more" in texts
+    assert "1 session ran on after the stop, and may be billed: session-1" in texts
 
 
 def test_a_step_shows_its_ledger_rewards_and_failures(show):
