@@ -106,6 +106,10 @@ some hundred transcripts, so the tool has the numbers. The learning rate is {lea
 trained, and eight steps changed little.
 """,
 }
+_GAMES = """\
+The rewards that a training of SmolLM2-135M on TextArena's games would start from, over {episodes} rollouts of each
+game.
+"""
 
 
 def page(sections: dict[str, Any]) -> str:
@@ -173,6 +177,9 @@ def _many_turns(results: dict[str, Any]) -> Iterator[str]:
     yield "What a rollout consists of, and the largest difference between the engine's probability of a trained token"
     yield "and the trainer's:\n"
     yield many_turns_report.in_play(results).markdown() + "\n"
+    yield "### Games for SmolLM2-135M\n"
+    yield _GAMES.format(**settings["games"])
+    yield many_turns_report.games(results).markdown() + "\n"
 
 
 def _learning(results: dict[str, Any]) -> Iterator[str]:
