@@ -24,6 +24,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rollout_backend.config import AgentCoreConfig, ModelConfig, RolloutConfig
+from rollout_backend.core.api_error import NO_TOOL_PARSER
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.routed_experts import row_bytes
 from rollout_backend.core.verdict import count
@@ -142,7 +143,7 @@ def _check_model(config: RolloutConfig) -> Iterator[CheckResult]:
     if there and model.routed_experts:
         yield _check_experts(model)
     if there:
-        yield _check_renderer(config)
+        yield check_renderer(config)
     else:
         yield CheckResult("ok", "model.path", f"{model.path} is not on this machine; its gateways must have it")
 
@@ -163,7 +164,8 @@ def _is_hub_name(path: Path) -> bool:
     return not path.is_absolute() and len(path.parts) == 2
 
 
-def _check_renderer(config: RolloutConfig) -> CheckResult:
+def check_renderer(config: RolloutConfig) -> CheckResult:
+    """Check that the renderer fits the model in `model.path`, a folder of this machine."""
     from rollout_backend.rendering.renderer import load_renderer  # transformers are slow to import
 
     try:
@@ -185,7 +187,10 @@ def _check_renderer(config: RolloutConfig) -> CheckResult:
             f"{bundle.name} does not fit {config.model.path}: the reply {_REPLY!r} is read as {read!r}. Set the "
             "renderer of this model's family, or default",
         )
-    return CheckResult("ok", "model.renderer", f"{bundle.name} renders a prompt and reads a reply")
+    text = f"{bundle.name} renders a prompt and reads a reply. {bundle.name} is used because {bundle.reason}"
+    if not bundle.reads_tool_calls:
+        text += f". Agents that offer tools are refused (400): {NO_TOOL_PARSER}"
+    return CheckResult("ok" if bundle.reads_tool_calls else "warning", "model.renderer", text)
 
 
 # --- engines ----------------------------------------------------------------------------------------------

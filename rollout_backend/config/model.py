@@ -34,11 +34,12 @@ class ModelConfig(Section):
     renderer: str = "auto"
     """Converts messages to tokens and back: a name that the `renderers` package knows, `chatml` (built in, for ChatML
     models such as SmolLM2, with Hermes-style tools), `default` (the model's own template), or the import path
-    `package.module.Class` of your own. `auto` selects the renderer that `renderers` has for a model with this
-    directory name, else `chatml` if it renders like the model's own template, else `default`."""
+    `package.module.Class` of your own. `auto` selects the renderer that renders like the model's own template, else
+    `default` with the parser that reads the template's tool calls."""
     renderer_options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of the renderer by name, such as `{"enable_thinking": false}` for `qwen3` or
-    `{"tool_parser": "qwen3", "reasoning_parser": "think"}` for `default`. A renderer of your own receives them as its
+    `{"tool_parser": "qwen3", "reasoning_parser": "think"}` for `default`. `auto` sets those that the model's template
+    decides. A renderer of your own receives them as its
     config. Each renderer refuses unknown options."""
     trust_remote_code: bool = False
     """Run Python code that the model directory brings for its tokenizer, as Kimi K2 does, in this process and in the

@@ -13,6 +13,12 @@ _TYPES = {
 _ADOPTION_S = 10  # engines take minutes to be ready, and clients have a number of tries
 
 
+NO_TOOL_PARSER = (
+    "this model's tool calls cannot be parsed. Set model.renderer to the renderer of its family, or tool_parser in "
+    "model.renderer_options to the parser of its calls"
+)
+
+
 class ApiError(Exception):
     """A response other than 200. Errors are counted by `code`.
 

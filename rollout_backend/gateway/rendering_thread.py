@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from renderers import ParsedResponse
 
-from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.api_error import NO_TOOL_PARSER, ApiError
 from rollout_backend.core.images import check_pixels
 from rollout_backend.core.model_call import Message, ModelCall
 from rollout_backend.gateway.conversations import Conversations, Prompt
@@ -94,8 +94,11 @@ class RenderingThread:
         """Return the call's prompt.
 
         Raises:
-            ApiError: status 400 if the messages cannot be rendered or exceed the context, or an image cannot be read.
+            ApiError: status 400 if the messages cannot be rendered or exceed the context, an image cannot be read, or
+                tools are offered to a model whose calls cannot be parsed.
         """
+        if _tools_offered(call) and not self.bundle.reads_tool_calls:
+            raise ApiError(400, f"no tools can be offered: {NO_TOOL_PARSER}", code="no_tool_parser", param="tools")
         self._check_length(call)
         self._check_images(conversations, call)
         try:

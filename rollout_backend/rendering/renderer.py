@@ -12,6 +12,7 @@ import difflib
 import json
 import logging
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ from typing import Any
 import renderers
 from pydantic import ValidationError
 from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
-from renderers.base import MODEL_RENDERER_MAP
 from renderers.configs import _CONFIG_BY_NAME, CustomRendererConfig
 from renderers.deepseek_v4 import DeepSeekV4Renderer
 from renderers.default import DefaultRenderer, _decode_tool_call_arguments
@@ -36,7 +36,9 @@ from rollout_backend.rendering.chatml import ChatMLConfig, ChatMLRenderer
 from rollout_backend.rendering.guarded_renderer import GuardedRenderer
 from rollout_backend.rendering.harmony import vocabulary_of
 from rollout_backend.rendering.image_positions import Vision, load_vision
+from rollout_backend.rendering.selection import Choice, Create, KnownModels, choose, complete
 from rollout_backend.rendering.token_bytes import token_bytes
+from rollout_backend.rendering.tool_call_reader import FORMATS, CallFormat
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +48,6 @@ _NEEDS_TOOL_NAMES = frozenset({"gpt-oss", "gemma4", "inkling"})
 _ENCODES_TEXT = frozenset({"gpt-oss"})
 # Renderers that never show special tokens of a reply as text: they only delimit its parts.
 _HIDES_SPECIAL_TOKENS = frozenset({"gpt-oss"})
-_PROBES: tuple[list[dict[str, str]], ...] = (
-    [{"role": "user", "content": "a"}],
-    [{"role": "system", "content": "b"}, {"role": "user", "content": " c\n"}, {"role": "assistant", "content": "d"}],
-)
-
-
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
 
@@ -64,7 +60,13 @@ class RendererBundle:
     renderer: GuardedRenderer
     stop_token_ids: tuple[int, ...]
     vision: Vision | None = None  # None if the model takes text only
+    reason: str = ""  # why this renderer was chosen
     _markers: dict[str, Sequence[int]] = field(default_factory=dict, compare=False)
+
+    @property
+    def reads_tool_calls(self) -> bool:
+        """Whether the model's calls can be parsed. If not, each would reach the agent as text."""
+        return bool(getattr(self.renderer.inner, "supports_tools", True))
 
     @property
     def needs_tool_names(self) -> bool:
@@ -144,19 +146,21 @@ class RendererBundle:
 def load_renderer(model: ModelConfig) -> RendererBundle:
     """Load the tokenizer of `model.path` and the renderer that `model.renderer` names.
 
-    `auto` selects the renderer that the package `renderers` has for a model of this folder's name (or its last two
-    parts, or the name in a model hub's cache); otherwise ours for ChatML if it renders like the model's own template;
-    otherwise `default`.
+    `auto` selects it by the model's own chat template: see `selection`.
 
     Raises:
         ConfigError: the folder has no tokenizer, the renderer is unknown, or it does not fit the model.
     """
     tokenizer = _load_tokenizer(model)
-    name, inner = _make_renderer(tokenizer, model)
-    logger.info("messages are rendered for %s by %s", model.path, name)
+    choice, inner = _make_renderer(tokenizer, model)
+    name = choice.name
+    log = logger.warning if choice.warns else logger.info
+    log("messages are rendered for %s by %s: %s", model.path, name, choice.reason)
     stop_ids = tuple(dict.fromkeys(int(token) for token in [*inner.get_stop_token_ids(), *_eos_ids(model.path)]))
     renderer = GuardedRenderer(inner, tokenizer, stop_ids, encodes_text=name in _ENCODES_TEXT)
-    return RendererBundle(name, tokenizer, renderer, stop_ids, load_vision(model.path, name, tokenizer))
+    return RendererBundle(
+        name, tokenizer, renderer, stop_ids, load_vision(model.path, name, tokenizer), choice.reason
+    )
 
 
 def known_renderers() -> list[str]:
@@ -189,20 +193,46 @@ def _has_own_code(path: Path) -> bool:
     return file.is_file() and "AutoTokenizer" in json.loads(file.read_text()).get("auto_map", {})
 
 
-def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[str, Any]:
+def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Choice, Any]:
+    names = _organisation_and_name(model.path)
+    known = KnownModels(*names).exact
+    tokenizer.name_or_path = (
+        known[0] if known else tokenizer.name_or_path
+    )  # some renderers read the model's size from it
     name = model.renderer
+
+    def create(name: str, options: Mapping[str, Any]) -> Any:
+        return _create(name, tokenizer, model.path, options)
+
     try:
         if name == "auto":
-            name = _auto(tokenizer, model.path)
-        return name, _create(name, tokenizer, model)
+            choice = _choose(tokenizer, names, model.renderer_options, create)
+        else:
+            choice = Choice(
+                name, complete(tokenizer, name, model.renderer_options, create), "model.renderer names it"
+            )
+        return choice, create(choice.name, {**choice.options, **model.renderer_options})
     except ConfigError:
         raise
     except Exception as error:  # a renderer that does not fit this model may raise anything
         raise ConfigError(f"model.renderer: {name} cannot be used with {model.path}: {error}") from error
 
 
-def _create(name: str, tokenizer: Any, model: ModelConfig) -> Any:
-    options = model.renderer_options
+_choices: dict[str, Choice] = {}  # a process loads one folder several times
+
+
+def _choose(tokenizer: Any, names: tuple[str, str], options: Mapping[str, Any], create: Create) -> Choice:
+    if options.keys() & {"tool_parser", "reasoning_parser"}:
+        return Choice("default", {}, "model.renderer_options names a parser")
+    seen = [names, options, tokenizer.chat_template, tokenizer.special_tokens_map, len(tokenizer)]
+    key = repr([*seen, sorted((id, str(token)) for id, token in tokenizer.added_tokens_decoder.items())])
+    if key not in _choices:
+        candidates = [name for name in _CONFIG_BY_NAME if name not in ("auto", "default")]
+        _choices[key] = choose(tokenizer, names, options, create, [*candidates, "chatml"])
+    return _choices[key]
+
+
+def _create(name: str, tokenizer: Any, path: Path, options: Mapping[str, Any]) -> Any:
     try:
         if name == "chatml":
             config: Any = ChatMLConfig(**options)
@@ -225,7 +255,7 @@ def _create(name: str, tokenizer: Any, model: ModelConfig) -> Any:
     if name == "chatml":
         return ChatMLRenderer(tokenizer, config)
     if name == "default" and not tokenizer.chat_template:
-        raise ConfigError(f"model.renderer: default needs a chat template, and {model.path} has none")
+        raise ConfigError(f"model.renderer: default needs a chat template, and {path} has none")
     if name == "default":
         return _OwnTemplate(tokenizer, config)
     if name == "deepseek-v4":
@@ -301,6 +331,16 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
     content is null. `apply_chat_template` drops null fields, so the template is rendered directly.
     """
 
+    def __init__(self, tokenizer: Any, config: Any) -> None:
+        super().__init__(tokenizer, config.model_copy(update={"tool_parser": None}))
+        self.config = config
+        if config.tool_parser is not None:
+            if config.tool_parser not in FORMATS:
+                raise ValueError(
+                    f"there is no tool_parser {config.tool_parser}; known are {', '.join(sorted(FORMATS))}"
+                )
+            self._tool_parser = _CallFinder(tokenizer, FORMATS[config.tool_parser])
+
     def _apply(self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = False) -> list[int]:
         text = self._text(messages, tools, add_generation_prompt, *self._form)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -336,42 +376,34 @@ class _OwnTemplate(DefaultRenderer):  # type: ignore[misc]  # the package carrie
         return False, False
 
 
-def _auto(tokenizer: Any, path: Path) -> str:
-    """Return the name of the renderer for the model in `path`."""
-    parts = _organisation_and_name(path)
-    found = {model for model in MODEL_RENDERER_MAP if model.lower() == "/".join(parts).lower()} or {
-        model for model in MODEL_RENDERER_MAP if model.rpartition("/")[2].lower() == parts[-1].lower()
-    }
-    names = {MODEL_RENDERER_MAP[model] for model in found}
-    if len(names) > 1:
-        raise ConfigError(
-            f"model.renderer: the folder's name {parts[-1]} fits {', '.join(sorted(found))}; "
-            f"set one of {', '.join(sorted(names))}"
-        )
-    if names:
-        tokenizer.name_or_path = min(found)  # some renderers read the model's size from it
-        return str(names.pop())
-    try:
-        chatml = ChatMLRenderer(tokenizer)
-        if all(chatml.render_ids(probe) == _own_template(tokenizer, probe) for probe in _PROBES):
-            return "chatml"
-    except ValueError:
-        pass  # not a ChatML vocabulary
-    return "default"
+class _CallFinder:
+    """Finds the first call of a reply. The guard reads it, and all after it."""
+
+    def __init__(self, tokenizer: Any, form: CallFormat) -> None:
+        self._tokenizer = tokenizer
+        self._start = re.compile(f"(?:{form.frame.pattern})|{re.escape(form.start)}")
+
+    def extract(self, ids: list[int]) -> tuple[list[int], list[ParsedToolCall]]:
+        start = self._start.search(self._decode(ids))
+        if start is None:
+            return ids, []
+        tokens = range(len(ids) + 1)
+        at = bisect_right(tokens, start.start(), key=lambda n: len(self._decode(ids[:n]))) - 1
+        span = (at, len(ids))
+        return ids[:at], [ParsedToolCall(raw="", token_span=span, status=ToolCallParseStatus.UNCLOSED_BLOCK)]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
 
-def _organisation_and_name(path: Path) -> tuple[str, ...]:
+def _organisation_and_name(path: Path) -> tuple[str, str]:
     """Return the last two parts of the path, or those of `models--ORGANISATION--NAME` in a model hub's cache."""
     for part in reversed(path.absolute().parts):
         if part.startswith("models--"):
-            return tuple(part.split("--", 2)[1:])
-    return path.resolve().parts[-2:]
-
-
-def _own_template(tokenizer: Any, messages: list[dict[str, str]]) -> list[int] | None:
-    if not tokenizer.chat_template:
-        return None
-    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+            organisation, _, name = part.removeprefix("models--").partition("--")
+            return organisation, name
+    return path.resolve().parent.name, path.resolve().name
 
 
 def _eos_ids(path: Path) -> list[int]:

@@ -116,13 +116,21 @@ _DSML = _tagged(
     "</\uff5cDSML\uff5cinvoke>",
     stop="</\uff5cDSML\uff5cinvoke>",
     names="\uff5cDSML\uff5c(?:invoke|parameter)",
-    frame="</?\uff5cDSML\uff5ctool(?:_?calls)?>",
+    frame="</?\uff5cDSML\uff5c(?:tool|function)(?:_?calls)?>",
 )
 _DEEPSEEK = _json(
     "<\uff5ctool\u2581call\u2581begin\uff5c>",
     "```\\s*<\uff5ctool\u2581call\u2581end\uff5c>",
     "<\uff5ctool\u2581call\u2581end\uff5c>",
     "\\w*<\uff5ctool\u2581sep\uff5c>(?P<name>[^\n<>]+)\n```(?:json)?",
+    "<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>",
+)
+
+_DEEPSEEK_31 = _json(
+    "<\uff5ctool\u2581call\u2581begin\uff5c>",
+    "<\uff5ctool\u2581call\u2581end\uff5c>",
+    "<\uff5ctool\u2581call\u2581end\uff5c>",
+    "(?P<name>[^\n<>]+)<\uff5ctool\u2581sep\uff5c>",
     "<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>",
 )
 
@@ -134,6 +142,7 @@ FORMATS: Mapping[str, CallFormat] = {
     **dict.fromkeys(("glm", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3"), _GLM),
     **dict.fromkeys(("laguna-xs.2", "laguna-m.1", "laguna-xs-2.1", "laguna-s-2.1"), _GLM),
     **dict.fromkeys(("deepseek-v3", "deepseek-r1"), _DEEPSEEK),
+    "deepseek-v3.1": _DEEPSEEK_31,
     "deepseek-v4": _DSML,
     "minimax-m2": _MINIMAX,
     "hy3": _HUNYUAN,

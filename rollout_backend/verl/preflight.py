@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,14 @@ from typing import Any
 from rollout_backend import preflight
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError
+from rollout_backend.machine_check import check_renderer
 from rollout_backend.rendering.image_positions import prepares_images
 from rollout_backend.serving.sglang import IMAGE_CACHE
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.verl_api import check_version
 from rollout_backend.verl.verl_settings import settings_of
+
+logger = logging.getLogger(__name__)
 
 MANAGER = "rollout_backend.verl.CloudAgentLoopManager"
 _KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
@@ -45,6 +49,7 @@ def check(section: Any) -> None:
     config = settings_of(root, _NO_SERVER_YET)
     _ = config.model.expert_shape  # raises ConfigError
     check_image_cache(root.actor_rollout_ref.actor, config, os.environ)
+    check_model(config)
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
         thread.submit(asyncio.run, preflight.check_services(config, _batch(root))).result()
 
@@ -53,6 +58,20 @@ def _batch(root: Any) -> int | None:
     """Return how many rollouts a training step plans; None in asynchronous modes, which request them one by one."""
     asynchronous = root.trainer.get("use_v1", True) and root.trainer.v1.trainer_mode != "sync"
     return None if asynchronous else int(root.data.train_batch_size) * int(root.actor_rollout_ref.rollout.n)
+
+
+def check_model(config: RolloutConfig) -> None:
+    """Check the renderer of a model on this machine. Log a warning if the model's tool calls cannot be parsed.
+
+    Raises:
+        ConfigError: no renderer fits.
+    """
+    if not config.model.path.is_dir():
+        return
+    found = check_renderer(config)
+    if found.level == "problem":
+        raise ConfigError(found.text)
+    logger.log(logging.WARNING if found.level == "warning" else logging.INFO, "%s", found)
 
 
 def check_image_cache(actor: Any, config: RolloutConfig, environ: Mapping[str, str]) -> None:

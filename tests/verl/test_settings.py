@@ -9,7 +9,8 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.verl.preflight import check_image_cache
+from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.verl.preflight import check_image_cache, check_model
 from rollout_backend.verl.verl_settings import (
     max_staleness_of,
     resumes_steps,
@@ -17,6 +18,7 @@ from rollout_backend.verl.verl_settings import (
     settings_of,
     sleeps_between_batches,
 )
+from vocabularies import model_folder
 
 ROOT = Path(__file__).parents[2]
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-a1B2c3D4e5"
@@ -213,6 +215,18 @@ def test_an_image_encoder_is_not_trained_while_servers_keep_its_old_output(
     settings, actor = settings_of(config, ["a:1"]), OmegaConf.create({"freeze_vision_tower": frozen})
     with pytest.raises(ConfigError, match="SGLANG_VLM_CACHE_SIZE_MB") if refused else nullcontext():
         check_image_cache(actor, settings, environ)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [("{{ messages[0].content }}", "Agents that offer tools are refused"), ("", "no renderer is known for my-model")],
+)
+def test_a_model_whose_tool_calls_cannot_be_parsed_is_reported_before_any_engine(tmp_path, caplog, template, said):
+    config = verl_config()
+    config.actor_rollout_ref.model.path = str(model_folder(tmp_path / "my-model", BYTE_MODEL, template))
+    with nullcontext() if template else pytest.raises(ConfigError, match=said):
+        check_model(settings_of(config, ["a:1"]))
+        assert said in caplog.text
 
 
 def test_an_old_verl_is_refused(monkeypatch):

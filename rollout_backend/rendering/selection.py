@@ -1,0 +1,500 @@
+"""Choose the renderer whose prompts are those of the model's own chat template.
+
+Invariants:
+
+- The template decides: its prompts for some conversations are compared with those of each renderer, and its way to
+  write a tool call with what each parser reads. Names only decide between renderers that fit equally well, and where
+  there is no template.
+- The choice depends on the model's folder and on `model.renderer_options` only, not on time or load.
+- The template gets a few seconds of CPU time. It comes with the model and may be slow, endless, or raise anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from renderers.base import MODEL_RENDERER_MAP
+
+from rollout_backend.errors import ConfigError
+from rollout_backend.rendering.guarded_renderer import GuardedRenderer
+from rollout_backend.rendering.tool_call_reader import FORMATS
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+Create = Callable[[str, Mapping[str, Any]], Any]
+"""Creates a renderer by name and options; raises if it does not fit the vocabulary or does not take the options."""
+
+TEMPLATE_CPU_S = 2.0  # usual templates take 0.05
+_WALL_S = 60.0  # for a template that waits in a call that cannot be interrupted
+_NEAR = 0.1  # the part of its words in which a renderer may differ from the template
+_SAME_START = 3  # words in which it may differ without tools, such as a token at the start
+# OpenAI's own library renders gpt-oss, in engines too. It differs from the template in the prompt for a reply.
+_NOT_BY_TEMPLATE = frozenset({"gpt-oss"})
+_LAST = "chatml"  # of renderers that fit: it parses no reasoning
+
+
+def _tool(name: str, **parameters: Mapping[str, str]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": parameters, "required": list(parameters)}
+    return {"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": schema}}
+
+
+def _said(content: str, *names: str, **more: str) -> dict[str, Any]:
+    calls = [
+        {"id": f"functions.{name}:{i}", "type": "function", "function": {"name": name, "arguments": _ARGUMENTS[name]}}
+        for i, name in enumerate(names)
+    ]
+    return {"role": "assistant", "content": content, **more, **({"tool_calls": calls} if calls else {})}
+
+
+def _result(content: str, name: str, i: int = 0) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"functions.{name}:{i}", "name": name, "content": content}
+
+
+_ARGUMENTS = {"fetch": '{"path": "x"}', "add": '{"a": 3, "b": "four"}'}
+_TOOLS = (
+    _tool("fetch", path={"type": "string", "description": "A path."}),
+    _tool("add", a={"type": "integer"}, b={"type": "string"}),
+)
+_BRIEF = {"role": "system", "content": "Be brief."}
+_ASKED = {"role": "user", "content": "Fetch x."}
+_NEXT = {"role": "user", "content": "Two?"}
+_CALLED = _said("", "add")
+CALL = ("add", {"a": 3, "b": "four"})
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """`counts` is false where good renderers differ from a template, because many templates are wrong there."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    counts: bool = True
+
+
+_FETCHED = (_said("", "fetch"), _result("text of x", "fetch"))
+CONVERSATIONS: Mapping[str, _Conversation] = {
+    "a message": _Conversation([_ASKED]),
+    "a system message": _Conversation([_BRIEF, _ASKED]),
+    "an answer": _Conversation([_BRIEF, _ASKED, _said("Yes."), _NEXT]),
+    "tools": _Conversation([_ASKED], _TOOLS),
+    "tools and a system message": _Conversation([_BRIEF, _ASKED], _TOOLS),
+    "a call": _Conversation([_BRIEF, _ASKED, *_FETCHED], _TOOLS),
+    "two calls": _Conversation(
+        [_ASKED, _said("", "fetch", "add"), _result("X", "fetch"), _result("3", "add", 1)], _TOOLS
+    ),
+    "a question after a call": _Conversation([_ASKED, *_FETCHED, _said("Done."), _NEXT], _TOOLS),
+    "text beside a call": _Conversation([_ASKED, _said("I do.", "fetch"), _FETCHED[1]], _TOOLS, counts=False),
+    "reasoning before a call": _Conversation(
+        [_ASKED, _said("", "fetch", reasoning_content="I must."), _FETCHED[1]], _TOOLS, counts=False
+    ),
+    "earlier reasoning": _Conversation([_ASKED, _said("Yes.", reasoning_content="Hm."), _NEXT], counts=False),
+    "a late system message": _Conversation([_ASKED, _said("Yes."), _BRIEF, _NEXT], counts=False),
+    "spaces around a message": _Conversation([{"role": "user", "content": "  a\n"}], counts=False),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`reason` completes "NAME was chosen because". `warns` if the model's prompts or calls may suffer from it."""
+
+    name: str
+    options: Mapping[str, Any]
+    reason: str
+    warns: bool = False
+
+
+class _Stopped(BaseException):
+    """Raised in a thread whose CPU time is used up. Code that catches exceptions does not catch it."""
+
+
+def bounded(function: Callable[[], _T], cpu_s: float = TEMPLATE_CPU_S) -> _T:
+    """Call `function` in a thread, which is stopped after `cpu_s` seconds of CPU time.
+
+    Raises:
+        TimeoutError: it was stopped.
+    """
+    returned: list[_T] = []
+    raised: list[BaseException] = []
+    clocks: list[int] = []
+
+    def call() -> None:
+        try:
+            clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+            returned.append(function())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call, daemon=True, name="chat-template")
+    thread.start()
+    until = time.monotonic() + _WALL_S
+    while thread.is_alive() and time.monotonic() < until:
+        thread.join(0.05)
+        with suppress(OSError):  # the thread has ended
+            if clocks and time.clock_gettime(clocks[0]) > cpu_s and thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped))
+    if returned:
+        return returned[0]
+    if raised and not isinstance(raised[0], _Stopped):
+        raise raised[0]
+    raise TimeoutError(f"it takes more than {cpu_s:g} s of CPU time")
+
+
+# --- the template ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Template:
+    """What the model's own chat template renders. Conversations that it refuses are absent."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    call_turn: tuple[list[int], list[int]] | None = None  # a prompt, and the call that follows; None if it shows none
+    start: str | None = None  # of a reply
+    default_system: str | None = None
+    failure: str = ""
+    is_slow: bool = False
+
+    @property
+    def shows_tools(self) -> bool:
+        return self.texts.get("tools") != self.texts.get("a message") or self.call_turn is not None
+
+    def compared(self) -> Iterator[tuple[str, _Conversation]]:
+        for name, conversation in CONVERSATIONS.items():
+            if name in self.texts and (conversation.tools is None or self.shows_tools):
+                yield name, conversation
+
+
+def call_turn(renderer: Any) -> tuple[list[int], list[int]]:
+    """Return a prompt and the turn with a tool call that a renderer writes after it."""
+    prompt = renderer.render_ids([_ASKED], tools=list(_TOOLS), add_generation_prompt=True)
+    whole = renderer.render_ids([_ASKED, _CALLED], tools=list(_TOOLS))
+    begin = _common(prompt, whole)
+    return list(whole[:begin]), list(whole[begin:])
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common beginning."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def read_calls_of(renderer: Any, turn: tuple[list[int], list[int]]) -> list[tuple[str, Any]]:
+    """Return the calls that a guarded renderer reads from the turn after a prompt."""
+    parsed = renderer.parse_response(turn[1], tools=list(_TOOLS), prompt_ids=turn[0])
+    return [(call.name, call.arguments) for call in parsed.tool_calls]
+
+
+def _render_all(tokenizer: Any, own: Any, cpu_s: float) -> _Template:
+    template = _Template()
+
+    def render() -> None:
+        for name, conversation in CONVERSATIONS.items():
+            try:
+                template.texts[name] = _text(tokenizer, _prompt(own, conversation))
+            except Exception as error:  # a template may raise anything to refuse a conversation
+                template.failure = template.failure or f"{type(error).__name__}: {error}"
+        with suppress(Exception):
+            turn = call_turn(own)
+            template.call_turn = turn if "four" in _text(tokenizer, turn[1]) else None
+        with suppress(Exception):
+            template.start = _start(tokenizer, own)
+        with suppress(Exception):
+            template.default_system = _default_system(template.texts, tokenizer, own)
+
+    try:
+        bounded(render, cpu_s)
+    except TimeoutError as error:
+        template.is_slow, template.failure = True, str(error)
+    return template
+
+
+def _prompt(renderer: Any, conversation: _Conversation) -> list[int]:
+    messages = [dict(message) for message in conversation.messages]
+    tools = None if conversation.tools is None else list(conversation.tools)
+    return list(renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
+
+
+def _text(tokenizer: Any, ids: Iterable[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _start(tokenizer: Any, renderer: Any) -> str:
+    """Return the text with which a prompt begins the reply."""
+    before, after = (
+        _text(tokenizer, renderer.render_ids([_ASKED], add_generation_prompt=asks)) for asks in (False, True)
+    )
+    return after.removeprefix(before)
+
+
+def _default_system(texts: Mapping[str, str], tokenizer: Any, own: Any) -> str | None:
+    """Return the system message that the template adds to a conversation without one."""
+    without, given = texts["a message"], texts["a system message"]
+    head, said, tail = given.partition(str(_BRIEF["content"]))
+    found = said and without.startswith(head) and without.endswith(tail) and len(without) > len(head) + len(tail)
+    return without[len(head) : len(without) - len(tail)] if found else None
+
+
+# --- the renderers --------------------------------------------------------------------------------------------
+
+_WORDS = re.compile(r"<[^<>\s]*>|\w+|[^\w\s]")
+_DATES = re.compile(r"\d{1,2} [A-Z][a-z]{2,8} \d{4}|\d{4}-\d\d-\d\d")
+
+
+@dataclass
+class _Score:
+    """How far a renderer is from the template. Dates, spaces and the order of words are not compared in `words`."""
+
+    name: str
+    options: Mapping[str, Any]
+    renderer: Any
+    differs: list[str] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)  # of `differs`, those that count
+    words: int = 0  # that differ, in conversations that count
+    start_words: int = 0  # that differ in conversations without tools, at most
+    of: int = 1
+
+    @property
+    def distance(self) -> float:
+        return self.words / self.of
+
+
+def _score(tokenizer: Any, template: _Template, name: str, options: Mapping[str, Any], renderer: Any) -> _Score:
+    score = _Score(name, options, renderer)
+    for what, conversation in template.compared():
+        theirs = _DATES.sub("DATE", template.texts[what])
+        try:
+            ours = _DATES.sub("DATE", _text(tokenizer, _prompt(renderer, conversation)))
+        except Exception:  # a renderer may refuse what the template renders
+            ours = ""
+        words = Counter(_WORDS.findall(theirs))
+        score.of += conversation.counts * words.total()
+        if ours == theirs:
+            continue
+        score.differs.append(what)
+        if conversation.counts:
+            score.counted.append(what)
+            others = Counter(_WORDS.findall(ours))
+            different = ((words - others) + (others - words)).total()
+            score.words += different
+            score.start_words = max(score.start_words, different if conversation.tools is None else 0)
+    return score
+
+
+def _reads(tokenizer: Any, template: _Template, renderer: Any) -> bool:
+    """Return whether a renderer reads the call as the template writes it; true if the template shows none."""
+    if template.call_turn is None:
+        return True
+    try:
+        # The guard does not mark anything here, because it would change the tokenizer.
+        guarded = GuardedRenderer(renderer, tokenizer, renderer.get_stop_token_ids(), encodes_text=True)
+        return read_calls_of(guarded, template.call_turn) == [CALL]
+    except Exception:  # a parser may raise anything on another format
+        return False
+
+
+def _variants(
+    config: Any, options: Mapping[str, Any], template: _Template, *, open_only: bool
+) -> Iterator[Mapping[str, Any]]:
+    """Yield other options that may be the template's defaults: each switch turned, and its default system message.
+
+    With `open_only`, only of options whose default depends on the model.
+    """
+    fields = type(config).model_fields
+    for name in sorted(getattr(type(config), "_template_fields", ())):
+        value = getattr(config, name, None)
+        if name in options or (open_only and fields[name].default is not None):
+            continue
+        if isinstance(value, bool):
+            yield {name: not value}
+        elif name == "model_identity" and template.default_system is not None:
+            yield {name: template.default_system}
+
+
+def choose(
+    tokenizer: Any,
+    names: tuple[str, str],
+    options: Mapping[str, Any],
+    create: Create,
+    candidates: Sequence[str],
+    cpu_s: float = TEMPLATE_CPU_S,
+) -> Choice:
+    """Choose one of `candidates`, or `default` with the parser of the template's calls.
+
+    `names` are the model's organisation and name, from its folder.
+
+    Raises:
+        ConfigError: the folder has no chat template that can be used, and its name is not that of a known model.
+    """
+    known = KnownModels(*names)
+    template = _Template()
+    if tokenizer.chat_template:
+        template = _render_all(tokenizer, create("default", options), cpu_s)
+    if not template.texts:
+        why = f"its chat template fails ({template.failure})" if template.failure else "it has no chat template"
+        return Choice(
+            known.renderer(why), {}, f"the model is named {names[1]}, and {why}", warns=bool(template.failure)
+        )
+    scores = []
+    for name in candidates:
+        if name == _LAST and template.is_slow:
+            continue  # it renders the template again
+        with suppress(Exception):  # it is made for another vocabulary
+            scores.append(_score(tokenizer, template, name, {}, create(name, options)))
+    if all(score.counted for score in scores):
+        for score in [score for score in scores if score.distance < 3 * _NEAR]:
+            for more in _variants(score.renderer.config, options, template, open_only=False):
+                with suppress(Exception):
+                    renderer = create(score.name, {**options, **more})
+                    scores.append(_score(tokenizer, template, score.name, more, renderer))
+
+    def rank(score: _Score) -> tuple[Any, ...]:
+        near_name = known.closeness(score.name)
+        return (
+            bool(score.counted),
+            score.distance,
+            score.name == _LAST,
+            len(score.differs),
+            -near_name,
+            len(score.options),
+        )
+
+    scores = sorted(scores, key=rank)
+    readers = [
+        score for score in scores if score.name in _NOT_BY_TEMPLATE or _reads(tokenizer, template, score.renderer)
+    ]
+    near = [score for score in readers if score.distance <= _NEAR]
+    for score in near:
+        starts = score.name in _NOT_BY_TEMPLATE or _starts_like(tokenizer, template, score.renderer)
+        if not score.counted or (score.start_words <= _SAME_START and starts):
+            return _chosen(score)
+    if template.is_slow:
+        raise ConfigError(
+            f"model.path: the chat template of {names[1]} is too slow ({template.failure}): correct it, or set "
+            "model.renderer to the renderer of this model's family"
+        )
+    nearest = f", {scores[0].name} in {_listed(scores[0].differs)}" if scores else ""
+    why = f"every other renderer differs from the model's chat template{nearest}"
+    parser = find_parser(tokenizer, template, create, options)
+    if parser is not None:
+        return Choice("default", {"tool_parser": parser}, f"{why}; calls are read by the tool_parser {parser}")
+    if near and template.shows_tools:
+        return _chosen(near[0])
+    return Choice("default", {}, f"{why}, and no tool_parser reads its tool calls", warns=True)
+
+
+def complete(
+    tokenizer: Any, name: str, options: Mapping[str, Any], create: Create, cpu_s: float = TEMPLATE_CPU_S
+) -> Mapping[str, Any]:
+    """Return the options of a named renderer whose default depends on the model, as the chat template has them.
+
+    Raises:
+        ConfigError: `name` renders with the chat template, which takes too long.
+    """
+    if name in ("default", _LAST):
+        try:
+            bounded(lambda: create(name, options).render_ids([_ASKED], add_generation_prompt=True), cpu_s)
+        except TimeoutError as error:
+            raise ConfigError(f"model.path: the chat template is too slow ({error}): correct it") from None
+        except Exception:
+            logger.debug("the chat template refuses a conversation of one message", exc_info=True)
+        return {}
+    if not tokenizer.chat_template:
+        return {}
+    renderer = create(name, options)
+    found = list(_variants(getattr(renderer, "config", None), options, _Template(), open_only=True))
+    if not found:
+        return {}
+    template = _render_all(tokenizer, create("default", {}), cpu_s)
+    scores = [_score(tokenizer, template, name, {}, renderer)]
+    scores += [_score(tokenizer, template, name, more, create(name, {**options, **more})) for more in found]
+    return min(scores, key=lambda score: score.distance).options
+
+
+def _starts_like(tokenizer: Any, template: _Template, renderer: Any) -> bool:
+    try:
+        return _start(tokenizer, renderer) == template.start
+    except Exception:
+        return False
+
+
+def _chosen(score: _Score) -> Choice:
+    options = "".join(f" with {name}={value!r}" for name, value in score.options.items())
+    if not score.differs:
+        return Choice(score.name, score.options, f"it renders like the model's chat template{options}")
+    like = "nearly like" if score.counted else "like"
+    reason = f"it renders {like} the model's chat template{options}; they differ in {_listed(score.differs)}"
+    return Choice(score.name, score.options, reason, warns=score.words > 0 and score.name not in _NOT_BY_TEMPLATE)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if "a message" not in names else "most conversations"
+
+
+def find_parser(tokenizer: Any, template: _Template, create: Create, options: Mapping[str, Any]) -> str | None:
+    """Return the name of the tool parser that reads the calls which the template shows or describes."""
+    if "tool_parser" in options:
+        return str(options["tool_parser"])
+    if template.call_turn is not None:
+        read = (
+            name
+            for name in _PARSERS
+            if _reads(tokenizer, template, create("default", {**options, "tool_parser": name}))
+        )
+        return next(read, None)
+    described = template.texts.get("tools", "")
+    for name in _DESCRIBED:
+        form = FORMATS[name]
+        if form.start in described and (name != "glm" or "<arg_key>" in described) and form.begin.search(described):
+            return name
+    return None
+
+
+_PARSERS = ("qwen3", "qwen3.5", "glm", "minimax-m2", "hy3", "deepseek-v3", "deepseek-v3.1", "deepseek-v4")
+_DESCRIBED = ("qwen3.5", "minimax-m2", "hy3", "deepseek-v4", "glm", "qwen3")
+
+
+class KnownModels:
+    """The models that the package `renderers` knows by name, beside the model in one folder."""
+
+    def __init__(self, organisation: str, name: str) -> None:
+        self._name = name
+        bases = {model: model.rpartition("/")[2].lower() for model in MODEL_RENDERER_MAP}
+        self._shared = {model: _common(base, name.lower()) for model, base in bases.items()}
+        whole = f"{organisation}/{name}".lower()
+        self.exact = [model for model in bases if model.lower() == whole] or [
+            model for model, base in bases.items() if base == name.lower()
+        ]
+        self._prefixes = [model for model, base in bases.items() if name.lower().startswith(f"{base}-")]
+
+    def closeness(self, renderer: str) -> int:
+        """Return how many characters the model's name begins with that a known model of this renderer has too."""
+        found = (
+            n + (model in self.exact) for model, n in self._shared.items() if MODEL_RENDERER_MAP[model] == renderer
+        )
+        return max(found, default=0)
+
+    def renderer(self, why: str) -> str:
+        """Return the renderer of the known model of this name, such as of its FP8 copy. Raises ConfigError."""
+        longest = max((self._shared[model] for model in self._prefixes), default=0)
+        found = self.exact or [model for model in self._prefixes if self._shared[model] == longest]
+        names = sorted({str(MODEL_RENDERER_MAP[model]) for model in found})
+        if len(names) > 1:
+            raise ConfigError(
+                f"model.renderer: the folder's name {self._name} fits {', '.join(sorted(found))}, and {why}; set one "
+                f"of {', '.join(names)}"
+            )
+        if not names:
+            raise ConfigError(
+                f"model.renderer: no renderer is known for {self._name}, and {why}: set model.renderer to the "
+                "renderer of this model's family"
+            )
+        return names[0]

@@ -1,0 +1,234 @@
+"""`auto` chooses by what the model's chat template does, in bounded time, and says why."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from builders import function_tool, run_config, user
+from rollout_backend.config import ModelConfig
+from rollout_backend.errors import ConfigError
+from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.machine_check import check_renderer
+from rollout_backend.rendering.renderer import load_renderer
+from rollout_backend.rendering.selection import bounded
+from vocabularies import model_folder, template
+
+TOOLS = [function_tool("bash", "Does bash.", command={"type": "string"})]
+SLOW = pytest.mark.slow
+
+# The templates of public models: vocabulary, file in TRL (None: the tokenizer's own), renderer, options.
+REAL = [
+    pytest.param("qwen3", None, "qwen3", {}, id="Qwen3"),
+    pytest.param("qwen3.5", "qwen3_5_nothink", "qwen3.5", {"enable_thinking": False}, id="small Qwen3.5"),
+    *(
+        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=SLOW)
+        for case in [
+            ("qwen3", "qwen2_5", "chatml", {}),
+            ("qwen3", "qwen3_instruct_2507", "qwen3", {}),
+            ("qwen3.5", "qwen3_vl", "qwen3-vl", {}),
+            ("qwen3.5", "qwen3_5_think", "qwen3.5", {}),
+            ("qwen3.5", "qwen3_8", "qwen3.8", {}),
+            ("glm-4.5", "glm4moe", "glm-4.5", {}),
+            ("glm-4.5", None, "default", {"tool_parser": "glm"}),  # GLM-4.5V's reply begins in a new line
+            ("glm-4.7", None, "glm-5", {}),
+            ("gpt-oss", "gptoss", "gpt-oss", {}),
+            ("llama-3", None, "llama-3", {}),
+            ("llama-3", "llama3_1", "llama-3", {}),
+            ("deepseek-v3", None, "deepseek-v3", {}),
+            ("deepseek-r1", None, "deepseek-r1", {}),
+            ("deepseek-v3.1", None, "default", {"tool_parser": "deepseek-v3.1"}),
+            ("qwen3", "nemotron_3_nano", "nemotron-3", {}),
+            ("qwen3", "nemotron_3_ultra", "nemotron-3-ultra", {}),
+            ("gemma4", "gemma4_v5", "gemma4", {}),
+        ]
+    ),
+]
+
+
+def load(path, **model: Any):
+    return load_renderer(ModelConfig(path=path, **model))
+
+
+def options_of(bundle, names) -> dict[str, Any]:
+    return {name: getattr(bundle.renderer.inner.config, name) for name in names}
+
+
+@pytest.mark.parametrize(("tokenizer", "own", "renderer", "options"), REAL)
+def test_the_template_of_a_public_model_selects_its_renderer(tmp_path, tokenizer, own, renderer, options):
+    """In a folder whose name says nothing, or something wrong."""
+    text = None if own is None else template(own)
+    for name in ("my-agent-17", "Llama-3.2-3B-Instruct-FP8"):
+        bundle = load(model_folder(tmp_path / name, tokenizer, text))
+        assert (bundle.name, options_of(bundle, options)) == (renderer, options)
+        assert bundle.reads_tool_calls
+        assert "chat template" in bundle.reason
+
+
+@pytest.mark.parametrize("name", ["Qwen3.6-27B", "Qwen3.5-27B"])
+def test_names_decide_between_renderers_that_fit_equally_well(tmp_path, name):
+    assert load(model_folder(tmp_path / name, "qwen3.5", template("qwen3_6"))).name == name[:7].lower()
+
+
+@pytest.mark.parametrize(("own", "thinks"), [("qwen3_5_think", True), ("qwen3_5_nothink", False), (None, False)])
+def test_a_named_renderer_thinks_as_the_template_says(tmp_path, own, thinks):
+    """Without a template, the folder's name says the size."""
+    folder = model_folder(tmp_path / "Qwen3.5-0.8B", "qwen3.5", own and template(own))
+    for renderer in ("auto", "qwen3.5"):
+        for given in ({}, {"enable_thinking": True}):
+            bundle = load(folder, renderer=renderer, renderer_options=given)
+            prompt = bundle.decode(bundle.render([user("Q")], None))
+            assert prompt.endswith("<think>\n" if thinks or given else "</think>\n\n")
+
+
+# --- templates of nobody ------------------------------------------------------------------------------------
+
+CHATML = """{%- if tools %}{{ '<|im_start|>system\nYou have: ' }}{{ tools | tojson }}{{ '<|im_end|>\n' }}{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}CALL{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+EACH = "{% for k, v in c.function.arguments.items() %}PAIR{% endfor %}"
+CALLS = {
+    "qwen3": '<tool_call>\n{"name": "{{ c.function.name }}", '
+    '"arguments": {{ c.function.arguments | tojson }}}\n</tool_call>',
+    "qwen3.5": "<tool_call>\n<function={{ c.function.name }}>\n"
+    + EACH.replace("PAIR", "<parameter={{ k }}>\n{{ v }}\n</parameter>\n")
+    + "</function>\n</tool_call>",
+    "glm": "<tool_call>{{ c.function.name }}"
+    + EACH.replace("PAIR", "<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>")
+    + "</tool_call>",
+    "minimax-m2": '<minimax:tool_call>\n<invoke name="{{ c.function.name }}">\n'
+    + EACH.replace("PAIR", '<parameter name="{{ k }}">{{ v }}</parameter>\n')
+    + "</invoke>\n</minimax:tool_call>",
+    "deepseek-v4": '<\uff5cDSML\uff5cfunction_calls>\n<\uff5cDSML\uff5cinvoke name="{{ c.function.name }}">\n'
+    + EACH.replace(
+        "PAIR",
+        "<\uff5cDSML\uff5cparameter name=\"{{ k }}\" string=\"{{ 'true' if v is string else 'false' }}\">{{ v }}"
+        "</\uff5cDSML\uff5cparameter>\n",
+    )
+    + "</\uff5cDSML\uff5cinvoke>\n</\uff5cDSML\uff5cfunction_calls>",
+    "deepseek-v3.1": "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>"
+    "{{ c.function.name }}<\uff5ctool\u2581sep\uff5c>{{ c.function.arguments | tojson }}"
+    "<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>",
+}
+UNKNOWN = "[CALL {{ c.function.name }} {{ c.function.arguments | tojson }}]"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    numbers = itertools.count()
+
+    def make(text: str, name: str = "my-model"):
+        vocabulary = "qwen3" if name.startswith("Qwen3") else BYTE_MODEL
+        return model_folder(tmp_path / str(next(numbers)) / name, vocabulary, text)
+
+    return make
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_the_calls_of_another_template_are_read_by_its_parser(folder, parser):
+    bundle = load(folder(CHATML.replace("CALL", CALLS[parser])))
+    assert (bundle.name, options_of(bundle, ["tool_parser"])) == ("default", {"tool_parser": parser})
+    called = {"type": "function", "function": {"name": "bash", "arguments": json.dumps({"command": " ls\n"})}}
+    prompt = bundle.render([user("Q")], TOOLS)
+    whole = bundle.renderer.render_ids(
+        [user("Q"), {"role": "assistant", "content": "So.", "tool_calls": [called]}], tools=TOOLS
+    )
+    parsed = bundle.renderer.parse_response(whole[len(prompt) : -1], tools=TOOLS, prompt_ids=prompt)
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("bash", {"command": " ls\n"})]
+    assert parsed.content.strip() == "So."
+
+
+def test_calls_that_a_template_only_describes_are_read(folder):
+    text = CHATML.replace("{% for c in m.tool_calls or [] %}CALL{% endfor %}", "").replace(
+        "You have: ", "Say <tool_call>\n<function=name>\n<parameter=key>value</parameter></function></tool_call>: "
+    )
+    assert options_of(load(folder(text)), ["tool_parser"]) == {"tool_parser": "qwen3.5"}
+
+
+def test_tools_of_a_model_whose_calls_nobody_reads_are_refused_at_the_first_call(folder, play, caplog):
+    path = folder(CHATML.replace("CALL", UNKNOWN))
+    model = ModelConfig(path=path, name="m", context_length=4096)
+    with caplog.at_level(logging.WARNING):
+        bundle = load_renderer(model)
+    assert "no tool_parser reads its tool calls" in caplog.text
+    found = check_renderer(run_config(model={"path": path}))
+    assert found.level == "warning"
+    assert "Agents that offer tools are refused (400): this model's tool calls cannot be parsed" in found.text
+    gateway = play(["one", "two"], model=model, bundle=bundle)
+    ask = gateway.client().chat.completions.create
+    with pytest.raises(Exception, match=r"cannot be parsed\. Set model\.renderer .* or tool_parser") as refused:
+        ask(model="m", messages=[user("Q")], tools=TOOLS)
+    assert (refused.value.status_code, refused.value.code) == (400, "no_tool_parser")
+    assert ask(model="m", messages=[user("Q")]).choices
+    assert ask(model="m", messages=[user("Q")], tools=TOOLS, tool_choice="none").choices
+
+
+ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+@pytest.mark.parametrize("renderer", ["auto", "default", pytest.param("chatml", marks=SLOW)])
+def test_an_endless_template_is_stopped(folder, renderer):
+    with pytest.raises(ConfigError, match=r"template .*more than 2 s of CPU time"):
+        load(folder(CHATML + ENDLESS), renderer=renderer)
+
+
+@SLOW
+def test_an_endless_template_leaves_the_name_and_the_renderers_that_need_no_template(folder):
+    with pytest.raises(ConfigError, match="is too slow"):
+        load(folder("{% if tools %}" + ENDLESS + "{% endif %}[{{ messages[0].content }}]"))
+    assert load(folder(CHATML + ENDLESS, "Qwen3-8B")).name == "qwen3"
+    assert load(folder(CHATML + ENDLESS, "Qwen3"), renderer="qwen3").name == "qwen3"
+
+
+def test_code_that_catches_everything_is_stopped_too():
+    def endless():
+        while True:
+            try:
+                json.dumps([1])
+            except Exception:
+                raise AssertionError from None
+
+    with pytest.raises(TimeoutError):
+        bounded(endless, 0.2)
+    with pytest.raises(KeyError):
+        bounded(lambda: {}["a"])
+    assert bounded(lambda: 7) == 7
+
+
+RAISES = "{{ raise_exception('no') }}"
+
+
+@pytest.mark.parametrize("broken", [RAISES, "{{ 1 / 0 }}", "{% if", "{{ messages[99].content.x }}"])
+def test_a_template_that_always_fails_leaves_the_name(folder, broken):
+    assert load(folder(broken, "Qwen3-8B-FP8")).name == "qwen3"
+    with pytest.raises(ConfigError, match=r"no renderer is known for my-model, and its chat template fails"):
+        load(folder(broken))
+
+
+@pytest.mark.parametrize(
+    "refuses",
+    [
+        "{% if not tools %}" + RAISES + "{% endif %}",
+        "{% if messages[0].role == 'system' %}" + RAISES + "{% endif %}",
+        "{% for m in messages %}{% if m.role == 'system' and loop.index0 %}" + RAISES + "{% endif %}{% endfor %}",
+        "{% for m in messages %}{% if m.role == 'tool' %}" + RAISES + "{% endif %}{% endfor %}",
+    ],
+)
+def test_a_template_that_refuses_some_conversations_is_compared_in_the_others(folder, refuses):
+    bundle = load(folder(refuses + CHATML.replace("CALL", CALLS["qwen3.5"])))
+    assert (bundle.name, options_of(bundle, ["tool_parser"])) == ("default", {"tool_parser": "qwen3.5"})
+
+
+def test_a_folder_without_a_template_is_known_by_name(folder, tmp_path):
+    assert load(model_folder(tmp_path / "DeepSeek-V4-Flash-0731-FP8", "deepseek-v4", None)).name == "deepseek-v4"
+    with pytest.raises(ConfigError, match=r"my-model, and it has no chat template: set model\.renderer"):
+        load(folder(""))
+    with pytest.raises(ConfigError, match=r"fits PrimeIntellect/Qwen3-0\.6B, Qwen/Qwen3-0\.6B.* prime-qwen3, qwen3"):
+        load(folder("", "Qwen3-0.6B"))
+    hub = model_folder(tmp_path / "models--PrimeIntellect--Qwen3-0.6B" / "snapshots" / "0123abcd", "qwen3", "")
+    assert load(hub).name == "prime-qwen3"
