@@ -11,7 +11,7 @@ import httpx
 import pytest
 from botocore.exceptions import CredentialRetrievalError
 
-from agent_wrapper.contract import Sampling, failure_marker_key, put_headers, result_key
+from agent_wrapper.contract import Sampling, artifacts_key, failure_marker_key, put_headers, result_key
 from rollout_backend.aws.clients import Credentials
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, StorageConfig
@@ -46,7 +46,11 @@ def signature(url: str) -> dict[str, str]:
 async def test_a_url_is_signed_for_its_key_headers_and_expiry(presigner, claims, local_aws):
     urls = await presigner.urls(claims)
     place = ("team/", claims.run_id, 3, "task.0")
-    for url, key in ((urls.result, result_key(*place)), (urls.failure_marker, failure_marker_key(*place, 2))):
+    for url, key in (
+        (urls.result, result_key(*place)),
+        (urls.failure_marker, failure_marker_key(*place, 2)),
+        (urls.artifacts, artifacts_key(*place, 2)),
+    ):
         assert urlsplit(url).path == f"/{local_aws.bucket}/{key}"
         signed = signature(url)
         assert signed["X-Amz-Algorithm"] == "AWS4-HMAC-SHA256"

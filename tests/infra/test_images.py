@@ -194,3 +194,15 @@ def test_the_installs_of_an_agents_image_work(dockerfile: Path, tmp_path: Path) 
     (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
     done = subprocess.run([python, "-m", "pytest", "-q"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_bases_are_exact_versions_except_verls():
+    """The Dockerfiles of examples name minor versions, for they are starting points."""
+    bases = {
+        path.name: re.findall(r"^(?:FROM|ARG BASE=)\s*(\S+)", path.read_text(), re.M)
+        for path in (ROOT / "infra").glob("*.Dockerfile")
+    }
+    assert bases.pop("trainer.Dockerfile") == ["verlai/verl:sgl0512.latest", "${BASE}"]
+    assert len(bases) == 3
+    for base in (each for found in bases.values() for each in found):
+        assert re.search(r":(\d+\.\d+\.\d+|12\.\d+)-slim", base), base
