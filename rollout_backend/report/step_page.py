@@ -118,7 +118,9 @@ def _failures(records: Sequence[RolloutRecord]) -> Iterator[FailureRow]:
         if record.failed and record.outcome is not None:
             groups[record.outcome, record.reason].append(record)
     for (outcome, reason), found in sorted(groups.items(), key=lambda each: -len(each[1])):
-        yield FailureRow(outcome, reason, len(found), found[0], f"{what_to_do(reason)}; see {documented_at(reason)}")
+        yield FailureRow(
+            outcome, reason, len(found), found[0], f"{what_to_do(reason)}; see `{documented_at(reason)}`"
+        )
 
 
 class _Numbers:
@@ -169,5 +171,6 @@ def _data(
         "reasons": reasons.values(),
         "messages": messages.values(),
         "advice": {reason: what_to_do(reason) for reason in reasons.values() if reason},
+        "documented": {reason: documented_at(reason) for reason in reasons.values() if reason},
         "talks": talks,
     }

@@ -21,7 +21,7 @@ pytestmark = [
 ERRORS = "<script>window.failed=[];addEventListener('error',(event)=>failed.push(event.message))</script>"
 
 
-def play(page: Path, steps: str, tmp_path: Path) -> dict[str, Any]:
+def play(page: Path, steps: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
     """Run a script in a copy of the page. It fills `result`; errors of the page are an error."""
     script = """<script>(async () => {
 const result = {}, byId = (id) => document.getElementById(id);
@@ -35,7 +35,7 @@ document.body.append(Object.assign(document.createElement("pre"), { id: "result"
 })();</script>""".replace("STEPS", steps)  # noqa: E501
     copy = tmp_path / "played.html"
     copy.write_text(page.read_text().replace("<head>", f"<head>{ERRORS}").replace("</body>", f"{script}</body>"))
-    html = run_chromium(tmp_path / "profile", "--virtual-time-budget=4000", "--dump-dom", copy.as_uri())
+    html = run_chromium(tmp_path / "profile", "--virtual-time-budget=4000", *flags, "--dump-dom", copy.as_uri())
     found = re.search(r'<pre id="result">([^<]*)</pre>', html)
     assert found is not None, html[-500:]
     result: dict[str, Any] = json.loads(base64.b64decode(found[1]))
@@ -164,3 +164,37 @@ def test_a_training_runs_page_reads_out_its_charts_by_step(tmp_path: Path):
     check_readouts(result, 6)
     assert [words.partition(":")[0] for _, words in result["shown"][0]["points"]] == ["step 0", "step 1", "step 2"]
     assert " of 4 tasks" in result["shown"][1]["points"][0][1]
+
+
+NARROW = """
+const width = (node) => node.getBoundingClientRect().width;
+const widths = (css) => [...document.querySelectorAll(css)].map(width);
+result.page = [document.documentElement.scrollWidth, innerWidth];
+result.menu = document.querySelector("nav").getBoundingClientRect().height;
+result.tracebacks = widths("#failures pre");
+result.texts = widths("#failures td, #settings td, #time td.text, #table td.text");
+result.lines = [...document.querySelectorAll("#table td.id, #failures .link, #failures a.id")].map((node) => node.getClientRects().length);
+"""  # noqa: E501
+
+
+def test_on_a_phone_every_column_can_be_read(report: Path, tmp_path: Path):
+    result = play(report, NARROW, tmp_path, "--window-size=390,844")
+    wide, inner = result["page"]
+    assert inner <= 500  # no browser makes it narrower without a device
+    assert wide <= inner
+    assert result["menu"] <= 60
+    assert len(result["tracebacks"]) > 0
+    assert min(result["tracebacks"]) > 0.7 * inner
+    assert min(result["texts"]) >= 150
+    assert set(result["lines"]) == {1}  # ids and reasons are on one line each
+
+
+def test_a_click_selects_a_chip_to_copy_it(report: Path, tmp_path: Path):
+    steps = """
+        result.chips = [...document.querySelectorAll("code")].slice(0, 5).map((chip) => {
+          chip.click(); return [chip.textContent, getSelection().toString()];
+        });
+        """
+    chips = play(report, steps, tmp_path)["chips"]
+    assert len(chips) == 5
+    assert all(text == selected for text, selected in chips)

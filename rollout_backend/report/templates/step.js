@@ -45,7 +45,11 @@
     if (sessions) body.append(make("p", "note", `Sessions: ${sessions}${log ? " · log: " + log : ""}`));
     const message = data.messages[data.message[i]];
     if (message) body.append(make("pre", "", message));
-    if (reason(i) && data.advice[reason(i)]) body.append(make("p", "", "What to do: " + data.advice[reason(i)].replaceAll("`", "")));
+    if (reason(i) && data.advice[reason(i)]) {
+      const advice = make("p", "", `What to do: ${data.advice[reason(i)].replaceAll("`", "")}; see `);
+      advice.append(make("code", "", data.documented[reason(i)]));
+      body.append(advice);
+    }
     const found = talk(i);
     if (!found) body.append(make("p", "note", data.turns[i] === null ? "No result arrived, so there is no conversation." : "This file does not hold its conversation; the command above prints it."));
     else conversation(body, found);
@@ -182,7 +186,7 @@
       const row = make("tr", i === current ? "here" : "");
       row.dataset.i = i;
       columns.forEach(([name, value, numeric], number) => {
-        const field = make("td", numeric ? "n" : "text");
+        const field = make("td", numeric ? "n" : name === "message" ? "text" : "id");
         if (number === 0) { const to = make("a", "", data.id[i]); to.href = link(i); field.append(to); }
         else if (name === "outcome") field.append(make("span", "tag " + outcome(i), outcome(i)));
         else field.textContent = name === "reward" ? reward(i) : name === "message" ? value(i).slice(0, 160) : shown(value(i));

@@ -9,6 +9,14 @@
     show();
   });
   show();
+  document.addEventListener("click", (event) => {
+    const chip = event.target.closest("code");
+    if (!chip) return;
+    getSelection().selectAllChildren(chip); // where a file may not write the clipboard, Ctrl-C copies it
+    navigator.clipboard?.writeText(chip.textContent).then(() => {
+      chip.classList.add("copied"); setTimeout(() => chip.classList.remove("copied"), 800);
+    }, () => {});
+  });
   const links = [...document.querySelectorAll("nav a[href^='#']")];
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting)
