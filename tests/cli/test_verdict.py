@@ -79,7 +79,7 @@ def test_a_run_with_losses_of_every_kind_passes_and_names_them(run_groups, tmp_p
             [["raise", "sleep"]],  # the second is cancelled: the group is no longer usable
             "0 of 2 rollouts completed "
             "! 1 of 2 rollouts failed in the agent, most often agent_exception (1) (rollout show task-00000.0) "
-            "! 1 of 2 rollouts cancelled, most often group_doomed (1) (rollout show task-00000.1)",
+            "- 1 of 2 rollouts cancelled, most often group_doomed (1) (rollout show task-00000.1)",
         ),
         slow([[1, 1]], "solved, every reward is 1 (1 task)"),
         slow([[0, 0], [1, 1]], "rewards equal within each group (2 tasks)"),
