@@ -57,7 +57,7 @@ def _export(folder: Path, to: ExportFormat, out: Path) -> dict[Path, int]:
 
 def _export_to_s3(folder: Path, to: ExportFormat, url: str) -> dict[str, int]:
     """Write the files to a temporary folder, and upload them when all are complete."""
-    from rollout_backend.config.aws import AwsConfig
+    from rollout_backend.config.results import AwsConfig
     from rollout_backend.report.run_data import read_config
     from rollout_backend.report.s3_folder import S3Folder
 

@@ -5,19 +5,13 @@ Later sources override earlier ones: the YAML file, environment variables (`ROLL
 and end in `_per_s`; sizes are in bytes and end in `_bytes`.
 """
 
-from rollout_backend.config.aws import AwsConfig
-from rollout_backend.config.circuit_breaker import CircuitBreakerConfig
-from rollout_backend.config.collect import CollectConfig
-from rollout_backend.config.gateway import GatewayConfig
-from rollout_backend.config.group import GroupConfig
+from rollout_backend.config.gateway import GatewayConfig, RelayConfig
 from rollout_backend.config.janitor import JanitorConfig
 from rollout_backend.config.load import ENV_PREFIX, load_config, merge_overrides, read_yaml
 from rollout_backend.config.model import ExpertShape, ModelConfig
 from rollout_backend.config.observe import ObserveConfig
-from rollout_backend.config.queue import QueueConfig
-from rollout_backend.config.relay import RelayConfig
+from rollout_backend.config.results import AwsConfig, CollectConfig, QueueConfig, StorageConfig
 from rollout_backend.config.rollout import RolloutConfig
-from rollout_backend.config.router import RouterConfig, RouterKind
 from rollout_backend.config.runtimes import (
     RUNTIME_KINDS,
     AgentCoreConfig,
@@ -29,10 +23,8 @@ from rollout_backend.config.runtimes import (
 )
 from rollout_backend.config.scoring import ScoringConfig
 from rollout_backend.config.section import Seconds
-from rollout_backend.config.serving import ENGINE_KINDS, EngineName, ServingConfig
-from rollout_backend.config.storage import StorageConfig
-from rollout_backend.config.timeouts import TimeoutConfig
-from rollout_backend.config.training import LeftOut
+from rollout_backend.config.serving import ENGINE_KINDS, EngineName, RouterConfig, RouterKind, ServingConfig
+from rollout_backend.config.step import CircuitBreakerConfig, GroupConfig, LeftOut, TimeoutConfig
 
 __all__ = [
     "ENGINE_KINDS",

@@ -1,8 +1,10 @@
-"""The `observe` section."""
+"""The `observe` and `prices` sections."""
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
 
 from rollout_backend.config.section import HttpUrl, Section
 
@@ -19,3 +21,39 @@ class ObserveConfig(Section):
     otlp_endpoint: HttpUrl | None = None
     """URL of an OpenTelemetry collector that accepts OTLP over HTTP, such as `http://127.0.0.1:4318`. It gets a trace
     of each rollout. Needs the extra `otel`. Default: no traces."""
+
+
+Dollars = Annotated[float, Field(ge=0)]
+
+
+class PriceConfig(Section):
+    """Prices in dollars, for an estimate of what a run costs. The estimate is shown once `session_vcpus` and
+    `session_gb`, or `gpu_hour`, are set. Defaults are AWS prices of November 2026 in us-east-1; check yours."""
+
+    vcpu_hour: Dollars = 0.0895
+    """Price of a vCPU-hour of agents. AgentCore Runtime bills the CPU time used; waiting for the model is free."""
+    gb_hour: Dollars = 0.00945
+    """Price of a GB-hour of agents, for the whole time of a session."""
+    session_vcpus: Dollars | None = None
+    """vCPUs that a session uses on average while it does not wait for the model: measure your agent. Set it with
+    `session_gb`. Default: the estimate leaves sessions out, with their S3 and SQS requests."""
+    session_gb: Dollars | None = None
+    """Memory of a session in GB. AgentCore Runtime bills the peak so far."""
+    s3_put_million: Dollars = 5.0
+    """Price of a million PUT requests. A result takes one."""
+    s3_get_million: Dollars = 0.4
+    """Price of a million GET requests. A result takes one."""
+    sqs_million: Dollars = 0.4
+    """Price of a million SQS requests. A result takes three: send, receive, delete."""
+    gpu_hour: Dollars | None = None
+    """Price of a GPU-hour. Default: the estimate leaves GPUs out."""
+    gpus: int | None = Field(default=None, ge=1)
+    """GPUs of the run, which are paid for as long as a step takes. Default: `serving.servers` times the GPUs of a
+    server; required with `gpu_hour` if `serving.kind` is neither `process` nor `ray`, or if `serving.servers` is
+    `auto`."""
+
+    @model_validator(mode="after")
+    def _sessions_are_described(self) -> Self:
+        if (self.session_vcpus is None) != (self.session_gb is None):
+            raise ValueError("set both session_vcpus and session_gb, or neither")
+        return self

@@ -13,25 +13,16 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from agent_wrapper.contract import Sampling
 from agent_wrapper.contract.keys import ID_PATTERN
-from rollout_backend.config.aws import AwsConfig
-from rollout_backend.config.circuit_breaker import CircuitBreakerConfig
-from rollout_backend.config.collect import CollectConfig
-from rollout_backend.config.gateway import GatewayConfig
-from rollout_backend.config.group import GroupConfig
+from rollout_backend.config.gateway import GatewayConfig, RelayConfig
 from rollout_backend.config.janitor import JanitorConfig
 from rollout_backend.config.model import ModelConfig
-from rollout_backend.config.observe import ObserveConfig
-from rollout_backend.config.prices import PriceConfig
-from rollout_backend.config.queue import QueueConfig
-from rollout_backend.config.relay import RelayConfig
-from rollout_backend.config.router import RouterConfig
+from rollout_backend.config.observe import ObserveConfig, PriceConfig
+from rollout_backend.config.results import MAX_URL_S, AwsConfig, CollectConfig, QueueConfig, StorageConfig
 from rollout_backend.config.runtimes import RUNTIME_KINDS, AnyRuntimeConfig, RuntimeConfig
 from rollout_backend.config.scoring import ScoringConfig
 from rollout_backend.config.section import Section, matching
-from rollout_backend.config.serving import ServingConfig
-from rollout_backend.config.storage import MAX_URL_S, StorageConfig
-from rollout_backend.config.timeouts import TimeoutConfig
-from rollout_backend.config.training import TrainingConfig
+from rollout_backend.config.serving import RouterConfig, ServingConfig
+from rollout_backend.config.step import CircuitBreakerConfig, GroupConfig, TimeoutConfig, TrainingConfig
 from rollout_backend.errors import ConfigError
 
 _ID_FORM = "an id of at most 128 letters, digits, '.', '_' and '-' that begins with a letter or a digit"

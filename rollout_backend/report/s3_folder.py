@@ -10,7 +10,7 @@ from typing import Self
 from botocore.exceptions import BotoCoreError, ClientError
 
 from rollout_backend import aws
-from rollout_backend.config.aws import AwsConfig
+from rollout_backend.config.results import AwsConfig
 from rollout_backend.errors import ConfigError
 
 SCHEME = "s3://"

@@ -24,17 +24,17 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
-from rollout_backend.config import RolloutConfig
-from rollout_backend.errors import ServingError, StartupError
+from pydantic import ImportString, TypeAdapter
+
+from rollout_backend.config import ENGINE_KINDS, RolloutConfig
+from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.serving.adapters import Adapter
 from rollout_backend.serving.engine import EngineFactory, MakeEngine
-from rollout_backend.serving.engine_directory import EngineDirectory
 from rollout_backend.serving.engine_routing import EngineRouter, EngineRouting, EngineSupervisor, RouterSupervisor
 from rollout_backend.serving.external_engine import ExternalEngine
-from rollout_backend.serving.registry import engine_factory
-from rollout_backend.serving.router import Router
+from rollout_backend.serving.router import EngineDirectory, Router
 from rollout_backend.serving.supervisor import (
     OnEvent,
     Probing,
@@ -302,3 +302,16 @@ async def _tried(engines: Sequence[EngineSupervisor]) -> None:
     """Return once each engine was started or failed to start."""
     for engine in engines:
         await engine.tried.wait()
+
+
+def engine_factory(config: RolloutConfig, log_dir: Path) -> EngineFactory:
+    """Make the factory that `serving.kind` names.
+
+    Raises:
+        ConfigError: the import path names no subclass of EngineFactory.
+    """
+    kind = config.serving.kind
+    found = TypeAdapter(ImportString[Any]).validate_python(ENGINE_KINDS.get(kind, kind))
+    if not (isinstance(found, type) and issubclass(found, EngineFactory)):
+        raise ConfigError(f"serving.kind: {kind!r} is not a subclass of EngineFactory")
+    return found(config, log_dir)

@@ -25,12 +25,13 @@ Invariants:
   itself has no image, so training ends before it.
 - With `experts`, a row has the routed experts of each token, and zeros for a token that no engine has processed: the
   last of a segment. A rollout of which a trained segment lacks them, or has those of another model, has no rows.
+- A rollout that `training.mask` leaves out has no row, so it is in no gradient and in no baseline.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import overload
@@ -38,8 +39,9 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_wrapper.contract import Rollout, Segment
+from agent_wrapper.contract import Outcome, Rollout, Segment
 from rollout_backend.config import ExpertShape
+from rollout_backend.config.step import Mask
 from rollout_backend.core.adapter import number_of
 from rollout_backend.core.routed_experts import unpack
 from rollout_backend.verl.row_images import SeenImage
@@ -259,3 +261,27 @@ def _row(
         ),
         turn_rewards=turn_rewards,
     )
+
+
+def mask_group(rollouts: Sequence[Rollout], made: Sequence[Rows], masks: Collection[Mask], needed: int) -> list[Rows]:
+    """Return the rows of a group's rollouts without those of masked ones.
+
+    Empty if rollouts are masked and fewer than `needed` others can be trained, since advantages compare rollouts.
+    """
+    kept = [
+        Rows(masked=mask) if (mask := _mask_of(rollout, rows, masks)) else rows
+        for rollout, rows in zip(rollouts, made, strict=True)
+    ]
+    masked = any(rows.masked for rows in kept)
+    return [] if masked and sum(len(rows) > 0 for rows in kept) < min(needed, len(kept)) else kept
+
+
+def _mask_of(rollout: Rollout, rows: Rows, masks: Collection[Mask]) -> Mask | None:
+    """Return the first mask that applies to a rollout."""
+    if "agent_error" in masks and rollout.outcome is Outcome.AGENT_ERROR:
+        return "agent_error"
+    if "last_reply_cut" in masks:
+        turns = [turn for segment in rollout.segments for turn in segment.turns]
+        if turns and turns[-1].finish_reason == "length":
+            return "last_reply_cut"
+    return "row_cut" if "row_cut" in masks and rows.truncated_tokens else None

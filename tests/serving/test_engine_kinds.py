@@ -8,9 +8,8 @@ import pytest
 from rollout_backend.config import ENGINE_KINDS
 from rollout_backend.errors import ConfigError
 from rollout_backend.serving.engine import EngineFactory
-from rollout_backend.serving.engine_fleet import EngineFleet
+from rollout_backend.serving.engine_fleet import EngineFleet, engine_factory
 from rollout_backend.serving.local_engine import LocalEngine
-from rollout_backend.serving.registry import engine_factory
 
 
 def fake_engine(model, serving, node):

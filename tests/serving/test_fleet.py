@@ -9,9 +9,8 @@ import pytest
 from builders import post, skip
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.serving.engine import is_healthy, is_responding
-from rollout_backend.serving.engine_fleet import EngineFleet
+from rollout_backend.serving.engine_fleet import EngineFleet, engine_factory
 from rollout_backend.serving.local_engine import LocalEngine
-from rollout_backend.serving.registry import engine_factory
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.serving.supervisor import Probing
 

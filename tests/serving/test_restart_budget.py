@@ -1,6 +1,6 @@
 from math import inf
 
-from rollout_backend.serving.restart_budget import RestartBudget
+from rollout_backend.serving.supervisor import RestartBudget
 
 
 def test_restart_counts_for_the_length_of_the_window():

@@ -11,7 +11,7 @@ from rollout_backend.config import ServingConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.manager import RolloutManager
 from rollout_backend.serving.engine_fleet import EngineFleet
-from rollout_backend.serving.service_addresses import ServiceAddresses
+from rollout_backend.serving.external_engine import ServiceAddresses
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import pytest
 from builders import run_config
 from rollout_backend.config import ModelConfig, RouterConfig, ServingConfig
 from rollout_backend.errors import ConfigError, PreflightError, StartupError
-from rollout_backend.serving.engine_directory import EngineDirectory
 from rollout_backend.serving.engine_fleet import EngineFleet
 from rollout_backend.serving.external_engine import ExternalEngineFactory
 from rollout_backend.serving.install import CPU_ENGINES
 from rollout_backend.serving.model_server import check_vllm, served_model
 from rollout_backend.serving.placement import ServerNode
+from rollout_backend.serving.router import EngineDirectory
 from rollout_backend.serving.vllm import vllm_command
 from tests.emulators.scripted_vllm import ScriptedVllm
 

@@ -16,10 +16,9 @@ from verl.trainer.ppo.ray_trainer import compute_advantage
 from agent_wrapper.contract import Failure, Outcome, Rollout
 from rollout_backend.core.report import GroupResult
 from rollout_backend.core.tasks import Task
-from rollout_backend.verl.masking import mask_group
 from rollout_backend.verl.metrics import as_metrics, count_group
 from rollout_backend.verl.row_formats import legacy_batch
-from rollout_backend.verl.rows import Rows, rows_of
+from rollout_backend.verl.rows import Rows, mask_group, rows_of
 from rollouts import make_rollout, make_segment
 
 WHOLE, CUT_REPLY, CUT_ROW, FAILED = "whole", "last_reply_cut", "row_cut", "agent_error"

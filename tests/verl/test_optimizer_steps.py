@@ -16,7 +16,7 @@ from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.workers.config import FSDPActorConfig
 
-from rollout_backend.verl.optimizer_steps import StableSteps
+from rollout_backend.verl.sampler import StableSteps
 
 N = 4
 

@@ -17,8 +17,8 @@ from starlette.applications import Starlette
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from rollout_backend.serving.server_process import free_port
+from rollout_backend.verl.server_list import VllmServers
 from rollout_backend.verl.vllm_middleware import INFO, WeightVersions
-from rollout_backend.verl.vllm_servers import VllmServers
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,75 @@
+"""The sections on where results are stored, announced and read: `storage`, `queue`, `collect` and `aws`."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, field_validator
+
+from rollout_backend.config.section import Seconds, Section
+
+
+class QueueConfig(Section):
+    enabled: bool = True
+    """Announce results on SQS. If false, the backend finds them by listing only, which takes longer."""
+    url: str | None = None
+    """URL of an existing queue. Default: the run creates a queue and a dead-letter queue and deletes both at its
+    end."""
+    receivers: int = Field(default=2, ge=1, le=32)
+    """Concurrent long polls. A backlog is received by more, as far as `collect.max_fetches` has room."""
+    wait_s: int = Field(default=20, ge=0, le=20)
+    """Maximum duration of one long poll."""
+    visibility_s: int = Field(default=60, ge=5, le=43200)
+    """Visibility timeout of a received message, extended while its rollout is fetched. The message reappears if this
+    process dies before it deletes it."""
+    max_receives: int = Field(default=5, ge=1, le=1000)
+    """A message that was received this often without being deleted moves to the dead-letter queue. Applies to a queue
+    that the run creates."""
+
+
+class CollectConfig(Section):
+    max_fetches: int = Field(default=64, ge=1)
+    """Concurrent fetches from S3. About as many further announcements are received and wait; the rest of a backlog
+    stays in the queue."""
+    list_after_idle_s: Seconds = 10.0
+    """The backend lists the step's prefix after this many seconds without an announcement, and at least every three
+    times as many seconds. So a lost announcement delays its result by at most three times this."""
+    list_interval_s: Seconds = 1.0
+    """Interval between listings of the prefix while the queue is disabled."""
+
+
+MAX_URL_S = 7 * 24 * 3600  # S3 signs no URL for longer
+
+
+class StorageConfig(Section):
+    bucket: str = Field(min_length=3, max_length=63)
+    """Bucket for results. It must exist."""
+    prefix: str = ""
+    """Prefix of every key; empty, or ends in a slash."""
+    max_result_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
+    """Larger results, packed or unpacked, are refused and quarantined."""
+    presigned: bool = False
+    """Agents write results through URLs that are presigned for each attempt, so that their containers need no cloud
+    credentials. They then announce nothing: S3 notifies `queue.url`, or the backend finds results by listing. See
+    [security.md](security.md#without-cloud-credentials)."""
+
+    @field_validator("bucket", mode="before")
+    @classmethod
+    def _is_a_name(cls, value: object) -> object:
+        if isinstance(value, str) and ("/" in value or ":" in value):
+            raise ValueError("must be the bucket's name alone, such as my-bucket: no s3://, no ARN and no path")
+        return value
+
+    @field_validator("prefix")
+    @classmethod
+    def _ends_in_slash(cls, value: str) -> str:
+        if value and not re.fullmatch(r"(?:[A-Za-z0-9._-]+/)+", value):
+            raise ValueError("must be empty, or path parts of letters, digits, '.', '_' and '-' that end in a slash")
+        return value
+
+
+class AwsConfig(Section):
+    region: str = "us-east-1"
+    """Region of bucket and queue. The runtime's region follows from its ARN or its image."""
+    endpoint_url: str | None = None
+    """Endpoint of S3 and SQS if not AWS, such as a local emulator. Agents get it through their own environment."""

@@ -1,0 +1,149 @@
+"""The sections on how a step runs: `timeouts`, `group`, `circuit_breaker` and `training`.
+
+Where each timeout is enforced:
+
+- `model_call_s`: `gateway.engine_client`
+- `agent_s`: `agent_wrapper.app`
+- `publish_grace_s`: `step.rollout_task`
+- `collection_s`: `step.step`
+- `session_key_s`: `core.session_key`
+- `heartbeat_s`: `core.heartbeats`
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rollout_backend.config.section import Seconds, Section
+
+
+class TimeoutConfig(Section):
+    """Timeouts nest: model_call < agent, agent + publish_grace < collection < session_key; checked at start."""
+
+    model_call_s: Seconds = 300.0
+    """Timeout of one model call, including all its retries."""
+    agent_s: Seconds = 1800.0
+    """Timeout of an agent, from the arrival of its rollout at the container until it has returned."""
+    publish_grace_s: Seconds = 120.0
+    """Time after an agent's deadline until its rollout, if it has not arrived, ends as timed out. The wrapper uses up
+    to 2 s of it to end the agent, 20 s to fetch the trajectory and 60 s to write the result. Each is also capped
+    at a share of this time: 1/10, 1/4 and 1/2. The rest covers a container that starts near the step's end."""
+    collection_s: Seconds = 3600.0
+    """Timeout of a step. At this deadline it ends with the rollouts that have arrived."""
+    session_key_s: Seconds = 5400.0
+    """Lifetime of a session key, from the rollout's dispatch."""
+    heartbeat_s: Seconds | None = 15.0
+    """Interval of the heartbeats from the wrapper to the gateway. A container that misses three, while others arrive,
+    is lost, and its rollout gets another attempt. Null: no heartbeats; a container that dies silently is noticed at
+    its agent's deadline."""
+
+    @model_validator(mode="after")
+    def _ladder(self) -> Self:
+        rungs = {
+            "model_call_s": self.model_call_s,
+            "agent_s": self.agent_s,
+            "agent_s + publish_grace_s": self.session_s,
+            "collection_s": self.collection_s,
+            "session_key_s": self.session_key_s,
+        }
+        wrong = [
+            f"{lower} ({rungs[lower]:g}) is not below {upper} ({rungs[upper]:g}): raise {upper} or lower {lower}"
+            for lower, upper in itertools.pairwise(rungs)
+            if not rungs[lower] < rungs[upper]
+        ]
+        if wrong:
+            raise ValueError(f"timeouts must nest, and {'; '.join(wrong)}")
+        return self
+
+    @property
+    def session_s(self) -> float:
+        """Return the seconds that an agent and its result may take."""
+        return self.agent_s + self.publish_grace_s
+
+
+class GroupConfig(Section):
+    size: int = Field(default=1, ge=1)
+    """Rollouts per task."""
+    policy: Literal["strict", "min_viable", "replace"] = "min_viable"
+    """Which groups are usable. `strict`: those whose planned rollouts are all trainable. `min_viable`: those with at
+    least `min_viable` trainable rollouts. `replace`: as min_viable, and the step starts a new rollout for each one
+    lost to the infrastructure."""
+    min_viable: int | None = Field(default=None, ge=1)
+    """Trainable rollouts that make a group usable. Default: 2, or 1 if groups have one rollout."""
+    max_replacements: int = Field(default=2, ge=0)
+    """Maximum replacements in one group, under `replace`."""
+    target_groups: int | None = Field(default=None, ge=1)
+    """The step ends once this many groups are complete; the remaining rollouts are cancelled. Default: all groups."""
+    oversample: int = Field(default=0, ge=0)
+    """Additional rollouts per task. Once `size` rollouts of a group are trainable, its other rollouts are cancelled.
+    Groups complete sooner, and are biased towards short rollouts: the report shows by how much."""
+    straggler_after: float | None = Field(default=None, gt=0, le=1)
+    """Once this fraction of a step's rollouts has finished, not counting lost and cancelled ones, the remaining
+    rollouts have `straggler_factor` times the 95th percentile of the finished rollouts' durations. Default:
+    `timeouts.agent_s` alone."""
+    straggler_factor: float = Field(default=2.0, ge=1)
+    """How much longer than the finished rollouts a rollout may run, from its own start, before it ends as a
+    straggler."""
+    block_task_after: int | None = Field(default=3, ge=1)
+    """A task that lost all its rollouts to the infrastructure in this many consecutive steps or attempts at a step,
+    while other tasks did not, is not dispatched again in this run. Null: tasks are never blocked."""
+
+    @model_validator(mode="after")
+    def _viable(self) -> Self:
+        if self.min_viable is not None and self.min_viable > self.size:
+            raise ValueError(f"min_viable={self.min_viable} is more than size={self.size}")
+        return self
+
+    @property
+    def needed(self) -> int:
+        """Return the number of trainable rollouts that make a group usable."""
+        if self.policy == "strict":
+            return self.size
+        return self.min_viable if self.min_viable is not None else min(2, self.size)
+
+
+class CircuitBreakerConfig(Section):
+    """When a run stops with a diagnosis instead of losing more rollouts for the same reason."""
+
+    max_failures: int | None = Field(default=20, ge=1)
+    """Consecutive infrastructure failures for one reason, over all steps, that stop the run. The number of running
+    rollouts is the minimum, because failures end sooner than successes. Null: the run never stops for this."""
+    min_span_s: float = Field(default=30.0, ge=0)
+    """Minimum time between the first and the last of these failures, so that a single burst does not stop the run."""
+
+
+Mask = Literal["agent_error", "last_reply_cut", "row_cut"]
+
+
+class LeftOut(Section):
+    """Model calls that are answered and not trained. A call is left out if it matches all that is set."""
+
+    model: str | None = None
+    """The model that the call names. It is answered by the served model, under any name given here."""
+    system: str | None = None
+    """A text that the call's first system message contains."""
+    header: str | None = None
+    """A header of the request, as `name: value`; or `name`, with any value."""
+
+    @model_validator(mode="after")
+    def _is_set(self) -> Self:
+        if not (self.model or self.system or self.header):
+            raise ValueError("would leave out every call: set model, system or header")
+        return self
+
+
+class TrainingConfig(Section):
+    """What is trained of the collected rollouts. See
+    [training-options.md](training-options.md#mask-truncated-episodes)."""
+
+    leave_out: tuple[LeftOut, ...] = ()
+    """Conversations that are left out of training, such as titles that a coding agent writes beside its task: a list
+    of `model`, `system` and `header`. The report counts their calls. Default: none."""
+
+    mask: tuple[Mask, ...] = ()
+    """Rollouts that are not trained although they have a reward, and are in no baseline. `last_reply_cut`: those
+    whose last reply ended at `max_tokens` or at the end of the context. `row_cut`: those with sampled tokens beyond
+    `data.max_response_length`. `agent_error`: those whose agent failed and scored itself. Default: none."""
