@@ -24,6 +24,8 @@ class ModelCall:
 
     model: str
     messages: Sequence[Message]
+    prompt: str | tuple[int, ...] | None = None
+    """The prompt itself, if the agent sent no messages: a text or token ids. `messages` then only identify it."""
     images: Mapping[str, Image] = field(default_factory=dict)
     """The images of the messages, by SHA-256."""
     tools: Sequence[Mapping[str, Any]] | None = None

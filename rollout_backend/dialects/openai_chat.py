@@ -120,7 +120,7 @@ class _ResponseFormat(_Body):
     json_schema: _JsonSchema | None = None
 
 
-class _StreamOptions(_Body):
+class StreamOptions(_Body):
     include_usage: bool | None = None
     continuous_usage_stats: Annotated[JsonValue, refuse("usage is sent once, at the end; leave it out", False)] = None
 
@@ -145,7 +145,7 @@ class _Request(_Body):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stop: wire.StopStrings = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     frequency_penalty: JsonValue = None
@@ -217,7 +217,7 @@ class OpenAIChat(Dialect):
             for i, choice in enumerate(answer.choices)
         ]
         head = _head("chat.completion", answer.id, answer.created, answer.model)
-        return {**head, "choices": choices, "usage": _usage(answer)}
+        return {**head, "choices": choices, "usage": usage(answer)}
 
     def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
         return _Events(call, _head("chat.completion.chunk", answer_id, created, model))
@@ -308,7 +308,7 @@ def _head(kind: str, answer_id: str, created: int, model: str) -> dict[str, Any]
     return {"id": f"chatcmpl-{answer_id}", "object": kind, "created": created, "model": model}
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def usage(answer: Answer) -> dict[str, Any]:
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.sampled_tokens,
@@ -349,7 +349,7 @@ class _Events:
             rest = _logprobs((choice.logprobs or ())[self._logprobs[i] :])
             yield self._chunk(i, {}, finish_reason=choice.finish_reason, logprobs=rest)
         if self._include_usage:
-            yield _event({**self._head, "choices": [], "usage": _usage(answer)})
+            yield _event({**self._head, "choices": [], "usage": usage(answer)})
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> Iterator[bytes]:

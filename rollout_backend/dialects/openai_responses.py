@@ -226,7 +226,9 @@ class _HostedTool(Body):
 
 def _tool_kind(tool: object) -> str | None:
     kind = tool.get("type") if isinstance(tool, dict) else None
-    return "hosted" if kind in _HOSTED else kind if isinstance(kind, str) else None
+    if not isinstance(kind, str):
+        return None
+    return "hosted" if kind in _HOSTED else kind
 
 
 _AnyTool = Annotated[

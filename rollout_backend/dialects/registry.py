@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from rollout_backend.dialects.anthropic_messages import AnthropicMessages
 from rollout_backend.dialects.base import Dialect
 from rollout_backend.dialects.openai_chat import OpenAIChat
+from rollout_backend.dialects.openai_completions import OpenAICompletions
 from rollout_backend.dialects.openai_responses import OpenAIResponses
 
 DIALECTS: tuple[type[Dialect], ...] = (
     OpenAIChat,  # the first one shapes errors of unknown clients
+    OpenAICompletions,
     OpenAIResponses,
     AnthropicMessages,
 )

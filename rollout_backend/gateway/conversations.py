@@ -152,6 +152,12 @@ class Conversations:
         why = self._split_reason(messages, chain, tools_digest)
         return Prompt(ids, messages, tools_digest, chain, why, defaults=defaults, images=placed)
 
+    def prompt_of(self, ids: IntArray, messages: Sequence[Message]) -> Prompt:
+        """Return the prompt of these tokens. `messages` show it to people."""
+        tools_digest, _ = self._digest_tools(None)
+        chain = self._chain(messages, tools_digest, {})
+        return Prompt(ids, messages, tools_digest, chain, self._split_reason(messages, chain, tools_digest))
+
     def extend(
         self,
         messages: Sequence[Message],

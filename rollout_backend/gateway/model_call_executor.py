@@ -245,7 +245,7 @@ class ModelCallExecutor:
         running, call, thread = request.running, request.running.call, self._thread
         stops = await thread.run(thread.stop_strings, call) if call.stop else None
         # Generation under a grammar restarts after an abort, so none of it may be streamed before its end.
-        if not call.stream or request.forced:
+        if not call.stream or request.forced or call.prompt is not None:
             completion = await self._generate(request, stops=stops)
             reply = await self._read(request, completion)
             if call.tool_choice == "required":

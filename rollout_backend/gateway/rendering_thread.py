@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -76,7 +77,8 @@ class RenderingThread:
 
     def brief_prompt(self, conversations: Conversations, call: ModelCall) -> Prompt | None:
         """Return the call's prompt if the event loop can make it at once; otherwise the thread must `prepare` it."""
-        return None if self._is_busy() or call.images else self._extend(conversations, call)
+        is_long = call.images or call.prompt is not None
+        return None if self._is_busy() or is_long else self._extend(conversations, call)
 
     def _is_busy(self) -> bool:
         while self._jobs and self._jobs[0].done():  # a job whose call was cancelled runs to its end
@@ -97,6 +99,8 @@ class RenderingThread:
             ApiError: status 400 if the messages cannot be rendered or exceed the context, an image cannot be read, or
                 tools are offered to a model whose calls cannot be parsed.
         """
+        if call.prompt is not None:
+            return self._prepare_prompt(conversations, call, call.prompt)
         if _tools_offered(call) and not self.bundle.reads_tool_calls:
             raise ApiError(400, f"no tools can be offered: {NO_TOOL_PARSER}", code="no_tool_parser", param="tools")
         self._check_length(call)
@@ -109,6 +113,21 @@ class RenderingThread:
             if self._lacks_user(call):
                 why += "; they hold no user message, which this model's template needs"
             raise ApiError(400, why, code="unrenderable") from None
+
+    def _prepare_prompt(self, conversations: Conversations, call: ModelCall, prompt: str | tuple[int, ...]) -> Prompt:
+        """Return the prompt that the agent wrote itself."""
+        tokenizer, vision = self.bundle.tokenizer, self.bundle.vision
+        if isinstance(prompt, str):
+            self._check_length(call)
+            ids = array("i", tokenizer.encode(prompt))
+        elif max(prompt) >= len(tokenizer) or min(prompt) < 0:
+            raise ApiError(400, f"prompt: token ids of this model are below {len(tokenizer)}", param="prompt")
+        else:
+            ids = array("i", prompt)
+        if vision is not None and not set(vision.reserved_ids).isdisjoint(ids):
+            raise ApiError(400, "prompt: tokens of an image cannot be sent without it", param="prompt")
+        text = prompt if isinstance(prompt, str) else self.bundle.decode(ids)
+        return conversations.prompt_of(ids, [{"role": "user", "content": text}])
 
     def _lacks_user(self, call: ModelCall) -> bool:
         """Return whether a user message would make the messages renderable."""
@@ -170,6 +189,9 @@ class RenderingThread:
         """Return the message that was sampled. A reply that the renderer cannot parse is returned as text."""
         ids = completion.token_ids
         text = self.bundle.decode(ids[:-1] if self.has_end(ids) else ids)
+        if call.prompt is not None:
+            parsed, reason = ParsedResponse(content=text), completion.finish_reason
+            return read_reply(parsed, text, finish_reason=reason, matched_stop=completion.matched)
         broken = False
         try:
             parsed = self.bundle.renderer.parse_response(list(ids), tools=call.tools, prompt_ids=prompt.ids)

@@ -1,6 +1,7 @@
 """Serve a gateway over HTTP: model calls of agents, the wrapper's calls, and the trainer's controls.
 
     POST /v1/chat/completions       a model call in OpenAI's Chat Completions API     session key
+    POST /v1/completions            a model call in OpenAI's Completions API          session key
     POST /v1/responses              a model call in OpenAI's Responses API            session key
     POST /v1/messages               a model call in Anthropic's Messages API          session key
     POST /v1/messages/count_tokens  the length of its prompt                          session key

@@ -224,6 +224,7 @@ def test_fields_without_effect_are_accepted():
         ({"conversation": "conv_1"}, "conversation", "send the whole conversation"),
         ({"background": True}, "background", "wait for the answer, or stream it"),
         ({"prompt": {"id": "p"}}, "prompt", "instructions and input"),
+        ({"tools": [{"type": ["function"]}]}, "tools.0", "type is missing"),
         ({"tools": [{"type": "browser"}]}, "tools.0", "type 'browser' is not supported here"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.function.name", "required"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),

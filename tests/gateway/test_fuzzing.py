@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import Trajectory
-from field_claims import ASK, CHAT, MESSAGES, RESPONSES
+from field_claims import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from gateway_server import CONTROL_KEY, SECRET, session_key
 from rollout_backend.config import GatewayConfig
 from rollout_backend.gateway.gateway_settings import GatewaySettings
@@ -132,6 +132,7 @@ BASES = {
         "logit_bias": {"5": 1},
         "user": "u",
     },
+    "/v1/completions": {**COMPLETIONS, "max_tokens": 500, "n": 1, "stop": ["END"], "logprobs": 0, "stream": False},
     "/v1/responses": {
         **RESPONSES,
         "tool_choice": "auto",
@@ -321,6 +322,10 @@ def check_stream(text: str, path: str) -> None:
         for event in data:
             openai.types.chat.ChatCompletionChunk.model_validate_json(event)
         return
+    if path == "/v1/completions" and data[-1] == "[DONE]":
+        data.pop()
+        assert all(json.loads(event, parse_constant=refuse)["object"] == "text_completion" for event in data)
+        return
     events = [json.loads(event, parse_constant=refuse) for event in data]
     if "error" in events[-1]:
         check_error(events[-1], path in _ANTHROPICS)
@@ -332,6 +337,7 @@ _COPIED = ("metadata", "reasoning")  # from the request
 _ANTHROPICS = ("/v1/messages", "/v1/messages/count_tokens", "/v2/messages")
 _ANSWERS = {
     "/v1/chat/completions": openai.types.chat.ChatCompletion,
+    "/v1/completions": openai.types.Completion,
     "/v1/responses": openai.types.responses.Response,
     "/v1/messages": anthropic.types.Message,
     "/v1/messages/count_tokens": anthropic.types.MessageTokensCount,
@@ -448,7 +454,7 @@ def nested(levels: int) -> str:
     return '{"a": ' * levels + "1" + "}" * levels
 
 
-@pytest.mark.parametrize("path", [path for path in BASES if not path.endswith("count_tokens")])
+@pytest.mark.parametrize("path", [path for path in BASES if not path.endswith(("count_tokens", "/v1/completions"))])
 def test_deep_arguments_can_be_sent_back_or_are_refused(byte_model, play, path):
     """JSON parsers differ in their limit of depth. A sampled call can be sent back, or is refused with a reason."""
     gateway = play((), model=byte_model.model_copy(update={"context_length": 32_768}))

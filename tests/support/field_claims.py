@@ -185,6 +185,35 @@ CHAT_TYPES = {
     ),
 }
 
+COMPLETIONS = {"model": "scripted", "prompt": ASK}
+COMPLETIONS_TYPES = {
+    "CompletionCreateParamsStreaming": Type(
+        (),
+        {
+            **each(Trainers, 0.5, "temperature", "top_p", "frequency_penalty", "presence_penalty"),
+            "best_of": Refused(2),
+            "echo": Refused(True),
+            "logit_bias": Trainers({"5": 1}),
+            "logprobs": Honoured(0),
+            "max_tokens": Honoured(1),
+            "model": Refused("other"),
+            "n": Honoured(2),
+            "prompt": Honoured("else"),
+            "seed": Trainers(7),
+            "stop": Honoured("5"),
+            "stream": Honoured(True),
+            "stream_options": Honoured({"include_usage": True}, also={"stream": True}),
+            "suffix": Refused("end"),
+            "user": Ignored("x"),
+        },
+    ),
+    "ChatCompletionStreamOptionsParam": Type(
+        ("stream_options",),
+        {"include_obfuscation": Harmless(True), "include_usage": Harmless(True)},
+        given={"include_usage": False},
+    ),
+}
+
 RESPONSES = {
     "model": "scripted",
     "instructions": "Be brief.",

@@ -1,0 +1,170 @@
+"""Speak OpenAI's legacy Completions API: `POST /v1/completions`, with a text or token ids. Pure.
+
+Invariants:
+
+- The model sees the prompt itself: no chat template, no tools, no reasoning apart from the text.
+- A prompt that starts with the tokens of an earlier call extends its row. Text is tokenized as a whole, so only token
+  ids are sure to do so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from rollout_backend.core.api_error import ApiError
+from rollout_backend.core.model_call import Answer, Delta, ModelCall
+from rollout_backend.dialects import wire
+from rollout_backend.dialects.base import Dialect, EventStream
+from rollout_backend.dialects.fields import ignored, refuse, refused
+from rollout_backend.dialects.openai_chat import MAX_CHOICES, StreamOptions, usage
+from rollout_backend.dialects.wire import Body
+
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "seed"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias"),
+)
+_HARMLESS = frozenset({"user"})
+_MAX_TOKENS = 16  # this API's default, and that of the engines
+
+
+def _one_prompt(value: object) -> object:
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        if len(value) > 1:
+            raise ValueError(f"holds {len(value)} prompts; send one per call")
+        (value,) = value
+    if isinstance(value, list) and all(type(token) is int for token in value):
+        value = tuple(value)
+    if not isinstance(value, (str, tuple)):
+        raise ValueError("must be a text or a list of token ids")  # noqa: TRY004  what pydantic reports
+    if not value:
+        raise ValueError("is empty; there is nothing to continue")
+    return value
+
+
+class _Request(Body):
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_one_prompt)]
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=10)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - MAX_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stop: wire.StopStrings = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: Annotated[Any, refuse("only the logprobs of sampled tokens are available; ask for 0", 0)] = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    min_p: Any = None
+    logit_bias: Any = None
+    best_of: int | None = None
+    echo: Annotated[Any, refuse("only what was sampled is returned; leave it out", False)] = None
+    suffix: Annotated[Any, refuse("text cannot be inserted before a suffix; leave it out", "")] = None
+
+
+class OpenAICompletions(Dialect):
+    """The dialect of `POST /v1/completions`."""
+
+    name = "openai_completions"
+    path = "/completions"
+
+    def parse(self, body: bytes) -> ModelCall:
+        request = wire.read(_Request, body, _HARMLESS)
+        choices = request.n or 1
+        if request.best_of not in (None, choices):
+            raise refused("best_of", "all choices are returned; set n instead")
+        prompt = request.prompt
+        text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+        sampling = {name: getattr(request, name) for name in _SAMPLING}
+        return ModelCall(
+            model=request.model,
+            messages=[{"role": "user", "content": text}],
+            prompt=prompt,
+            max_new_tokens=request.max_tokens or _MAX_TOKENS,
+            stop=request.stop or (),
+            n=choices,
+            logprobs=request.logprobs is not None,
+            stream=bool(request.stream),
+            sampling={
+                name: value if isinstance(value, (int, float)) else bool(value)
+                for name, value in sampling.items()
+                if value is not None
+            },
+            ignored=ignored(body, request.model_extra),
+            dialect_data=bool(request.stream_options and request.stream_options.include_usage),
+        )
+
+    def body(self, call: ModelCall, answer: Answer) -> dict[str, Any]:
+        choices = [
+            _choice(i, choice.message.get("content") or "", choice.finish_reason, _logprobs(choice.logprobs))
+            for i, choice in enumerate(answer.choices)
+        ]
+        return {**_head(answer.id, answer.created, answer.model), "choices": choices, "usage": usage(answer)}
+
+    def stream(self, call: ModelCall, answer_id: str, created: int, model: str) -> EventStream:
+        return _Events(call, _head(answer_id, created, model))
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        return wire.openai_error(error)
+
+
+def _head(answer_id: str, created: int, model: str) -> dict[str, Any]:
+    return {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created, "model": model}
+
+
+def _choice(index: int, text: str, reason: str | None, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs(entries: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
+    if not entries:
+        return None
+    tokens, offsets, at = [entry["token"] for entry in entries], [], 0
+    for token in tokens:
+        offsets.append(at)
+        at += len(token)
+    logprobs = [entry["logprob"] for entry in entries]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+
+
+class _Events:
+    def __init__(self, call: ModelCall, head: Mapping[str, Any]) -> None:
+        self._include_usage: bool = call.dialect_data
+        self._head = head
+        self._given = [0] * call.n  # logprobs written so far, by choice
+
+    def start(self, prompt_tokens: int) -> Iterator[bytes]:
+        yield from ()
+
+    def delta(self, delta: Delta) -> Iterator[bytes]:
+        self._given[delta.choice] += len(delta.logprobs)
+        yield self._event([_choice(delta.choice, delta.text, None, _logprobs(delta.logprobs))])
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        for i, choice in enumerate(answer.choices):
+            rest = _logprobs((choice.logprobs or ())[self._given[i] :])
+            yield self._event([_choice(i, "", choice.finish_reason, rest)])
+        if self._include_usage:
+            yield self._event([], usage=usage(answer))
+        yield b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        yield _encoded(wire.openai_error(error))
+
+    def keepalive(self) -> bytes:
+        return b": sampling\n\n"
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return _encoded({**self._head, "choices": choices, **more})
+
+
+def _encoded(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
