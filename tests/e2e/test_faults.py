@@ -252,7 +252,8 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     folder = tmp_path_factory.mktemp("faults")
     model = Model()
     with ScriptedEngine(model) as one, ScriptedEngine(model) as other, pytest.MonkeyPatch.context() as patch:
-        made = Emulator(EMULATOR, folder / "cloud") if EMULATOR else LocalStorage(run_dir=folder / "cloud")
+        place = folder / "cloud"
+        made = Emulator(EMULATOR, place) if EMULATOR else LocalStorage(run_dir=place, any_key=True)
         async with made as storage:
             for name, value in storage.environ.items():
                 patch.setenv(name, value)
