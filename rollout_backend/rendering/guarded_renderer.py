@@ -80,6 +80,7 @@ class GuardedRenderer:
         added = tokenizer.added_tokens_decoder.values()
         config = getattr(inner, "config", None)
         self._format = FORMATS.get(str(getattr(config, "tool_parser", None) or getattr(config, "name", None)))
+        self._is_gemma = getattr(config, "name", None) == "gemma4"
         self._is_harmony = any(token.content == "<|channel|>" for token in added)
         control = [token.content for token in added if token.special or _CONTROL.fullmatch(token.content)]
         self._control = _any_of(control)
@@ -189,7 +190,18 @@ class GuardedRenderer:
         parsed = self.inner.parse_response(ids, tools=tools, prompt_ids=prompt)
         if self._format is not None and tools and parsed.tool_calls:
             parsed = self._read_again(self._format, parsed, ids, tools, whole)
-        return replace(parsed, tool_calls=[_checked(call) for call in parsed.tool_calls])
+        elif tools and not self._is_harmony:
+            parsed = self._with_rest(parsed, ids)
+        calls = [_checked(call) for call in parsed.tool_calls]
+        return replace(parsed, tool_calls=[_plainly_named(call) for call in calls] if self._is_gemma else calls)
+
+    def _with_rest(self, parsed: ParsedResponse, ids: list[int]) -> ParsedResponse:
+        """Add the text after the calls, which Kimi's parser drops."""
+        ends = [call.token_span[1] for call in parsed.tool_calls if call.token_span and call.status in _USABLE]
+        rest = self._visible(self._decode(ids[max(ends) :])) if ends else ""
+        if not rest or parsed.content.rstrip().endswith(rest):
+            return parsed
+        return replace(parsed, content=f"{parsed.content}\n{rest}" if parsed.content else rest)
 
     def _read_again(
         self, form: CallFormat, parsed: ParsedResponse, ids: list[int], tools: Tools, whole: bool
@@ -359,6 +371,13 @@ def _drops_json(raw: str, arguments: Mapping[str, Any]) -> bool:
         return True
     fields = [field for key, field in value.items() if key not in ("name", "id", "type")]
     return value != arguments and fields != ([arguments] if fields or arguments else [])
+
+
+def _plainly_named(call: ParsedToolCall) -> ParsedToolCall:
+    """Make a call malformed if a name in it is none: Gemma's parser takes any text between arguments for a name."""
+    names = [call.name or "", *(call.arguments if isinstance(call.arguments, dict) else {})]
+    odd = any(re.search(r"[\s<>{}]", name.strip()) for name in names)
+    return replace(call, status=ToolCallParseStatus.MALFORMED_STRUCTURE) if odd else call
 
 
 def _checked(call: ParsedToolCall) -> ParsedToolCall:

@@ -19,7 +19,9 @@ from typing import Any
 
 from rollout_backend.core.images import Image, PlacedImage
 
-_RENDERERS = frozenset({"qwen3-vl"})  # those that represent an image by one repeated token
+_RENDERERS = frozenset(
+    {"qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"}
+)  # those that represent an image by one repeated token
 _PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"})
 
 

@@ -24,6 +24,7 @@ from rollout_backend.gateway.conversations import Conversations
 from rollout_backend.local.scripted import Fail, ScriptedEngine, ToolCall
 from rollout_backend.rendering.renderer import load_renderer
 from sdk_agents import AGENTS, MessagesAgent, data_url
+from vocabularies import model_folder
 
 PAD = 151655
 SIDE = 32  # pixels of a token
@@ -139,6 +140,29 @@ def test_a_conversation_with_images_is_one_row_of_what_the_engine_saw(gateway, e
     assert "base64" not in str(segment.messages)
     prompts.append([request["input_ids"] for request in engine.requests])
     assert prompts[-1] == prompts[0]
+
+
+@pytest.mark.parametrize("renderer", [pytest.param("qwen3.5", marks=pytest.mark.slow), "qwen3.8"])
+def test_several_images_and_images_of_tools_of_qwen3_5_and_later(serve, seeing, tmp_path, renderer):
+    folder = model_folder(tmp_path / "model", "qwen3.5", None)
+    shutil.copy(seeing.path / "preprocessor_config.json", folder)
+    options = {"enable_thinking": False}
+    model = ModelConfig(path=folder, name="m", renderer=renderer, renderer_options=options, context_length=4096)
+    call = "<tool_call>\n<function=show>\n<parameter=page>\n2\n</parameter>\n</function>\n</tool_call>"
+    with ScriptedEngine(["A red one.", call, *SCRIPT[2:]], folder, image_tokens=tokens_of) as engine:
+        gateway = serve(engine.url, model=model, bundle=load_renderer(model))
+        agent = AGENTS[0](gateway, None, model="m", system=None, tool=("show", SHOW))
+        agent.say([agent.text("Which? "), agent.image(RED), agent.image(BLUE)])
+        assert converse(agent) == ["A red one.", "", "And a blue one.", "No more."]
+    [segment] = gateway.trajectory().segments
+    assert len(segment.turns) == 4
+    lengths = [tokens_of(image) for image in (RED, BLUE, BLUE, RED)]
+    assert [span.end - span.start for span in segment.images] == lengths
+    pads = [engine.tokenizer.token_to_id(name) for name in ("<|image_pad|>", "<|video_pad|>")]
+    assert segment.token_ids.tolist().count(pads[0]) == sum(lengths)
+    for request, turn in zip(engine.requests, segment.turns, strict=True):
+        assert engine._prompt(request) == segment.token_ids.tolist()[: turn.start]
+        assert request["sampling_params"]["logit_bias"] == {str(pad): -100.0 for pad in pads}
 
 
 def test_the_tokens_of_images_are_counted(gateway):

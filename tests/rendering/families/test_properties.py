@@ -100,6 +100,16 @@ def _kimi(name: str, values: dict[str, str]) -> str:
     return f"<|tool_calls_section_begin|>{head}{json.dumps(values)}<|tool_call_end|><|tool_calls_section_end|>"
 
 
+def _gemma(name: str, values: dict[str, str]) -> str:
+    pairs = ",".join(f'{key}:<|"|>{value}<|"|>' for key, value in values.items())
+    return f"<|tool_call>call:{name}{{{pairs}}}<tool_call|>"
+
+
+def _inkling(name: str, values: dict[str, str]) -> str:
+    call = json.dumps({"name": name, "args": values})
+    return f"<|content_text|><|end_message|><|message_model|>{name}<|content_invoke_tool_json|>{call}<|end_message|>"
+
+
 @dataclass(frozen=True)
 class Family:
     """`name` is the renderer, or `default+PARSER` for the model's own template with a tool parser."""
@@ -112,7 +122,7 @@ class Family:
 
     @property
     def is_json(self) -> bool:
-        return self.call in (_hermes, _llama, _gpt_oss, _deepseek, _kimi)
+        return self.call in (_hermes, _llama, _gpt_oss, _deepseek, _kimi, _inkling)
 
     @cache  # noqa: B019  # a few families
     def bundle(self) -> RendererBundle:
@@ -153,13 +163,13 @@ FAMILIES = [
     Family("deepseek-v4", "deepseek-v4", _dsml, _END),
     Family("kimi-k2", "kimi-k2", _kimi),
     Family("kimi-k2.5", "kimi-k2", _kimi, thinks="</think>"),
+    Family("gemma4", "gemma4", _gemma, "<|tool_response>"),
+    Family("inkling", "inkling", _inkling, "<|content_model_end_sampling|>"),
 ]
-# No registry has their vocabularies, and their grammars are made of many special tokens.
-UNTESTED = {"gemma4", "inkling"}
 
 
 def test_every_renderer_of_the_package_is_a_family_here():
-    assert {family.name.partition("+")[0] for family in FAMILIES} | UNTESTED | {"auto"} == set(known_renderers())
+    assert {family.name.partition("+")[0] for family in FAMILIES} | {"auto"} == set(known_renderers())
 
 
 @pytest.fixture(
@@ -240,7 +250,7 @@ def test_a_closing_tag_in_a_value_belongs_to_it(family, tag):
 
 
 def test_a_call_that_is_quoted_in_a_value_belongs_to_it(family):
-    if family.is_json and family.call is not _hermes:
+    if (family.is_json and family.call is not _hermes) or family.call is _gemma:
         pytest.skip("quoted in JSON, the tokens of this format end its call, which is then text")
     quoted = f"Like {family.call('bash', {'command': 'rm'}).strip()} this."
     assert read(family, family.call("put", {"a": quoted, "b": "2"}))[1] == [("put", {"a": quoted, "b": "2"})]
@@ -290,6 +300,14 @@ def test_text_around_calls_is_kept(family):
     assert [reply.message["content"].count(word) for word in ("Before.", "Between.", "After.")] == [1, 1, 1]
 
 
+def test_text_after_a_call_is_kept(family):
+    if family.name in ("gpt-oss", "llama-3"):
+        pytest.skip("a call ends the reply, or is all of it")
+    reply, calls = read(family, f"{family.call('bash', {'command': 'ls'})} After.")
+    assert calls == [("bash", {"command": "ls"})]
+    assert reply.message["content"].count("After.") == 1
+
+
 # --- the history ----------------------------------------------------------------------------------------------
 
 
@@ -323,6 +341,10 @@ LATE = {
 def test_a_late_system_message_is_shown_once_where_it_was_sent(family, where):
     if (family.name, where) == ("llama-3", "second"):
         with pytest.raises(ApiError, match="requires the first non-system message to be 'user'"):
+            prompt_of(family, LATE[where], TOOLS)
+        return
+    if (family.name, where) == ("gemma4", "between results"):
+        with pytest.raises(ApiError, match="tool messages must immediately follow an assistant message"):
             prompt_of(family, LATE[where], TOOLS)
         return
     text = family.bundle().decode(prompt_of(family, LATE[where], TOOLS))
