@@ -15,10 +15,11 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import uvicorn
@@ -77,6 +78,8 @@ class Aborted:
 
 Routing = Callable[[Sequence[int], str], NDArray[np.int32]]
 """Returns the experts of each token of a sequence, [tokens, layers, topk], with the weights of a version."""
+_T = TypeVar("_T")
+_BLOCKED = 256  # answers that may block without delaying others
 
 Reply = str | ToolCall | Fail | Pieces | Aborted
 Script = Sequence[Reply] | Callable[[str], Reply]
@@ -161,9 +164,13 @@ class ScriptedEngine:
                 lifespan="off",  # force_exit would interrupt it, with a traceback
             )
         )
+        self._threads = ThreadPoolExecutor(_BLOCKED)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._listener],), name="scripted-engine", daemon=True
         )
+
+    def _in_thread(self, work: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def script(self, session_id: str, replies: Script) -> None:
         """Set the script of one session, which reads it from the start."""
@@ -256,7 +263,7 @@ class ScriptedEngine:
         if body.get("stream"):
             parts = reply.parts if isinstance(reply, Pieces) else (str(reply),)
             return StreamingResponse(self._events(parts, body), media_type="text/event-stream")
-        text = await asyncio.to_thread("".join, reply.parts) if isinstance(reply, Pieces) else str(reply)
+        text = await self._in_thread("".join, reply.parts) if isinstance(reply, Pieces) else str(reply)
         return JSONResponse(self._whole(text, body))
 
     async def _translated(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -309,7 +316,7 @@ class ScriptedEngine:
         prompt_ids = _prompt_ids(body)
         try:
             while not done:
-                part = await asyncio.to_thread(next, remaining, None)
+                part = await self._in_thread(next, remaining, None)
                 text += part or ""
                 whole = self._completion(text, body)
                 ids, meta = whole["output_ids"], whole["meta_info"]
@@ -336,7 +343,7 @@ class ScriptedEngine:
         replies = self._scripts.setdefault(session, self.replies)
         if callable(replies):
             prompt = self.tokenizer.decode(body["input_ids"], skip_special_tokens=False)
-            return await asyncio.to_thread(replies, prompt)
+            return await self._in_thread(replies, prompt)
         n = self._read.get(session, 0)
         if n == len(replies):
             return Fail(400, f"the script is exhausted: session {session!r} requested more than {n} replies")

@@ -9,7 +9,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import aiohttp
 import pytest
@@ -17,13 +18,14 @@ import pytest
 from gateway_server import CONTROL_KEY, SECRET, session_key
 from rollout_backend.gateway.gateway_settings import GatewaySettings
 from rollout_backend.gateway.open_files import needed_files
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.local.scripted import BYTE_MODEL, Pieces, Reply, ScriptedEngine
 from rollout_backend.serving.server_process import free_port
 
 CALLS = 128  # gateway.max_concurrent_calls
 SESSIONS, TURNS = 64, 6
 FACTOR = 10  # of the 99th percentile, on a machine that does other things at the same time
 HANG_S = 300
+SLOW = "a reply that takes long"
 TOOL = '{"type":"function","function":{"name":"f"}}'
 
 
@@ -113,12 +115,24 @@ ATTACKS: dict[str, tuple[int, Callable[[Bench], Awaitable[object]]]] = {  # by h
     "counting tokens": (4, repeated(body(said("word " * 380_000)), "/messages/count_tokens")),
     "tools": (4, repeated(body(said("a"), f',"tools":[{",".join([TOOL] * 9_000)}]'))),
     "very many calls": (64, repeated(body(said("a")))),
+    "every slot": (8, repeated(body(said(SLOW), ',"n":16'))),
 }  # fmt: skip
 
 
 def allow_few_files() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files(CALLS), hard))
+
+
+def slow_if_asked(prompt: str) -> Reply:
+    """Return a long reply to the attack that keeps slots."""
+
+    def pieces() -> Iterator[str]:
+        for _ in range(20):
+            time.sleep(0.25)  # as slow as a long reply
+            yield "a"
+
+    return Pieces(pieces()) if SLOW in prompt else "ok"
 
 
 @contextlib.asynccontextmanager
@@ -132,7 +146,7 @@ async def gateway() -> AsyncIterator[Bench]:
         secret=SECRET,
         control_key=CONTROL_KEY,
     )
-    with ScriptedEngine(lambda prompt: "ok") as engine:
+    with ScriptedEngine(slow_if_asked) as engine:
         given = settings.model_dump(mode="json", exclude={"gateway": {"secret"}}) | {"engine_url": engine.url}
         process = subprocess.Popen(
             [sys.executable, "-m", "rollout_backend.gateway"],
