@@ -11,6 +11,8 @@ Invariants:
   sampled under the same prompt and keep their logprobs and weight versions. An abort without tokens is a plain retry.
   The same applies to an interrupted stream, whose tokens may already have been sent to the agent.
 - With stop strings, the engine streams and is disconnected at the token that completes one. Later tokens are dropped.
+- A stop string or a cancellation aborts the request by its id: SGLang 0.5.12 notices a closed connection only
+  after 2 s.
 - A reply whose end was received is complete, even if the rest of its stream is lost.
 - A call with a LoRA adapter names the newest version of it in each attempt, and its tokens carry that version. A call
   whose version was replaced resumes with the newest one, like a call that was aborted for new weights.
@@ -61,6 +63,7 @@ ROUTING_HEADER = "X-SMG-Routing-Key"
 _RETRIED = frozenset({408, 429, 499})  # and every 5xx
 _MESSAGE_CHARS = 500
 
+_ABORT_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _exponential = wait_exponential_jitter(multiplier=0.25, max=15, jitter=0.25)
 _AFTER_ABORT_S = 1.0
 
@@ -222,6 +225,7 @@ class EngineClient:
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._http: aiohttp.ClientSession | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
         self.restart = RouterRestart(self._url, self._engines)
 
     async def start(self) -> None:
@@ -233,6 +237,7 @@ class EngineClient:
 
     async def close(self) -> None:
         await self.restart.close()
+        await asyncio.gather(*self._aborts, return_exceptions=True)
         if self._http is not None:
             await self._http.close()
 
@@ -390,12 +395,16 @@ class EngineClient:
                         if stops is not None and stop is None:
                             stop = stops.find(partial.token_ids, searched)
                         if stop is not None and attempt.finish is None:
-                            break  # closes the connection, so the engine aborts
+                            self._abort(url, body)
+                            break
                         if progress is not None and stop is None and attempt.finish is None:
                             progress(partial.token_ids, partial.logprobs)
             except (aiohttp.ClientError, _Retry):
                 if stop is None and attempt.finish is None:
                     raise
+            except asyncio.CancelledError:
+                self._abort(url, body)
+                raise
             finally:
                 attempt.close(stop)
             finish = attempt.finish if stop is None else {"type": "stop", "matched": stop.string}
@@ -411,6 +420,21 @@ class EngineClient:
         if kind not in ("stop", "length"):
             raise _Retry(f"generation ended with {kind}")
         partial.finish = finish
+
+    def _abort(self, url: str, body: Mapping[str, Any]) -> None:
+        """Have the engine end a request. No router forwards this, so each engine gets it; all but one ignore it."""
+        if self._protocol.abort_path is None or self._http is None:
+            return
+        for engine in self._engines.urls if url == self._url else (url,):
+            task = asyncio.create_task(self._post_abort(engine + self._protocol.abort_path, body["rid"]))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def _post_abort(self, url: str, request_id: str) -> None:
+        assert self._http is not None
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._http.post(url, json={"rid": request_id}, timeout=_ABORT_TIMEOUT):
+                pass
 
     async def _post(self, url: str, body: Mapping[str, Any], routing_key: str) -> AsyncGenerator[Any]:
         """Yield the reply, or the pieces of a stream."""

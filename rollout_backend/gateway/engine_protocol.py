@@ -91,6 +91,8 @@ class EngineProtocol(Protocol):
 
     path: str
     """The path of requests for tokens."""
+    abort_path: str | None
+    """The path that ends a request by its `rid`; None if there is none."""
     needs_direct_calls: bool
     """True if no router forwards these requests, so that the gateway selects the engine."""
     keepalive_s: float

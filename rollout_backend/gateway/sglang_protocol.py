@@ -30,6 +30,7 @@ class SglangProtocol:
     """See `EngineProtocol`."""
 
     path = "/generate"
+    abort_path: str | None = "/abort_request"
     keepalive_s = 15.0
 
     def __init__(self, experts: ExpertShape | None = None, router: RouterKind = "sglang-router") -> None:

@@ -49,6 +49,7 @@ class VllmProtocol:
     """See `EngineProtocol`."""
 
     path = "/inference/v1/generate"
+    abort_path: str | None = None  # it aborts when the connection closes
     needs_direct_calls = True  # sglang-router and smg answer this path with 404
     keepalive_s = 3.0  # the server closes idle connections after 5 s
 

@@ -32,11 +32,15 @@ async def engine(monkeypatch):
         replies: list
         bodies: list
         hosts: list[str]
+        ended: list[str]
         url: str
         asked = asyncio.Event()
         aborted = asyncio.Event()
 
         async def handle(self, request: web.Request) -> web.StreamResponse:
+            if request.path == "/abort_request":
+                self.ended.append((await request.json())["rid"])
+                return web.Response()
             self.bodies.append((await request.json(), request.headers["X-SMG-Routing-Key"]))
             self.hosts.append(request.host)
             self.asked.set()
@@ -76,7 +80,7 @@ async def engine(monkeypatch):
         async def generate(
             self, replies, ids=(1, 2), params=PARAMS, attempts=3, timeout_s=120.0, engines=None, adapters=None, **more
         ):
-            self.replies, self.bodies, self.hosts = list(replies), [], []
+            self.replies, self.bodies, self.hosts, self.ended = list(replies), [], [], []
             client = EngineClient(self.url, timeout_s, attempts, engines, adapters=adapters, after_abort_s=0.0)
             await client.start()
             try:
@@ -359,6 +363,22 @@ async def test_a_generation_that_cannot_be_resumed_starts_again(engine):
     completion = await engine.generate([reply([7, 8], "abort"), reply([9])], resumable=False)
     assert completion.token_ids == (9,)
     assert [body["input_ids"] for body, _ in engine.bodies] == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("leaves", ["at a stop string", "as its call is cancelled"])
+async def test_an_engine_is_told_by_id_which_request_has_no_reader_left(engine, leaves):
+    """SGLang 0.5.12 looks for closed connections every 2 s. A router forwards no abort, so the engines get it."""
+    routing = DirectRouting()
+    routing.urls = (engine.url,)
+    if leaves == "at a stop string":
+        await engine.generate([[piece([7, 8, 9], 3), "hang"]], engines=routing, stops=STOPS)
+    else:
+        call = asyncio.create_task(engine.generate(["hang"], engines=routing))
+        await engine.asked.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    assert engine.ended == [engine.bodies[0][0]["rid"]]
 
 
 STOPS = StopStrings(["END"], {7: b"one ", 8: b"E", 9: b"ND two", 10: b"three"})
