@@ -24,7 +24,7 @@ SLOW = pytest.mark.slow
 # The templates of public models: vocabulary, file in TRL (None: the tokenizer's own), renderer, options.
 REAL = [
     pytest.param("qwen3", None, "qwen3", {}, id="Qwen3"),
-    pytest.param("qwen3.5", "qwen3_5_nothink", "qwen3.5", {"enable_thinking": False}, id="small Qwen3.5"),
+    pytest.param("qwen3.5", "qwen3_5_nothink", "qwen3.5", {"enable_thinking": False}, id="small Qwen3.5", marks=SLOW),
     *(
         pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=SLOW)
         for case in [
@@ -69,12 +69,19 @@ def test_the_template_of_a_public_model_selects_its_renderer(tmp_path, tokenizer
         assert "chat template" in bundle.reason
 
 
-@pytest.mark.parametrize("name", ["Qwen3.6-27B", "Qwen3.5-27B"])
+@pytest.mark.parametrize("name", [pytest.param("Qwen3.6-27B", marks=SLOW), "Qwen3.5-27B"])
 def test_names_decide_between_renderers_that_fit_equally_well(tmp_path, name):
     assert load(model_folder(tmp_path / name, "qwen3.5", template("qwen3_6"))).name == name[:7].lower()
 
 
-@pytest.mark.parametrize(("own", "thinks"), [("qwen3_5_think", True), ("qwen3_5_nothink", False), (None, False)])
+@pytest.mark.parametrize(
+    ("own", "thinks"),
+    [
+        pytest.param("qwen3_5_think", True, marks=SLOW),
+        ("qwen3_5_nothink", False),
+        pytest.param(None, False, marks=SLOW),
+    ],
+)
 def test_a_named_renderer_thinks_as_the_template_says(tmp_path, own, thinks):
     """Without a template, the folder's name says the size."""
     folder = model_folder(tmp_path / "Qwen3.5-0.8B", "qwen3.5", own and template(own))
@@ -171,7 +178,9 @@ def test_tools_of_a_model_whose_calls_nobody_reads_are_refused_at_the_first_call
 ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
-@pytest.mark.parametrize("renderer", ["auto", "default", pytest.param("chatml", marks=SLOW)])
+@pytest.mark.parametrize(
+    "renderer", ["auto", pytest.param("default", marks=SLOW), pytest.param("chatml", marks=SLOW)]
+)
 def test_an_endless_template_is_stopped(folder, renderer):
     with pytest.raises(ConfigError, match=r"template .*more than 2 s of CPU time"):
         load(folder(CHATML + ENDLESS), renderer=renderer)
