@@ -1,0 +1,377 @@
+"""Qualify a machine for training: start an engine, and check what training needs of it, in minutes.
+
+    python examples/train_gpu/qualify.py                      # a tiny random model on one GPU
+    python examples/train_gpu/qualify.py /models/Qwen3-0.6B -o serving.tensor_parallel=2
+    python examples/train_gpu/qualify.py -o serving.device=cpu -o serving.dtype=float32
+
+The engine runs as verl runs its servers (without a tokenizer, and with memory that can be released), behind the
+backend's own router and gateway. The last page is what to send with a report. Exits with 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import platform
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import aiohttp
+import orjson
+
+from agent_wrapper.contract import ModelEndpoint, Sampling, Segment
+from agent_wrapper.trajectory import fetch_trajectory
+from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.serving.engine_environment import interpreter
+from rollout_backend.serving.forward_pass import reference_logprobs
+from rollout_backend.serving.model_serving import ModelServing
+
+SESSIONS = 8
+LIMIT_S = 600.0
+# verl's options of its servers that change how they behave.
+VERL_ARGS = ["--skip-tokenizer-init", "--skip-server-warmup"]
+VERL_GPU_ARGS = ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+# Limits of the average difference of probabilities, verl's training/rollout_probs_diff_mean. The reference is in
+# float32. A random model of 142 million weights in bfloat16 had 0.006 to 0.022 on an H100.
+MEAN_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
+
+_TINY = """
+import sys; from pathlib import Path
+from rollout_backend.local.tiny_model import make_tiny_model
+make_tiny_model(Path(sys.argv[1]))
+"""
+_CHANGED = """
+import shutil, sys; from pathlib import Path
+from safetensors.torch import load_file, save_file
+source, target = map(Path, sys.argv[1:])
+shutil.copytree(source, target)
+for file in target.glob("*.safetensors"):
+    tensors = load_file(file)
+    save_file({name: tensor * 1.05 if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}, file,
+              metadata={"format": "pt"})
+"""
+_VERSIONS = """
+import importlib.metadata as packages, torch
+print("GPU:", torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
+for name in ("torch", "sglang", "transformers", "verl"):
+    try: print(name, packages.version(name))
+    except packages.PackageNotFoundError: print(name, "is not installed")
+"""
+
+
+class Failed(Exception):
+    """A check found something that training would suffer from."""
+
+
+class Qualification:
+    """The checks, in the order in which they run. Each returns its figures, or raises `Failed`."""
+
+    def __init__(self, config: RolloutConfig, python: Path, folder: Path) -> None:
+        self._config, self._python, self._folder = config, python, folder
+        self._serving = ModelServing(config, folder)
+        self._http: aiohttp.ClientSession
+        self._models = {"0": config.model.path}
+
+    async def run(self) -> list[tuple[str, bool, str]]:
+        """Return a line for each check: its name, whether it passed, and its figures."""
+        results: list[tuple[str, bool, str]] = []
+
+        async def check(name: str, work: Callable[[], Awaitable[str]]) -> bool:
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(LIMIT_S):
+                    passed, text = True, await work()
+            except Exception as error:  # each is a finding
+                passed, text = False, f"{type(error).__name__}: {error}"
+            results.append((name, passed, f"{text} ({time.monotonic() - began:.1f} s)"))
+            print(_line(*results[-1]), flush=True)
+            return passed
+
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as self._http:
+            try:
+                if await check("engine, router and gateway start", self._start):
+                    await check("tokens and logprobs equal a forward pass", self._tokens)
+                    await check("a long stream", self._stream)
+                    await check("a stop string ends generation", self._stop)
+                    await check("a client that leaves ends generation", self._abort)
+                    await check("sleep and wake up under load", self._sleep)
+                    await check("new weights under load", self._update)
+                    await check("a killed engine under load", self._kill)
+            finally:
+                await self._serving.stop()
+        return results
+
+    async def _start(self) -> str:
+        await self._serving.start(secrets.token_urlsafe(48))
+        async with self._http.get(f"{self._engine}/model_info") as reply:
+            version = (await reply.json()).get("weight_version")
+        return f"the engine reports version {version} of its weights"
+
+    async def _tokens(self) -> str:
+        endpoints = [self._endpoint(max_tokens=64) for _ in range(SESSIONS)]
+        await asyncio.gather(*(self._converse(endpoint) for endpoint in endpoints))
+        segments = await self._segments(endpoints)
+        for segment in segments:
+            if len(segment.turns) != 2:
+                raise Failed(f"a conversation of two calls became segments of {len(segment.turns)} calls")
+        return await self._compare(segments)
+
+    async def _stream(self) -> str:
+        endpoint = self._endpoint(max_tokens=self._longest, temperature=0)
+        pieces = size = 0
+        began = time.monotonic()
+        async for piece in self._chat(endpoint, "Write a long text.", stream=True):
+            pieces, size = pieces + 1, size + len(piece)
+        seconds = time.monotonic() - began
+        [segment] = await self._segments([endpoint])
+        tokens = segment.turns[0].end - segment.turns[0].start
+        return f"{tokens} tokens in {pieces} pieces, {tokens / seconds:.0f} tokens/s"
+
+    async def _stop(self) -> str:
+        text = await self._text(self._endpoint(max_tokens=self._longest, temperature=0), "Tell me more.")
+        stop = max(set(text), key=text.count)  # in bfloat16 the same prompt may get another reply
+        reply = await self._text(
+            self._endpoint(max_tokens=self._longest, temperature=0), "Tell me more.", stop=[stop]
+        )
+        if stop in reply or len(reply) >= len(text):
+            raise Failed(f"a reply of {len(text)} characters has {len(reply)} with the stop string {stop!r}")
+        return f"the engine is idle {await self._idle_after():.2f} s later"
+
+    async def _abort(self) -> str:
+        endpoint = self._endpoint(max_tokens=self._longest, temperature=0)
+        async for _ in self._chat(endpoint, "Write a long text.", stream=True):
+            break
+        return f"the engine is idle {await self._idle_after():.2f} s later"
+
+    async def _sleep(self) -> str:
+        calls, endpoints = await self._load()
+        before = await self._memory()
+        await self._serving.pause()
+        await self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+        asleep = await self._memory()
+        async with self._http.get(f"{self._engine}/model_info") as reply:
+            if reply.status != 200:
+                raise Failed(f"a sleeping engine answers {reply.status} to /model_info")
+        await asyncio.sleep(1)  # calls that arrived must not reach the sleeping engine
+        if any(call.done() for call in calls):
+            raise Failed("a model call ended while the engine slept")
+        await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "weights"]})
+        await self._serving.resume()
+        await asyncio.gather(*calls)
+        self._check_restarts(0)
+        figures = await self._compare(await self._segments(endpoints))
+        return f"{before} MiB of the GPU in use awake, {asleep} asleep; then {figures}"
+
+    async def _update(self) -> str:
+        changed = self._folder / "changed"
+        await self._python_code(_CHANGED, str(self._config.model.path), str(changed))
+        calls, endpoints = await self._load()
+        update = await self._serving.update_weights(changed)
+        if update.failed:
+            raise Failed(f"the engine did not load new weights: {update.failed}")
+        self._models[str(update.version)] = changed
+        await asyncio.gather(*calls)
+        self._check_restarts(0)
+        return f"paused for {update.paused_s:.2f} s; {await self._compare(await self._segments(endpoints))}"
+
+    async def _kill(self) -> str:
+        calls, endpoints = await self._load()
+        os.kill(_pid_of(self._engine), signal.SIGKILL)
+        await asyncio.gather(*calls)
+        self._check_restarts(1)
+        return await self._compare(await self._segments(endpoints))
+
+    # --- helpers ----------------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> str:
+        return next(server.url for server in self._serving.snapshot() if server.name == "engine-0")
+
+    @property
+    def _longest(self) -> int:
+        return self._config.model.context_tokens - 128
+
+    def _check_restarts(self, expected: int) -> None:
+        restarts = sum(server.restarts for server in self._serving.snapshot())
+        if restarts != expected:
+            raise Failed(f"servers were restarted {restarts} times, expected {expected}")
+
+    def _endpoint(self, *, max_tokens: int, temperature: float = 1.0) -> ModelEndpoint:
+        claims = SessionClaims(
+            run_id=self._config.run_id,
+            step=0,
+            rollout_id="qualify",
+            attempt=1,
+            session_id=f"qualify-{secrets.token_hex(16)}",
+            sampling=Sampling(temperature=temperature, max_tokens=max_tokens),
+            expires_at=time.time() + 2 * LIMIT_S,
+        )
+        return self._serving.gateways.endpoint(claims)
+
+    async def _chat(
+        self, endpoint: ModelEndpoint, text: str | list[dict[str, str]], **more: object
+    ) -> AsyncIterator[bytes]:
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        async with self._http.post(
+            f"{endpoint.base_url}/chat/completions",
+            json={"model": endpoint.name, "messages": messages, **more},
+            headers={"Authorization": f"Bearer {endpoint.api_key}"},
+        ) as reply:
+            if reply.status != 200:
+                raise Failed(f"a model call was answered {reply.status}: {(await reply.text())[:300]}")
+            if more.get("stream"):
+                async for line in reply.content:
+                    if line.startswith(b"data: {"):
+                        yield line
+            else:
+                yield await reply.read()
+
+    async def _text(self, endpoint: ModelEndpoint, text: str | list[dict[str, str]], **more: object) -> str:
+        [body] = [body async for body in self._chat(endpoint, text, **more)]
+        return str(orjson.loads(body)["choices"][0]["message"]["content"] or "")
+
+    async def _converse(self, endpoint: ModelEndpoint) -> None:
+        first = {"role": "user", "content": "Count from one to ten."}
+        answer = {"role": "assistant", "content": await self._text(endpoint, [first])}
+        await self._text(endpoint, [first, answer, {"role": "user", "content": "Go on."}])
+
+    async def _load(self) -> tuple[list[asyncio.Task[str]], list[ModelEndpoint]]:
+        """Start long calls, and return once tokens are sampled."""
+        endpoints = [self._endpoint(max_tokens=self._longest, temperature=0) for _ in range(SESSIONS)]
+        texts = [f"Write a long text about the number {i}." for i in range(SESSIONS)]
+        calls = [
+            asyncio.create_task(self._text(endpoint, text)) for endpoint, text in zip(endpoints, texts, strict=True)
+        ]
+        async for _ in self._chat(self._endpoint(max_tokens=32), "Begin.", stream=True):
+            break
+        return calls, endpoints
+
+    async def _segments(self, endpoints: Sequence[ModelEndpoint]) -> list[Segment]:
+        trajectories = await asyncio.gather(*(fetch_trajectory(endpoint, 60) for endpoint in endpoints))
+        return [segment for trajectory in trajectories for segment in trajectory.segments]
+
+    async def _compare(self, segments: Sequence[Segment]) -> str:
+        """Compare the logprob of each sampled token with that of a forward pass of the weights that sampled it."""
+        differences: list[float] = []
+        sequences = [list(segment.token_ids) for segment in segments]
+        for version, model in self._models.items():
+            reference = await asyncio.to_thread(reference_logprobs, self._python, model, sequences)
+            for segment, expected in zip(segments, reference, strict=True):
+                for turn in segment.turns:
+                    if sum(span.end - span.start for span in turn.weight_versions) != turn.end - turn.start:
+                        raise Failed("tokens without a weight version")
+                    for span in turn.weight_versions:
+                        if span.version == version:
+                            differences += (
+                                abs(math.exp(segment.logprobs[i]) - math.exp(expected[i]))
+                                for i in range(span.start, span.end)
+                            )
+        sampled = sum(sum(segment.response_mask) for segment in segments)
+        if len(differences) != sampled or any(math.isnan(each) for each in differences):
+            raise Failed(f"{sampled} tokens were sampled, {len(differences)} have a logprob and a known version")
+        mean, limit = sum(differences) / sampled, MEAN_DIFFERENCE[self._config.serving.dtype]
+        versions = sorted({span.version for each in segments for turn in each.turns for span in turn.weight_versions})
+        text = f"{sampled} tokens of weights {', '.join(versions)}: probabilities differ by {mean:.1e} on average"
+        text += f", {max(differences):.1e} at most"
+        if not mean <= limit:
+            raise Failed(f"{text}; the limit of the average is {limit:g}")
+        return text
+
+    async def _idle_after(self) -> float:
+        """Return how long the engine is still busy: `/flush_cache` fails until its scheduler is idle."""
+        began = time.monotonic()
+        while True:
+            async with self._http.post(f"{self._engine}/flush_cache") as reply:
+                if reply.status == 200:
+                    return time.monotonic() - began
+            await asyncio.sleep(0.02)
+
+    async def _post(self, path: str, body: object) -> None:
+        async with self._http.post(self._engine + path, json=body) as reply:
+            if reply.status != 200:
+                raise Failed(f"the engine answers {reply.status} to {path}: {(await reply.text())[:300]}")
+
+    async def _memory(self) -> str:
+        """Return the MiB in use of the first GPU."""
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        try:
+            done = await asyncio.to_thread(subprocess.run, query, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+        return done.stdout.split()[0]
+
+    async def _python_code(self, code: str, *arguments: str) -> str:
+        return await asyncio.to_thread(run_python, self._python, code, *arguments)
+
+
+def run_python(python: Path, code: str, *arguments: str) -> str:
+    """Run code in the engine's environment, which has torch, and return what it prints."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [str(python), "-c", code, *arguments], env=env, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout
+
+
+def _pid_of(url: str) -> int:
+    """Return the process of the server on this machine that listens on the URL's port."""
+    port = url.rpartition(":")[2].encode()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if b"--port" in words and words[words.index(b"--port") + 1] == port and b"--model-path" in words:
+            return int(file.parent.name)
+    raise Failed(f"no process of {url} was found")
+
+
+def _line(name: str, passed: bool, text: str) -> str:
+    return f"{'ok' if passed else 'FAILED':7}{name}: {text}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path, help="model folder; by default a tiny random model")
+    parser.add_argument("-o", "--override", action="append", default=[], help="a setting, such as serving.python=...")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="qualify-") as name:
+        folder = Path(name)
+        base = {
+            "run_id": "qualify",
+            "output_dir": name,
+            "model": {"path": given.model or folder / "model"},
+            "storage": {"bucket": "unused"},
+            "runtime": {"kind": "process", "command": ["true"]},
+        }
+        config = load_config(base=base, overrides=given.override)
+        device_args = [] if config.serving.device == "cpu" else VERL_GPU_ARGS
+        args = (*VERL_ARGS, *device_args, *config.serving.extra_args)
+        config = config.model_copy(
+            update={"serving": config.serving.model_copy(update={"servers": 1, "extra_args": args})}
+        )
+        python = interpreter(config.serving)
+        if given.model is None:
+            run_python(python, _TINY, str(config.model.path))
+        results = asyncio.run(Qualification(config, python, folder).run())
+        print("\nReport this page, and with a failure the logs that it names:\n")
+        print(f"{platform.platform()}, Python {platform.python_version()}")
+        print(run_python(python, _VERSIONS), end="")
+        print(f"model: {given.model or 'tiny, random'}, {config.serving.dtype}, extra_args: {' '.join(args)}")
+        for result in results:
+            print(_line(*result))
+        print("not checked: two steps of verl's trainer (make train-smoke runs them on the CPU), several GPUs")
+    return 0 if all(passed for _, passed, _ in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
