@@ -71,6 +71,11 @@ def kind_choices(known: Iterable[str], base: str) -> str:
 def import_kind(kind: object, choices: str) -> Any:
     """Import what a `kind` setting names by its import path. Raises ValueError, which lists the choices."""
     try:
-        return TypeAdapter(ImportString[Any]).validate_python(kind)
+        return import_path(kind)
     except ValidationError as error:
         raise ValueError(f"kind {kind!r} is none of {choices}: {error.errors()[0]['msg']}") from None
+
+
+def import_path(path: object) -> Any:
+    """Import an object by a path such as `package.module.Class`. Raises ValidationError."""
+    return TypeAdapter(ImportString[Any]).validate_python(path)

@@ -6,17 +6,15 @@ To add a runtime, see `rollout_backend.runtimes`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-from pydantic import ImportString, TypeAdapter
 
 from rollout_backend.config import RuntimeConfig
+from rollout_backend.config.section import import_path
 from rollout_backend.runtimes.base import AgentRuntime
 
 
 def runtime_class(config: RuntimeConfig) -> type[AgentRuntime]:
     """Import the class that the settings' `implementation` names."""
-    found = TypeAdapter(ImportString[Any]).validate_python(config.implementation)
+    found = import_path(config.implementation)
     assert isinstance(found, type)
     assert issubclass(found, AgentRuntime), f"{config.implementation} must be an AgentRuntime"
     return found

@@ -24,11 +24,10 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
-
-from pydantic import ImportString, TypeAdapter
+from typing import NoReturn, Self
 
 from rollout_backend.config import ENGINE_KINDS, RolloutConfig
+from rollout_backend.config.section import import_path
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.serving.adapters import Adapter
 from rollout_backend.serving.engine import EngineFactory, MakeEngine
@@ -311,7 +310,7 @@ def engine_factory(config: RolloutConfig, log_dir: Path) -> EngineFactory:
         ConfigError: the import path names no subclass of EngineFactory.
     """
     kind = config.serving.kind
-    found = TypeAdapter(ImportString[Any]).validate_python(ENGINE_KINDS.get(kind, kind))
+    found = import_path(ENGINE_KINDS.get(kind, kind))
     if not (isinstance(found, type) and issubclass(found, EngineFactory)):
         raise ConfigError(f"serving.kind: {kind!r} is not a subclass of EngineFactory")
     return found(config, log_dir)
