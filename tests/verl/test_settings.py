@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.verl.preflight import check_image_cache, check_model
+from rollout_backend.verl.preflight import check_image_cache, check_model, warn_of_repeating_streams
 from rollout_backend.verl.verl_settings import (
     max_staleness_of,
     resumes_steps,
@@ -306,3 +306,16 @@ def test_routed_experts_are_recorded_if_verl_asks_its_servers_for_them():
     assert settings_of(recording, ["a:1"]).model.routed_experts
     with pytest.raises(ConfigError, match=r"enable_rollout_routing_replay=False: remove model\.routed_experts"):
         settings_of(verl_config({**OWN, "model": {"routed_experts": True}}), ["a:1"])
+
+
+@pytest.mark.parametrize(
+    ("rollout", "warns"),
+    [
+        ({"name": "sglang"}, True),
+        ({"name": "sglang", "engine_kwargs": {"sglang": {"incremental_streaming_output": True}}}, False),
+        ({"name": "vllm", "engine_kwargs": {"sglang": {}}}, False),
+    ],
+)
+def test_streams_that_repeat_all_tokens_are_warned_of(rollout, warns, caplog):
+    warn_of_repeating_streams(rollout)
+    assert ("engine_kwargs.sglang.incremental_streaming_output=True" in caplog.text) is warns
