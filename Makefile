@@ -67,7 +67,7 @@ test-loaded: engine verl  ## the quick tests beside two busy processes per core,
 	taskset --cpu-list 0 $(MAKE) quick
 
 test-slow: engine verl clients  ## the tests that `make test` leaves out, and those of our APIs with the newest SDKs
-	$(CLIENTS)/bin/pytest $(SDK_TESTS) $(FIXED) --numprocesses 2 $(SPREAD) -m "not slow" -o cache_dir=$(CLIENTS)/.pytest_cache
+	$(CLIENTS)/bin/pytest $(SDK_TESTS) $(FIXED) --numprocesses 2 $(SPREAD) -m "not slow or engine" -o cache_dir=$(CLIENTS)/.pytest_cache
 	$(call both,slow and not release,2)
 
 test-all: lint engine verl clients trl  ## every test, those on vLLM and TRL too, with property tests on new examples

@@ -69,8 +69,10 @@ class Agents:
         return b'{"status": "accepted"}'
 
     async def _run(self, request: RolloutRequest) -> None:
-        await self.behave(self, request)
-        self.finished += 1
+        try:
+            await self.behave(self, request)
+        finally:  # a session may be stopped as soon as its result can be read
+            self.finished += 1
 
     async def stop(self, session_id: str) -> None:
         self.stopped.append(session_id)

@@ -10,7 +10,7 @@ import pytest
 
 from sdk_agents import AGENTS, ChatAgent, MessagesAgent, ResponsesAgent
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 QUESTION, MORE = "What is 15 - 43?", "Now take 7 off."
 SCHEMA = {
