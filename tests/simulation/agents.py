@@ -26,7 +26,7 @@ from agent_wrapper.contract import (
 from agent_wrapper.outcome import without_artifacts
 from tests.simulation.environment import Environment
 from tests.simulation.gateway import Gateway
-from tests.simulation.s3 import BUCKET, Bucket
+from tests.simulation.s3 import BUCKET, MAX_RESULT_BYTES, Bucket
 from tests.simulation.session import Session
 from tests.simulation.session_audit import SessionAudit
 from tests.simulation.sqs import Queue
@@ -134,6 +134,8 @@ class Agents:
             rollout = whole
         if self._env.chance("malformed"):
             body = body[: len(body) // 2]
+        elif Random(f"{request.session_id} bomb").random() < self._env.faults.bomb:  # changes no other draw of a seed
+            body = rollout.model_copy(update={"extras": {"zeros": "0" * MAX_RESULT_BYTES}}).encode()
         await self._put(request, key, body, rollout)
         if key not in self._bucket.objects:
             self._env.note(f"lost: the result of {request.rollout_id} could not be written")

@@ -13,7 +13,7 @@ from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.report import StepResult
 from rollout_backend.step.step import Step
 from tests.simulation.gateway import HEARTBEAT_S
-from tests.simulation.s3 import BUCKET
+from tests.simulation.s3 import BUCKET, MAX_RESULT_BYTES
 from tests.simulation.trainer import Trainer
 from tests.simulation.world import World
 
@@ -56,7 +56,7 @@ class Checks:
 
     def _intact(self, key: str) -> bool:
         try:
-            rollout = Rollout.decode(self._bucket.objects[key])
+            rollout = Rollout.decode(self._bucket.objects[key], MAX_RESULT_BYTES)
         except ContractError:
             return False
         return self._is_its_own(rollout)

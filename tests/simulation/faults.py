@@ -37,6 +37,7 @@ class Faults:
     announce_twice: float = 0.0
     junk: float = 0.0  # a malformed message, or one that names foreign objects; per rollout
     malformed: float = 0.0  # a result breaks the contract; per rollout
+    bomb: float = 0.0  # a small result expands beyond the limit; per rollout
     forged: float = 0.0  # a container writes an object for another rollout; per rollout
     dies: float = 0.0  # a session ends silently; per session
     beat_lost: float = 0.0  # a heartbeat does not arrive
@@ -69,7 +70,7 @@ class Faults:
             "queue_off": 1.0, "queue_gone": 1.0, "stop_unheard": 0.5, "forged": 0.3,
             "surprise": 0.1, "chatter": 1.0, "slow_gets": 1.0, "beat_lost": 0.1, "cut_off": 1.0,
         }  # fmt: skip
-        assert worst.keys() | {"scorer_fails", "artifact_fails"} == {field.name for field in fields(cls)}
+        assert worst.keys() | {"scorer_fails", "artifact_fails", "bomb"} == {field.name for field in fields(cls)}
         often = dict.fromkeys(worst, 0.45) | {"kill": 0.8, "s3_cut_off": 0.8}
         chosen = {name: random.random() * most for name, most in worst.items() if random.random() < often[name]}
         for name, often_so in (("queue_off", 0.1), ("queue_gone", 0.1), ("chatter", 0.4)):  # yes or no
@@ -77,4 +78,5 @@ class Faults:
         own = Random(str(chosen))  # so that it changes no other draw of a seed
         chosen["scorer_fails"] = own.choice([0.0, 0.3, 0.6, 0.9])
         chosen["artifact_fails"] = own.choice([0.0, 0.3, 0.8])
+        chosen["bomb"] = own.choice([0.0, 0.0, 0.2])
         return cls(**{name: p if name in _PER_RUN else p * severity for name, p in chosen.items()})

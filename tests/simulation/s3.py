@@ -16,6 +16,7 @@ from tests.simulation.run_holder import RunHolder
 from tests.simulation.trainer import Trainer
 
 BUCKET = "rollouts"
+MAX_RESULT_BYTES = 256 * 1024  # once unpacked
 _TRIES = 3  # by the SDK
 _SLOW_GET_S = 15.0
 
@@ -59,7 +60,7 @@ class SimStore:
     """An `ObjectStore` for one trainer."""
 
     def __init__(self, bucket: Bucket, trainer: Trainer) -> None:
-        self.config = StorageConfig(bucket=BUCKET)
+        self.config = StorageConfig(bucket=BUCKET, max_result_bytes=MAX_RESULT_BYTES)
         self._bucket = bucket
         self._env = bucket.env
         self._trainer = trainer

@@ -118,6 +118,7 @@ QUICK_MUTANTS = {
     "stops_not_retried",
     "refusals_are_attempts",
     "results_unchecked",
+    "results_expand_without_limit",
     "sessions_unchecked",
     "late_results_accepted",
     "breaker_never_opens",

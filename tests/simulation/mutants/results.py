@@ -202,6 +202,17 @@ def results_unchecked() -> Patch:
 
 
 @mutant
+def results_expand_without_limit() -> Patch:
+    """A small object may expand to any size."""
+    init = ResultDecoder.__init__
+
+    def broken(self: ResultDecoder, run_id: str, max_bytes: int, *more: Any) -> None:
+        init(self, run_id, 2**40, *more)
+
+    return patch.object(ResultDecoder, "__init__", broken)
+
+
+@mutant
 def sessions_unchecked() -> Patch:
     """A result counts even if another session wrote it."""
     return patch.object(fetcher_module, "check_session", lambda *_: None)
