@@ -228,7 +228,8 @@ async def test_a_cloud_serves_its_own_user_only(app, tmp_path, monkeypatch):
             signed = await s3.generate_presigned_url("get_object", {"Bucket": cloud.storage.bucket, "Key": "key"})
         place["endpoint_url"] = cloud.runtime.endpoint_url
         async with aws.client("bedrock-agentcore", **place) as agentcore:
-            await agentcore.invoke_agent_runtime(**session, payload=b"{}")
+            answer = await agentcore.invoke_agent_runtime(**session, payload=b"{}")
+            await answer["response"].read()
 
         def read(path: str) -> int:
             return httpx.get(path).status_code
