@@ -110,6 +110,7 @@ def test_the_image_holds_the_relays_imports_and_nothing_heavy(tmp_path: Path) ->
 # --- ECS --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_cfn_lint_finds_nothing() -> None:
     program = str(Path(sys.executable).with_name("cfn-lint"))
     argv = [program, "--include-checks", "I", "--format", "json", "--", str(TEMPLATE)]

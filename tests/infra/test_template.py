@@ -95,6 +95,7 @@ def lint(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_cfn_lint_finds_nothing(template_path: Path) -> None:
     done = lint(template_path)
     assert (json.loads(done.stdout or "[]"), done.returncode) == ([], 0), done.stdout + done.stderr

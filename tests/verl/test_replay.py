@@ -56,6 +56,7 @@ def legacy_columns(rollouts: Sequence[Rollout], response: int) -> Any:
     return plain(dict(batch.tensors.items())), plain(batch.missing)
 
 
+@pytest.mark.slow
 async def test_the_rows_of_a_replayed_step_are_those_of_the_live_one(local_aws, agent, tmp_path, run_id):
     """They have routed experts, so the calls bypass the router, which drops the request for them."""
     shutil.copytree(BYTE_MODEL, tmp_path / "model")

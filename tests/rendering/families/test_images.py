@@ -142,7 +142,8 @@ def test_a_conversation_with_images_is_one_row_of_what_the_engine_saw(gateway, e
     assert prompts[-1] == prompts[0]
 
 
-@pytest.mark.parametrize("renderer", [pytest.param("qwen3.5", marks=pytest.mark.slow), "qwen3.8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("renderer", ["qwen3.5", "qwen3.8"])
 def test_several_images_and_images_of_tools_of_qwen3_5_and_later(serve, seeing, tmp_path, renderer):
     folder = model_folder(tmp_path / "model", "qwen3.5", None)
     shutil.copy(seeing.path / "preprocessor_config.json", folder)
