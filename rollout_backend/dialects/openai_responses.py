@@ -134,6 +134,7 @@ class _CustomCall(Body):
     call_id: str = Field(min_length=1)
     name: str = Field(min_length=1)
     input: str
+    is_async: _Sync = Field(default=None, alias="async")
     caller: _Direct = None
     namespace: str | None = None
 
@@ -202,6 +203,7 @@ class _CustomTool(Body):
     name: str = Field(min_length=1)
     description: str | None = None
     format: _CustomFormat | None = None
+    is_async: _Sync = Field(default=None, alias="async")
     allowed_callers: _DirectOnly = None
 
     @property

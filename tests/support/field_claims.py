@@ -244,7 +244,8 @@ _NAMESPACE = {
 _ITEM = {**each(Harmless, "x", "id", "call_id"), "status": Harmless("completed"), "type": TAG}
 _NO_CALLER = {"caller": Refused({"type": "program", "caller_id": "p"})}
 _NAMED_TOOL = {**each(Honoured, "else", "name", "description"), "type": TAG}
-_CUSTOM = {**_NAMED_TOOL, "allowed_callers": Refused(["programmatic"]), "defer_loading": Ignored(True)}
+_ASYNC = {"async": Refused(True)}
+_CUSTOM = {**_NAMED_TOOL, **_ASYNC, "allowed_callers": Refused(["programmatic"]), "defer_loading": Ignored(True)}
 _FUNCTION_FIELDS = {
     **_CUSTOM,
     "parameters": Honoured({"type": "object"}),
@@ -305,14 +306,14 @@ RESPONSES_TYPES = {
         {
             **_ITEM,
             **_NO_CALLER,
+            **_ASYNC,
             "arguments": Honoured("{}"),
-            "async": Refused(True),
             **each(Honoured, "sub", "name", "namespace"),
         },
     ),
     "ResponseCustomToolCallParam": Type(
         ("input", 4),
-        {**_ITEM, **_NO_CALLER, **each(Honoured, "sub", "input", "name", "namespace")},
+        {**_ITEM, **_NO_CALLER, **_ASYNC, **each(Honoured, "sub", "input", "name", "namespace")},
         given=_CUSTOM_CALL,
     ),
     "FunctionCallOutput": Type(
@@ -330,10 +331,7 @@ RESPONSES_TYPES = {
         {"text": Honoured("else"), "type": TAG, **each(Harmless, [], "annotations", "logprobs")},
     ),
     "ResponseOutputRefusalParam": Type(("input", 3, "content", 1), {"refusal": Honoured("else"), "type": TAG}),
-    "FunctionToolParam": Type(
-        ("tools", 0),
-        {**_FUNCTION_FIELDS, "async": Refused(True)},
-    ),
+    "FunctionToolParam": Type(("tools", 0), _FUNCTION_FIELDS),
     "CustomToolParam": Type(("tools", 0), {**_CUSTOM, "format": Honoured(_GRAMMAR)}, given=_CUSTOM_TOOL),
     "Text": Type(
         ("tools", 0, "format"),
