@@ -83,7 +83,8 @@ async def test_an_agent_in_a_runtime_app_is_trained_token_exact(open_run, script
     failed = failures["fails"]
     assert (failed.outcome, failed.reason) == (Outcome.AGENT_ERROR, "invocation_error")
     assert "no such tool" in failed.message
-    assert (failures["dies"].outcome, failures["dies"].reason) == (Outcome.INFRA_ERROR, "terminated")
+    assert failures["dies"].outcome is Outcome.INFRA_ERROR
+    assert failures["dies"].reason in ("terminated", "container_lost")  # its invoke is cut, and its process ends
 
 
 @pytest.mark.parametrize(
