@@ -10,6 +10,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.engine
 @pytest.mark.timeout(1800)
 def test_the_cpu_engine_passes_all_checks(examples: Path) -> None:

@@ -127,13 +127,16 @@ QUICK_MUTANTS = {
 }
 
 
+RELEASE = (pytest.mark.slow, pytest.mark.release)
+
+
 def test_the_quick_mutants_exist():
     assert MUTANTS.keys() >= QUICK_MUTANTS
 
 
 @pytest.mark.parametrize(
     "mutant",
-    [pytest.param(name, marks=() if name in QUICK_MUTANTS else pytest.mark.slow) for name in MUTANTS],
+    [pytest.param(name, marks=() if name in QUICK_MUTANTS else RELEASE) for name in MUTANTS],
 )
 def test_mutants_are_caught(mutant):
     assert any(play(seed, mutant).violation for seed in range(1000)), f"{mutant} passes: the checks have a hole"

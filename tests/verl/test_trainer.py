@@ -173,6 +173,7 @@ async def push(run: Any, folder: Path, version: int) -> None:
                 assert reply.json()["success"], reply.text
 
 
+@pytest.mark.release
 async def test_a_step_without_a_rollout_stops_the_run(tmp_path, training):
     one_lost = normal("one-lost", do={"3": "raise"})
     everyone = dict.fromkeys("0123", "raise")

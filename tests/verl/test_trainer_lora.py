@@ -13,7 +13,7 @@ import torch
 from agent_wrapper.contract import Segment
 from trainings import SAME, normal
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(1800)]
 
 MODEL, ADAPTER = "actor_rollout_ref.model", "verl_actor_lora_name"
 
