@@ -84,9 +84,10 @@ class RepeatFilter(logging.Filter):
         self._seen[kind] = count, record.created
         if len(self._seen) > _KINDS_KEPT:
             del self._seen[next(iter(self._seen))]
-        if count > 1:
+        passes = str(count).strip("0") == "1"
+        if passes and count > 1:
             record.msg, record.args = f"{text} (the {count}th like it)", ()
-        return str(count).strip("0") == "1"
+        return passes
 
 
 class JsonFormatter(logging.Formatter):

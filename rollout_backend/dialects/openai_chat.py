@@ -7,7 +7,7 @@ a model that takes none, logprobs of other tokens, the deprecated functions, unk
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
@@ -174,7 +174,6 @@ class OpenAIChat(Dialect):
         request = _read(body)
         if request.top_logprobs:
             raise refused("top_logprobs", "only the logprobs of sampled tokens are available")
-        sampling = {name: getattr(request, name) for name in _SAMPLING}
         choice = request.tool_choice or _ToolChoice(type="auto")
         if choice.type == "function" and choice.function is None:
             raise refused("tool_choice.function", "is missing; name the function that must be called")
@@ -193,12 +192,7 @@ class OpenAIChat(Dialect):
             n=request.n or 1,
             logprobs=bool(request.logprobs),
             stream=bool(request.stream),
-            # Of some, only their presence counts: they are always overridden.
-            sampling={
-                name: value if isinstance(value, (int, float)) else bool(value)
-                for name, value in sampling.items()
-                if value is not None
-            },
+            sampling=sampling_of(request, _SAMPLING),
             ignored=ignored(body, request.model_extra),
             dialect_data=bool(request.stream_options and request.stream_options.include_usage),
         )
@@ -227,6 +221,16 @@ class OpenAIChat(Dialect):
 
 
 # --- the request ------------------------------------------------------------------------------------------
+
+
+def sampling_of(request: BaseModel, names: Iterable[str]) -> dict[str, float | int]:
+    """Return the sampling settings that a request has. Of some, only their presence counts: they are overridden."""
+    given = {name: getattr(request, name) for name in names}
+    return {
+        name: value if isinstance(value, (int, float)) else bool(value)
+        for name, value in given.items()
+        if value is not None
+    }
 
 
 def _read(body: bytes) -> _Request:

@@ -20,7 +20,7 @@ from rollout_backend.core.model_call import Answer, Delta, ModelCall
 from rollout_backend.dialects import wire
 from rollout_backend.dialects.base import Dialect, EventStream
 from rollout_backend.dialects.fields import ignored, refuse, refused
-from rollout_backend.dialects.openai_chat import MAX_CHOICES, StreamOptions, usage
+from rollout_backend.dialects.openai_chat import MAX_CHOICES, StreamOptions, sampling_of, usage
 from rollout_backend.dialects.wire import Body
 
 _SAMPLING = (
@@ -83,7 +83,6 @@ class OpenAICompletions(Dialect):
             raise refused("best_of", "all choices are returned; set n instead")
         prompt = request.prompt
         text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
-        sampling = {name: getattr(request, name) for name in _SAMPLING}
         return ModelCall(
             model=request.model,
             messages=[{"role": "user", "content": text}],
@@ -93,11 +92,7 @@ class OpenAICompletions(Dialect):
             n=choices,
             logprobs=request.logprobs is not None,
             stream=bool(request.stream),
-            sampling={
-                name: value if isinstance(value, (int, float)) else bool(value)
-                for name, value in sampling.items()
-                if value is not None
-            },
+            sampling=sampling_of(request, _SAMPLING),
             ignored=ignored(body, request.model_extra),
             dialect_data=bool(request.stream_options and request.stream_options.include_usage),
         )

@@ -46,12 +46,13 @@ _RETRIED = frozenset({408, 409, 429})  # statuses below 500 that OpenAI's and An
 
 
 class _Answer(StreamingResponse):
-    """Calls the functions of `on_end` when it ends, even if the client disconnects before it starts.
+    """An answer that ends early if the client disconnects.
 
-    It stops when the client disconnects. `is_cancelled`: it stopped because this gateway stops.
+    The functions of `on_end` are called when it ends, also if the client disconnects before it starts.
     """
 
     is_cancelled = False
+    """Whether it ended because this gateway stops."""
 
     def __init__(self, content: AsyncIterator[bytes], media_type: str, headers: Mapping[str, str]) -> None:
         super().__init__(content, media_type=media_type, headers=headers)

@@ -333,7 +333,6 @@ def main(read: Callable[[], str] = sys.stdin.read) -> None:
         host=settings.host,
         port=settings.port,
         log_level="warning",
-        timeout_keep_alive=3600,
         timeout_graceful_shutdown=1,  # then invokes that wait for a container are cut, and the sessions end
     )
 

@@ -161,7 +161,6 @@ class ScriptedEngine:
                 self._app(),
                 log_level="error",  # a router probes a new engine with gRPC first, which logs two warnings
                 access_log=False,
-                timeout_keep_alive=3600,
                 lifespan="off",  # force_exit would interrupt it, with a traceback
             )
         )

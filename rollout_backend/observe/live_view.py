@@ -248,7 +248,7 @@ def _measures(snapshot: Snapshot, progress: Progress) -> Iterator[Text]:
 
 
 def _slowest(progress: Progress) -> str:
-    """Return the rollout that is at work for the longest time, and until when it may be."""
+    """Return the rollout that has run longest, how long, and its time limit."""
     left = progress.slowest_left_s
     limit = f" of at most {seconds(progress.slowest_s + left)}" if left is not None else ""
     return f"{one_line(progress.slowest)}, {seconds(progress.slowest_s)}{limit}"

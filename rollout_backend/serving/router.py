@@ -254,7 +254,7 @@ class Router:
 
 
 class EngineDirectory:
-    """An `EngineRouter` in this process, for gateways that select an engine themselves. Start it and stop it.
+    """An `EngineRouter` in this process, for gateways that select an engine themselves.
 
     vLLM's token endpoint passes no router: sglang-router and smg answer it with 404. So this takes the router's
     place: gateways read the engines from `/workers`, as from a router, and send each call directly to one of them.

@@ -183,7 +183,9 @@ async def start_runtime(app: Path, tmp_path: Path) -> AsyncIterator[StartRuntime
             )
             clock = ShiftedClock()
             plane = AgentCoreEmulator(settings, clock)
-            server = uvicorn.Server(uvicorn.Config(plane.app(), log_level="error", lifespan="on"))
+            # The client repeats nothing, so the server must not close a connection that the client is about to use.
+            options = {"log_level": "error", "lifespan": "on", "timeout_keep_alive": 3600}
+            server = uvicorn.Server(uvicorn.Config(plane.app(), **options))
             serving = asyncio.create_task(server.serve([listener]))
 
             async def end() -> None:

@@ -158,7 +158,7 @@ class AgentCoreRuntime(AgentRuntime):
         return f"CloudWatch, /aws/bedrock-agentcore/runtimes/{runtime_id}-{self._config.qualifier}"
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
-        """Report ends that the local emulator lists. AWS lists none."""
+        """Report the sessions that ended by themselves. Only the local emulator lists them: AWS has no such call."""
         if self._config.session_logs is None:
             await super().watch_sessions(run_id, on_end)
         after, timeout = 0, aiohttp.ClientTimeout(total=self._config.connect_timeout_s)
