@@ -11,14 +11,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
 import re
 import signal
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rollout_backend.dispatch.token_bucket import TokenBucket
 from rollout_backend.errors import StartupError
 from rollout_backend.local.spawner import Spawner
-from rollout_backend.serving.server_process import SERVER_PORTS, ServerProcess
+from rollout_backend.serving.server_process import SERVER_PORTS, ServerProcess, free_port
 
 SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
 _PORTS = range(SERVER_PORTS.stop, 32_000)  # below the ephemeral range
@@ -134,7 +131,6 @@ class SessionPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._starts = asyncio.Semaphore(limits.parallel_starts)
         self._new = TokenBucket(limits.new_sessions_per_s) if limits.new_sessions_per_s else None
-        self._ports = _free_ports()
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_REQUEST_S), trust_env=False
         )
@@ -269,7 +265,7 @@ class SessionPool:
                 self.counters["killed"] += end != "died" and session.process.returncode == -signal.SIGKILL
 
     async def _start(self, session: RuntimeSession) -> None:
-        session.port = next(self._ports)
+        session.port = free_port(among=_PORTS)
         env = {"PORT": str(session.port), "HOST": "127.0.0.1"}
         session.process = await self._spawners[-1].spawn(f"session {session.id}", env, session.log)
         deadline = self._clock() + self._limits.startup_timeout_s
@@ -332,16 +328,3 @@ class SessionPool:
         self._tasks.discard(task)
         self._leave(session)  # the task was cancelled before its first line
         session.ready.exception()  # mark the exception as retrieved, or asyncio logs it
-
-
-def _free_ports() -> Iterator[int]:
-    start = random.randrange(len(_PORTS))  # noqa: S311  # another emulator may run on this machine
-    for i in itertools.count(start):
-        port = _PORTS[i % len(_PORTS)]
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        yield port

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -31,27 +32,42 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|cannot allocate me
 _OPEN_FILES = 65_536
 SERVER_PORTS = range(15_000, 26_000)  # lower ports are often a program's default; higher ones are for sessions
 
-_PORT_SHARES = 64  # each process draws from one share of the ports, so that concurrent processes rarely collide
-_drawn: set[int] = set()  # ports that this process has drawn: a server listens there soon
+# A reservation is an abstract Unix socket named after the port: it belongs to the same network as the port, and ends
+# with this process. The oldest are dropped, because each holds a descriptor and its server listens by then.
+_reserved: deque[socket.socket] = deque(maxlen=256)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that no process listens on at this moment.
+def free_port(host: str = "127.0.0.1", among: range = SERVER_PORTS) -> int:
+    """Return a port that no process listens on, and that no other process of this package has drawn.
 
-    The port is outside the ephemeral range, if `SERVER_PORTS` is: the kernel may assign an ephemeral port to an
-    outgoing connection before the server listens, which for an engine is a minute later.
+    A server may need a minute until it listens; until then another server on its port would answer its health check.
+    The port is outside the ephemeral range, if `among` is: the kernel may assign an ephemeral port to an outgoing
+    connection in the meantime.
     """
-    fixed = SERVER_PORTS[: max(0, _first_ephemeral_port() - SERVER_PORTS.start)]
-    share = fixed[os.getpid() % _PORT_SHARES :: _PORT_SHARES] if len(fixed) >= 1000 else range(0)
-    if len(_drawn) > len(share) // 2:
-        _drawn.clear()
-    candidates = [port for port in random.SystemRandom().sample(share, len(share)) if port not in _drawn]
-    for port in (*candidates, 0):
+    fixed = among[: max(0, _first_ephemeral_port() - among.start)]
+    drawn = random.SystemRandom().choices(fixed, k=1000 if fixed else 0)
+    for port in (*drawn, *[0] * 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
-            _drawn.add(port)
-            return int(probe.getsockname()[1])
+            number = int(probe.getsockname()[1])
+            if _reserve(number):
+                return number
     raise StartupError(f"no port is free on {host}")
+
+
+def _reserve(port: int) -> bool:
+    if sys.platform != "linux":
+        return True
+    reservation = socket.socket(socket.AF_UNIX)
+    try:
+        reservation.bind(f"\0rollout-backend-port-{port}")
+    except OSError:
+        reservation.close()
+        return False
+    if len(_reserved) == _reserved.maxlen:
+        _reserved.popleft().close()
+    _reserved.append(reservation)
+    return True
 
 
 def _first_ephemeral_port() -> int:
