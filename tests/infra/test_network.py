@@ -6,13 +6,21 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
-from rollout_backend.config import load_config
+from agent_wrapper.contract import Sampling
+from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.deploy.image import DOCKERFILE
+from rollout_backend.dialects.registry import DIALECTS
+from rollout_backend.relay.routes import route as relay_route
+from rollout_backend.serving.gateway_process import public_url
+from rollout_backend.serving.model_endpoint import model_endpoint
 
 TEMPLATE = Path(__file__).parents[2] / "infra" / "network.yaml"
 PROCESSES = 4
@@ -35,27 +43,87 @@ def test_cfn_lint_finds_nothing() -> None:
     assert (json.loads(done.stdout or "[]"), done.returncode) == ([], 0), done.stdout + done.stderr
 
 
-def test_a_shards_path_reaches_the_port_of_its_process_without_the_shard(resources, load_template):
-    url = load_template(TEMPLATE)["Outputs"]["PublicUrl"]["Value"]["Fn::Sub"].replace(
-        "${GatewayDomain}", "example.com"
+class LoadBalancer:
+    """The listener of the template, evaluated as by an Application Load Balancer, with its limits."""
+
+    def __init__(self, resources: dict[str, Any]) -> None:
+        self._resources = resources
+        rules = [each for each in resources.values() if "Priority" in each]
+        assert all(rule["ListenerArn"] == {"Ref": "Listener"} for rule in rules)
+        self._rules = sorted(rules, key=lambda rule: rule["Priority"])
+
+    def route(self, url: str) -> tuple[int, str] | None:
+        """Return the port and the path at which a request arrives; None for the 404 of the listener."""
+        target = urlsplit(url).path
+        for rule in self._rules:
+            [condition] = rule["Conditions"]
+            assert condition["Field"] == "path-pattern"
+            patterns = condition["PathPatternConfig"]["Values"]
+            assert len(patterns) <= 3, "match evaluations per condition"
+            assert len(re.findall(r"[*?]", "".join(patterns))) <= 5, "wildcards per rule"
+            assert all(re.fullmatch(r"[A-Za-z0-9_.$/~\"'@:+&*?-]{1,128}", each) for each in patterns)
+            if any(self._matches(pattern, target) for pattern in patterns):
+                [rewrite] = rule["Transforms"][0]["UrlRewriteConfig"]["Rewrites"]
+                [action] = rule["Actions"]
+                group = self._resources[action["TargetGroupArn"]["Ref"]]
+                assert group["Port"] == group["Targets"]["Fn::If"][1][0]["Port"]
+                return group["Port"], re.sub(rewrite["Regex"], rewrite["Replace"].replace("$", "\\"), target)
+        return None
+
+    @staticmethod
+    def _matches(pattern: str, path: str) -> bool:
+        return bool(re.fullmatch("".join({"*": ".*", "?": "."}.get(each, re.escape(each)) for each in pattern), path))
+
+
+def urls_of_run(config: RolloutConfig, shard: int) -> Iterator[str]:
+    """Yield every URL that a run gives to agents, their clients or the reader, and those that clients derive."""
+    claims = SessionClaims(
+        run_id="run", step=0, rollout_id="a.0", attempt=1, session_id="s" * 60, sampling=Sampling(), expires_at=4e9
     )
+    for key_in_path in (False, True):
+        public = public_url(config.gateway, shard, "")
+        endpoint = model_endpoint(public, "model", "secret" * 8, claims, key_in_path=key_in_path)
+        yield endpoint.trajectory_url
+        assert endpoint.heartbeat_url is not None
+        yield endpoint.heartbeat_url
+        for base in (endpoint.base_url, f"{endpoint.base_url}/", f"{endpoint.base_url}/v1"):  # probes of clients
+            yield base
+        for base in (endpoint.base_url, f"{endpoint.base_url}/v1"):
+            yield from (f"{base}/models", f"{base}/models/Qwen/Qwen3-4B")
+            for dialect in DIALECTS:
+                yield from (f"{base}{path}" for path in (dialect.path, dialect.count_path) if path is not None)
+        yield f"{public}/health"  # rollout doctor, and the probe that it prints
+
+
+@pytest.fixture
+def config(load_template: Any) -> RolloutConfig:
+    outputs = load_template(TEMPLATE)["Outputs"]
+    url = outputs["PublicUrl"]["Value"]["Fn::Sub"].replace("${GatewayDomain}", "example.com")
     gateway = {"host": "0.0.0.0", "port": 8000, "processes": PROCESSES, "public_url": url}
     base = {"model": {"path": "/m"}, "storage": {"bucket": "my-bucket"}, "gateway": gateway}
-    config = load_config(base={**base, "runtime": {"kind": "http", "url": "http://agents"}}, env={})
-    assert config.gateway.public_url == url
+    return load_config(base={**base, "runtime": {"kind": "http", "url": "http://agents"}}, env={})
+
+
+def test_every_url_of_a_run_reaches_its_process_without_the_shard(resources, config):
+    balancer = LoadBalancer(resources)
     for shard in range(PROCESSES):
-        rule, group = resources[f"ShardRule{shard}"], resources[f"Shard{shard}"]
-        assert rule["Actions"] == [{"Type": "forward", "TargetGroupArn": {"Ref": f"Shard{shard}"}}]
-        assert group["Port"] == group["Targets"]["Fn::If"][1][0]["Port"] == gateway["port"] + shard
-        [rewrite] = rule["Transforms"][0]["UrlRewriteConfig"]["Rewrites"]
-        path = f"/s/{shard}/v1/chat/completions"
-        assert path.startswith(rule["Conditions"][0]["PathPatternConfig"]["Values"][0].rstrip("*"))
-        assert re.sub(rewrite["Regex"], rewrite["Replace"].replace("$", "\\"), path) == "/v1/chat/completions"
+        urls = list(urls_of_run(config, shard))
+        assert len(urls) > 30
+        expected = {url: (8000 + shard, urlsplit(url).path.removeprefix(f"/s/{shard}")) for url in urls}
+        assert {url: balancer.route(url) for url in urls} == expected
 
 
-def test_everything_but_model_calls_is_answered_by_the_load_balancer(resources):
-    patterns = [resources[f"ShardRule{i}"]["Conditions"][0]["PathPatternConfig"]["Values"] for i in range(PROCESSES)]
-    assert patterns == [[f"/s/{i}/v1/*"] for i in range(PROCESSES)]  # never /control/
+def test_the_relay_forwards_every_url_of_a_run_that_is_a_call(config):
+    for url in urls_of_run(config, 3):
+        path = urlsplit(url).path
+        if not path.endswith(("/health", "/v1", "/v1/")):
+            assert relay_route(path) == ("3", path.removeprefix("/s/3"))
+
+
+def test_everything_else_is_answered_by_the_load_balancer(resources):
+    balancer = LoadBalancer(resources)
+    for path in ("/", "/health", "/v1/models", "/control/revoke", "/s/0/control/revoke", "/s/0/", "/s/4/v1/models"):
+        assert balancer.route(f"https://example.com{path}") is None
     assert resources["Listener"]["DefaultActions"][0]["FixedResponseConfig"] == {"StatusCode": "404"}
     assert (resources["Listener"]["Protocol"], resources["Listener"]["Port"]) == ("HTTPS", 443)
 
