@@ -60,7 +60,7 @@ class Stack:
 
     def __init__(self, template: dict[str, Any], arns: dict[str, str], **parameters: str) -> None:
         self._template = template
-        self._arns = arns  # of the resources that policies refer to, by logical id
+        self._arns = arns  # what refers to resources gets, by logical id
         declared = template["Parameters"]
         assert parameters.keys() <= declared.keys()
         self.parameters = {name: str(given.get("Default", "")) for name, given in declared.items()} | parameters
@@ -79,6 +79,9 @@ class Stack:
         (policy,) = self._properties("AgentRole")["Policies"]
         return self._policy(policy["PolicyDocument"])
 
+    def property(self, resource: str, name: str) -> Any:
+        return self._value(self._properties(resource)[name])
+
     def _properties(self, name: str) -> dict[str, Any]:
         return self._template["Resources"][name]["Properties"]
 
@@ -94,7 +97,7 @@ class Stack:
                     "AWS::AccountId": ACCOUNT,
                     "AWS::StackName": "my-agent",
                 }
-                return {**pseudo, **self.parameters, "AWS::NoValue": None}[name]
+                return {**pseudo, **self._arns, **self.parameters, "AWS::NoValue": None}[name]
             case {"Fn::GetAtt": str(path)}:
                 return self._arns[path.partition(".")[0]]
             case {"Fn::Sub": str(text)}:

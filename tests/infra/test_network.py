@@ -21,6 +21,7 @@ from rollout_backend.dialects.registry import DIALECTS
 from rollout_backend.relay.routes import route as relay_route
 from rollout_backend.serving.gateway_process import public_url
 from rollout_backend.serving.model_endpoint import model_endpoint
+from tests.infra.conftest import Stack
 
 TEMPLATE = Path(__file__).parents[2] / "infra" / "network.yaml"
 PROCESSES = 4
@@ -135,6 +136,21 @@ def test_nothing_reaches_an_agent_and_only_the_load_balancer_reaches_the_gateway
     [calls] = resources["TrainerSecurityGroup"]["SecurityGroupIngress"]
     assert calls["SourceSecurityGroupId"] == {"Ref": "LoadBalancerSecurityGroup"}
     assert (calls["FromPort"], calls["ToPort"]) == (8000, 8000 + PROCESSES - 1)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sources"),
+    [
+        ({}, ["192.0.2.7/32"]),
+        ({"AgentCidr": "0.0.0.0/0"}, ["192.0.2.7/32", "0.0.0.0/0"]),
+        ({"Internet": "false"}, []),
+    ],
+)
+def test_only_the_networks_own_nat_reaches_the_load_balancer_unless_opened(load_template, parameters, sources):
+    network = Stack(load_template(TEMPLATE), {"NatAddress": "192.0.2.7"}, **parameters)
+    rules = network.property("LoadBalancerSecurityGroup", "SecurityGroupIngress")
+    assert [rule["CidrIp"] for rule in rules] == sources
+    assert all((rule["FromPort"], rule["ToPort"]) == (443, 443) for rule in rules)
 
 
 def test_subnets_are_chosen_by_the_ids_of_zones(resources):
