@@ -20,6 +20,7 @@ from agent_wrapper.trajectory import fetch_trajectory
 from rollout_backend.agent_protocols.base import PolledResults, WrittenResults
 from rollout_backend.agent_protocols.registry import agent_protocol
 from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, Translator
+from rollout_backend.checks.preflight import Preflight
 from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
@@ -36,7 +37,6 @@ from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.errors import ServingError
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.observe.archive import RunArchive
-from rollout_backend.preflight import Preflight
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.runtimes.base import AgentRuntime, SessionCalls, VerifierRuntime
 from rollout_backend.runtimes.registry import open_runtime, runtime_class

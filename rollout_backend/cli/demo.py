@@ -62,8 +62,8 @@ def demo(
 
 def _check_agent(agent: Path) -> None:
     """Raise PreflightError if the file cannot be imported."""
+    from rollout_backend.checks.machine import check_agent
     from rollout_backend.core.check_result import raise_problems
-    from rollout_backend.machine_check import check_agent
 
     raise_problems([check_agent(agent)])
 

@@ -97,9 +97,9 @@ async def _examine(
     verbose: bool,
     as_json: bool,
 ) -> int:
+    from rollout_backend.checks.examination import examine
+    from rollout_backend.checks.machine import check_agent
     from rollout_backend.core.tasks import planned_rollouts
-    from rollout_backend.doctor.examination import examine
-    from rollout_backend.machine_check import check_agent
 
     rollouts = None if tasks is None else planned_rollouts(tasks, config.group)
     findings = [check_agent(agent)] if agent is not None else []

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rollout_backend import preflight
+from rollout_backend.checks import preflight
+from rollout_backend.checks.model import check_renderer
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError
-from rollout_backend.machine_check import check_renderer
 from rollout_backend.rendering.image_positions import prepares_images
 from rollout_backend.serving.sglang import IMAGE_CACHE
 from rollout_backend.verl.unsupported import refuse_unsupported

@@ -18,11 +18,11 @@ import pytest
 import yaml
 
 from builders import eventually
+from rollout_backend.checks.machine import check_agent, check_machine
 from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.machine_check import check_agent, check_machine
 from rollout_backend.manager import RolloutManager
 from stub_server import Request, StubServer
 

@@ -19,12 +19,12 @@ from anyio.from_thread import start_blocking_portal
 
 from agent_wrapper.contract import Outcome
 from builders import eventually
-from rollout_backend import preflight
+from rollout_backend.checks import preflight
+from rollout_backend.checks.examination import examine
 from rollout_backend.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.tasks import Task
-from rollout_backend.doctor.examination import examine
 from rollout_backend.errors import PreflightError
 from rollout_backend.janitor.janitor_process import Janitor
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from builders import function_tool, run_config, user
+from rollout_backend.checks.model import check_renderer
 from rollout_backend.config import ModelConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.machine_check import check_renderer
 from rollout_backend.rendering.renderer import load_renderer
 from rollout_backend.rendering.selection import bounded
 from vocabularies import model_folder, template

@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from builders import post, run_config
+from rollout_backend.checks.machine import check_machine
 from rollout_backend.config import RouterConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.gateway.engine_client import EngineClient
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.machine_check import check_machine
 from rollout_backend.serving import router as router_module
 from rollout_backend.serving.router import Router, router_command
 from rollout_backend.serving.server_process import free_port

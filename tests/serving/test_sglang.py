@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from builders import run_config
+from rollout_backend.checks.model import check_experts
 from rollout_backend.config import ExpertShape, ModelConfig, ServingConfig
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.machine_check import _check_experts
 from rollout_backend.serving.external_engine import ExternalEngine
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.placement import ServerNode
@@ -187,7 +187,7 @@ async def test_an_external_server_without_routed_experts_is_refused(monkeypatch)
 def test_the_model_of_routed_experts_is_checked(tmp_path, experts):
     config = {"num_hidden_layers": 4, "num_experts": experts, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = _check_experts(ModelConfig(path=tmp_path, routed_experts=True))
+    found = check_experts(ModelConfig(path=tmp_path, routed_experts=True))
     if experts:
         assert (found.level, found.text) == ("ok", "2 of 8 experts in 4 layers: 8 bytes per token")
     else:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import pytest
 
 from agent_wrapper.contract import Outcome
-from rollout_backend import preflight
+from rollout_backend.checks import preflight
 from rollout_backend.config import RolloutConfig, RuntimeConfig, load_config
 from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.errors import CircuitOpen, ConfigError, InvokeRejected

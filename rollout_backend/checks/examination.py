@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from rollout_backend import aws
-from rollout_backend.collect.store import ResultStore
-from rollout_backend.config import RolloutConfig
-from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.cost import Prices, dollars
-from rollout_backend.doctor.account import (
+from rollout_backend.checks.account import (
     check_clock_and_region,
     check_permissions,
     find_identity,
     needed_permissions,
     region_of_queue,
 )
-from rollout_backend.doctor.installation import check_engine_version, check_open_files, check_packages
-from rollout_backend.doctor.public_address import check_public_address
-from rollout_backend.doctor.token_capture import check_capture
-from rollout_backend.doctor.tool_round_trip import check_tools
-from rollout_backend.preflight import Preflight
+from rollout_backend.checks.installation import check_engine_version, check_open_files, check_packages
+from rollout_backend.checks.model import check_tools
+from rollout_backend.checks.preflight import Preflight
+from rollout_backend.checks.public_address import check_public_address
+from rollout_backend.checks.token_capture import check_capture
+from rollout_backend.collect.store import ResultStore
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.check_result import CheckResult
+from rollout_backend.core.cost import Prices, dollars
 from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.registry import runtime_class
 

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
+from rollout_backend.checks.machine import check_machine
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.collect.queue import check_queue
 from rollout_backend.collect.store import ResultStore
@@ -21,7 +22,6 @@ from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.dispatch.ramp import check_ramp, startable_rollouts
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError
-from rollout_backend.machine_check import check_machine
 from rollout_backend.runtimes.base import AgentRuntime
 from rollout_backend.runtimes.registry import open_runtime, runtime_class
 

@@ -1,4 +1,4 @@
-"""Check what a run needs of this machine: model, renderer, engines, ports, addresses and folders.
+"""Check what a run needs of this machine: engines, ports, addresses and folders, and the model.
 
 Invariants:
 
@@ -23,10 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollout_backend.config import AgentCoreConfig, ModelConfig, RolloutConfig
-from rollout_backend.core.api_error import NO_TOOL_PARSER
+from rollout_backend.checks.model import check_model
+from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.routed_experts import row_bytes
 from rollout_backend.core.verdict import count
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.serving.engine_environment import interpreter
@@ -39,13 +38,12 @@ from rollout_backend.tracing import check_installed
 
 _LOW_BYTES, _FULL_BYTES = 1 << 30, 100 << 20
 _CONNECT_S = 3.0
-_REPLY = "It is 7."
 
 
 def check_machine(config: RolloutConfig) -> list[CheckResult]:
     """Return what was found. Takes some seconds, because it loads the tokenizer."""
     checks: tuple[Callable[[RolloutConfig], Iterator[CheckResult]], ...] = (
-        _check_model,
+        check_model,
         _check_engines,
         _check_router,
         _check_ports,
@@ -100,97 +98,6 @@ def check_agent(script: Path) -> CheckResult:
     lines = re.findall(rf'File "{re.escape(str(script.absolute()))}", line (\d+)', done.stderr)
     where = f", line {lines[-1]}" if lines else ""
     return CheckResult("problem", "agent", f"{script}{where}: {last}")
-
-
-_LONGER = ("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "VLLM_ALLOW_LONG_MAX_MODEL_LEN")
-
-
-def _check_context(config: RolloutConfig) -> CheckResult:
-    model, setting = config.model, "model.context_length"
-    try:
-        tokens = model.context_tokens
-    except ConfigError as error:
-        return CheckResult("problem", setting, str(error))
-    longest = model.longest_context
-    # Engines take a longer one if their arguments or variables say so.
-    forced = any("overrid" in each for each in config.serving.extra_args) or any(map(os.environ.get, _LONGER))
-    if longest is not None and tokens > longest and config.serving.kind != "external" and not forced:
-        text = f"{tokens:,} is above the model's {longest:,}, with which engines do not start: lower it, or set "
-        return CheckResult("problem", setting, f"{text}rope_scaling in the model's config.json")
-    reply = config.sampling.max_tokens
-    if reply is not None and reply >= tokens:
-        text = f"{reply:,} leave no room for a prompt in a context of {tokens:,} tokens: lower it"
-        return CheckResult("problem", "sampling.max_tokens", text)
-    return CheckResult("ok", setting, f"{tokens:,} tokens of context")
-
-
-# --- model and renderer -----------------------------------------------------------------------------------
-
-
-def _check_model(config: RolloutConfig) -> Iterator[CheckResult]:
-    model, here = config.model, config.gateway.kind == "process"
-    there = model.path.is_dir()
-    if here and not there:
-        hint = f": download it first, such as with `hf download {model.path} --local-dir FOLDER`"
-        yield CheckResult(
-            "problem", "model.path", f"there is no folder {model.path}{hint if _is_hub_name(model.path) else ''}"
-        )
-        return
-    if config.serving.kind == "process" and not (model.path / "config.json").is_file():
-        yield CheckResult("problem", "model.path", f"{model.path} is no model folder: it has no config.json")
-        return
-    yield _check_context(config)
-    if there and model.routed_experts:
-        yield _check_experts(model)
-    if there:
-        yield check_renderer(config)
-    else:
-        yield CheckResult("ok", "model.path", f"{model.path} is not on this machine; its gateways must have it")
-
-
-def _check_experts(model: ModelConfig) -> CheckResult:
-    setting = "model.routed_experts"
-    try:
-        shape = model.expert_shape
-    except ConfigError as error:
-        return CheckResult("problem", setting, str(error))
-    assert shape is not None
-    layers, topk, experts = shape
-    text = f"{topk} of {experts} experts in {layers} layers: {row_bytes(shape)} bytes per token"
-    return CheckResult("ok", setting, text)
-
-
-def _is_hub_name(path: Path) -> bool:
-    return not path.is_absolute() and len(path.parts) == 2
-
-
-def check_renderer(config: RolloutConfig) -> CheckResult:
-    """Check that the renderer fits the model in `model.path`, a folder of this machine."""
-    from rollout_backend.rendering.renderer import load_renderer  # transformers are slow to import
-
-    try:
-        bundle = load_renderer(config.model)
-    except ConfigError as error:
-        setting = "model.path" if str(error).startswith("model.path") else "model.renderer"
-        return CheckResult("problem", setting, str(error))
-    try:
-        prompt = bundle.render([{"role": "user", "content": "What is 3 + 4?"}], None)
-        reply = [*bundle.marker_ids(_REPLY), *bundle.stop_token_ids[:1]]
-        parsed = bundle.renderer.parse_response(reply, prompt_ids=prompt)
-        read = f"{parsed.content}{parsed.reasoning_content or ''}"
-    except Exception as error:  # a renderer that does not fit this model may raise anything
-        read = f"{type(error).__name__}: {error}"
-    if _REPLY not in read:
-        return CheckResult(
-            "problem",
-            "model.renderer",
-            f"{bundle.name} does not fit {config.model.path}: the reply {_REPLY!r} is read as {read!r}. Set the "
-            "renderer of this model's family, or default",
-        )
-    text = f"{bundle.name} renders a prompt and reads a reply. {bundle.name} is used because {bundle.reason}"
-    if not bundle.reads_tool_calls:
-        text += f". Agents that offer tools are refused (400): {NO_TOOL_PARSER}"
-    return CheckResult("ok" if bundle.reads_tool_calls else "warning", "model.renderer", text)
 
 
 # --- engines ----------------------------------------------------------------------------------------------

@@ -22,18 +22,17 @@ from agent_wrapper.contract import Trajectory
 from builders import run_config
 from rollout_backend import cli
 from rollout_backend.aws import Identity
+from rollout_backend.checks import token_capture
+from rollout_backend.checks.account import describe_credentials
+from rollout_backend.checks.examination import estimate_cost, examine
+from rollout_backend.checks.installation import check_engine_version, check_open_files, check_packages
+from rollout_backend.checks.model import check_context, check_tools
+from rollout_backend.checks.public_address import _check_name, check_public_address
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.engine_use import EngineSample
-from rollout_backend.doctor import token_capture
-from rollout_backend.doctor.account import describe_credentials
-from rollout_backend.doctor.examination import estimate_cost, examine
-from rollout_backend.doctor.installation import check_engine_version, check_open_files, check_packages
-from rollout_backend.doctor.public_address import _check_name, check_public_address
-from rollout_backend.doctor.tool_round_trip import check_tools
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import Fail, ScriptedEngine
-from rollout_backend.machine_check import _check_context
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 from rollouts import make_rollout
@@ -489,7 +488,7 @@ def test_a_context_that_no_engine_takes(tmp_path, settings, scaling, level, word
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 2048, "rope_scaling": scaling}))
     sampling = {"max_tokens": settings.get("max_tokens")}
     model = {"path": str(tmp_path), "context_length": settings.get("context_length")}
-    found = _check_context(run_config(model=model, sampling=sampling, serving={"kind": "process"}))
+    found = check_context(run_config(model=model, sampling=sampling, serving={"kind": "process"}))
     assert (found.level, words in found.text) == (level, True), found
 
 
