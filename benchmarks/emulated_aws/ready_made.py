@@ -38,7 +38,7 @@ class ReadyMadeResults:
         """`secret` is the run's, which seals them."""
         segments = (_segment(tokens),)
         sealer = Sealer(secret)
-        self._key = sealer._key
+        self._key = sealer._keys[0]
         self._seal = _template_of_seal(sealer, Trajectory(model=MODEL, segments=segments))
         rollout = Rollout(
             run_id="run",
