@@ -27,7 +27,6 @@ from botocore.utils import deep_merge
 
 from rollout_backend import local_keys
 from rollout_backend.aws.call_log import log_call
-from rollout_backend.aws.connection import Response
 from rollout_backend.aws.errors import UNSIGNED, is_html
 from rollout_backend.aws.http_session import HTTPSession
 from rollout_backend.aws.repeated_call import RepeatedCall
@@ -278,7 +277,7 @@ class Credentials:
         self._found, self._frozen = found, frozen
 
 
-async def read_up_to(reply: Response | aiohttp.ClientResponse, limit: int) -> bytes:
+async def read_up_to(reply: aiohttp.ClientResponse, limit: int) -> bytes:
     """Return the first `limit` bytes of a body, without reading the rest."""
     data = bytearray()
     async for piece in reply.content.iter_any():

@@ -30,13 +30,11 @@ from botocore.serialize import create_serializer
 from multidict import CIMultiDict
 
 from rollout_backend.aws.call_log import log_call
-from rollout_backend.aws.connection import Response
 from rollout_backend.aws.errors import CALL_ERRORS, is_html, status_of
 from rollout_backend.aws.http_session import HTTPSession, Route
 from rollout_backend.aws.request_plan import RequestPlan
 from rollout_backend.aws.signer import Request, Signer
 
-_Response = Response | aiohttp.ClientResponse
 _FINAL = (403, 404)  # statuses that aiobotocore does not retry
 
 
@@ -162,7 +160,7 @@ class RepeatedCall:
             route=await self._http.route(request.url),
         )
 
-    async def _send(self, template: _Template, arguments: dict[str, Any]) -> _Response:
+    async def _send(self, template: _Template, arguments: dict[str, Any]) -> aiohttp.ClientResponse:
         planned = None if template.plan is None else template.plan.render(arguments)
         if planned is None:
             given = self._serializer.serialize_to_request({**self._fixed, **arguments}, self._model)
@@ -178,7 +176,7 @@ class RepeatedCall:
         request.headers["Accept-Encoding"] = "identity"
         return await template.route.send(request)
 
-    def _refusal(self, response: _Response, body: bytes) -> ClientError:
+    def _refusal(self, response: aiohttp.ClientResponse, body: bytes) -> ClientError:
         answer = {
             "status_code": response.status,
             "headers": _headers(response),
@@ -203,7 +201,7 @@ class RepeatedCall:
         return reply
 
 
-def _headers(response: _Response) -> dict[str, str]:
+def _headers(response: aiohttp.ClientResponse) -> dict[str, str]:
     return {name.lower(): value for name, value in response.headers.items()}
 
 

@@ -110,7 +110,6 @@ async def test_a_call_without_a_proxy_verifies_the_certificate(played_aws, autho
     authority.issue_cert("localhost").configure_cert(tls)
     server = await asyncio.start_server(played_aws.serve, "127.0.0.1", 0, ssl=tls)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
-    monkeypatch.delattr("aiohttp.ClientSession.request")
     async with opened("bedrock-agentcore", endpoint_url=url) as client:
         await client.repeated("stop_runtime_session", **RUNTIME)(**STOP[3])
     assert len(played_aws.sent) == 1
@@ -174,7 +173,7 @@ async def test_a_line_break_in_a_header_is_not_sent(played_aws, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     async with opened("bedrock-agentcore", endpoint_url=played_aws.url) as client:
         stop = client.repeated("stop_runtime_session", **RUNTIME)
-        with pytest.raises(HTTPClientError, match="line break"):
+        with pytest.raises(HTTPClientError, match="header"):
             await stop(runtimeSessionId=f"{SESSION}\r\nX: y", clientToken="t" * 33)
     assert played_aws.sent == []
 
