@@ -204,7 +204,7 @@ class RolloutManager:
         except TimeoutError:
             gateway = None
         steps, services = [*self._steps.values()], self._started.for_steps
-        self._metrics.update(steps, services, self.servers(), gateway)
+        self._metrics.update(steps, services.dispatcher, services.buffer, self.servers(), gateway)
 
     def _report_serving(self, event: ServingEvent) -> None:
         if self._metrics is not None:

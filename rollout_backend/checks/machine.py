@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from rollout_backend.checks.model import check_model
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.verdict import count
+from rollout_backend.core.formats import count
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.serving.engine_environment import interpreter
 from rollout_backend.serving.gateway_process import check_certificate, gateway_name, is_loopback, public_url

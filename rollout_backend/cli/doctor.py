@@ -113,7 +113,7 @@ async def _examine(
 
 def _print(findings: Sequence[CheckResult], verbose: bool) -> None:
     """Print the findings, the most important ones last, and whether a run can start."""
-    from rollout_backend.core.verdict import count
+    from rollout_backend.core.formats import count
 
     by_level: dict[str, list[CheckResult]] = {level: [] for level in _STYLES}
     for finding in dict.fromkeys(findings):  # several checks may meet one problem

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from rollout_backend.core.engine_use import EngineUse
+from rollout_backend.core.formats import count
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.report import CallRate, LengthBias, StepReport
 from rollout_backend.core.summary import TAIL, StepSummary, duration, tail_share
-from rollout_backend.core.verdict import Finding, Level, count, judge, show_command
+from rollout_backend.core.verdict import Finding, Level, judge, show_command
 
 _SLOW_TAIL, _LONG_WAIT, _LOW_CACHE_HIT = 0.25, 0.25, 0.3
 _LONG_QUEUE = 0.25  # of the requests that run

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.core.formats import count
 from rollout_backend.core.ledger import NO_RESULT
 from rollout_backend.core.records import ResultSummary, RolloutRecord
 from rollout_backend.core.report import GroupReport, StepReport
@@ -179,8 +180,3 @@ def _show(records: Sequence[RolloutRecord]) -> str:
 def show_command(rollout_id: str) -> str:
     """Return the command that shows a rollout of the newest run."""
     return f"rollout show {rollout_id}"
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural if need be."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

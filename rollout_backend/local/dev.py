@@ -23,10 +23,10 @@ from rich.text import Text
 from agent_wrapper.contract import Outcome, Rollout, readable
 from agent_wrapper.daemon_thread import in_thread
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.formats import count
 from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.model_call import Message, ModelCall
 from rollout_backend.core.tasks import Task
-from rollout_backend.core.verdict import count
 from rollout_backend.gateway.conversations import RecordedTurn
 from rollout_backend.local.harness import AgentHarness, AgentRunError, Watcher
 from rollout_backend.scoring.rollout_scorer import scored

@@ -17,8 +17,9 @@ from rich.text import Text
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.cost import Cost, Prices, dollars
+from rollout_backend.core.formats import count
 from rollout_backend.core.step_totals import LastResult
-from rollout_backend.core.verdict import Finding, Level, count
+from rollout_backend.core.verdict import Finding, Level
 from rollout_backend.observe.progress import Progress
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.run_phase import RunPhase

@@ -12,26 +12,26 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.config import ObserveConfig, RolloutConfig
-from rollout_backend.core.ledger import CallTally, Phase
+from rollout_backend.core.ledger import CallTally, Ledger, Phase
 from rollout_backend.core.reasons import WHAT_TO_DO
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.summary import add, duration, seconds_of, span
+from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.observe import metric_names as names
 from rollout_backend.observe.metric_names import Metric
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.server_process import require_port
 from rollout_backend.serving.supervisor import ServingEvent
-from rollout_backend.step.services import StepServices
-from rollout_backend.step.step import Step
 
 _OTHER = "other"  # a reason that an agent chose
 _SHUTDOWN_S = 1.0
@@ -47,6 +47,15 @@ class _Seen:
         """Return by how much a count has grown since the last call; 0 if it was reset."""
         before, self._values[key] = self._values.get(key, 0), value
         return max(0, value - before)
+
+
+class MeteredStep(Protocol):
+    @property
+    def ledger(self) -> Ledger: ...
+
+    @property
+    def latencies(self) -> Sequence[float]:
+        """Return the seconds since the announcement of each result that was announced."""
 
 
 class RunMetrics:
@@ -67,20 +76,21 @@ class RunMetrics:
 
     def update(
         self,
-        steps: Collection[Step],
-        services: StepServices,
+        steps: Collection[MeteredStep],
+        dispatcher: Dispatcher,
+        buffer: RolloutBuffer,
         servers: Iterable[ServerState],
         gateway: GatewayStats | None,
     ) -> None:
-        """Read the current steps, the run's services, and the gateways' counts. None: a gateway did not answer."""
+        """Read the accounts of the run and its current steps. `gateway` is None if a gateway did not answer."""
         for step in steps:
             self._read_step(step)
-        phases = [step.ledger.phases() for step in steps]
+        ledgers = [step.ledger for step in steps]
+        phases = [ledger.phases() for ledger in ledgers]
         for phase in (Phase.PLANNED, Phase.DISPATCHING, Phase.RUNNING, Phase.SCORING):
             self._set(names.OPEN_ROLLOUTS, sum(each[phase] for each in phases), phase)
-        self._set(names.OPEN_SESSIONS, sum(len(step.ledger.open_sessions) for step in steps))
-        self._set(names.INVOKE_RATE, services.dispatcher.invoke_per_s)
-        buffer = services.buffer
+        self._set(names.OPEN_SESSIONS, sum(len(ledger.open_sessions) for ledger in ledgers))
+        self._set(names.INVOKE_RATE, dispatcher.invoke_per_s)
         self._set(names.QUEUE_UP, not buffer.queue_down)
         for kind in ("refused", "stale", "dangling"):
             self._count(names.BAD_MESSAGES, self._services.growth(kind, getattr(buffer, kind)), kind)
@@ -91,10 +101,10 @@ class RunMetrics:
         if gateway is not None:
             self._read_gateway(gateway)
 
-    def end_step(self, step: Step, records: Sequence[RolloutRecord]) -> None:
+    def end_step(self, step: MeteredStep, records: Sequence[RolloutRecord]) -> None:
         """Read a step that is over, and its records."""
         self._read_step(step)
-        del self._steps[step.step]
+        del self._steps[step.ledger.step]
         if records:
             began, ended = span(records)
             self._observe(names.STEP_DURATION, ended - began)
@@ -105,8 +115,8 @@ class RunMetrics:
         """Count an event of an engine, the router or a gateway."""
         self._count(names.SERVER_EVENTS, 1, event.server.partition("-")[0], event.kind)
 
-    def _read_step(self, step: Step) -> None:
-        seen, ledger = self._steps.setdefault(step.step, _Seen()), step.ledger
+    def _read_step(self, step: MeteredStep) -> None:
+        seen, ledger = self._steps.setdefault(step.ledger.step, _Seen()), step.ledger
         for entry in _last(ledger.settled, seen.growth("settled", len(ledger.settled))):
             assert entry.outcome is not None
             reason = entry.reason if entry.reason in WHAT_TO_DO or not entry.reason else _OTHER
@@ -114,8 +124,7 @@ class RunMetrics:
             seconds = duration(entry)
             if entry.delivered and seconds is not None:
                 self._observe(names.DURATION, seconds)
-        latencies = step.results.latencies
-        for seconds in _last(latencies, seen.growth("latencies", len(latencies))):
+        for seconds in _last(step.latencies, seen.growth("latencies", len(step.latencies))):
             self._observe(names.DELIVERY, seconds)
         for kind, value in (("duplicate", ledger.duplicates), ("late", ledger.late), ("unknown", ledger.unknown)):
             self._count(names.EXTRA_RESULTS, seen.growth(kind, value), kind)

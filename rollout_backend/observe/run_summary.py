@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from rollout_backend.core.cost import Cost, Prices
+from rollout_backend.core.formats import count
 from rollout_backend.core.report import StepResult
 from rollout_backend.core.step_findings import findings_of
 from rollout_backend.core.summary import StepSummary, duration, summarize
-from rollout_backend.core.verdict import Finding, Level, Verdict, count, show_command
+from rollout_backend.core.verdict import Finding, Level, Verdict, show_command
 from rollout_backend.observe.live_view import ratio, seconds, sentence
 from rollout_backend.serving.run_phase import RunPhase
 

@@ -15,10 +15,11 @@ from rich.text import Text
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.cost import Cost, Prices
+from rollout_backend.core.formats import count
 from rollout_backend.core.reasons import documented_at
 from rollout_backend.core.step_findings import findings_of
 from rollout_backend.core.summary import Learning, Seconds, StepSummary, TaskRewards, duration, summarize
-from rollout_backend.core.verdict import FailureCount, Finding, Level, count, count_failures, show_command
+from rollout_backend.core.verdict import FailureCount, Finding, Level, count_failures, show_command
 from rollout_backend.errors import ConfigError
 from rollout_backend.observe.archive import RunArchive
 from rollout_backend.observe.live_view import one_line, ratio, seconds

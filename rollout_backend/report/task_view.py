@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_wrapper.contract import Outcome, readable
+from rollout_backend.core.formats import count
 from rollout_backend.core.records import RolloutRecord
 from rollout_backend.core.summary import duration, mean
-from rollout_backend.core.verdict import count, show_command
+from rollout_backend.core.verdict import show_command
 from rollout_backend.observe.live_view import one_line
 
 _MAX_MESSAGE = 160

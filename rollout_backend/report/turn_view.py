@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from agent_wrapper.contract import Rollout, Segment, Turn, readable
+from rollout_backend.core.formats import count
 from rollout_backend.core.summary import mean
-from rollout_backend.core.verdict import count, show_command
+from rollout_backend.core.verdict import show_command
 from rollout_backend.errors import ConfigError
 from rollout_backend.observe.view import plain, print_messages
 from rollout_backend.report.messages import replies_by_turn

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout_backend.config import ServingConfig
-from rollout_backend.core.verdict import count
+from rollout_backend.core.formats import count
 
 
 @dataclass(frozen=True)

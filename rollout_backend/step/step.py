@@ -322,6 +322,11 @@ class Step:
 
     # --- what it reports ----------------------------------------------------------------------------------
 
+    @property
+    def latencies(self) -> list[float]:
+        """Return the seconds since the announcement of each result that was announced."""
+        return self.results.latencies
+
     def records(self) -> list[RolloutRecord]:
         """Return one record for each planned rollout."""
         return self.results.records()

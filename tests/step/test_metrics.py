@@ -42,11 +42,18 @@ async def test_a_steps_rollouts_calls_and_times_are_counted_once(open_bench):
     bench.agents.before = refuse_once
     metrics = RunMetrics(bench.config)
     value = metrics.registry.get_sample_value
-    metrics.update([step], bench.services, SERVERS, None)
+    accounts = [step], bench.services.dispatcher, bench.services.buffer, SERVERS
+    metrics.update(*accounts, None)
     assert value("rollout_gateway_up") == 0
     bench.check_ended(await step.run())
     for _ in range(2):
-        metrics.update([step], bench.services, SERVERS, Counters(calls=5, errors={"x": 1}).snapshot(1, 0, 2))
+        metrics.update(
+            [step],
+            bench.services.dispatcher,
+            bench.services.buffer,
+            SERVERS,
+            Counters(calls=5, errors={"x": 1}).snapshot(1, 0, 2),
+        )
     metrics.end_step(step, step.records())
     assert value("rollout_rollouts_total", {"outcome": "completed", "reason": ""}) == 1
     assert value("rollout_rollouts_total", {"outcome": "agent_error", "reason": "other"}) == 1
@@ -69,7 +76,13 @@ async def test_the_endpoint_serves_each_metric_with_its_type_and_labels(open_ben
     bench.check_ended(await step.run())
 
     async def refresh():
-        metrics.update([step], bench.services, SERVERS, Counters(errors={"x": 1}).snapshot(0, 0, 0))
+        metrics.update(
+            [step],
+            bench.services.dispatcher,
+            bench.services.buffer,
+            SERVERS,
+            Counters(errors={"x": 1}).snapshot(0, 0, 0),
+        )
 
     async with serve_metrics(bench.config.observe, metrics, refresh) as url, httpx.AsyncClient() as client:
         await refresh()
