@@ -43,10 +43,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.manager import RolloutManager
+from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.serving.server_process import ServerProcess, free_port
 
 HERE = Path(__file__).parent

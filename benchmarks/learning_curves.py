@@ -53,7 +53,7 @@ from run_all import machine
 from training_step import METRICS, Example, agent_loop_overrides, example_module, steps_of, write_questions
 from warm_start import make_warm_model, question
 
-from rollout_backend.core.report import StepReport
+from rollout_backend.results.step_report import StepReport
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 
 HERE = Path(__file__).parent

@@ -43,7 +43,7 @@ from agent_wrapper.contract import Rollout
 from rollout_backend import GroupResult, RolloutManager, StepResult, Task, load_config
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.observe.archive import RunArchive
+from rollout_backend.results.archive import RunArchive
 from rollout_backend.serving.install import find_model
 from rollout_backend.serving.server_process import ServerProcess
 from rollout_backend.verl.verl_settings import run_id_of

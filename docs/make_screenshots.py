@@ -28,14 +28,14 @@ sys.path.append(str(HERE.parent / "tests" / "support"))
 from agent_wrapper.contract import Outcome  # noqa: E402
 from chromium import run_chromium  # noqa: E402
 from made_runs import MadeRun, make_run  # noqa: E402
-from rollout_backend.core.cost import Prices, Usage  # noqa: E402
 from rollout_backend.core.ledger import Phase  # noqa: E402
-from rollout_backend.core.step_totals import LastResult  # noqa: E402
-from rollout_backend.core.verdict import FailureCount  # noqa: E402
 from rollout_backend.gateway.stats import Counters  # noqa: E402
-from rollout_backend.observe.live_view import History, Snapshot, frame  # noqa: E402
-from rollout_backend.observe.progress import Progress  # noqa: E402
-from rollout_backend.report.files import write_report  # noqa: E402
+from rollout_backend.results.cost import Prices, Usage  # noqa: E402
+from rollout_backend.results.page.files import write_report  # noqa: E402
+from rollout_backend.results.progress import Progress  # noqa: E402
+from rollout_backend.results.step_totals import LastResult  # noqa: E402
+from rollout_backend.results.terminal.live_view import History, Snapshot, frame  # noqa: E402
+from rollout_backend.results.verdict import FailureCount  # noqa: E402
 from rollout_backend.serving.engine_fleet import ServerState  # noqa: E402
 from rollout_backend.serving.install import find_model  # noqa: E402
 from rollout_backend.serving.run_phase import RunPhase  # noqa: E402

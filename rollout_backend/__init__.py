@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from agent_wrapper.contract import Turn as Turn
     from rollout_backend.config import RolloutConfig as RolloutConfig
     from rollout_backend.config import load_config as load_config
-    from rollout_backend.core.report import GroupResult as GroupResult
-    from rollout_backend.core.report import StepReport as StepReport
-    from rollout_backend.core.report import StepResult as StepResult
     from rollout_backend.core.tasks import Task as Task
     from rollout_backend.core.tasks import read_tasks as read_tasks
     from rollout_backend.errors import CircuitOpen as CircuitOpen
@@ -45,18 +42,21 @@ if TYPE_CHECKING:
     from rollout_backend.errors import WeightsMismatch as WeightsMismatch
     from rollout_backend.errors import WeightUpdateFailed as WeightUpdateFailed
     from rollout_backend.manager import RolloutManager as RolloutManager
-    from rollout_backend.observe.progress import Progress as Progress
+    from rollout_backend.results.progress import Progress as Progress
+    from rollout_backend.results.step_report import GroupResult as GroupResult
+    from rollout_backend.results.step_report import StepReport as StepReport
+    from rollout_backend.results.step_report import StepResult as StepResult
     from rollout_backend.serving.adapters import AdapterUpdate as AdapterUpdate
     from rollout_backend.serving.weights import WeightUpdate as WeightUpdate
 
 _MODULES = {
     "rollout_backend.manager": ("RolloutManager",),
-    "rollout_backend.observe.progress": ("Progress",),
+    "rollout_backend.results.progress": ("Progress",),
     "rollout_backend.serving.adapters": ("AdapterUpdate",),
     "rollout_backend.serving.weights": ("WeightUpdate",),
     "rollout_backend.config": ("RolloutConfig", "load_config"),
     "rollout_backend.core.tasks": ("Task", "read_tasks"),
-    "rollout_backend.core.report": ("StepResult", "StepReport", "GroupResult"),
+    "rollout_backend.results.step_report": ("StepResult", "StepReport", "GroupResult"),
     "agent_wrapper.contract": ("Rollout", "Outcome", "Segment", "Turn", "Sampling"),
     "rollout_backend.errors": (
         "RolloutBackendError",

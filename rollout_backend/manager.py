@@ -35,18 +35,19 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.core.harbor import fit_to_runtime
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.manifest import Manifest
-from rollout_backend.core.records import RolloutRecord
-from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.tasks import Task, check_private, check_unique, planned_rollouts
-from rollout_backend.core.trace import Span, rollout_spans
+from rollout_backend.core.trace import Span
 from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import CircuitOpen, ConfigError, RolloutBackendError, RunHeld, ServingError
 from rollout_backend.garbage_collection import rare_full_collections
 from rollout_backend.logs import log_fields
-from rollout_backend.observe.archive import RunArchive
-from rollout_backend.observe.first_call import FirstCall
-from rollout_backend.observe.progress import Progress
-from rollout_backend.observe.run_info import RunStart, RunState, StartedBy
+from rollout_backend.results.archive import RunArchive
+from rollout_backend.results.first_call import FirstCall
+from rollout_backend.results.progress import Progress
+from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.rollout_spans import rollout_spans
+from rollout_backend.results.run_info import RunStart, RunState, StartedBy
+from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.run_services import RunServices
 from rollout_backend.serving.adapters import AdapterUpdate
 from rollout_backend.serving.engine import reported_version
@@ -62,7 +63,7 @@ if TYPE_CHECKING:  # only a run with metrics loads prometheus_client
     import torch
 
     from rollout_backend.gateway.stats import GatewayStats
-    from rollout_backend.observe.metrics import RunMetrics
+    from rollout_backend.results.metrics import RunMetrics
 
 log = logging.getLogger(__name__)
 
@@ -178,14 +179,14 @@ class RolloutManager:
     def _make_metrics(self) -> RunMetrics | None:
         if self.config.observe.metrics_port is None:
             return None
-        from rollout_backend.observe.metrics import RunMetrics
+        from rollout_backend.results.metrics import RunMetrics
 
         return RunMetrics(self.config)
 
     async def _serve_metrics(self, stack: AsyncExitStack) -> None:
         if self._metrics is None:
             return
-        from rollout_backend.observe.metrics import serve_metrics
+        from rollout_backend.results.metrics import serve_metrics
 
         serving = serve_metrics(self.config.observe, self._metrics, self._update_metrics)
         self._on_status(f"metrics: {await stack.enter_async_context(serving)}")

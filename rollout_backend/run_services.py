@@ -36,7 +36,7 @@ from rollout_backend.core.session_ends import SessionEnds
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.errors import ServingError
 from rollout_backend.janitor.janitor_process import Janitor
-from rollout_backend.observe.archive import RunArchive
+from rollout_backend.results.archive import RunArchive
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.runtimes.base import AgentRuntime, SessionCalls, VerifierRuntime
 from rollout_backend.runtimes.registry import open_runtime, runtime_class

@@ -38,7 +38,7 @@ FOLDERS = {  # and modules, with the extra that they need; those that are not he
     "rollout_backend/deploy": "deploy",
     "rollout_backend/local": "local",
     "rollout_backend/relay": "relay",
-    "rollout_backend/report/inspect_logs.py": "inspect",
+    "rollout_backend/results/inspect_logs.py": "inspect",
     "rollout_backend/testing": "local",
     "rollout_backend/tracing.py": "otel",
     "rollout_backend/verl": "verl",

@@ -20,12 +20,12 @@ from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, RolloutConfig, StorageConfig
 from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.manifest import Manifest
-from rollout_backend.core.records import RolloutRecord, records_of
-from rollout_backend.core.report import StepResult, make_report
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.errors import InvokeRejected, RunHeld, ServingError, StoreError, WriteConflict
 from rollout_backend.manager import RolloutManager
+from rollout_backend.results.records import RolloutRecord, records_of
+from rollout_backend.results.step_report import StepResult, make_report
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.testing.fault_proxy import Fault, Rule
 

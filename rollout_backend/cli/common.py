@@ -19,12 +19,12 @@ from rich.console import Console
 from agent_wrapper.contract import readable
 from rollout_backend.config import RolloutConfig, load_config, merge_overrides
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError, TaskFileError
-from rollout_backend.observe.keys import restore_terminals
+from rollout_backend.results.terminal.keys import restore_terminals
 
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
     from rollout_backend.deploy.target import Target
-    from rollout_backend.observe.run_output import RunOutput
+    from rollout_backend.results.terminal.run_output import RunOutput
 
 _PIPE_WIDTH = 1000  # a pipe has no width, and a tool that reads it should get whole lines
 
@@ -132,7 +132,7 @@ def run_output(quiet: bool, verbose: bool, as_json: bool) -> RunOutput:
     Raises:
         ConfigError: more than one of the options is set.
     """
-    from rollout_backend.observe.run_output import RunOutput
+    from rollout_backend.results.terminal.run_output import RunOutput
 
     if quiet + verbose + as_json > 1:
         raise ConfigError("choose one of --quiet, --verbose and --json")

@@ -23,8 +23,8 @@ def compare(
 
 
 def _compare(first: str, second: str, as_json: bool) -> None:
-    from rollout_backend.observe.comparison import compare_runs
-    from rollout_backend.observe.comparison_view import print_comparison
+    from rollout_backend.results.run_comparison import compare_runs
+    from rollout_backend.results.terminal.comparison_view import print_comparison
 
     found = compare_runs(find_run(first), find_run(second))
     print(found.model_dump_json()) if as_json else print_comparison(console, found)

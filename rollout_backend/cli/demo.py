@@ -16,7 +16,7 @@ from rollout_backend.config import EngineName, load_config
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollout_backend.observe.run_output import RunOutput
+    from rollout_backend.results.terminal.run_output import RunOutput
 
 EXAMPLE = Path(__file__).parents[1] / "local" / "demo"
 """`examples/arithmetic`, which the installed package contains."""
@@ -82,7 +82,7 @@ async def _demo(
 ) -> int:
     from rollout_backend.core.tasks import read_tasks
     from rollout_backend.local.cloud import LocalCloud
-    from rollout_backend.observe.run_info import agent_of
+    from rollout_backend.results.run_info import agent_of
 
     found = read_tasks(tasks)
     wanted = found[:limit]

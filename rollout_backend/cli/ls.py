@@ -25,7 +25,7 @@ def _ls(runs: Path, as_json: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from rollout_backend.observe.run_list import list_runs
+    from rollout_backend.results.run_list import list_runs
 
     found = list_runs(runs)
     if as_json:

@@ -12,7 +12,7 @@ from rollout_backend.cli.common import NewestRun, console, errors, exit_codes, f
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollout_backend.observe.replay import ReplayedStep
+    from rollout_backend.results.replay import ReplayedStep
 
 
 def replay(
@@ -34,7 +34,7 @@ def replay(
 
 def _replay(run: str | None, step: int | None, out: Path | None, as_json: bool) -> None:
     from rollout_backend.atomic_file import write_file
-    from rollout_backend.observe.replay import replay_step, rows_as_parquet
+    from rollout_backend.results.replay import replay_step, rows_as_parquet
 
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out {out} must be a .parquet file")
@@ -56,7 +56,7 @@ def _replay(run: str | None, step: int | None, out: Path | None, as_json: bool) 
 
 
 def _print(found: ReplayedStep) -> None:
-    from rollout_backend.core.training_rows import rollout_digest, step_digest
+    from rollout_backend.results.training_rows import rollout_digest, step_digest
 
     lines = [f"{rollout.rollout_id}: {rollout_digest(rollout)}" for rollout in found.rollouts]
     rows = sum(len(rollout.segments) for rollout in found.rollouts)
@@ -69,7 +69,7 @@ def _print(found: ReplayedStep) -> None:
 
 
 def _print_json(found: ReplayedStep) -> None:
-    from rollout_backend.core.training_rows import rollout_digest, step_digest
+    from rollout_backend.results.training_rows import rollout_digest, step_digest
 
     content = {
         "step": found.step,

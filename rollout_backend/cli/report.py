@@ -25,7 +25,7 @@ def report(
     with exit_codes():
         folder = find_run(run)
         other = find_run(against) if against is not None else None
-        from rollout_backend.report.files import write_report
+        from rollout_backend.results.page.files import write_report
 
         try:
             path = write_report(folder, other)

@@ -34,8 +34,8 @@ from rollout_backend.errors import ConfigError, RolloutBackendError
 
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
-    from rollout_backend.observe.run_info import StartedBy
-    from rollout_backend.observe.run_output import RunOutput
+    from rollout_backend.results.run_info import StartedBy
+    from rollout_backend.results.terminal.run_output import RunOutput
 
 _RESTARTS = {
     "local": "its S3 was on this machine and ended with it; start it again with `rollout run --local`",
@@ -135,8 +135,8 @@ def _read_run(folder: Path, overrides: Sequence[str]) -> tuple[RolloutConfig, Se
     Raises:
         ConfigError: the run cannot be resumed, and why.
     """
-    from rollout_backend.observe.archive import CONFIG, RunArchive
-    from rollout_backend.observe.run_info import secret_settings
+    from rollout_backend.results.archive import CONFIG, RunArchive
+    from rollout_backend.results.run_info import secret_settings
 
     archive = RunArchive(folder)
     try:
@@ -182,14 +182,14 @@ async def collect_step(
     Raises:
         ConfigError: `min_completed` is more than the step plans.
     """
-    from rollout_backend.core.cost import Prices
     from rollout_backend.core.harbor import fit_to_runtime
     from rollout_backend.core.tasks import check_private, planned_rollouts
-    from rollout_backend.core.verdict import count_failures, judge
     from rollout_backend.manager import RolloutManager
-    from rollout_backend.observe.run_summary import RunSummary
-    from rollout_backend.observe.view import print_step
-    from rollout_backend.report.files import try_to_write_report
+    from rollout_backend.results.cost import Prices
+    from rollout_backend.results.page.files import try_to_write_report
+    from rollout_backend.results.terminal.run_summary import RunSummary
+    from rollout_backend.results.terminal.view import print_step
+    from rollout_backend.results.verdict import count_failures, judge
 
     check_private(tasks, config.scoring.enabled)
     fit_to_runtime(tasks, config.runtime)
@@ -245,7 +245,7 @@ def _resume_command(config: RolloutConfig, min_completed: int) -> str:
 
 
 def _again_command(config: RolloutConfig) -> str:
-    from rollout_backend.observe.archive import CONFIG, RunArchive
+    from rollout_backend.results.archive import CONFIG, RunArchive
 
     tasks = RunArchive(config.run_dir).tasks_file(0)
     files = shlex.join([str(config.run_dir / CONFIG), "--tasks", str(tasks)])

@@ -14,16 +14,16 @@ from rollout_backend.cli.common import RUNS, complete_run, console, exit_codes, 
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollout_backend.core.records import RolloutRecord
-    from rollout_backend.observe.archive import RunArchive
+    from rollout_backend.results.archive import RunArchive
+    from rollout_backend.results.records import RolloutRecord
 
 _LISTED = 20
 
 
 def complete_id(context: typer.Context, incomplete: str) -> list[str]:
     """Return the runs that begin so, and the tasks of a run's newest step. A task alone has its rollouts with it."""
-    from rollout_backend.observe.archive import RunArchive
-    from rollout_backend.report.run_names import RunNames
+    from rollout_backend.results.archive import RunArchive
+    from rollout_backend.results.run_names import RunNames
 
     run = context.params.get("run")
     runs = complete_run(incomplete) if run is None else []
@@ -92,7 +92,7 @@ def _show(name: str | None, run: str | None, step: int | None, turn: int | None,
 
 def _show_similar(shown: _Shown, name: str, *, other_runs: bool) -> None:
     """Show what begins with the name. Raises ConfigError with what it may mean unless that is one thing."""
-    from rollout_backend.report.run_names import RunNames
+    from rollout_backend.results.run_names import RunNames
 
     names = RunNames.read(shown.archive, shown.steps())
     found = (name,) if name in names.tasks else names.starting_with(name)
@@ -120,7 +120,7 @@ class _Shown:
     """Shows parts of one run."""
 
     def __init__(self, folder: Path, step: int | None, turn: int | None, as_json: bool) -> None:
-        from rollout_backend.observe.archive import RunArchive
+        from rollout_backend.results.archive import RunArchive
 
         self.folder, self.step, self.turn, self.as_json = folder, step, turn, as_json
         self.archive: RunArchive = RunArchive(folder)
@@ -135,7 +135,7 @@ class _Shown:
         return _run_option(self.folder)
 
     def run(self) -> None:
-        from rollout_backend.report.run_view import STEPS, RunView
+        from rollout_backend.results.terminal.run_view import STEPS, RunView
 
         if self.turn is not None:
             raise ConfigError("--turn shows a turn of one rollout: name the rollout")
@@ -144,9 +144,9 @@ class _Shown:
 
     def task(self, task_id: str) -> bool:
         """Show the rollouts of a task, step by step. Return False if the run has no such task."""
-        from rollout_backend.report.run_data import read_run_id
-        from rollout_backend.report.run_names import payload_of
-        from rollout_backend.report.task_view import TaskView
+        from rollout_backend.results.run_data import read_run_id
+        from rollout_backend.results.run_names import payload_of
+        from rollout_backend.results.terminal.task_view import TaskView
 
         records = [record for record in self.archive.find_task(task_id) if self.step in (None, record.step)]
         if records and self.turn is not None:
@@ -175,7 +175,7 @@ class _Shown:
         return bool(steps)
 
     def _one(self, record: RolloutRecord | None, result: Rollout | None) -> None:
-        from rollout_backend.observe.view import print_record, print_rollout
+        from rollout_backend.results.terminal.view import print_record, print_rollout
 
         if self.as_json:
             found = result or record
@@ -188,9 +188,9 @@ class _Shown:
             print_record(console, record, with_outcome=result is None)
 
     def _turn(self, result: Rollout | None, rollout_id: str) -> None:
-        from rollout_backend.report.run_data import read_config
-        from rollout_backend.report.token_text import TokenText
-        from rollout_backend.report.turn_view import TurnView
+        from rollout_backend.results.page.token_text import TokenText
+        from rollout_backend.results.run_data import read_config
+        from rollout_backend.results.terminal.turn_view import TurnView
 
         assert self.turn is not None
         if result is None:

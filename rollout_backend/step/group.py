@@ -6,8 +6,8 @@ from agent_wrapper.contract import Rollout
 from rollout_backend.config import GroupConfig
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.core.policy import GroupState
-from rollout_backend.core.report import GroupResult, failures_of
 from rollout_backend.core.tasks import Task
+from rollout_backend.results.step_report import GroupResult, failures_of
 from rollout_backend.step.rollout_task import RolloutTask
 
 

@@ -18,9 +18,9 @@ from concurrent.futures import Future
 
 from agent_wrapper.contract import ContractError, Rollout
 from rollout_backend.core.engine_use import EngineUseMeter
-from rollout_backend.core.records import RolloutRecord, records_of
-from rollout_backend.core.report import StepResult, failures_of, make_report
-from rollout_backend.core.trace import Delivery
+from rollout_backend.results.records import RolloutRecord, records_of
+from rollout_backend.results.rollout_spans import Delivery
+from rollout_backend.results.step_report import StepResult, failures_of, make_report
 from rollout_backend.step.group import Group
 from rollout_backend.step.rollout_task import RolloutTask, StepContext
 from rollout_backend.step.scoring import StepScoring

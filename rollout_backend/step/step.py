@@ -24,12 +24,12 @@ from agent_wrapper.contract import Outcome, Sampling
 from rollout_backend.core.ledger import TASK_BLOCKED, Ledger, Phase, PlannedRollout
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.policy import GroupPolicy, StragglerRule, Stragglers
-from rollout_backend.core.records import RolloutRecord
-from rollout_backend.core.report import GroupResult, StepResult
-from rollout_backend.core.step_totals import StepTotals
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
 from rollout_backend.logs import bind_log_fields
+from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.step_report import GroupResult, StepResult
+from rollout_backend.results.step_totals import StepTotals
 from rollout_backend.step.absence_check import AbsenceCheck
 from rollout_backend.step.group import Group
 from rollout_backend.step.plan import StepPlan

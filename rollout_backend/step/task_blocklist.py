@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from agent_wrapper.contract import ContractError, blocklist_prefix
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.core.ledger import Ledger
-from rollout_backend.core.report import StepFailure, failures_of
 from rollout_backend.errors import StoreError
+from rollout_backend.results.step_report import StepFailure, failures_of
 
 log = logging.getLogger(__name__)
 

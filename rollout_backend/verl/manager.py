@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from agent_wrapper.contract import Rollout
-from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.staleness import AbandonedWeights
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
-from rollout_backend.report.files import try_to_write_report
+from rollout_backend.results.page.files import try_to_write_report
+from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.serving.supervisor import ServingEvent
 from rollout_backend.verl import row_formats, verl_api
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from rollout_backend.core.earlier_batches import Origin
-from rollout_backend.core.report import GroupResult
 from rollout_backend.core.staleness import AbandonedWeights
 from rollout_backend.core.tasks import Task
+from rollout_backend.results.step_report import GroupResult
 
 Request = tuple[dict[str, Any], Task]  # a row of verl's batch, and its task
 

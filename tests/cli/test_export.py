@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from made_runs import MadeRun, make_run
-from rollout_backend.observe.archive import RunArchive
+from rollout_backend.results.archive import RunArchive
 
 
 def test_the_newest_run_or_a_named_one(rollout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

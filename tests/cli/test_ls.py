@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.observe.run_list import list_runs
+from rollout_backend.results.run_list import list_runs
 from run_folders import write_run
 
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend import cli
-from rollout_backend.core.records import ResultSummary, RolloutRecord
 from rollout_backend.core.tasks import Task
-from rollout_backend.observe.archive import RunArchive
+from rollout_backend.results.archive import RunArchive
+from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollouts import make_rollout, make_segment
 
 SCORER = """

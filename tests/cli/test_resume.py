@@ -19,8 +19,8 @@ from agent_wrapper.contract import Rollout
 from builders import run_config, until
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.observe.archive import RunArchive
-from rollout_backend.observe.run_info import RunStart, StartedBy
+from rollout_backend.results.archive import RunArchive
+from rollout_backend.results.run_info import RunStart, StartedBy
 
 AWS_KEY = "aws-secret-access-key-of-the-trainer"
 SIGNED = re.compile(rb"eyJ[\w-]+(?=\.[\w-]{43})")  # claims with their signature

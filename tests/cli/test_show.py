@@ -14,7 +14,7 @@ from made_runs import MadeRun, make_run
 from rollout_backend.cli import app
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.observe.archive import RunArchive
+from rollout_backend.results.archive import RunArchive
 from stub_server import StubServer
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_backend.core.engine_use import EngineSample, EngineUse, EngineUseMeter
-from rollout_backend.core.step_findings import engine_findings
+from rollout_backend.results.findings import engine_findings
 
 
 def use_of(*samples: list[EngineSample]) -> EngineUse:

@@ -35,13 +35,13 @@ from builders import eventually, served
 from rollout_backend import aws
 from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, StorageConfig, load_config
-from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CredentialsExpired
 from rollout_backend.local.cloud import LocalRuntime, LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
+from rollout_backend.results.step_report import StepResult
 from rollout_backend.serving.server_process import ServerProcess
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 from rollouts import make_claims

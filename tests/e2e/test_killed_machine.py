@@ -20,10 +20,10 @@ from agent_wrapper.contract import Outcome
 from builders import eventually
 from ray_cluster import REMOVABLE, machine, ray_machines
 from rollout_backend.config import load_config
-from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
+from rollout_backend.results.step_report import StepResult
 from rollout_backend.serving.forward_pass import reference_logprobs
 from rollout_backend.serving.install import find_engine
 from rollout_backend.serving.supervisor import ServingEvent

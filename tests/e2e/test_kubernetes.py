@@ -18,13 +18,13 @@ from builders import eventually
 from kubernetes_bench import Containers
 from rollout_backend.config import KubernetesConfig, load_config
 from rollout_backend.core.harbor import VERIFIER
-from rollout_backend.core.report import StepResult
 from rollout_backend.core.task_container import TaskContainer
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.local.spawner import PreforkSpawner
 from rollout_backend.manager import RolloutManager
+from rollout_backend.results.step_report import StepResult
 from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 from rollout_backend.serving.server_process import free_port
 from rollouts import make_rollout

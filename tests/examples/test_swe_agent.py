@@ -20,7 +20,7 @@ from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.tasks import read_tasks
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
-from rollout_backend.observe.archive import RunArchive
+from rollout_backend.results.archive import RunArchive
 from rollout_backend.serving.server_process import free_port
 from tests.emulators.kubernetes_emulator import KubernetesEmulator
 from tests.emulators.kubernetes_images import FolderImage, can_make_containers

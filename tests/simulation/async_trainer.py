@@ -22,9 +22,9 @@ from rollout_backend.core.adapter import number_of
 from rollout_backend.core.batch_numbers import batch_number
 from rollout_backend.core.earlier_batches import EarlierBatches, Origin
 from rollout_backend.core.manifest import Manifest, digest_of
-from rollout_backend.core.report import GroupResult, StepResult
 from rollout_backend.core.staleness import groups_to_await
 from rollout_backend.core.tasks import Task
+from rollout_backend.results.step_report import GroupResult, StepResult
 
 AHEAD = 2  # batches, and the age limit
 TRAINING_S = 0.3

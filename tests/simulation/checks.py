@@ -10,7 +10,7 @@ from rollout_backend.collect.queue import Message
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.ledger import STORE_UNAVAILABLE
 from rollout_backend.core.manifest import payload_digest
-from rollout_backend.core.report import StepResult
+from rollout_backend.results.step_report import StepResult
 from rollout_backend.step.step import Step
 from tests.simulation.gateway import HEARTBEAT_S
 from tests.simulation.s3 import BUCKET, MAX_RESULT_BYTES

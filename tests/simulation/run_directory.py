@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_backend.core.manifest import Manifest
-from rollout_backend.observe.archive import RunArchive
+from rollout_backend.results.archive import RunArchive
 from rollout_backend.step.in_flight import InFlightLog
 from tests.simulation.environment import Environment
 from tests.simulation.s3 import Bucket

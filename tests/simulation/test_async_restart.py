@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_backend.core.manifest import Manifest
-from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
+from rollout_backend.results.step_report import StepResult
 from rollout_backend.step.step import Step
 from tests.simulation.async_trainer import AHEAD, AsyncTrainer
 

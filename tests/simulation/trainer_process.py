@@ -17,10 +17,10 @@ from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.core.circuit_breaker import CircuitBreaker
 from rollout_backend.core.heartbeats import Heartbeats
 from rollout_backend.core.ledger import PlannedRollout, ResultStatus
-from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.errors import CircuitOpen, RunHeld, StoreError
+from rollout_backend.results.step_report import StepResult
 from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.step.services import StepServices

@@ -16,7 +16,7 @@ from builders import eventually, skip
 from rollout_backend.atomic_file import write_file
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RuntimeUnavailable, ServingError, Throttled
-from rollout_backend.observe.archive import RunArchive
+from rollout_backend.results.archive import RunArchive
 from step_bench import Agents, only
 
 LATE = 81  # seconds after which a rollout of a bench is overdue

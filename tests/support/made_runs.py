@@ -15,11 +15,11 @@ from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, Ver
 from builders import function_call
 from rollout_backend.core.engine_use import EngineUse
 from rollout_backend.core.ledger import Ledger, PlannedRollout
-from rollout_backend.core.records import records_of
-from rollout_backend.core.report import GroupResult, failures_of, make_report
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.observe.archive import RunArchive
+from rollout_backend.results.archive import RunArchive
+from rollout_backend.results.records import records_of
+from rollout_backend.results.step_report import GroupResult, failures_of, make_report
 
 BEGAN = 1_795_350_000.0
 FRUIT = {"melon": 9, "pear": 3, "plum": 2, "kiwi": 4, "fig": 6, "lime": 5, "date": 7, "apple": 8}

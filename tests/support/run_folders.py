@@ -8,10 +8,10 @@ from typing import Any
 
 from agent_wrapper.contract import Outcome
 from builders import run_config
-from rollout_backend.core.records import ResultSummary, RolloutRecord
 from rollout_backend.core.tasks import Task
-from rollout_backend.observe.archive import RunArchive
-from rollout_backend.observe.run_info import RunStart, RunState
+from rollout_backend.results.archive import RunArchive
+from rollout_backend.results.records import ResultSummary, RolloutRecord
+from rollout_backend.results.run_info import RunStart, RunState
 
 
 def write_run(

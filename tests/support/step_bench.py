@@ -20,11 +20,11 @@ from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.circuit_breaker import CircuitBreaker, describe_log
 from rollout_backend.core.ledger import Ledger
-from rollout_backend.core.report import StepResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.dispatch.call_queue import CallQueue
 from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.dispatch.session_closer import SessionCloser
+from rollout_backend.results.step_report import StepResult
 from rollout_backend.step.services import StepServices
 from rollout_backend.step.step import Step
 from rollouts import make_rollout

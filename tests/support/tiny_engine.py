@@ -12,8 +12,8 @@ import aiohttp
 
 from builders import processes_with
 from rollout_backend.config import EngineName
-from rollout_backend.core.report import StepResult
 from rollout_backend.manager import RolloutManager
+from rollout_backend.results.step_report import StepResult
 
 _MAKE = (
     "import sys; from pathlib import Path; from rollout_backend.local.tiny_model import make_tiny_model\n"

@@ -21,11 +21,11 @@ import pytest
 import yaml
 
 from agent_wrapper.contract import Rollout
-from rollout_backend.core.report import StepReport
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.local_keys import client_keys
+from rollout_backend.results.step_report import StepReport
 from rollout_backend.serving.server_process import ServerProcess
 from verl_cpu.environment import environment, overrides
 

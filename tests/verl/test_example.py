@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_backend.core.report import StepReport
+from rollout_backend.results.step_report import StepReport
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 

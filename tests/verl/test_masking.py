@@ -14,8 +14,8 @@ from verl import DataProto
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from agent_wrapper.contract import Failure, Outcome, Rollout
-from rollout_backend.core.report import GroupResult
 from rollout_backend.core.tasks import Task
+from rollout_backend.results.step_report import GroupResult
 from rollout_backend.verl.metrics import as_metrics, count_group
 from rollout_backend.verl.row_formats import legacy_batch
 from rollout_backend.verl.rows import Rows, mask_group, rows_of

@@ -20,7 +20,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.manager import RolloutManager
-from rollout_backend.observe.replay import replay_step, rows_as_parquet
+from rollout_backend.results.replay import replay_step, rows_as_parquet
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields, v1_tag
 from rollout_backend.verl.rows import rows_of
 from tests.emulators.scripted_experts import seeded_routing

@@ -16,8 +16,8 @@ import torch
 from tenacity import AsyncRetrying, stop_after_delay, wait_fixed
 
 from agent_wrapper.contract import Rollout
-from rollout_backend.core.report import StepReport
-from rollout_backend.observe.archive import RunArchive
+from rollout_backend.results.archive import RunArchive
+from rollout_backend.results.step_report import StepReport
 from trainings import GROUP, SAME, grpo, normal
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -18,9 +18,9 @@ from rollout_backend.collect.decode import ResultDecoder
 from rollout_backend.collect.fetcher import FetchStatus, KeyLocks, ResultFetcher
 from rollout_backend.collect.queue import Message
 from rollout_backend.core.ledger import Ledger, ResultStatus
-from rollout_backend.core.report import GroupResult
 from rollout_backend.core.tasks import Task
-from rollout_backend.observe.archive import RunArchive
+from rollout_backend.results.archive import RunArchive
+from rollout_backend.results.step_report import GroupResult
 from rollout_backend.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.scoring.scorer import ArtifactLost, Score
 from rollout_backend.step import scoring as scoring_module

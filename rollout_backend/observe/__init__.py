@@ -1,1 +1,0 @@
-"""Show live progress, print rollouts and reports, and write the run directory."""

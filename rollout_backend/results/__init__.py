@@ -1,0 +1,1 @@
+"""The results of runs: records, accounts, run directories, metrics, tables, comparisons, reports."""

@@ -1,0 +1,278 @@
+"""The run directory: what the run was started with, and local copies of every result and every step's report.
+
+RUN_DIR/config.yaml                  every setting, without secrets
+RUN_DIR/run.json                     each start of the run: versions, agent, how it ended (`RunInfo`)
+RUN_DIR/rollouts/STEP/ROLLOUT_ID     the result, as read from S3
+RUN_DIR/artifacts/STEP/ROLLOUT_ID    the artifacts that a scorer was given
+RUN_DIR/steps/STEP.tasks.jsonl       the step's tasks
+RUN_DIR/steps/STEP.json              the step's report
+RUN_DIR/steps/STEP.rollouts.jsonl    one line for each planned rollout: its record
+RUN_DIR/rescored/NAME/               rewards that a scorer computed later: see `rescoring`
+RUN_DIR/logs/                        logs of the servers that this run starts
+
+Invariants:
+
+- S3 is the source of truth, so a disk that cannot be written loses these copies and nothing else.
+- No file holds a secret, so the directory can be shared.
+- A step's records are written when it ends, even by an error. A killed process leaves none of its open steps.
+- Results are written in a thread, so that a slow disk delays no other result. If `_MAX_PENDING` of them wait, the
+  caller writes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from pathlib import Path
+
+from agent_wrapper.contract import ContractError, Rollout, unpack_artifacts
+from rollout_backend.atomic_file import write_file
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.tasks import Task
+from rollout_backend.results.records import ResultSummary, RolloutRecord
+from rollout_backend.results.run_info import RunInfo, RunStart, RunState, secret_settings, settings_yaml
+from rollout_backend.results.step_report import StepReport
+
+log = logging.getLogger(__name__)
+
+CONFIG = "config.yaml"
+_INFO = "run.json"
+_TASKS, _REPORT, _RECORDS = ".tasks.jsonl", ".json", ".rollouts.jsonl"
+_MAX_PENDING = 256  # results that are held in memory until they are written
+
+
+class RunArchive:
+    """The run directory of one run."""
+
+    def __init__(
+        self, run_dir: Path, write: Callable[[Path, bytes], None] = write_file, executor: Executor | None = None
+    ) -> None:
+        """`write` replaces a file atomically, or raises OSError. `executor` writes results; by default a thread."""
+        self.run_dir = run_dir
+        self.write = write
+        self.logs = run_dir / "logs"
+        self._failing = False  # the last write failed and was logged
+        self._executor = executor or ThreadPoolExecutor(1, "archive")
+        self._pending = 0
+        self._info: RunInfo | None = None
+
+    def write_failed_start(self, config: RolloutConfig, start: RunStart, error: str) -> None:
+        """Add a start that failed to `run.json`. Settings of an earlier start stay, with which the run can resume."""
+        stored = self.run_dir / CONFIG
+        text = stored.read_bytes() if stored.is_file() else None
+        self.write_start(config, start)
+        if text is not None:
+            self.try_to_write(stored, text, private=not stored.stat().st_mode & 0o077)
+        self.write_end("failed", error)
+
+    def write_start(self, config: RolloutConfig, start: RunStart) -> None:
+        """Write the settings of a start of the run, and add the start to `run.json`."""
+        try:
+            before = self.read_info()
+        except ValueError as error:
+            log.warning("%s is replaced, because it cannot be read: %s", self.run_dir / _INFO, error)
+            before = None
+        starts = (*(before.starts if before is not None else ()), start)
+        self._info = RunInfo(run_id=config.run_id, secrets=tuple(secret_settings(config)), starts=starts)
+        is_local = config.runtime.agents_host == "127.0.0.1"  # its URL lets callers run code
+        self.try_to_write(self.run_dir / CONFIG, settings_yaml(config).encode(), private=is_local)
+        self._write_info(self._info)
+
+    def write_end(self, state: RunState, error: str = "") -> None:
+        """Record how the last start ended. Without a start, do nothing."""
+        if self._info is not None:
+            self._write_info(self._info.with_end(state, error, time.time()))
+
+    def read_info(self) -> RunInfo | None:
+        """Return the content of `run.json`; None if there is no such file.
+
+        Raises:
+            ValueError: another version of this package wrote it, or it is damaged.
+        """
+        try:
+            return RunInfo.model_validate_json((self.run_dir / _INFO).read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _write_info(self, info: RunInfo) -> None:
+        self.try_to_write(self.run_dir / _INFO, info.model_dump_json(indent=1).encode())
+
+    def write_tasks(self, step: int, tasks: Sequence[Task]) -> None:
+        """Write the tasks of a step, as a task file."""
+        self._executor.submit(self._write_tasks, self.tasks_file(step), tasks)
+
+    def _write_tasks(self, path: Path, tasks: Sequence[Task]) -> None:
+        lines = (f"{json.dumps(task.as_row(), ensure_ascii=False)}\n" for task in tasks)
+        self.try_to_write(path, "".join(lines).encode())
+
+    def tasks_file(self, step: int) -> Path:
+        """Return the path of the file that `write_tasks` writes."""
+        return self._step_file(step, _TASKS)
+
+    def write_rollout(self, rollout: Rollout, data: bytes) -> Future[bool]:
+        """Write a result, which is `data` in its encoded form. The future's result is False if the write failed."""
+        path = self._result_file(rollout.step, rollout.rollout_id)
+        if self._pending >= _MAX_PENDING:
+            written: Future[bool] = Future()
+            written.set_result(self.try_to_write(path, data))
+            return written
+        self._pending += 1
+        return self._executor.submit(self._write_pending, path, data)
+
+    def _write_pending(self, path: Path, data: bytes) -> bool:
+        self._pending -= 1  # a count that is one off for a moment only shifts the bound
+        return self.try_to_write(path, data)
+
+    def write_artifacts(self, rollout: Rollout, data: bytes) -> None:
+        """Write the artifacts of a rollout, which are `data` in their encoded form."""
+        self._executor.submit(self.try_to_write, self._artifacts_file(rollout), data)
+
+    def read_artifacts(self, rollout: Rollout) -> dict[str, bytes]:
+        """Return the artifacts of a stored result, by name.
+
+        Raises:
+            ContractError: they are missing, damaged or others.
+        """
+        if not rollout.artifacts:
+            return {}
+        path = self._artifacts_file(rollout)
+        try:
+            return unpack_artifacts(path.read_bytes(), rollout.artifacts)
+        except OSError as error:
+            raise ContractError("artifacts", f"{path} cannot be read: {error.strerror or error}") from None
+
+    def _artifacts_file(self, rollout: Rollout) -> Path:
+        return self.run_dir / "artifacts" / f"{rollout.step:08d}" / Path(rollout.rollout_id).name
+
+    def close(self) -> None:
+        """Wait until all results are written."""
+        self._executor.shutdown()
+
+    def write_report(self, report: StepReport) -> Path | None:
+        """Write a step's report and return its path; None if the write failed."""
+        path = self._step_file(report.step, _REPORT)
+        return path if self.try_to_write(path, report.model_dump_json(indent=1).encode()) else None
+
+    def read_report(self, step: int) -> StepReport | None:
+        """Return a step's report; None if it has none, because the step was interrupted.
+
+        Raises:
+            ValueError: another version of this package wrote it, or it is damaged.
+        """
+        try:
+            return StepReport.model_validate_json(self._step_file(step, _REPORT).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def write_records(self, step: int, records: Sequence[RolloutRecord]) -> None:
+        """Write the records of a step, in place of earlier ones. Without records, do nothing."""
+        if records:
+            lines = "".join(f"{record.model_dump_json()}\n" for record in records)
+            self.try_to_write(self._step_file(step, _RECORDS), lines.encode())
+
+    def find_records(self, rollout_id: str) -> list[RolloutRecord]:
+        """Return the records of rollouts with that id, one per step, oldest first.
+
+        Raises:
+            ValueError: a line is not a record.
+        """
+        return [record for record in self._records_with(rollout_id) if record.rollout_id == rollout_id]
+
+    def find_task(self, task_id: str) -> list[RolloutRecord]:
+        """Return the records of a task's rollouts, those of the oldest step first.
+
+        Raises:
+            ValueError: a line is not a record.
+        """
+        return [record for record in self._records_with(task_id) if record.task_id == task_id]
+
+    def _records_with(self, name: str) -> Iterator[RolloutRecord]:
+        """Yield the records that hold a text in quotes; to decode all others would take much longer."""
+        quoted = json.dumps(name).encode()
+        for step in self.steps():
+            for line in self.record_lines(step):
+                if quoted in line:
+                    yield RolloutRecord.model_validate_json(line)
+
+    def read_records(self, step: int) -> list[RolloutRecord]:
+        """Return the records of a step; empty if it has none.
+
+        Raises:
+            ValueError: a line is not a record.
+        """
+        return [RolloutRecord.model_validate_json(line) for line in self.record_lines(step)]
+
+    def record_lines(self, step: int) -> list[bytes]:
+        """Return the records of a step as JSON; empty if it has none."""
+        path = self._step_file(step, _RECORDS)
+        return [line for line in path.read_bytes().split(b"\n") if line] if path.is_file() else []
+
+    def steps(self) -> list[int]:
+        """Return the numbers of the steps that have records."""
+        return sorted(int(path.name.removesuffix(_RECORDS)) for path in self.run_dir.glob(f"steps/*{_RECORDS}"))
+
+    def begun_steps(self) -> list[int]:
+        """Return the numbers of the steps that have tasks, records or results: also those that were killed."""
+        files = [*self.run_dir.glob("steps/[0-9]*"), *self.run_dir.glob("rollouts/[0-9]*")]
+        return sorted({int(path.name[:8]) for path in files if path.name[:8].isdigit()})
+
+    def results(self, step: int) -> list[Path]:
+        """Return the paths of a step's results."""
+        return sorted(path for path in self._results(step).glob("*") if not path.name.startswith("."))
+
+    def changed_at(self, step: int) -> float:
+        """Return when a step's records or its report changed last, in Unix seconds. The step has records."""
+        files = (self._step_file(step, kind) for kind in (_RECORDS, _REPORT))
+        return max(file.stat().st_mtime for file in files if file.is_file())
+
+    def _step_file(self, step: int, kind: str) -> Path:
+        return self.run_dir / "steps" / f"{step:08d}{kind}"
+
+    def read_result(self, record: RolloutRecord) -> Rollout:
+        """Return the stored result that settled a rollout.
+
+        Raises:
+            ContractError: it is missing, damaged or another one.
+        """
+        path = self._result_file(record.step, record.rollout_id)
+        try:
+            rollout = Rollout.decode(path.read_bytes())
+        except OSError as error:
+            raise ContractError("result", f"{path} cannot be read: {error.strerror or error}") from None
+        for field in ("step", "rollout_id", "task_id", "outcome"):
+            wanted, found = getattr(record, field), getattr(rollout, field)
+            if found != wanted:
+                raise ContractError(field, f"is {found!r} in the result, and {wanted!r} in the record")
+        if ResultSummary.of(rollout) != record.result:
+            raise ContractError("result", "is not the one that the record summarizes")
+        return rollout
+
+    def _result_file(self, step: int, rollout_id: str) -> Path:
+        return self._results(step) / Path(rollout_id).name
+
+    def _results(self, step: int) -> Path:
+        return self.run_dir / "rollouts" / f"{step:08d}"
+
+    def find_rollout(self, rollout_id: str) -> list[Path]:
+        """Return the paths of results with that id, one per step, oldest first."""
+        return sorted(path for path in self.run_dir.glob("rollouts/*/*") if path.name == rollout_id)
+
+    def try_to_write(self, path: Path, data: bytes, *, private: bool = False) -> bool:
+        """Write a file. Return False if the disk refuses it; the first failure is logged."""
+        try:
+            write_file(path, data, private=True) if private else self.write(path, data)
+        except OSError as error:
+            if not self._failing:
+                log.warning(
+                    "%s cannot be written (%s): results are stored only in S3 until writing works again. Free space "
+                    "on the disk of output_dir",
+                    path,
+                    error.strerror or error,
+                )
+            self._failing = True
+            return False
+        self._failing = False
+        return True

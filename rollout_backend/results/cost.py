@@ -1,0 +1,129 @@
+"""Estimate what a step costs in dollars, and the part that is wasted. Pure.
+
+Only the last attempt of each rollout is known, and of a session only its times, so this is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from rollout_backend.config import RolloutConfig
+from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.summary import seconds_of, span
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What some rollouts used. They can be added."""
+
+    session_s: float = 0.0  # in which sessions were open
+    model_s: float = 0.0  # of these, in model calls
+    results: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.session_s + other.session_s, self.model_s + other.model_s, self.results + other.results)
+
+
+NO_USAGE = Usage()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Dollars. `wasted` is the part of `total` in rollouts that are not trained."""
+
+    agents: float
+    requests: float  # to S3 and SQS
+    gpus: float
+    wasted: float
+
+    @property
+    def total(self) -> float:
+        return self.agents + self.requests + self.gpus
+
+    def fields(self) -> dict[str, float]:
+        """Return the dollars by name, for JSON."""
+        return {**vars(self), "total": self.total}
+
+    @property
+    def sums(self) -> str:
+        return f"about {dollars(self.total)}, {dollars(self.wasted)} of it wasted (estimate)"
+
+    @property
+    def parts(self) -> str:
+        """Describe the parts that are not 0."""
+        parts = {"agents": self.agents, "S3 and SQS": self.requests, "GPUs": self.gpus}
+        return ", ".join(f"{name} {dollars(value)}" for name, value in parts.items() if value)
+
+    def __str__(self) -> str:
+        return f"about {dollars(self.total)} ({self.parts}), {dollars(self.wasted)} of it wasted (estimate)"
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.agents + other.agents,
+            self.requests + other.requests,
+            self.gpus + other.gpus,
+            self.wasted + other.wasted,
+        )
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Dollars per unit of what a run uses."""
+
+    session_s: float  # a second in which a session is open
+    own_s: float  # a second in which it does not wait for the model
+    result: float  # the requests of a result
+    step_s: float  # a second of a step
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> Self | None:
+        """Return the prices that the settings name; None if there are not enough for an estimate."""
+        prices = config.prices
+        if prices.session_gb is None and prices.gpu_hour is None:
+            return None
+        requests = prices.s3_put_million + prices.s3_get_million + 3 * prices.sqs_million
+        return cls(
+            session_s=prices.gb_hour * (prices.session_gb or 0.0) / 3600,
+            own_s=prices.vcpu_hour * (prices.session_vcpus or 0.0) / 3600,
+            result=requests / 1e6 if prices.session_gb is not None else 0.0,
+            step_s=(prices.gpu_hour or 0.0) * (config.gpus or 0) / 3600,
+        )
+
+    def cost(self, trained: Usage, wasted: Usage, seconds: float) -> Cost:
+        """Return the cost of a step that took so long. GPUs are wasted in proportion to session time."""
+        both = trained + wasted
+        gpus = self.step_s * seconds
+        share = wasted.session_s / both.session_s if both.session_s else 0.0
+        return Cost(
+            agents=self._agents(both),
+            requests=self.result * both.results,
+            gpus=gpus,
+            wasted=self._agents(wasted) + self.result * wasted.results + gpus * share,
+        )
+
+    def at_most(self, rollouts: int, agent_s: float, step_s: float) -> Cost:
+        """Return the cost of a step in which every agent uses all of its time, and none waits for the model."""
+        return self.cost(Usage(rollouts * agent_s, 0.0, rollouts), NO_USAGE, step_s)
+
+    def _agents(self, usage: Usage) -> float:
+        return self.session_s * usage.session_s + self.own_s * (usage.session_s - usage.model_s)
+
+    def cost_of(self, records: Sequence[RolloutRecord]) -> Cost:
+        """Return the cost of a step by its records. Wasted are rollouts that are not trained."""
+        trained = wasted = NO_USAGE
+        for record in records:
+            spent = seconds_of(record)
+            usage = Usage(spent.session, spent.model, int(record.result is not None))
+            if record.trained:
+                trained += usage
+            else:
+                wasted += usage
+        began, ended = span(records)
+        return self.cost(trained, wasted, ended - began)
+
+
+def dollars(value: float) -> str:
+    """Write an amount with cents, or with two significant digits if it is less than ten cents."""
+    return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${value:.2g}" if value >= 0.0001 else "<$0.0001"

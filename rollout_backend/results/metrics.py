@@ -1,0 +1,210 @@
+"""The Prometheus metrics of one run, and the endpoint that serves them.
+
+Invariants:
+
+- Metrics are read from the run's accounts when they are scraped and when a step ends, so no other code reports to
+  them, and a run without them does nothing for them.
+- A counter never decreases. What was counted by a gateway that restarts is kept; its calls since the last scrape are
+  lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.aiohttp import make_aiohttp_handler
+
+from agent_wrapper.contract import Outcome
+from rollout_backend.collect.buffer import RolloutBuffer
+from rollout_backend.config import ObserveConfig, RolloutConfig
+from rollout_backend.core.ledger import CallTally, Ledger, Phase
+from rollout_backend.core.reasons import WHAT_TO_DO
+from rollout_backend.dispatch.dispatcher import Dispatcher
+from rollout_backend.gateway.stats import GatewayStats
+from rollout_backend.results import metric_names as names
+from rollout_backend.results.metric_names import Metric
+from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.summary import add, duration, seconds_of, span
+from rollout_backend.serving.engine_fleet import ServerState
+from rollout_backend.serving.server_process import require_port
+from rollout_backend.serving.supervisor import ServingEvent
+
+_OTHER = "other"  # a reason that an agent chose
+_SHUTDOWN_S = 1.0
+
+
+class _Seen:
+    """The values of growing counts when they were last read."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, float] = {}
+
+    def growth(self, key: object, value: float) -> float:
+        """Return by how much a count has grown since the last call; 0 if it was reset."""
+        before, self._values[key] = self._values.get(key, 0), value
+        return max(0, value - before)
+
+
+class MeteredStep(Protocol):
+    @property
+    def ledger(self) -> Ledger: ...
+
+    @property
+    def latencies(self) -> Sequence[float]:
+        """Return the seconds since the announcement of each result that was announced."""
+
+
+class RunMetrics:
+    """The metrics of one run. `registry` holds them."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self.registry = CollectorRegistry()
+        self._metrics = {metric: _make(metric, self.registry) for metric in names.METRICS}
+        self._steps: dict[int, _Seen] = {}
+        self._services, self._gateways = _Seen(), _Seen()
+        self._set(names.RUN, 1, config.run_id, config.model.served_name)
+        self._count(names.ROLLOUTS, 0, Outcome.COMPLETED, "")
+        for call in ("invoke", "stop"):
+            for answer in ("granted", "throttled"):
+                self._count(names.RUNTIME_CALLS, 0, call, answer)
+
+    # --- what it reads ------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        steps: Collection[MeteredStep],
+        dispatcher: Dispatcher,
+        buffer: RolloutBuffer,
+        servers: Iterable[ServerState],
+        gateway: GatewayStats | None,
+    ) -> None:
+        """Read the accounts of the run and its current steps. `gateway` is None if a gateway did not answer."""
+        for step in steps:
+            self._read_step(step)
+        ledgers = [step.ledger for step in steps]
+        phases = [ledger.phases() for ledger in ledgers]
+        for phase in (Phase.PLANNED, Phase.DISPATCHING, Phase.RUNNING, Phase.SCORING):
+            self._set(names.OPEN_ROLLOUTS, sum(each[phase] for each in phases), phase)
+        self._set(names.OPEN_SESSIONS, sum(len(ledger.open_sessions) for ledger in ledgers))
+        self._set(names.INVOKE_RATE, dispatcher.invoke_per_s)
+        self._set(names.QUEUE_UP, not buffer.queue_down)
+        for kind in ("refused", "stale", "dangling"):
+            self._count(names.BAD_MESSAGES, self._services.growth(kind, getattr(buffer, kind)), kind)
+        up = [server.name.partition("-")[0] for server in servers if server.serving]
+        for server in ("engine", "router"):
+            self._set(names.SERVERS_UP, up.count(server), server)
+        self._set(names.GATEWAY_UP, gateway is not None)
+        if gateway is not None:
+            self._read_gateway(gateway)
+
+    def end_step(self, step: MeteredStep, records: Sequence[RolloutRecord]) -> None:
+        """Read a step that is over, and its records."""
+        self._read_step(step)
+        del self._steps[step.ledger.step]
+        if records:
+            began, ended = span(records)
+            self._observe(names.STEP_DURATION, ended - began)
+        for phase, seconds in vars(add(seconds_of(record) for record in records)).items():
+            self._count(names.PHASE_SECONDS, seconds, phase)
+
+    def record_event(self, event: ServingEvent) -> None:
+        """Count an event of an engine, the router or a gateway."""
+        self._count(names.SERVER_EVENTS, 1, event.server.partition("-")[0], event.kind)
+
+    def _read_step(self, step: MeteredStep) -> None:
+        seen, ledger = self._steps.setdefault(step.ledger.step, _Seen()), step.ledger
+        for entry in _last(ledger.settled, seen.growth("settled", len(ledger.settled))):
+            assert entry.outcome is not None
+            reason = entry.reason if entry.reason in WHAT_TO_DO or not entry.reason else _OTHER
+            self._count(names.ROLLOUTS, 1, entry.outcome, reason)
+            seconds = duration(entry)
+            if entry.delivered and seconds is not None:
+                self._observe(names.DURATION, seconds)
+        for seconds in _last(step.latencies, seen.growth("latencies", len(step.latencies))):
+            self._observe(names.DELIVERY, seconds)
+        for kind, value in (("duplicate", ledger.duplicates), ("late", ledger.late), ("unknown", ledger.unknown)):
+            self._count(names.EXTRA_RESULTS, seen.growth(kind, value), kind)
+        self._read_calls(seen, "invoke", ledger.invokes)
+        self._read_calls(seen, "stop", ledger.stops)
+
+    def _read_calls(self, seen: _Seen, call: str, tally: CallTally) -> None:
+        for answer, value in (("granted", tally.grants), ("throttled", tally.refusals)):
+            self._count(names.RUNTIME_CALLS, seen.growth((call, answer), value), call, answer)
+
+    def _read_gateway(self, stats: GatewayStats) -> None:
+        growth = self._gateways.growth
+        self._set(names.GATEWAY_IN_FLIGHT, stats.calls_in_flight)
+        self._count(names.GATEWAY_CALLS, growth("calls", stats.calls))
+        self._count(names.GATEWAY_CACHE_BREAKS, growth("breaks", stats.cache_breaks))
+        tokens = {
+            "prompt": stats.prompt_tokens,
+            "cached": stats.cached_tokens,
+            "cache_unknown": stats.cache_unknown_tokens,
+            "sampled": stats.sampled_tokens,
+        }
+        for kind, value in tokens.items():
+            self._count(names.GATEWAY_TOKENS, growth(kind, value), kind)
+        for code, value in stats.errors.items():
+            self._count(names.GATEWAY_ERRORS, growth((code,), value), code)
+
+    # --- what it writes -----------------------------------------------------------------------------------
+
+    def _series(self, metric: Metric, labels: tuple[str, ...]) -> Any:
+        made = self._metrics[metric]
+        return made.labels(*labels) if labels else made
+
+    def _set(self, metric: Metric, value: float, *labels: str) -> None:
+        self._series(metric, labels).set(value)
+
+    def _count(self, metric: Metric, growth: float, *labels: str) -> None:
+        self._series(metric, labels).inc(growth)
+
+    def _observe(self, metric: Metric, value: float, *labels: str) -> None:
+        self._series(metric, labels).observe(value)
+
+
+def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    match metric.kind:
+        case "counter":
+            return Counter(metric.name, metric.help, metric.labels, registry=registry)
+        case "gauge":
+            return Gauge(metric.name, metric.help, metric.labels, registry=registry)
+        case "histogram":
+            return Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets)
+
+
+def _last(items: Sequence[Any], number: float) -> Sequence[Any]:
+    return items[len(items) - int(number) :]
+
+
+@asynccontextmanager
+async def serve_metrics(
+    config: ObserveConfig, metrics: RunMetrics, refresh: Callable[[], Awaitable[None]]
+) -> AsyncIterator[str]:
+    """Serve `/metrics` until this block ends; the value is its URL. `refresh` is awaited before each answer.
+
+    Raises:
+        StartupError: the port is taken.
+    """
+    assert config.metrics_port is not None
+    host = config.metrics_host
+    port = require_port(host, config.metrics_port, "the metrics endpoint", "observe.metrics_port")
+    render = make_aiohttp_handler(metrics.registry)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await refresh()
+        return await render(request)
+
+    app = web.Application()
+    app.router.add_get("/metrics", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        yield f"http://{host}:{port}/metrics"
+    finally:
+        await runner.cleanup()

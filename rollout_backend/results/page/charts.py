@@ -1,0 +1,339 @@
+"""The geometry of a step's pictures: SVG paths and labels. The templates hold the markup."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import correlation, quantiles
+
+from agent_wrapper.contract import Outcome
+from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.summary import Learning, TaskRewards, duration, span
+
+WIDTH = 1110  # of a picture over the whole page
+SHADES = 10  # steps of the scale of rewards, after the one of the lowest
+_BINS, _POINTS, _DOTS = 24, 160, 2000
+
+
+@dataclass(frozen=True)
+class HeatmapColumn:
+    """A task's name below its column."""
+
+    task_id: str
+    x: float
+    teaches: bool
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """Rewards, a task in each column and a rollout in each cell; `cells[row][column]` is a rollout's place or -1.
+
+    Columns wrap into bands. `paths` has one path per class: a shade, or how a rollout without a reward ended.
+    """
+
+    paths: tuple[tuple[str, str], ...]
+    columns: tuple[HeatmapColumn, ...]  # with names; none if there are too many
+    rows: int
+    per_band: int
+    bands: int
+    pitch: float
+    size: float
+    band_height: float
+    height: float
+    low: float
+    high: float
+    cells: tuple[tuple[int, ...], ...]  # per task, its rollouts
+
+
+def heatmap(tasks: Sequence[TaskRewards], place: dict[str, int]) -> Heatmap:
+    """Lay out the rewards of a step. `place`: each rollout's index in the page's data."""
+    rewards = [reward for task in tasks for reward in task.rewards]
+    low, high = min([0.0, *rewards]), max(rewards, default=1.0)
+    high = high if high > low else low + 1
+    rows = max((len(task.records) for task in tasks), default=0)
+    named = len(tasks) <= 56
+    pitch = min(30.0, max(19.0, WIDTH / max(len(tasks), 1))) if named else 10.0
+    size, per_band = pitch - (2 if named else 1), int(WIDTH // pitch)
+    band_height = rows * pitch + (0 if rows == 1 else 6)
+    paths: dict[str, list[str]] = defaultdict(list)
+    for number, task in enumerate(tasks):
+        x, top = number % per_band * pitch, number // per_band * band_height
+        for row, record in enumerate(task.records):
+            cell = f"M{x:g} {top + row * pitch:g}h{size:g}v{size:g}h-{size:g}z"
+            paths[_shade(record, low, high)].append(cell)
+    bands = math.ceil(len(tasks) / per_band)
+    return Heatmap(
+        paths=tuple((name, "".join(cells)) for name, cells in sorted(paths.items())),
+        columns=tuple(
+            HeatmapColumn(task.task_id, number * pitch + size / 2, task.learning is Learning.MIXED)
+            for number, task in enumerate(tasks)
+        )
+        if named
+        else (),
+        rows=rows,
+        per_band=per_band,
+        bands=bands,
+        pitch=pitch,
+        size=size,
+        band_height=band_height,
+        height=bands * band_height,
+        low=low,
+        high=high,
+        cells=tuple(tuple(place[record.rollout_id] for record in task.records) for task in tasks),
+    )
+
+
+def _shade(record: RolloutRecord, low: float, high: float) -> str:
+    if record.reward is not None:
+        return f"q{round(SHADES * (record.reward - low) / (high - low))}"
+    return f"miss {record.outcome or 'open'}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One line per rollout from its invoke to its end, in the order of their invokes."""
+
+    paths: tuple[tuple[str, str], ...]  # a class and its lines
+    order: tuple[int, ...]  # places of the rollouts, from top to bottom
+    pitch: float
+    height: float
+    seconds: float
+    ramp: float  # x at which the last rollout was invoked
+    tail: float  # x at which 95 % of the rollouts had ended
+
+
+def timeline(records: Sequence[RolloutRecord], place: dict[str, int]) -> Timeline:
+    """Lay out when each rollout started, worked and ended."""
+    began, ended = span(records)
+    seconds = max(ended - began, 1e-6)
+    shown = sorted((each for each in records if each.invoked_at is not None), key=lambda each: each.invoked_at or 0.0)
+    height = min(420.0, max(70.0, 6.0 * len(shown)))
+    pitch = height / max(len(shown), 1)
+
+    def at(time: float) -> float:
+        return round((time - began) / seconds * WIDTH, 1)
+
+    paths: dict[str, list[str]] = defaultdict(list)
+    for number, record in enumerate(shown):
+        y = f"{(number + 0.5) * pitch:.2f}"
+        start = record.invoked_at or began
+        accepted = record.accepted_at
+        end = record.settled_at if record.settled_at is not None else ended
+        css = "work" if record.outcome is Outcome.COMPLETED else f"work {record.outcome or 'open'}"
+        if accepted is not None:
+            paths["starting"].append(f"M{at(start):g} {y}H{max(at(accepted), at(start) + 0.8):g}")
+            start = accepted
+        paths[css].append(f"M{at(start):g} {y}H{max(at(end), at(start) + 0.8):g}")
+    ends = sorted(each.settled_at for each in shown if each.settled_at is not None)
+    return Timeline(
+        paths=tuple((name, "".join(lines)) for name, lines in sorted(paths.items())),
+        order=tuple(place[record.rollout_id] for record in shown),
+        pitch=pitch,
+        height=height,
+        seconds=seconds,
+        ramp=at(max((each.invoked_at or began for each in shown), default=began)),
+        tail=at(ends[max(0, int(len(ends) * 0.95) - 1)] if ends else ended),
+    )
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named line of a series. `values` has None where nothing is known."""
+
+    name: str
+    css: str
+    values: tuple[float | None, ...]
+    top: float
+    unit: str = ""
+    path: str = ""
+
+    def drawn(self, width: float, height: float) -> str:
+        """Return the line's path."""
+        step, out, pen = width / max(len(self.values) - 1, 1), [], "M"
+        for number, value in enumerate(self.values):
+            if value is None:
+                pen = "M"
+                continue
+            out.append(f"{pen}{number * step:.1f} {height - height * value / self.top:.1f}")
+            pen = "L"
+        return "".join(out)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Lines over the same seconds."""
+
+    lines: tuple[Line, ...]
+    seconds: float
+
+    def points(self, width: float) -> list[tuple[float, str]]:
+        """Return the x of each point, and its values in words."""
+        every = max(len(self.lines[0].values) - 1, 1)
+        return [
+            (round(width * number / every, 1), f"after {self.seconds * number / every:.4g} s: {self._words(number)}")
+            for number in range(len(self.lines[0].values))
+        ]
+
+    def _words(self, number: int) -> str:
+        known = ((line, value) for line in self.lines if (value := line.values[number]) is not None)
+        return ", ".join(f"{line.name} {value:,.4g}{line.unit}" for line, value in known)
+
+
+def activity(records: Sequence[RolloutRecord]) -> Series:
+    """Return how many rollouts were at work and finished over time."""
+    began, ended = span(records)
+    seconds = max(ended - began, 1e-6)
+    work, done = [0] * (_POINTS + 1), [0] * (_POINTS + 1)
+
+    def bin_of(time: float) -> int:
+        return min(_POINTS, max(0, math.ceil((time - began) / seconds * _POINTS)))
+
+    for record in records:
+        if record.accepted_at is not None:
+            work[bin_of(record.accepted_at)] += 1
+        if record.settled_at is not None:
+            done[bin_of(record.settled_at)] += 1
+            if record.accepted_at is not None:
+                work[bin_of(record.settled_at)] -= 1
+    top = nice(max(len(records), 1))
+    at_work, finished = _running_sum(work), _running_sum(done)
+    return Series((Line("at work", "a", at_work, top), Line("finished", "b", finished, top)), seconds)
+
+
+def throughput(records: Sequence[RolloutRecord]) -> Series:
+    """Return sampled tokens per second and cache hits over time.
+
+    A rollout's tokens are spread evenly over its work, because a result does not say when each was sampled; its cache
+    hits count when it ended.
+    """
+    began, ended = span(records)
+    seconds = max(ended - began, 1e-6)
+    rates, prompts, cached = [0.0] * (_POINTS + 2), [0] * (_POINTS + 1), [0] * (_POINTS + 1)
+    for record in records:
+        if record.result is None or record.accepted_at is None or record.settled_at is None:
+            continue
+        first = max(0, int((record.accepted_at - began) / seconds * _POINTS))
+        last = min(_POINTS, max(first, int((record.settled_at - began) / seconds * _POINTS)))
+        rate = record.result.sampled_tokens / ((last - first + 1) * seconds / _POINTS)
+        rates[first] += rate
+        rates[last + 1] -= rate
+        if record.result.cached_tokens is not None:
+            prompts[last] += record.result.prompt_tokens
+            cached[last] += record.result.cached_tokens
+    tokens = tuple(max(0.0, value) for value in _running_sum(rates)[:-1])
+    hits = tuple(100 * hit / all_ if all_ else None for hit, all_ in zip(cached, prompts, strict=True))
+    lines = [Line("tokens/s", "a", tokens, nice(max([*tokens, 1.0])))]
+    if any(prompts):
+        lines.append(Line("cache hits", "c", _bridged(hits), 100.0, " %"))
+    return Series(tuple(lines), seconds)
+
+
+def _running_sum(changes: Iterable[float]) -> tuple[float, ...]:
+    total, out = 0.0, []
+    for change in changes:
+        total += change
+        out.append(total)
+    return tuple(out)
+
+
+def _bridged(values: Sequence[float | None]) -> tuple[float | None, ...]:
+    """Hold the last known value, until the last one that is known."""
+    known = [number for number, value in enumerate(values) if value is not None]
+    out, last = [], None
+    for number, value in enumerate(values):
+        last = value if value is not None else last
+        out.append(last if known and number <= known[-1] else None)
+    return tuple(out)
+
+
+def nice(top: float) -> float:
+    """Return a round number of at least `top`, for the end of an axis."""
+    unit = 10.0 ** math.floor(math.log10(max(top, 1e-9)))
+    return next(each * unit for each in (1, 2, 2.5, 4, 5, 8, 10) if each * unit >= top * (1 - 1e-9))
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts in bins of equal width, with two percentiles."""
+
+    bars: tuple[tuple[float, float, str], ...]  # height from 0 to 1, count, range
+    low: float
+    high: float
+    p50: float
+    p95: float
+
+    def at(self, value: float) -> float:
+        """Return where a value is, from 0 to 1."""
+        return (value - self.low) / (self.high - self.low)
+
+
+def histogram(values: Sequence[float]) -> Histogram | None:
+    """Return the distribution of some values; None if there are none."""
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    high = high if high > low else low + 1
+    counts = [0] * _BINS
+    for value in values:
+        counts[min(_BINS - 1, int((value - low) / (high - low) * _BINS))] += 1
+    width = (high - low) / _BINS
+    cuts = quantiles(values, n=20, method="inclusive") if len(values) > 1 else [values[0]] * 19
+    return Histogram(
+        tuple(
+            (number / max(counts), number, f"{low + i * width:,.4g} to {low + (i + 1) * width:,.4g}")
+            for i, number in enumerate(counts)
+        ),
+        low,
+        high,
+        cuts[9],
+        cuts[18],
+    )
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Reward against sampled tokens."""
+
+    path: str
+    dots: int
+    of: int
+    shortest: float
+    longest: float
+    low: float
+    high: float
+    correlation: float | None
+
+
+def scatter(records: Sequence[RolloutRecord]) -> Scatter | None:
+    """Lay out rewards against lengths, of a bounded number of rollouts; None without a reward."""
+    pairs = [(each.result.sampled_tokens, each.reward) for each in records if each.result and each.reward is not None]
+    if not pairs:
+        return None
+    tokens, rewards = zip(*pairs, strict=True)
+    low, high, shortest, longest = min(rewards), max(rewards), min(tokens), max(tokens)
+    high = high if high > low else low + 1
+    every = math.ceil(len(pairs) / _DOTS)
+    # Equal rewards are spread a little, so that their number can be seen.
+    dots = [
+        (300 * (x - shortest) / max(longest - shortest, 1), 94 - 88 * (y - low) / (high - low) + i * 7919 % 13 - 6)
+        for i, (x, y) in enumerate(pairs[::every])
+    ]
+    varied = len(set(tokens)) > 1 and len(set(rewards)) > 1
+    return Scatter(
+        "".join(f"M{x:.1f} {y:.1f}h0" for x, y in dots),
+        len(dots),
+        len(pairs),
+        shortest,
+        longest,
+        low,
+        high,
+        correlation(tokens, rewards) if varied else None,
+    )
+
+
+def durations(records: Iterable[RolloutRecord]) -> list[float]:
+    """Return the seconds of the completed rollouts."""
+    times = (duration(record) for record in records if record.outcome is Outcome.COMPLETED)
+    return [seconds for seconds in times if seconds is not None]

@@ -1,0 +1,66 @@
+"""Writes the report of a run into its folder."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rollout_backend.atomic_file import write_file
+from rollout_backend.results.archive import CONFIG
+from rollout_backend.results.page.step_page import step_context
+from rollout_backend.results.page.templating import environment
+from rollout_backend.results.page.token_text import TokenText
+from rollout_backend.results.page.training_page import training_context
+from rollout_backend.results.run_data import StepData, read_run
+
+log = logging.getLogger(__name__)
+
+NAME, STEPS = "report.html", "report"
+MAX_STEP_PAGES = 200
+
+
+def write_report(run_dir: Path, against: Path | None = None) -> Path:
+    """Write RUN_DIR/report.html and return its path. `against`: the folder of a run to compare with.
+
+    A run of several steps also has a page for each of its newest steps in RUN_DIR/report/. A page that is newer than
+    its step's files and the settings is kept, unless it is to be compared.
+
+    Raises:
+        ConfigError: a folder holds no step, or a file of another version.
+        OSError: the disk refuses the file.
+    """
+    run = read_run(run_dir)
+    other = read_run(against) if against is not None else None
+    text = TokenText.load(run.config.model.path) if run.config is not None else None
+    path = run_dir / NAME
+    if len(run.steps) == 1:
+        _write(path, "step.html", step_context(run, run.steps[0], against=other, text=text))
+        return path
+    links = {}
+    for step in run.steps[-MAX_STEP_PAGES:]:
+        links[step.step] = f"{STEPS}/{step.step:08d}.html"
+        page = run_dir / links[step.step]
+        if other is not None or not _is_current(page, step, run_dir):
+            _write(page, "step.html", step_context(run, step, against=other, text=text, steps_link=f"../{NAME}"))
+    _write(path, "training.html", training_context(run, links, other))
+    return path
+
+
+def _is_current(page: Path, step: StepData, run_dir: Path) -> bool:
+    settings = run_dir / CONFIG  # a page shows them, and may follow from the prices
+    changed_at = max(step.changed_at, settings.stat().st_mtime if settings.is_file() else 0.0)
+    return page.is_file() and page.stat().st_mtime > changed_at
+
+
+def try_to_write_report(run_dir: Path) -> Path | None:
+    """Write the report of a run; if that fails, log a warning and return None."""
+    try:
+        return write_report(run_dir)
+    except Exception as error:  # a report never ends a run
+        log.warning("the report of %s could not be written: %s", run_dir, error)
+        return None
+
+
+def _write(path: Path, template: str, context: dict[str, Any]) -> None:
+    write_file(path, environment().get_template(template).render(context).encode(errors="replace"))

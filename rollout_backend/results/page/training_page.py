@@ -1,0 +1,310 @@
+"""The page over all steps of a run: everything that its template shows."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import reduce
+from itertools import pairwise
+from statistics import fmean, quantiles
+from typing import Any
+
+from rollout_backend.results.cost import Cost, Prices
+from rollout_backend.results.findings import findings_of
+from rollout_backend.results.page.charts import SHADES, nice
+from rollout_backend.results.page.comparison import comparison
+from rollout_backend.results.page.settings import changed_settings
+from rollout_backend.results.page.step_page import PHASES, phase_parts
+from rollout_backend.results.run_data import RunData, StepData
+from rollout_backend.results.summary import Learning, Seconds, StepSummary, add, span, summarize
+from rollout_backend.results.verdict import Level
+
+WIDTH, HEIGHT = 500.0, 150.0
+_MAX_TASKS, _FINDINGS = 200, 8
+LEARNING = {
+    "never": Learning.NEVER,
+    "mixed": Learning.MIXED,
+    "always": Learning.ALWAYS,
+    "flat": Learning.FLAT,
+    "unknown": Learning.UNKNOWN,
+}
+
+
+@dataclass(frozen=True)
+class StepEntry:
+    """A step, its numbers, and where its page is; no page: None."""
+
+    data: StepData
+    summary: StepSummary
+    link: str | None
+    spread: tuple[float, float] | None  # the 10th and the 90th percentile of its tasks' mean rewards
+    lengths: tuple[float, float] | None  # mean and 95th percentile of the sampled tokens
+    left_out: Mapping[str, int]  # untrained rollouts by reason
+    cost: Cost | None
+
+    @property
+    def trained(self) -> int:
+        return self.summary.planned - sum(self.left_out.values())
+
+    @property
+    def staleness(self) -> float | None:
+        report = self.data.report
+        return report.staleness.mean if report is not None and report.staleness is not None else None
+
+
+@dataclass(frozen=True)
+class Column:
+    """Stacked parts of one step: a class, a height from 0 to 1, and words."""
+
+    link: str | None
+    name: str
+    parts: tuple[tuple[str, float, float, str], ...]  # class, top, height, words
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over steps, with a band around them."""
+
+    top: float
+    low: float
+    line: str
+    band: str
+    dots: tuple[tuple[float, float, str, str | None], ...]  # x, y, words, link
+
+    @property
+    def points(self) -> list[tuple[float, str]]:
+        """Return the x of each value, and words."""
+        return [(x, words) for x, _, words, _ in self.dots]
+
+
+def points_of(columns: Sequence[Column]) -> list[tuple[float, str]]:
+    """Return the x of each column's middle, and its parts in words."""
+    return [
+        (
+            round(WIDTH * (number + 0.5) / len(columns), 1),
+            f"{column.name}: {'; '.join(words for *_, words in column.parts) or 'none'}",
+        )
+        for number, column in enumerate(columns)
+    ]
+
+
+def entry_of(step: StepData, link: str | None, prices: Prices | None) -> StepEntry:
+    """Return the numbers of one step."""
+    summary = summarize(step.records)
+    means = [task.mean for task in summary.tasks if task.mean is not None]
+    tokens = [record.result.sampled_tokens for record in step.records if record.result is not None]
+    return StepEntry(
+        step,
+        summary,
+        link,
+        _percentiles(means, 0, 8),
+        (fmean(tokens), spread[1]) if (spread := _percentiles(tokens, 0, 8)) is not None else None,
+        Counter(
+            (record.reason or "completed") if not record.trainable else "group not usable"
+            for record in step.records
+            if not record.trained
+        ),
+        prices.cost_of(step.records) if prices is not None else None,
+    )
+
+
+def _percentiles(values: Sequence[float], low: int, high: int) -> tuple[float, float] | None:
+    if not values:
+        return None
+    cuts = quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
+    return cuts[low], cuts[high]
+
+
+def training_context(run: RunData, links: Mapping[int, str], against: RunData | None = None) -> dict[str, Any]:
+    """Return the values that `training.html` shows. `links`: the pages of steps."""
+    trained = [step for step in run.steps if not step.validates] or list(run.steps)
+    steps = [entry_of(step, links.get(step.step), run.prices) for step in trained]
+    records = [record for step in trained for record in step.records]
+    others = [each for step in against.steps for each in step.records] if against is not None else []
+    began, ended = span(records)
+    left_out: Counter[str] = sum((Counter(step.left_out) for step in steps), Counter())
+    gaps = [max(0.0, span(after.records)[0] - span(before.records)[1]) for before, after in pairwise(trained)]
+    reasons = [reason for reason, _ in left_out.most_common()]
+    costs = [step.cost for step in steps if step.cost is not None]
+    return {
+        "run": run,
+        "steps": steps,
+        "validations": [
+            entry_of(step, links.get(step.step), run.prices)
+            for step in run.steps
+            if step.validates and step not in trained
+        ],
+        "began": datetime.fromtimestamp(began, UTC),
+        "seconds": ended - began,
+        "between": sum(gaps),
+        "cost": reduce(operator.add, costs) if costs else None,
+        "planned": len(records),
+        "sampled": sum(step.summary.sampled_tokens for step in steps),
+        "findings": _findings(steps),
+        "reward": _curve(
+            steps,
+            [None if step.summary.reward is None else step.summary.reward.value for step in steps],
+            [step.spread for step in steps],
+        ),
+        "lengths": _curve(
+            steps,
+            [None if step.lengths is None else step.lengths[0] for step in steps],
+            [None if step.lengths is None else (0.0, step.lengths[1]) for step in steps],
+        ),
+        "staleness": _curve(steps, [step.staleness for step in steps], [None] * len(steps)),
+        "points_of": points_of,
+        "learning": [_learning(step) for step in steps],
+        "left_out": left_out,
+        "reasons": reasons,
+        "losses": _losses(steps, reasons),
+        "most_lost": max((sum(step.left_out.values()) for step in steps), default=0),
+        "phases": _phases(steps, gaps),
+        "longest": _longest(steps, gaps),
+        "spent": phase_parts(add(step.summary.spent for step in steps)),
+        "tasks": _tasks(steps),
+        **comparison(run, records, against, others),
+        "settings": changed_settings(run.config) if run.config is not None else None,
+        "phase_names": PHASES,
+    }
+
+
+def _findings(steps: Sequence[StepEntry]) -> list[tuple[StepEntry, Any]]:
+    """Return the most important findings of the newest steps first."""
+    found = [
+        (step, finding)
+        for step in reversed(steps)
+        for finding in findings_of(step.data.report, step.data.records, step.summary)
+        if finding.level is not Level.NOTE
+    ]
+    return sorted(found, key=lambda each: each[1].level)[:_FINDINGS]
+
+
+def _curve(
+    steps: Sequence[StepEntry], values: Sequence[float | None], bands: Sequence[tuple[float, float] | None]
+) -> Curve | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    low = min([0.0, *known, *(band[0] for band in bands if band)])
+    top = max([*known, *(band[1] for band in bands if band)])
+    top = nice(top) if top > 0 else max(low + 1, 0.0)
+
+    def y(value: float) -> float:
+        return round(HEIGHT - HEIGHT * (value - low) / (top - low), 1)
+
+    def x(number: int) -> float:
+        return round(WIDTH * (number + 0.5) / len(steps), 1)
+
+    line, pen = [], "M"
+    for number, value in enumerate(values):
+        line.append("" if value is None else f"{pen}{x(number)} {y(value)}")
+        pen = "M" if value is None else "L"
+    drawn = [(x(number), band) for number, band in enumerate(bands) if band is not None]
+    edge = [*((at, y(band[1])) for at, band in drawn), *((at, y(band[0])) for at, band in reversed(drawn))]
+    return Curve(
+        top,
+        low,
+        "".join(line),
+        "M" + "L".join(f"{at} {height}" for at, height in edge) + "z" if edge else "",
+        tuple(
+            (x(number), y(value), f"step {steps[number].data.name}: {value:.4g}", steps[number].link)
+            for number, value in enumerate(values)
+            if value is not None
+        ),
+    )
+
+
+def _stack(step: StepEntry, parts: Sequence[tuple[str, float, str]]) -> Column:
+    top, out = 1.0, []
+    for css, part, words in parts:
+        if part > 0:
+            top -= part
+            out.append((css, top, part, words))
+    return Column(step.link, f"step {step.data.name}", tuple(out))
+
+
+def _learning(step: StepEntry) -> Column:
+    of = len(step.summary.tasks) or 1
+    found = [(css, step.summary.tasks_of(learning), learning) for css, learning in LEARNING.items()]
+    return _stack(
+        step, [(css, number / of, f"{learning}: {number} of {of} tasks") for css, number, learning in found]
+    )
+
+
+def _losses(steps: Sequence[StepEntry], reasons: Sequence[str]) -> list[Column]:
+    most = max((sum(step.left_out.values()) for step in steps), default=0) or 1
+    return [
+        _stack(
+            step,
+            [
+                (
+                    f"k{reasons.index(reason) % 6}",
+                    step.left_out.get(reason, 0) / most,
+                    f"{reason}: {step.left_out.get(reason, 0)}",
+                )
+                for reason in reasons
+            ],
+        )
+        for step in steps
+    ]
+
+
+def _phases(steps: Sequence[StepEntry], gaps: Sequence[float]) -> list[Column]:
+    """Split each step's seconds as its rollouts spent theirs; what follows is the time until the next step."""
+    longest = (
+        max((step.summary.seconds + gap for step, gap in zip(steps, [*gaps, 0.0], strict=True)), default=0.0) or 1
+    )
+    out = []
+    for step, gap in zip(steps, [*gaps, 0.0], strict=True):
+        spent: Seconds = step.summary.spent
+        parts = [
+            (key, share * step.summary.seconds / longest, f"{name}: {share:.0%}")
+            for key, name, _, share in phase_parts(spent)
+        ]
+        out.append(_stack(step, [*parts, ("between", gap / longest, f"until the next step: {gap:.0f} s")]))
+    return out
+
+
+def _longest(steps: Sequence[StepEntry], gaps: Sequence[float]) -> float:
+    """Return the seconds of the longest step with what follows it."""
+    return max(step.summary.seconds + gap for step, gap in zip(steps, [*gaps, 0.0], strict=True)) or 1.0
+
+
+def _tasks(steps: Sequence[StepEntry]) -> dict[str, Any]:
+    """Return the mean rewards of the tasks that several steps planned, a row each."""
+    means: dict[str, dict[int, float | None]] = defaultdict(dict)
+    for number, step in enumerate(steps):
+        for task in step.summary.tasks:
+            means[task.task_id][number] = task.mean
+    repeated = {task: found for task, found in means.items() if len(found) > 1}
+    known = [value for found in repeated.values() for value in found.values() if value is not None]
+    low, high = min([0.0, *known]), max(known, default=1.0)
+    high = high if high > low else low + 1
+
+    def gain(found: Mapping[int, float | None]) -> float:
+        values = [value for _, value in sorted(found.items()) if value is not None]
+        return values[-1] - values[0] if values else 0.0
+
+    ordered = sorted(repeated.items(), key=lambda each: (gain(each[1]), each[0]))
+    half = _MAX_TASKS // 2
+    shown = ordered if len(ordered) <= _MAX_TASKS else [*ordered[:half], *ordered[-half:]]
+    return {
+        "rows": [
+            (
+                task,
+                gain(found),
+                [
+                    (number, None if mean is None else round(SHADES * (mean - low) / (high - low)), mean)
+                    for number, mean in sorted(found.items())
+                ],
+            )
+            for task, found in shown
+        ],
+        "of": len(repeated),
+        "once": len(means) - len(repeated),
+        "low": low,
+        "high": high,
+    }

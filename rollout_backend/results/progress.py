@@ -1,0 +1,130 @@
+"""The state of a run at one moment, for a display."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Self
+
+from rollout_backend.core.ledger import Ledger, Phase
+from rollout_backend.gateway.stats import GatewayStats
+from rollout_backend.results.cost import NO_USAGE, Usage
+from rollout_backend.results.findings import rate_findings
+from rollout_backend.results.step_report import CallRate
+from rollout_backend.results.step_totals import LastResult, StepTotals
+from rollout_backend.results.verdict import FailureCount, Finding, Level, cut_replies, failure_findings
+from rollout_backend.serving.engine_fleet import ServerState
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counts of a run's current steps. `phases` counts unsettled rollouts by phase, `outcomes` settled ones by class.
+
+    `gateway` is None if the gateways did not answer. `warning` is empty unless no agent can call the model.
+    """
+
+    phases: dict[str, int]
+    outcomes: dict[str, int]
+    open_sessions: int
+    gateway: GatewayStats | None
+    warning: str = ""
+    rewards: int = 0  # how many have arrived
+    mean_reward: float | None = None
+    groups: int = 0  # settled and usable groups of several rewards
+    groups_with_spread: int = 0  # of these; GRPO learns from no other
+    turns: int = 0  # model calls of the rollouts that have a result
+    cut_replies: int = 0  # of these turns, those that ended at max_tokens or at the end of the context
+    slowest: str = ""  # the rollout that is at work for the longest time
+    slowest_s: float = 0.0
+    slowest_left_s: float | None = None  # until its deadline; None: it has none
+    p95_s: float | None = None  # seconds within which 95 % of the finished rollouts ended
+    failures: tuple[FailureCount, ...] = ()
+    last: tuple[LastResult, ...] = ()  # the newest results, newest first
+    invoke_rate: CallRate | None = None  # None unless an invoke was refused
+    stop_rate: CallRate | None = None  # None unless a stop was refused
+    servers: tuple[ServerState, ...] = ()  # the router and the engines
+    trainable: Usage = NO_USAGE  # of the ended rollouts that can be trained
+    wasted: Usage = NO_USAGE  # of the other ended rollouts
+
+    @classmethod
+    def of(
+        cls,
+        steps: Collection[tuple[Ledger, StepTotals]],
+        gateway: GatewayStats | None = None,
+        warning: str = "",
+        now: Callable[[], float] = time.time,
+        servers: tuple[ServerState, ...] = (),
+        loop_now: float = 0.0,
+    ) -> Self:
+        """Add up the current steps. `now` is the clock of the ledgers, `loop_now` the loop's time."""
+        phases: dict[str, int] = dict.fromkeys(Phase, 0)
+        outcomes: dict[str, int] = {}
+        running: list[tuple[float, str, float | None]] = []  # the first of each step, with its deadline
+        rates: list[tuple[CallRate | None, CallRate | None]] = []
+        for ledger, totals in steps:
+            totals.update()
+            for phase, count in ledger.phases().items():
+                phases[phase] += count
+            for outcome, count in ledger.counts().items():
+                outcomes[outcome] = outcomes.get(outcome, 0) + count
+            for entry in ledger.running.values():
+                running.append((entry.invoked_at or now(), entry.planned.rollout_id, entry.deadline))
+                break
+            rates.append((CallRate.of(ledger.invokes), CallRate.of(ledger.stops)))
+        each = [totals for _, totals in steps]
+        rewards = sum(totals.rewards for totals in each)
+        since, slowest, deadline = min(running, key=lambda each: each[:2], default=(0.0, "", None))
+        return cls(
+            phases,
+            outcomes,
+            open_sessions=sum(len(ledger.open_sessions) for ledger, _ in steps),
+            gateway=gateway,
+            warning=warning,
+            rewards=rewards,
+            mean_reward=sum(totals.reward_sum for totals in each) / rewards if rewards else None,
+            groups=sum(len(totals.spread) for totals in each),
+            groups_with_spread=sum(sum(totals.spread.values()) for totals in each),
+            turns=sum(totals.turns for totals in each),
+            cut_replies=sum(totals.cut_replies for totals in each),
+            slowest=slowest,
+            slowest_s=max(0.0, now() - since) if slowest else 0.0,
+            slowest_left_s=None if deadline is None else max(0.0, deadline - loop_now),
+            p95_s=max((totals.p95_s for totals in each if totals.p95_s is not None), default=None),
+            failures=tuple(failure for totals in each for failure in totals.failures.values()),
+            last=tuple(result for totals in each for result in totals.last()),
+            invoke_rate=next((invokes for invokes, _ in rates if invokes is not None), None),
+            stop_rate=next((stops for _, stops in rates if stops is not None), None),
+            servers=servers,
+            trainable=sum((totals.trainable for totals in each), start=NO_USAGE),
+            wasted=sum((totals.wasted for totals in each), start=NO_USAGE),
+        )
+
+    @property
+    def planned(self) -> int:
+        return sum(self.phases.values())
+
+    @property
+    def settled(self) -> int:
+        return self.phases[Phase.SETTLED]
+
+    @property
+    def at_work(self) -> int:
+        return self.phases[Phase.RUNNING]
+
+    @property
+    def scoring(self) -> int:
+        return self.phases.get(Phase.SCORING, 0)
+
+    @property
+    def waiting(self) -> int:
+        """Return how many rollouts have no running agent yet."""
+        return self.phases[Phase.PLANNED] + self.phases[Phase.DISPATCHING]
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Return what needs attention, most important first. The rules are those of a step's verdict."""
+        found = [Finding(Level.BAD, self.warning)] if self.warning else []
+        found += failure_findings(self.failures, self.planned)
+        found += rate_findings(self)
+        found += cut_replies(self.cut_replies, self.turns)
+        return tuple(sorted(found, key=lambda finding: finding.level))

@@ -1,0 +1,160 @@
+"""Rebuild the training rows of a step from the run's folder, without any agent.
+
+Invariant: a row is rebuilt only from a result that satisfies the contract, is the one that its record summarizes, and
+has its seal if the run requires seals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent_wrapper.contract import ContractError, Rollout, Segment
+from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.core.seal import Sealer, check_without_secret
+from rollout_backend.errors import ConfigError
+from rollout_backend.results.archive import CONFIG, RunArchive
+from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.training_rows import trained_records
+from rollout_backend.serving.run_secret import revealed, run_secret, secret_file
+
+SealCheck = Callable[[Rollout], None]
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """The trained rollouts of a step, and why others of them cannot be rebuilt, by rollout id."""
+
+    step: int
+    rollouts: tuple[Rollout, ...]  # in the order in which the trainer got them
+    failures: dict[str, str]
+    seals: str  # how they were checked, for people
+
+
+def replay_step(run_dir: Path, step: int | None = None) -> ReplayedStep:
+    """Read the trained rollouts of a step; without `step`, of the only one.
+
+    Raises:
+        ConfigError: the folder does not have that step, or cannot be read.
+    """
+    archive = RunArchive(run_dir)
+    number = _choose_step(archive, step)
+    check, seals = _seal_check(archive)
+    rollouts, failures = list[Rollout](), dict[str, str]()
+    for record in _trained_records(archive, number):
+        try:
+            rollout = archive.read_result(record)
+            check(rollout)
+        except ContractError as error:
+            failures[record.rollout_id] = str(error)
+        else:
+            rollouts.append(rollout)
+    return ReplayedStep(number, tuple(rollouts), failures, seals)
+
+
+def rows_as_parquet(rollouts: Sequence[Rollout]) -> bytes:
+    """Return the rows of rollouts as a Parquet file: one row for each segment."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [(rollout, i, segment) for rollout in rollouts for i, segment in enumerate(rollout.segments)]
+    segments = [segment for _, _, segment in rows]
+    columns = {
+        "step": pyarrow.array([rollout.step for rollout, _, _ in rows], pyarrow.int64()),
+        "task_id": pyarrow.array([rollout.task_id for rollout, _, _ in rows], pyarrow.string()),
+        "rollout_id": pyarrow.array([rollout.rollout_id for rollout, _, _ in rows], pyarrow.string()),
+        "segment": pyarrow.array([i for _, i, _ in rows], pyarrow.int32()),
+        "reward": pyarrow.array([rollout.reward for rollout, _, _ in rows], pyarrow.float64()),
+        "token_ids": _lists([segment.token_ids for segment in segments], np.int32),
+        "response_mask": _lists([segment.response_mask for segment in segments], np.uint8),
+        "logprobs": _lists([segment.logprobs for segment in segments], np.float32),
+        "weight_versions": pyarrow.array([_versions(segment) for segment in segments], _version_spans()),
+        "routed_experts": pyarrow.array([_experts(segment) for segment in segments], _routed_experts()),
+    }
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table(columns), sink)
+    return bytes(sink.getvalue())
+
+
+def _choose_step(archive: RunArchive, step: int | None) -> int:
+    steps = archive.steps()
+    if not steps:
+        raise ConfigError(f"{archive.run_dir} has no records: its run was killed, or has not ended a step")
+    if step is None and len(steps) > 1:
+        raise ConfigError(f"{archive.run_dir} has {len(steps)} steps, {steps[0]} to {steps[-1]}: choose a --step")
+    if step is not None and step not in steps:
+        raise ConfigError(f"{archive.run_dir} has no records of step {step}")
+    return steps[0] if step is None else step
+
+
+def _trained_records(archive: RunArchive, step: int) -> list[RolloutRecord]:
+    try:
+        report = archive.read_report(step)
+        found = trained_records(report, archive.read_records(step)) if report is not None else []
+    except ValueError as error:
+        raise ConfigError(f"step {step} of {archive.run_dir} cannot be read: {error}") from None
+    if report is None:
+        raise ConfigError(f"step {step} of {archive.run_dir} has no report, because it was interrupted or failed")
+    if not found:
+        raise ConfigError(f"step {step} of {archive.run_dir} has no rollout that was trained")
+    return found
+
+
+def _seal_check(archive: RunArchive) -> tuple[SealCheck, str]:
+    """Return the check of seals, and how it checks them."""
+    path = archive.run_dir / CONFIG
+    try:
+        info = archive.read_info()
+        config = load_config(path, top={"output_dir": str(archive.run_dir.absolute().parent)})
+    except ValueError as error:
+        raise ConfigError(f"{archive.run_dir}/run.json cannot be read: {error}") from None
+    if not config.gateway.require_seal:
+        return lambda rollout: None, "the run has no seals (gateway.require_seal=false)"
+    given = info is not None and "gateway.secret" in info.secrets  # the user's own, which is not stored
+    secret = _stored_secret(config, given=given)
+    if secret is None:
+        return (
+            check_without_secret,
+            "seals match; their signatures were not verified, because the run's secret is not here",
+        )
+    return Sealer(secret, revealed(config.gateway.previous_secret)).check, "seals verified with the run's secret"
+
+
+def _stored_secret(config: RolloutConfig, *, given: bool) -> str | None:
+    is_here = config.gateway.secret is not None if given else secret_file(config).is_file()
+    return run_secret(config) if is_here else None
+
+
+def _lists(arrays: Sequence[Any], dtype: type) -> Any:
+    """Return arrays as a column of lists that holds their very bytes."""
+    import pyarrow
+
+    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
+    values = np.concatenate([np.zeros(0, dtype), *(np.asarray(each, dtype) for each in arrays)])
+    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values))
+
+
+def _versions(segment: Segment) -> list[dict[str, Any]]:
+    return [asdict(span) for turn in segment.turns for span in turn.weight_versions]
+
+
+def _version_spans() -> Any:
+    import pyarrow
+
+    fields = [("version", pyarrow.string()), ("start", pyarrow.int32()), ("end", pyarrow.int32())]
+    return pyarrow.list_(pyarrow.struct(fields))
+
+
+def _experts(segment: Segment) -> dict[str, Any] | None:
+    return None if segment.routed_experts is None else segment.routed_experts.model_dump()
+
+
+def _routed_experts() -> Any:
+    import pyarrow
+
+    numbers = [(name, pyarrow.int32()) for name in ("layers", "topk", "id_bytes")]
+    return pyarrow.struct([*numbers, ("ids", pyarrow.large_binary())])

@@ -1,0 +1,118 @@
+"""Reads a run's folder, for reports and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent_wrapper.contract import ContractError, Rollout
+from rollout_backend.config import RolloutConfig, load_config
+from rollout_backend.core.batch_numbers import describe_batch
+from rollout_backend.errors import ConfigError
+from rollout_backend.results.archive import CONFIG, RunArchive
+from rollout_backend.results.cost import Prices
+from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.run_info import RunStart
+from rollout_backend.results.step_report import StepReport
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One step of a run. `report` is None if the step was interrupted."""
+
+    step: int
+    name: str  # its number, or that of the trainer's global step
+    validates: bool
+    records: tuple[RolloutRecord, ...]
+    report: StepReport | None
+    changed_at: float  # of the newest of its files
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run with at least one step. `config` is None if the folder holds no settings that can be read."""
+
+    run_dir: Path
+    run_id: str
+    steps: tuple[StepData, ...]
+    config: RolloutConfig | None
+
+    @property
+    def prices(self) -> Prices | None:
+        """Return the prices that the run's settings name; None if they name none."""
+        return Prices.of(self.config) if self.config is not None else None
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: the folder holds no step, or a file of another version.
+    """
+    return RunData(run_dir, read_run_id(run_dir), tuple(read_steps(run_dir)), read_config(run_dir))
+
+
+def read_steps(run_dir: Path, only: Sequence[int] | None = None) -> Iterator[StepData]:
+    """Read the steps of a run one by one, in order. `only`: the numbers of those to read.
+
+    Raises:
+        ConfigError: the folder holds no step, or a file of another version.
+    """
+    archive = RunArchive(run_dir)
+    steps = archive.steps()
+    if not steps:
+        raise ConfigError(f"{run_dir} holds no records of a step: steps/*.rollouts.jsonl")
+    by_verl = _is_by_verl(archive)
+    for step in steps if only is None else only:
+        yield _read_step(archive, step, by_verl)
+
+
+def read_rollout(archive: RunArchive, record: RolloutRecord) -> Rollout | None:
+    """Return the stored result that settled a rollout; None if there is none."""
+    try:
+        return archive.read_result(record) if record.result is not None else None
+    except ContractError:
+        return None
+
+
+def read_run_id(run_dir: Path) -> str:
+    """Return a run's id: that of its newest report, or the name of its folder."""
+    for path in sorted(run_dir.glob("steps/*[0-9].json"), reverse=True):
+        try:
+            return StepReport.model_validate_json(path.read_bytes()).run_id
+        except ValueError:
+            continue
+    return run_dir.absolute().name
+
+
+def last_start(archive: RunArchive) -> RunStart | None:
+    """Return the last start of a run; None if its folder does not say, or another version wrote it."""
+    try:
+        info = archive.read_info()
+    except ValueError:
+        return None
+    return info.starts[-1] if info is not None else None
+
+
+def _is_by_verl(archive: RunArchive) -> bool:
+    start = last_start(archive)
+    return start is not None and start.by == "verl"
+
+
+def _read_step(archive: RunArchive, step: int, by_verl: bool) -> StepData:
+    name, validates = describe_batch(step) if by_verl else (str(step), False)
+    try:
+        records, report = tuple(archive.read_records(step)), archive.read_report(step)
+    except ValueError as error:
+        raise ConfigError(f"step {step:08d} in {archive.run_dir / 'steps'} cannot be read: {error}") from None
+    return StepData(step, name, validates, records, report, archive.changed_at(step))
+
+
+def read_config(run_dir: Path) -> RolloutConfig | None:
+    """Return the settings of a run; None if its folder holds none that can be read."""
+    path = run_dir / CONFIG
+    try:
+        return load_config(path, env={}) if path.is_file() else None
+    except ConfigError:
+        return None

@@ -1,0 +1,375 @@
+"""What a step came to: its rollouts, its groups, and its books in a form that can be kept and compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+
+from pydantic import BaseModel, ConfigDict
+
+from agent_wrapper.contract import Outcome, Rollout, Segment
+from rollout_backend.core.adapter import number_of
+from rollout_backend.core.engine_use import EngineUse
+from rollout_backend.core.ledger import CallTally, Ledger, LedgerEntry
+from rollout_backend.core.tasks import Task
+from rollout_backend.results.records import RolloutRecord
+
+# Of a segment; any other text in a result without a seal is the agent's.
+_REASONS = ("first_call", "rerendered", "tools_changed", "history_rewritten", "branched", "new_conversation")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class GroupReport(_Frozen):
+    task_id: str
+    planned: int
+    outcomes: dict[Outcome, int]
+    rewards: tuple[float, ...]  # of the trainable rollouts
+    usable: bool
+
+    @property
+    def mean_reward(self) -> float | None:
+        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+
+    @property
+    def has_spread(self) -> bool:
+        """Return whether the rewards differ: GRPO learns nothing from equal ones."""
+        return len(set(self.rewards)) > 1
+
+
+class Staleness(_Frozen):
+    """How many versions the weights that sampled a step's tokens were behind the newest that sampled in it.
+
+    Only numbered versions count; 0 means that one version sampled everything.
+    """
+
+    mean: float  # over tokens
+    max: int
+
+
+class Latency(_Frozen):
+    """Seconds until rollouts were in our hands, over a step. Two clocks are compared: keep them in time."""
+
+    p50: float
+    p99: float
+    max: float
+
+
+class Lengths(_Frozen):
+    """How long some rollouts of a step were, from dispatch until they ended here. None: nothing is known."""
+
+    rollouts: int
+    mean_s: float | None
+    mean_sampled_tokens: float | None = None
+    mean_turns: float | None = None
+
+
+class CallRate(_Frozen):
+    """What the runtime granted of one kind of call in a step in which it refused some (429, 402, 5xx)."""
+
+    refused: int
+    seconds: float  # from the first refusal to the last
+    granted_per_s: float | None  # meanwhile; None if that was under a second
+
+    @classmethod
+    def of(cls, tally: CallTally) -> CallRate | None:
+        if not tally.refusals:
+            return None
+        return cls(refused=tally.refusals, seconds=tally.seconds, granted_per_s=tally.granted_per_s)
+
+
+class LengthBias(_Frozen):
+    """Lengths of finished and cut-off rollouts, to expose length bias.
+
+    `cut_off` counts rollouts that were stopped because they took longer than others or than the step: stragglers,
+    and those that ran at the target or the deadline. What they sampled is not known.
+    """
+
+    finished: Lengths  # completed, and the agent's own errors; of this execution
+    cut_off: Lengths
+    reason: str = ""  # why most were cut off
+
+
+class StepReport(_Frozen):
+    """The accounts of one step: how each planned rollout ended, and what the step cost."""
+
+    model_config = ConfigDict(extra="ignore")  # reports of earlier versions have more fields
+
+    run_id: str
+    step: int
+    planned: int
+    replacements: int  # of those planned
+    outcomes: dict[Outcome, int]
+    reasons: dict[str, int]  # "outcome: reason" of what did not complete
+    trainable: int
+    groups: tuple[GroupReport, ...]
+    duplicates: int
+    late: int
+    unknown: int
+    superseded: int  # failure markers of lost attempts that another attempt had taken the place of
+    resumed: int  # rollouts that an earlier execution of this step had finished
+    reattached: int = 0  # rollouts of an earlier execution whose agents were still running, and were not restarted
+    refused: int  # messages put into quarantine
+    unarchived: int = 0  # results that could not be written to the run's folder; they are in S3
+    attempts: int
+    sessions_opened: int
+    sessions_open: int
+    unclosed_sessions: dict[str, str]
+    sampled_tokens: int
+    given_tokens: int
+    broken_histories: int  # segments beyond each rollout's first
+    split_reasons: dict[str, int] = {}  # those segments by the reason why they opened
+    malformed_tool_calls: dict[str, int] | None = (
+        None  # returned as text, by renderer, since the run's previous report; None: a gateway did not answer
+    )
+    unknown_tool_calls: dict[str, int] = {}  # calls of tools that were not offered, by name, since then
+    undelivered_replies: int = 0  # replies that no client received and no call continued, since then
+    left_out_replies: int = 0  # replies that training.leave_out leaves out of training, since then
+    runaways: dict[str, int] = {}  # sampled tokens of rollouts whose session reached gateway.session_tokens
+    heard_after_stop: dict[str, int] = {}  # requests of sessions after their stop, since then
+    weight_versions: dict[
+        str, int
+    ] = {}  # sampled tokens by the version that sampled them; "" if the engine said none
+    staleness: Staleness | None = None
+    latency: Latency | None  # since the announcement, which follows the PUT at once; by SQS's clock
+    lag: (
+        Latency | None
+    )  # since the agent returned, by its container's clock: with what was sampled fetched, and the PUT
+    surplus: int = 0  # trainable beyond their group's size, and not trained
+    length_bias: LengthBias | None = None  # None unless something was cut off
+    invoke_rate: CallRate | None = None  # None unless an invoke was refused
+    stop_rate: CallRate | None = None  # None unless a stop was refused
+    engine_use: EngineUse | None = None  # None: no engine reported its load
+    seconds: float
+    deadline_reached: bool
+
+    @property
+    def reconciles(self) -> bool:
+        """Whether the books balance: each rollout has one class, and each session is closed or named."""
+        return sum(self.outcomes.values()) == self.planned and self.sessions_open == 0
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the books balance and every session is closed."""
+        return self.reconciles and not self.unclosed_sessions
+
+
+@dataclass(frozen=True)
+class StepFailure:
+    """A rollout that did not complete, and where to look."""
+
+    rollout_id: str
+    task_id: str
+    outcome: Outcome
+    reason: str
+    message: str
+    session_id: str | None  # of the last attempt that may have opened one
+    attempts: int
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """The rollouts of one task. `usable` says whether the group policy accepts the group for training."""
+
+    task: Task
+    rollouts: tuple[Rollout, ...]  # the trainable ones
+    usable: bool
+    planned: int
+    failures: tuple[StepFailure, ...] = ()  # of the rollouts that did not complete, scored agent errors among them
+
+
+@dataclass(frozen=True, repr=False)
+class StepResult:
+    """The outcome of one step.
+
+    `rollouts` holds every result that arrived, failed ones included. `groups` holds what may be trained.
+    """
+
+    step: int
+    rollouts: tuple[Rollout, ...]
+    groups: tuple[GroupResult, ...]
+    failures: tuple[StepFailure, ...]
+    report: StepReport
+    records: tuple[RolloutRecord, ...] = ()  # one for each planned rollout
+
+    def __repr__(self) -> str:
+        usable = sum(group.usable for group in self.groups)
+        counts = f"{len(self.rollouts)} rollouts, {usable} of {len(self.groups)} groups usable"
+        return f"<StepResult step {self.step}: {counts}, {len(self.failures)} failures>"
+
+
+def failures_of(ledger: Ledger, rollout_ids: Iterable[str] | None = None) -> tuple[StepFailure, ...]:
+    """Return the failures among these rollouts, or among all."""
+    wanted = ledger.entries if rollout_ids is None else {each: ledger.entries[each] for each in rollout_ids}
+    return tuple(
+        StepFailure(
+            rollout_id=rollout_id,
+            task_id=entry.planned.task_id,
+            outcome=entry.outcome,
+            reason=entry.reason,
+            message=entry.message,
+            session_id=entry.last_session_id,
+            attempts=entry.attempts,
+        )
+        for rollout_id, entry in wanted.items()
+        if entry.outcome is not None and entry.outcome is not Outcome.COMPLETED
+    )
+
+
+def make_report(
+    run_id: str,
+    ledger: Ledger,
+    groups: Sequence[GroupResult],
+    rollouts: Sequence[Rollout],
+    latencies: Sequence[float],
+    lags: Sequence[float],
+    *,
+    refused: int,
+    unarchived: int = 0,
+    resumed: int = 0,
+    reattached: int = 0,
+    seconds: float,
+    deadline_reached: bool,
+    engine_use: EngineUse | None = None,
+    took: Mapping[str, float] | None = None,
+) -> StepReport:
+    """`took`: seconds of each rollout that began in this execution, by its id."""
+    entries = list(ledger.entries.values())
+    outcomes = _outcomes_by_task(entries)
+    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    later = [segment for rollout in rollouts for segment in rollout.segments[1:]]
+    sampled = sum(segment.sampled_tokens for segment in segments)
+    versions = _versions(segments)
+    return StepReport(
+        run_id=run_id,
+        step=ledger.step,
+        planned=len(entries),
+        replacements=sum(entry.planned.is_replacement for entry in entries),
+        outcomes=ledger.counts(),
+        reasons=_reasons(entries),
+        trainable=sum(entry.trainable for entry in entries),
+        groups=tuple(_group_report(group, outcomes.get(group.task.task_id, Counter())) for group in groups),
+        duplicates=ledger.duplicates,
+        late=ledger.late,
+        unknown=ledger.unknown,
+        superseded=ledger.superseded,
+        resumed=resumed,
+        reattached=reattached,
+        refused=refused,
+        unarchived=unarchived,
+        attempts=sum(entry.attempts for entry in entries),
+        sessions_opened=ledger.sessions_opened,
+        sessions_open=len(ledger.open_sessions),
+        unclosed_sessions=dict(ledger.unclosed_sessions),
+        sampled_tokens=sampled,
+        given_tokens=sum(len(segment.token_ids) for segment in segments) - sampled,
+        broken_histories=len(later),
+        split_reasons=dict(
+            Counter(segment.split_reason if segment.split_reason in _REASONS else "other" for segment in later)
+        ),
+        weight_versions=dict(versions),
+        staleness=_staleness(versions),
+        latency=_latency(latencies),
+        lag=_latency(lags),
+        surplus=sum(entry.trainable for entry in entries) - sum(len(group.rollouts) for group in groups),
+        length_bias=_length_bias(entries, rollouts, took or {}),
+        invoke_rate=CallRate.of(ledger.invokes),
+        stop_rate=CallRate.of(ledger.stops),
+        engine_use=engine_use,
+        seconds=seconds,
+        deadline_reached=deadline_reached,
+    )
+
+
+def _outcomes_by_task(entries: Iterable[LedgerEntry]) -> dict[str, Counter[Outcome]]:
+    counts: dict[str, Counter[Outcome]] = {}
+    for entry in entries:
+        if entry.outcome is not None:
+            counts.setdefault(entry.planned.task_id, Counter())[entry.outcome] += 1
+    return counts
+
+
+def _reasons(entries: Iterable[LedgerEntry]) -> dict[str, int]:
+    ended = [entry for entry in entries if entry.outcome is not None]
+    unusual = [entry for entry in ended if entry.outcome is not Outcome.COMPLETED or entry.reason]
+    return dict(Counter(f"{entry.outcome}: {entry.reason}" for entry in unusual))
+
+
+def _group_report(group: GroupResult, outcomes: Counter[Outcome]) -> GroupReport:
+    return GroupReport(
+        task_id=group.task.task_id,
+        planned=outcomes.total(),
+        outcomes=dict(outcomes),
+        rewards=tuple(rollout.reward for rollout in group.rollouts if rollout.reward is not None),
+        usable=group.usable,
+    )
+
+
+_CUT_FOR_LENGTH = ("straggler", "target_reached", "collection_deadline", "agent_deadline")
+
+
+def _length_bias(
+    entries: Iterable[LedgerEntry], rollouts: Sequence[Rollout], took: Mapping[str, float]
+) -> LengthBias | None:
+    cut = [
+        (took[entry.planned.rollout_id], entry.reason)
+        for entry in entries
+        if not entry.by_result and entry.planned.rollout_id in took and entry.reason in _CUT_FOR_LENGTH
+    ]
+    if not cut:
+        return None
+    done = [
+        rollout
+        for rollout in rollouts
+        if rollout.outcome in (Outcome.COMPLETED, Outcome.AGENT_ERROR) and rollout.rollout_id in took
+    ]
+    segments = [rollout.segments for rollout in done]
+    return LengthBias(
+        finished=Lengths(
+            rollouts=len(done),
+            mean_s=_mean([took[rollout.rollout_id] for rollout in done]),
+            mean_sampled_tokens=_mean([sum(segment.sampled_tokens for segment in each) for each in segments]),
+            mean_turns=_mean([sum(len(segment.turns) for segment in each) for each in segments]),
+        ),
+        cut_off=Lengths(rollouts=len(cut), mean_s=_mean([seconds for seconds, _ in cut])),
+        reason=Counter(reason for _, reason in cut).most_common(1)[0][0],
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _versions(segments: Iterable[Segment]) -> Counter[str]:
+    tokens: Counter[str] = Counter()
+    for turn in (turn for segment in segments for turn in segment.turns):
+        if not turn.weight_versions:
+            tokens[""] += turn.end - turn.start
+        for span in turn.weight_versions:
+            tokens[span.version] += span.end - span.start
+    return tokens
+
+
+def _staleness(tokens_of: Mapping[str, int]) -> Staleness | None:
+    numbered: Counter[int] = Counter()
+    for label, tokens in tokens_of.items():
+        if tokens and (number := number_of(label)) is not None:
+            numbered[number] += tokens
+    if not numbered:
+        return None
+    newest = max(numbered)
+    behind = sum((newest - version) * tokens for version, tokens in numbered.items())
+    return Staleness(mean=behind / sum(numbered.values()), max=newest - min(numbered))
+
+
+def _latency(seconds: Sequence[float]) -> Latency | None:
+    if not seconds:
+        return None
+    if len(seconds) == 1:
+        return Latency(p50=seconds[0], p99=seconds[0], max=seconds[0])
+    cuts = quantiles(seconds, n=100, method="inclusive")
+    return Latency(p50=cuts[49], p99=cuts[98], max=max(seconds))

@@ -1,0 +1,92 @@
+"""Prints the comparison of two runs in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rollout_backend.results.comparison import Difference
+from rollout_backend.results.run_comparison import Comparison, Entry, TaskReward
+
+_TASKS_SHOWN = 10
+
+
+def print_comparison(console: Console, found: Comparison) -> None:
+    """Print how two runs differ, the rewards last."""
+    first, second = found.first, found.second
+    _print_table(console, "settings", first, second, _rows(found.settings))
+    _print_table(console, "versions and agent", first, second, _rows(found.versions))
+    _print_table(console, "rollouts", first, second, _rows(found.outcomes))
+    means = [(each.name, *_numbers(each)) for each in found.measures]
+    _print_table(console, "mean over common tasks", first, second, means, "difference, 95%")
+    print_task_rewards(console, first, second, found.rewards)
+    for count, what in (
+        (found.changed_tasks, "have the same id and another payload, and are not compared"),
+        (found.only_first, f"have a reward in {first} only"),
+        (found.only_second, f"have a reward in {second} only"),
+    ):
+        if count:
+            console.print(f"tasks that {what}: {count}", highlight=False, soft_wrap=True)
+    console.print(reward_sentence(found.reward), highlight=False, soft_wrap=True)
+
+
+def print_task_rewards(console: Console, first: str, second: str, rewards: Iterable[TaskReward]) -> None:
+    """Print the tasks whose rewards differ most."""
+    changed = [task for task in rewards if task.first != task.second]
+    rows = [
+        (task.task_id, f"{task.first:.3f}", f"{task.second:.3f}", f"{task.second - task.first:+.3f}")
+        for task in changed[:_TASKS_SHOWN]
+    ]
+    _print_table(console, "reward by task", first, second, rows, "difference")
+    if len(changed) > _TASKS_SHOWN:
+        console.print(f"... and {len(changed) - _TASKS_SHOWN} more tasks whose rewards differ: --json has all")
+
+
+def reward_sentence(reward: Difference | None, both: str = "both runs") -> str:
+    """Say by how much rewards differ, and whether that may be chance."""
+    if reward is None:
+        return f"no task has a reward in {both}, so rewards are not compared"
+    change, margin = reward.change.value, reward.change.margin
+    means = f"mean reward {reward.first:.3f} and {reward.second:.3f} over {_tasks(reward.tasks)} of {both}"
+    if margin is None:
+        return f"{means}: {change:+.3f}; too few tasks to say whether that is chance"
+    if change == margin == 0:
+        return f"{means}: equal on each task"
+    chance = "is more than chance" if reward.is_clear else "may be chance"
+    interval = f"95% interval {change - margin:+.3f} to {change + margin:+.3f}"
+    return f"{means}: {change:+.3f} ({interval}), which {chance}"
+
+
+def _tasks(count: int) -> str:
+    return "1 task" if count == 1 else f"{count} tasks"
+
+
+def _rows(entries: Iterable[Entry]) -> Sequence[tuple[str, ...]]:
+    return [(each.name, _text(each.first), _text(each.second)) for each in entries]
+
+
+def _numbers(found: Difference) -> tuple[str, str, str]:
+    margin = "" if found.change.margin is None else f" ± {found.change.margin:.3f}"
+    return f"{found.first:.3f}", f"{found.second:.3f}", f"{found.change.value:+.3f}{margin}"
+
+
+def _print_table(
+    console: Console, title: str, first: str, second: str, rows: Sequence[tuple[str, ...]], *more: str
+) -> None:
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (title, first, second, *more):
+        table.add_column(escape(name), overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+    console.print()
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,206 @@
+"""Prints a step's report, a single rollout and its record in a terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.align import AlignMethod
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+
+from agent_wrapper.contract import Outcome, Rollout, Segment, readable
+from rollout_backend.core.reasons import documented_at
+from rollout_backend.results.findings import call_rates, describe_bias, describe_rate
+from rollout_backend.results.records import ResultSummary, RolloutRecord
+from rollout_backend.results.step_report import GroupReport, StepReport, StepResult
+
+_FAILURES_SHOWN = 10
+_RULE_WIDTH = 80  # in a pipe, where the console has no width
+_YEAR_10000 = 253_402_300_800
+
+
+def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
+    """Print a step's ledger, rewards, failures and timing."""
+    report = result.report
+    console.print(f"run {report.run_id}, step {report.step}", highlight=False)
+    console.print(_ledger(report))
+    console.print("reward by group")
+    console.print(_groups(report.groups))
+    for failure in result.failures[:_FAILURES_SHOWN]:
+        console.print(
+            f"[red]{failure.rollout_id}[/]: {failure.outcome}, {failure.reason}: {plain(failure.message)} "
+            f"[dim](session {failure.session_id or 'never opened'}, attempts {failure.attempts})[/]"
+        )
+    if len(result.failures) > _FAILURES_SHOWN:
+        console.print(f"... and {len(result.failures) - _FAILURES_SHOWN} more")
+    tokens = f"{report.sampled_tokens} sampled, {report.given_tokens} given"
+    console.print(f"tokens: {tokens}; {report.sampled_tokens / max(report.seconds, 1e-9):.0f} sampled per second")
+    if report.latency is not None:
+        console.print(f"from PUT to buffer: p50 {report.latency.p50:.3f} s, p99 {report.latency.p99:.3f} s")
+    if report.lag is not None:
+        console.print(f"from the agent's end to buffer: p50 {report.lag.p50:.3f} s, p99 {report.lag.p99:.3f} s")
+    if report.length_bias is not None:
+        console.print(f"length: {describe_bias(report.length_bias)}")
+    if report.surplus:
+        console.print(f"{report.surplus} trainable rollouts came beyond their group's size and are not trained")
+    for calls, setting, rate in call_rates(report):
+        console.print(describe_rate(calls, setting, rate))
+    console.print(f"the step took {report.seconds:.1f} s" + (", to its deadline" if report.deadline_reached else ""))
+    console.print(f"rollouts, reports and logs: {run_dir}")
+    if report.unarchived:
+        console.print(f"[red]{report.unarchived} results could not be written there[/]; they are in S3")
+    verdict = "[green]the ledger reconciles[/]" if report.reconciles else "[red]the ledger does NOT reconcile[/]"
+    console.print(f"{verdict}; {report.sessions_open} sessions open")
+    for session_id, why in report.unclosed_sessions.items():
+        console.print(f"[red]session {session_id} could not be closed: {plain(why)}[/]")
+
+
+def _ledger(report: StepReport) -> Table:
+    table = Table()
+    table.add_column("planned")
+    table.add_column(str(report.planned), justify="right")
+    for outcome in Outcome:
+        table.add_row(outcome, str(report.outcomes[outcome]))
+    table.add_section()
+    apart = {
+        "replacements": report.replacements,
+        "duplicates": report.duplicates,
+        "late": report.late,
+        "unknown": report.unknown,
+        "refused": report.refused,
+    }
+    for name, count in apart.items():
+        table.add_row(name, str(count), style="dim")
+    return table
+
+
+def _groups(groups: tuple[GroupReport, ...]) -> Table:
+    table = Table()
+    for name in ("task", "rewards", "mean", "usable"):
+        table.add_column(name, justify="right" if name == "mean" else "left")
+    for group in groups:
+        mean = "" if group.mean_reward is None else f"{group.mean_reward:.3f}"
+        rewards = " ".join(f"{reward:g}" for reward in group.rewards)
+        table.add_row(group.task_id, rewards, mean, "yes" if group.usable else "[red]no[/]")
+    rewards_of_all = [reward for group in groups for reward in group.rewards]
+    if rewards_of_all:
+        table.add_section()
+        mean = f"{sum(rewards_of_all) / len(rewards_of_all):.3f}"
+        table.add_row("all", f"{len(rewards_of_all)} rollouts", mean, "")
+    return table
+
+
+def print_rollout(console: Console, rollout: Rollout) -> None:
+    """Print a rollout's outcome, messages and turns."""
+    reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
+    style = "green" if rollout.outcome is Outcome.COMPLETED else "red"
+    console.print(
+        f"[bold]{rollout.rollout_id}[/]  run {rollout.run_id}, step {rollout.step}, task {rollout.task_id}\n"
+        f"[{style}]{rollout.outcome}[/], reward {reward}, attempt {rollout.attempt}, "
+        f"session {plain(rollout.session_id) or 'unknown'}\n"
+        f"{when(rollout.started_at)}, took {max(0.0, rollout.finished_at - rollout.started_at):.1f} s, "
+        f"model {plain(rollout.model) or 'unknown'}"
+    )
+    if rollout.segments:
+        summary = ResultSummary.of(rollout)
+        cached = "unknown" if summary.cache_hit is None else f"{summary.cache_hit:.0%}"
+        console.print(f"{summary.turns} model calls, {summary.prompt_tokens:,} prompt tokens, cache {cached}")
+    if rollout.extras:
+        console.print(f"extras: {plain(json.dumps(rollout.extras))}")
+    if rollout.failure is not None:
+        _print_failure(console, rollout.failure.message, rollout.failure.reason)
+        if rollout.failure.traceback:
+            console.print(plain(rollout.failure.traceback), style="dim", highlight=False)
+    turns = 0
+    for number, segment in enumerate(rollout.segments):
+        _print_segment(console, number, segment, turns)
+        turns += len(segment.turns)
+
+
+def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool) -> None:
+    """Print where a rollout ran and when. With `with_outcome`, also how it ended: it has no result to print."""
+    if with_outcome:
+        console.print(
+            f"[bold]{record.rollout_id}[/]  step {record.step}, task {record.task_id}\n"
+            f"[red]{record.outcome or 'not settled'}[/], no result was stored"
+        )
+        _print_failure(console, record.message or "no message", record.reason)
+    usable = "usable" if record.group_usable else "not usable"
+    sessions = ", ".join(map(plain, record.session_ids)) or "none opened"
+    lines = [f"attempts {record.attempts}, group {usable}", f"sessions: {sessions}"]
+    if record.log is not None:
+        lines.append(f"log: {plain(record.log)}")
+    times = [f"planned {when(record.planned_at)}"]
+    later = {
+        "invoked": record.invoked_at,
+        "accepted": record.accepted_at,
+        "result": record.result_at,
+        "settled": record.settled_at,
+    }
+    times += [f"{name} {at - record.planned_at:+.1f} s" for name, at in later.items() if at is not None]
+    console.print("\n".join([*lines, ", ".join(times)]), highlight=False, soft_wrap=True)
+
+
+def _print_segment(console: Console, number: int, segment: Segment, first_turn: int) -> None:
+    tokens = f"{len(segment.token_ids)} tokens, {segment.sampled_tokens} sampled"
+    _print_rule(console, f"segment {number} ({plain(segment.split_reason)}): {tokens}")
+    print_messages(console, segment.messages)
+    for i, turn in enumerate(segment.turns, first_turn):
+        known = [x for x in segment.logprobs[turn.start : turn.end] if not math.isnan(x)]
+        mean = f"{sum(known) / len(known):.3f}" if known else "unknown"
+        versions = ", ".join(dict.fromkeys(span.version for span in turn.weight_versions)) or "unknown"
+        console.print(
+            f"turn {i}: {turn.end - turn.start} tokens in {turn.seconds:.2f} s, "
+            f"finish {readable(turn.finish_reason)}, mean logprob {mean}, weights {readable(versions)}, "
+            f"{'unknown' if turn.cached_tokens is None else turn.cached_tokens} prompt tokens cached",
+            style="dim",
+            markup=False,
+        )
+
+
+def print_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Print messages in the OpenAI format, each in a frame."""
+    for message in messages:
+        text = message.get("content")
+        body = text if isinstance(text, str) else json.dumps(text) if text else ""
+        calls = message.get("tool_calls")
+        if calls:
+            body = f"{body}\n{json.dumps(calls)}".strip()
+        _print_panel(console, body, str(message.get("role")))
+
+
+def _print_failure(console: Console, message: str, reason: str) -> None:
+    _print_panel(console, message, reason, "red")
+    console.print(f"see {documented_at(plain(reason))}", highlight=False, soft_wrap=True)
+
+
+def _print_panel(console: Console, text: str, title: str, style: str = "none") -> None:
+    if not console.is_terminal:  # a pipe has no width for a box
+        console.print(f"--- {readable(title)}\n{readable(text)}", markup=False, highlight=False, soft_wrap=True)
+        return
+    align: AlignMethod = "left" if style == "none" else "center"
+    console.print(Panel(plain(text), title=plain(title), title_align=align, border_style=style))
+
+
+def _print_rule(console: Console, title: str) -> None:
+    console.print(Rule(title, align="left"), width=console.width if console.is_terminal else _RULE_WIDTH)
+
+
+def plain(text: str) -> str:
+    """Return an agent's text without markup and without terminal control sequences."""
+    return escape(readable(text))
+
+
+def when(seconds: float) -> str:
+    """Return a time in UTC. It may come from a container's clock, which can show any."""
+    if not 0 < seconds < _YEAR_10000:
+        return "start unknown"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

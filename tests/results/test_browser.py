@@ -1,0 +1,200 @@
+"""The report in headless Chromium: links, filters, search, keyboard and themes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chromium import find_chromium, run_chromium
+from made_runs import MadeRun, make_run
+from rollout_backend.results.page.files import write_report
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_chromium() is None, reason="no chromium, chromium-browser or google-chrome in PATH"),
+]
+ERRORS = "<script>window.failed=[];addEventListener('error',(event)=>failed.push(event.message))</script>"
+
+
+def play(page: Path, steps: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
+    """Run a script in a copy of the page. It fills `result`; errors of the page are an error."""
+    script = """<script>(async () => {
+const result = {}, byId = (id) => document.getElementById(id);
+const settle = () => new Promise((done) => setTimeout(done, 50));
+const enter = (id, value) => { byId(id).value = value; byId(id).dispatchEvent(new Event("input")); };
+const press = (id, key) => byId(id).dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+const rows = () => [...document.querySelectorAll("#table tbody tr")].map((row) => row.cells[0].textContent);
+try { STEPS } catch (error) { failed.push(String(error)); }
+result.failed = failed;
+document.body.append(Object.assign(document.createElement("pre"), { id: "result", textContent: btoa(unescape(encodeURIComponent(JSON.stringify(result)))) }));
+})();</script>""".replace("STEPS", steps)  # noqa: E501
+    copy = tmp_path / "played.html"
+    copy.write_text(page.read_text().replace("<head>", f"<head>{ERRORS}").replace("</body>", f"{script}</body>"))
+    html = run_chromium(tmp_path / "profile", "--virtual-time-budget=4000", *flags, "--dump-dom", copy.as_uri())
+    found = re.search(r'<pre id="result">([^<]*)</pre>', html)
+    assert found is not None, html[-500:]
+    result: dict[str, Any] = json.loads(base64.b64decode(found[1]))
+    assert result.pop("failed") == []
+    return result
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(make_run(tmp_path_factory.mktemp("runs") / "run", MadeRun(tasks=12, group=6, lost=0.2)))
+
+
+def test_search_filters_and_sorting(report: Path, tmp_path: Path):
+    result = play(
+        report,
+        """
+        result.all = rows().length;
+        enter("search", "buy-3-pear"); result.found = rows();
+        enter("search", ""); enter("reward", "missing");
+        result.missing = [...document.querySelectorAll("#table tbody tr")].map((row) => row.cells[3].textContent);
+        enter("reward", ""); enter("outcome", byId("outcome").options[1].value);
+        result.outcomes = [...new Set([...document.querySelectorAll("#table tbody tr")].map((row) => row.cells[1].textContent))];
+        enter("outcome", "");
+        document.querySelectorAll("#table th button")[4].click();
+        const seconds = [...document.querySelectorAll("#table tbody tr")].map((row) => +row.cells[4].textContent);
+        result.sorted = seconds.every((value, i) => !i || seconds[i - 1] <= value);
+        result.aria = document.querySelectorAll("#table th")[4].getAttribute("aria-sort");
+        document.querySelector("[data-filter]").click(); result.filter = byId("search").value;
+        """,  # noqa: E501
+        tmp_path,
+    )
+    assert result["all"] == 72
+    assert result["found"] == [f"buy-3-pear.{i}" for i in range(6)]
+    assert set(result["missing"]) == {"missing"}
+    assert result["outcomes"] == ["completed"]
+    assert result["sorted"]
+    assert result["aria"] == "ascending"
+    assert result["filter"] in ("agent_deadline", "container_error", "agent_exception")
+
+
+def test_links_the_heatmap_and_the_keyboard_open_rollouts(report: Path, tmp_path: Path):
+    result = play(
+        report,
+        """
+        const title = () => byId("viewer-title").firstChild.textContent.trim();
+        location.hash = "#r=buy-3-pear.2"; await settle(); result.linked = title();
+        result.tokens = document.querySelectorAll("#viewer .t").length;
+        press("viewer", "ArrowRight"); await settle(); result.next = title();
+        const map = byId("heatmap"); map.focus();
+        for (const key of ["ArrowRight", "ArrowDown"]) press("heatmap", key);
+        result.readout = byId("heatmap-readout").textContent;
+        press("heatmap", "Enter"); await settle(); result.entered = title();
+        const box = map.querySelector("path").getBoundingClientRect();
+        map.dispatchEvent(new MouseEvent("click", { clientX: box.left + 3, clientY: box.top + 3, bubbles: true }));
+        await settle(); result.clicked = location.hash;
+        const line = byId("timeline").querySelector("svg").getBoundingClientRect();
+        byId("timeline").dispatchEvent(new MouseEvent("click", { clientX: line.left + 60, clientY: line.top + 30 }));
+        await settle(); result.timeline = location.hash;
+        """,
+        tmp_path,
+    )
+    assert (result["linked"], result["next"]) == ("buy-3-pear.2", "buy-3-pear.3")
+    assert result["tokens"] > 20
+    assert result["readout"].startswith(f"{result['entered']}: ")
+    assert result["clicked"].startswith("#r=buy-")
+    assert result["timeline"].startswith("#r=buy-")
+
+
+def test_the_theme_switches_and_nothing_is_wider_than_the_page(report: Path, tmp_path: Path):
+    result = play(
+        report,
+        """
+        const color = () => getComputedStyle(document.body).backgroundColor;
+        result.first = color(); byId("theme").click(); result.second = color();
+        byId("theme").click(); result.third = color();
+        result.wide = document.documentElement.scrollWidth > innerWidth;
+        """,
+        tmp_path,
+    )
+    assert result["first"] == result["third"] != result["second"]
+    assert not result["wide"]
+
+
+READ_CHARTS = """
+const charts = [...document.querySelectorAll(".chart")];
+const words = (chart) => chart.querySelector(".readout").textContent;
+result.shown = charts.map((chart) => {
+  const box = chart.querySelector("svg").getBoundingClientRect(), points = JSON.parse(chart.dataset.points);
+  const move = (part) => {
+    const clientX = box.left + part * box.width, clientY = box.top + 20;
+    chart.dispatchEvent(new MouseEvent("mousemove", { clientX, clientY }));
+    return [words(chart), +chart.querySelector(".cursor").getAttribute("x1")];
+  };
+  const key = (key) => { chart.dispatchEvent(new KeyboardEvent("keydown", { key })); return words(chart); };
+  const [left, right] = [move(0), move(1)];
+  return { points, left, right, keys: ["ArrowLeft", "Home", "ArrowLeft", "ArrowRight", "End"].map(key) };
+});
+"""
+
+
+def check_readouts(result: dict[str, Any], charts: int) -> None:
+    assert len(result["shown"]) == charts
+    for chart in result["shown"]:
+        points = chart["points"]
+        words = [each for _, each in points]
+        assert chart["left"] == [words[0], points[0][0]]
+        assert chart["right"] == [words[-1], points[-1][0]]
+        assert chart["keys"] == [words[-2], words[0], words[0], words[1], words[-1]]
+
+
+def test_charts_read_out_the_values_at_the_pointer_and_by_keys(report: Path, tmp_path: Path):
+    result = play(report, READ_CHARTS, tmp_path)
+    check_readouts(result, 2)
+    first, second = (chart["points"] for chart in result["shown"])
+    assert first[0] == [0, "after 0 s: at work 0, finished 0"]
+    assert len(first) == len(second) == 161
+    assert first[-1][1].endswith(" s: at work 0, finished 72")
+
+
+def test_a_training_runs_page_reads_out_its_charts_by_step(tmp_path: Path):
+    report = write_report(make_run(tmp_path / "run", MadeRun(tasks=4, group=3, steps=3, lost=0.3)))
+    result = play(
+        report, f"result.dots = document.querySelectorAll('#rewards a .dot').length;{READ_CHARTS}", tmp_path
+    )
+    assert result["dots"] == 3
+    check_readouts(result, 6)
+    assert [words.partition(":")[0] for _, words in result["shown"][0]["points"]] == ["step 0", "step 1", "step 2"]
+    assert " of 4 tasks" in result["shown"][1]["points"][0][1]
+
+
+NARROW = """
+const width = (node) => node.getBoundingClientRect().width;
+const widths = (css) => [...document.querySelectorAll(css)].map(width);
+result.page = [document.documentElement.scrollWidth, innerWidth];
+result.menu = document.querySelector("nav").getBoundingClientRect().height;
+result.tracebacks = widths("#failures pre");
+result.texts = widths("#failures td, #settings td, #time td.text, #table td.text");
+result.lines = [...document.querySelectorAll("#table td.id, #failures .link, #failures a.id")].map((node) => node.getClientRects().length);
+"""  # noqa: E501
+
+
+def test_on_a_phone_every_column_can_be_read(report: Path, tmp_path: Path):
+    result = play(report, NARROW, tmp_path, "--window-size=390,844")
+    wide, inner = result["page"]
+    assert inner <= 500  # no browser makes it narrower without a device
+    assert wide <= inner
+    assert result["menu"] <= 60
+    assert len(result["tracebacks"]) > 0
+    assert min(result["tracebacks"]) > 0.7 * inner
+    assert min(result["texts"]) >= 150
+    assert set(result["lines"]) == {1}  # ids and reasons are on one line each
+
+
+def test_a_click_selects_a_chip_to_copy_it(report: Path, tmp_path: Path):
+    steps = """
+        result.chips = [...document.querySelectorAll("code")].slice(0, 5).map((chip) => {
+          chip.click(); return [chip.textContent, getSelection().toString()];
+        });
+        """
+    chips = play(report, steps, tmp_path)["chips"]
+    assert len(chips) == 5
+    assert all(text == selected for text, selected in chips)

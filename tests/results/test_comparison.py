@@ -1,0 +1,68 @@
+"""How two runs differ."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rollout_backend.errors import ConfigError
+from rollout_backend.results.run_comparison import compare_runs
+from rollout_backend.results.terminal.comparison_view import print_comparison, reward_sentence
+from run_folders import write_run
+
+
+def test_the_difference_of_rewards_is_paired_by_task(tmp_path):
+    """Differences 1 to 5: their mean is 3, its standard error 0.7071, and Student's t with 4 degrees 2.776."""
+    easy = {f"t{i}": [100.0 * i, 100.0 * i + 1] for i in range(1, 6)}
+    hard = {f"t{i}": [101.0 * i, 101.0 * i + 1, None] for i in range(1, 6)}
+    found = compare_runs(write_run(tmp_path / "a", easy), write_run(tmp_path / "b", hard))
+    assert found.reward is not None
+    assert (found.reward.tasks, found.reward.first, found.reward.second) == (5, 300.5, 303.5)
+    assert found.reward.change.value == 3
+    assert found.reward.change.margin == pytest.approx(1.9632, abs=0.002)
+    assert reward_sentence(found.reward).startswith(
+        "mean reward 300.500 and 303.500 over 5 tasks of both runs: +3.000"
+    )
+    assert reward_sentence(found.reward).endswith("is more than chance")
+    assert [task.task_id for task in found.rewards] == ["t5", "t4", "t3", "t2", "t1"]
+    outcomes = {each.name: (each.first, each.second) for each in found.outcomes}
+    assert outcomes == {"planned": (10, 15), "completed": (10, 10), "infra_error: throttled": (None, 5)}
+
+
+def test_only_tasks_of_both_runs_are_compared(tmp_path):
+    first = write_run(tmp_path / "a", {"x": [0.0], "y": [1.0], "lost": [1.0]})
+    second = write_run(tmp_path / "b", {"x": [0.0], "z": [0.0], "lost": [None]})
+    found = compare_runs(first, second)
+    assert (found.only_first, found.only_second, found.changed_tasks) == (2, 1, 0)
+    assert found.reward is not None
+    assert (found.reward.tasks, found.reward.change.margin) == (1, None)
+    assert "too few tasks to say whether that is chance" in reward_sentence(found.reward)
+    other = compare_runs(first, write_run(tmp_path / "c", {"x": [1.0]}, payload="another question"))
+    assert (other.changed_tasks, other.reward) == (1, None)
+    assert "no task has a reward in both runs" in reward_sentence(other.reward)
+
+
+def test_settings_and_lengths_are_printed_side_by_side(tmp_path, screen):
+    rewards = {f"t{i}": [0.0, 1.0] for i in range(12)}
+    first = write_run(tmp_path / "a", rewards, sampling={"temperature": 1.0})
+    second = write_run(tmp_path / "b", rewards, sampling={"temperature": 0.5}, group={"size": 2})
+    found = compare_runs(first, second)
+    assert {each.name: (each.first, each.second) for each in found.settings} == {
+        "sampling.temperature": (1.0, 0.5),
+        "group.size": (1, 2),
+    }
+    assert found.versions == ()
+    print_comparison(screen.console, found)
+    for words in ("sampling.temperature", "sampled tokens", "10.0", "over 12 tasks of both runs: equal on each task"):
+        assert words in screen.text
+    assert json.loads(found.model_dump_json())["measures"][0]["tasks"] == 12
+
+
+def test_a_run_without_records_cannot_be_compared(tmp_path):
+    first = write_run(tmp_path / "a", {"x": [0.0]})
+    with pytest.raises(ConfigError, match="b has no records of rollouts"):
+        compare_runs(first, write_run(tmp_path / "b", {"x": [0.0]}, state=None))
+    (first / "steps" / "00000000.rollouts.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="a cannot be read"):
+        compare_runs(first, first)

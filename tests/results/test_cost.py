@@ -1,0 +1,99 @@
+"""What a step costs: the arithmetic, and that a display and a report agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from agent_wrapper.contract import Outcome
+from builders import Clock, run_config
+from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.errors import ConfigError
+from rollout_backend.results.cost import Cost, Prices, Usage, dollars
+from rollout_backend.results.records import records_of
+from rollout_backend.results.step_totals import StepTotals
+from rollouts import make_rollout, make_segment
+
+AGENTS = {"vcpu_hour": 3600, "gb_hour": 360, "session_vcpus": 0.5, "session_gb": 2}
+FREE = {"s3_put_million": 0, "s3_get_million": 0, "sqs_million": 0}
+
+
+def prices(**section: float) -> Prices:
+    found = Prices.of(run_config(prices=section))
+    assert found is not None
+    return found
+
+
+def test_without_prices_there_is_no_estimate():
+    assert Prices.of(run_config()) is None
+
+
+def test_the_documented_example_of_a_rollout():
+    cost = prices(session_vcpus=1, session_gb=0.5).cost(Usage(300, 270, 1), Usage(), 400)
+    assert cost.agents == pytest.approx(0.000746 + 0.000394, abs=1e-6)
+    assert cost.requests == pytest.approx(0.0000066)
+    assert (cost.gpus, cost.wasted) == (0, 0)
+    assert dollars(cost.total) == "$0.0011"
+
+
+def test_gpus_are_paid_by_the_steps_time_and_wasted_by_session_time():
+    found = prices(gpu_hour=36, gpus=4)
+    assert found.cost(Usage(30, 10, 1), Usage(10, 0, 0), 100) == Cost(0, 0, pytest.approx(4), pytest.approx(1))
+    assert found.cost(Usage(), Usage(), 100) == Cost(0, 0, pytest.approx(4), 0)
+    serving = {"servers": 2, "tensor_parallel": 4}
+    assert Prices.of(run_config(prices={"gpu_hour": 450}, serving=serving)) == Prices(0, 0, 0, 1)
+
+
+def test_a_step_costs_the_same_in_a_display_and_by_its_records():
+    clock = Clock(100.0)
+    ledger, results = Ledger(0, clock), []
+    ledger.plan([PlannedRollout(f"task-a.{i}", "task-a") for i in range(3)])
+    totals = StepTotals(ledger, results)
+    for i in range(3):
+        ledger.start_attempt(f"task-a.{i}", f"session-{i}", deadline=900)
+        ledger.accept(f"task-a.{i}")
+    clock.now = 110.0
+    segment = make_segment()
+    turn = replace(segment.turns[0], seconds=4.0)
+    rollout = make_rollout(
+        "task-a.0", segments=[segment.model_copy(update={"turns": (turn,)})], started_at=1, finished_at=10
+    )
+    results.append(rollout)
+    ledger.record_result("task-a.0", Outcome.COMPLETED, trainable=True)
+    totals.update()
+    clock.now = 120.0
+    ledger.settle("task-a.1", Outcome.INFRA_ERROR, "container_lost", "")
+    ledger.settle("task-a.2", Outcome.CANCELLED, "step_over", "")
+    totals.update()
+    assert (totals.trainable, totals.wasted) == (Usage(10, 4, 1), Usage(40, 0, 0))
+    records = records_of(ledger, lambda entry: "", results)
+    usable = [record.model_copy(update={"group_usable": True}) for record in records]
+    found = prices(**AGENTS, **FREE)
+    assert found.cost(totals.trainable, totals.wasted, 20) == found.cost_of(usable)
+    # 0.2 dollars a second for memory, and 0.5 outside model calls
+    assert found.cost_of(usable) == Cost(pytest.approx(10 + 23), 0, 0, pytest.approx(8 + 20))
+    rejected = [record.model_copy(update={"group_usable": False}) for record in records]
+    assert found.cost_of(rejected).wasted == found.cost_of(rejected).total
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"prices": {"session_gb": 1}}, "set both session_vcpus and session_gb"),
+        ({"prices": {"gpu_hour": 1}, "serving": {"kind": "external", "urls": ["http://e"]}}, "needs prices.gpus"),
+        ({"prices": {"gpu_hour": -1}}, "prices.gpu_hour"),
+    ],
+)
+def test_prices_that_make_no_sense_are_refused(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        run_config(**sections)
+
+
+def test_amounts():
+    assert [dollars(value) for value in (0, 1e-6, 0.00114, 0.1, 0.526, 1234.5)] == [
+        "$0.00", "<$0.0001", "$0.0011", "$0.10", "$0.53", "$1,234.50",
+    ]  # fmt: skip
+    assert str(Cost(0.44, 0.09, 0, 0.05) + Cost(0, 0, 1, 0)) == (
+        "about $1.53 (agents $0.44, S3 and SQS $0.09, GPUs $1.00), $0.05 of it wasted (estimate)"
+    )

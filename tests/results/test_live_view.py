@@ -1,0 +1,266 @@
+"""The lines that show a running step: pure functions of a snapshot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agent_wrapper.contract import Outcome
+from rollout_backend.core.ledger import Phase
+from rollout_backend.gateway.stats import Counters, GatewayStats
+from rollout_backend.results.cost import Prices, Usage
+from rollout_backend.results.progress import Progress
+from rollout_backend.results.step_report import CallRate
+from rollout_backend.results.step_totals import LastResult
+from rollout_backend.results.terminal.live_view import History, Snapshot, frame, one_line, plain_line, sparkline
+from rollout_backend.results.verdict import FailureCount
+from rollout_backend.serving.engine_fleet import ServerState
+from rollout_backend.serving.run_phase import RunPhase
+
+RUNNING = {RunPhase.CHECK: 1.2, RunPhase.ENGINES: 27.0, RunPhase.GATEWAY: 3.0, RunPhase.ROLLOUTS: 40.0}
+HOSTILE = "[red]\x1b[2J\nline\u202e two\x07 \N{CJK UNIFIED IDEOGRAPH-4E2D}" * 9
+
+
+def gateway(**counts: Any) -> GatewayStats:
+    return Counters().snapshot(0, 0, 0).model_copy(update=counts)
+
+
+def progress(
+    outcomes: dict[Outcome, int] | None = None, *, running=0, planned=0, dispatching=0, **more: Any
+) -> Progress:
+    outcomes = outcomes or {}
+    phases = {
+        Phase.PLANNED: planned,
+        Phase.DISPATCHING: dispatching,
+        Phase.RUNNING: running,
+        Phase.SETTLED: sum(outcomes.values()),
+    }
+    return Progress(phases, outcomes, running, **{"gateway": None, **more})
+
+
+def snapshot(progress: Progress | None = None, history: History | None = None, **more: Any) -> Snapshot:
+    fields = {
+        "run_id": "run-1",
+        "what": "agent.py on Qwen3-4B",
+        "elapsed_s": 71.2,
+        "phases": RUNNING,
+        "limit_s": 600.0,
+    }
+    return Snapshot(progress=progress, history=history or History(), **{**fields, **more})
+
+
+def text(shown: Snapshot, width: int = 80) -> list[str]:
+    return [line.plain.rstrip() for line in frame(shown, width)]
+
+
+BUSY = progress(
+    {Outcome.COMPLETED: 229, Outcome.AGENT_ERROR: 4, Outcome.INFRA_ERROR: 8},
+    running=96,
+    planned=47,
+    gateway=gateway(sampled_tokens=9000, prompt_tokens=100, cached_tokens=88, calls=7, calls_in_flight=3),
+    rewards=229,
+    mean_reward=0.557,
+    groups=39,
+    groups_with_spread=34,
+    turns=100,
+    cut_replies=17,
+    slowest="buy-9-fig.3",
+    slowest_s=64.0,
+    slowest_left_s=176.0,
+    p95_s=41.0,
+    failures=(FailureCount(Outcome.INFRA_ERROR, "throttled", 8, "buy-1.0", "429"),),
+    last=(LastResult("buy-4-melon.2", 0.2, 37.0, 693, "Let me think. " * 20 + "The answer is 13."),),
+    invoke_rate=CallRate(refused=37, seconds=12.0, granted_per_s=6.0),
+)
+
+
+def test_a_frame_of_a_busy_step():
+    lines = text(snapshot(BUSY))
+    for line in (
+        " rollout  run-1   agent.py on Qwen3-4B                                  00:01:11",
+        " ✓ check 1.2 s  ✓ engines 27 s  ✓ gateway 3.0 s  ● rollouts  ○ stop",
+        " done 229   agent error 4   lost 8   timed out 0   at work 96   waiting 47",
+        " reward   0.557    34 of 39 whole groups have a spread",
+        " tokens   0/s    cache 88%   3 calls in flight",
+        " slowest  buy-9-fig.3, 64 s of at most 4 min   (95 % took under 41 s)",
+        " ! 8 of 384 rollouts lost to the infrastructure, most often throttled (8)",
+        "   runtime.invoke_per_s has no effect",
+    ):
+        assert line in lines
+    [bar] = [line for line in lines if "█" in line]
+    assert "▒░" in bar
+    assert bar.endswith("241/384     ~24 s")
+    assert lines[-1].startswith(' last   buy-4-melon.2    0.2    37 s     693 tok   "...')
+    assert lines[-1].endswith('The answer is 13."')
+
+
+def test_before_the_first_result_a_frame_says_what_is_waited_for():
+    for shown, words in (
+        (progress(planned=8), "8 rollouts wait for their agents to start (40 s)"),
+        (progress(running=8), "8 agents at work, none has called the model yet (40 s)"),
+        (progress(running=8, gateway=gateway(calls=5)), "8 agents at work, 5 model calls, no result yet (40 s)"),
+    ):
+        assert f" {words}" in text(snapshot(shown))
+        assert plain_line(snapshot(shown)) == words
+
+
+def test_a_frame_before_the_step():
+    phases = {RunPhase.CHECK: 0.4}
+    assert text(snapshot(phases=phases))[1:] == [" ● check  ○ engines  ○ gateway  ○ rollouts  ○ stop"]
+    assert len(text(snapshot(progress()))) == 2
+
+
+def servers(*states: tuple[bool, int]) -> tuple[ServerState, ...]:
+    """Return a router and engines, each with whether it serves and how often it was restarted."""
+    engines = [ServerState(f"engine-{i}", f"http://e{i}", *state) for i, state in enumerate(states)]
+    return ServerState("router", "http://r", True, 0), *engines
+
+
+def serving(engines: tuple[ServerState, ...], **loads: tuple[int, int]) -> Progress:
+    stats = gateway(
+        calls=7,
+        calls_in_flight=3,
+        errors={"rate_limit_exceeded": 1204},
+        engine_running={f"http://{name}": running for name, (running, _) in loads.items()},
+        engine_waiting={f"http://{name}": waiting for name, (_, waiting) in loads.items()},
+    )
+    return progress(running=8, gateway=stats, servers=engines)
+
+
+def test_engines_and_their_queues():
+    two = servers((True, 0), (True, 1))
+    lines = text(snapshot(serving(two, e0=(48, 0), e1=(47, 3))), 100)
+    assert " engines  0: 48 running, 0 queued    1: 47 running, 3 queued, 1 restart" in lines
+    assert any(line.endswith("3 calls in flight, 1,204 refused (429)") for line in lines)
+    lines = text(snapshot(serving(servers((True, 0), (False, 2)), e0=(48, 0))))
+    assert " engines  0: 48 running, 0 queued    1: not serving, 2 restarts" in lines
+    router = ServerState("router", "http://r", False, 1)
+    assert " engines  0: serves    router: not serving, 1 restart" in text(
+        snapshot(serving((router, *servers((True, 0))[1:])))
+    )
+
+
+def test_many_engines_are_summed_unless_their_details_are_asked_for():
+    many = serving(servers(*[(True, 0)] * 15, (False, 1)), e0=(40, 1000), e1=(60, 2))
+    line = " engines  15 of 16 serve, 100 running, 1,002 queued, 1 restart"
+    assert line in text(snapshot(many))
+    lines = text(snapshot(many, details=True))
+    assert line in lines
+    for found in (
+        " gateway  0 sessions open, 7 calls answered, 0 cache breaks",
+        "          0 malformed tool calls; errors: rate_limit_exceeded 1,204",
+        " engine-0 40 running, 1,000 queued   http://e0",
+        " ... and 5 engines more",
+    ):
+        assert found in lines
+    assert " gateway  does not answer" in text(snapshot(progress(running=1), details=True))
+
+
+def test_the_cost_so_far():
+    prices = Prices(session_s=0.01, own_s=0.0, result=0.0, step_s=0.1)
+    shown = progress({Outcome.COMPLETED: 1}, trainable=Usage(100, 50, 1), wasted=Usage(20, 0, 0))
+    line = " cost     about $5.20, $0.87 of it wasted (estimate), $5.20 per session"
+    assert line in text(snapshot(shown, prices=prices))
+    assert not any("cost" in each for each in text(snapshot(shown)))
+
+
+def test_the_largest_session():
+    shown = progress(running=2, gateway=gateway(calls=3, largest={"task-a.0": 12_345, "task-b.0": 7}))
+    assert " largest  task-a.0, 12,345 tokens sampled" in text(snapshot(shown))
+
+
+def test_failures_by_reason_and_the_keys():
+    assert text(snapshot(BUSY))[-1].startswith(" last")
+    lines = text(snapshot(BUSY, keys=True, failures=True))
+    assert lines[-1] == " d details   f failures   q stop and clean up"
+    assert "     8 infra_error, throttled   first buy-1.0: 429" in lines
+    assert " no rollout has failed" in text(snapshot(progress(running=1), failures=True))
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_no_line_is_wider_than_the_terminal_or_breaks(width):
+    many = dict.fromkeys(Outcome, 123_456)
+    hostile = progress(
+        many,
+        running=16_384,
+        planned=16_384,
+        warning=HOSTILE,
+        gateway=gateway(sampled_tokens=10**9, calls=1, errors={HOSTILE: 10**9}),
+        servers=servers(*[(True, 10**6)] * 100),
+        rewards=1,
+        mean_reward=-1234.5,
+        groups=10**6,
+        slowest=HOSTILE,
+        failures=(FailureCount(Outcome.AGENT_ERROR, HOSTILE, 3, HOSTILE, HOSTILE),),
+        last=tuple(LastResult(HOSTILE, 1e-9, None, 10**6, HOSTILE) for _ in range(2)),
+    )
+    lines = frame(snapshot(hostile, what=HOSTILE, keys=True), width)
+    assert len(lines) <= 24
+    lines += frame(snapshot(hostile, what=HOSTILE, details=True, failures=True), width)
+    assert all(line.cell_len <= width for line in lines)
+    assert all(line.plain.isprintable() for line in lines)
+    assert plain_line(snapshot(hostile)).isprintable()
+
+
+def test_a_plain_line_of_a_busy_step():
+    assert plain_line(snapshot(BUSY)).startswith(
+        "241 of 384 ended (229 done, 4 agent error, 8 lost), 96 at work, 47 waiting, reward 0.557, 34 of 39 whole "
+        "groups have a spread, 0 tokens/s, about 24 s left, slowest buy-9-fig.3, 64 s of at most 4 min; 8 of 384 "
+        "rollouts lost to the infrastructure"
+    )
+
+
+@pytest.mark.parametrize(("elapsed", "left"), [(40.0, 360.0), (500.0, 100.0), (700.0, 0.0)])
+def test_the_time_left_is_at_most_the_steps_limit(elapsed, left):
+    shown = progress({Outcome.COMPLETED: 1}, running=9)
+    assert snapshot(shown, phases={RunPhase.ROLLOUTS: elapsed}).left_s == pytest.approx(left)
+    assert snapshot(progress(running=1)).left_s is None
+
+
+# --- over time --------------------------------------------------------------------------------------------
+
+
+def history_of(*tokens: int | None, every: float = 1.0) -> History:
+    history = History()
+    for i, count in enumerate(tokens):
+        shown = progress(gateway=None if count is None else gateway(sampled_tokens=count))
+        history.add(100.0 + i * every, shown)
+    return history
+
+
+def test_the_token_rate_is_that_of_the_last_seconds():
+    assert history_of().tokens_per_s == 0
+    assert history_of(500).tokens_per_s == 0
+    assert history_of(500, 600).tokens_per_s == pytest.approx(100)
+    assert history_of(*range(0, 4000, 100), every=0.5).tokens_per_s == pytest.approx(200)
+
+
+def test_a_restarted_or_silent_gateway_gives_no_negative_rate():
+    history = history_of(0, 1000, None, 0, 500)
+    assert [point.tokens for point in history.points] == [0, 1000, 1000, 1000, 1500]
+
+
+def test_a_long_history_keeps_its_beginning_and_its_end_in_few_points():
+    history = history_of(*range(5000))
+    assert len(history.points) < 600
+    assert (history.points[0].at, history.points[-1].at) == (100.0, 5099.0)
+    assert history.tokens() == pytest.approx([5000 / 8] * 8, rel=0.05)
+
+
+def test_a_curve_of_rewards_has_a_gap_where_none_came():
+    history = History()
+    for i, (count, mean) in enumerate([(0, None), (2, 0.0), (2, 0.0), *[(4, 0.5)] * 6]):
+        history.add(float(i), progress(rewards=count, mean_reward=mean))
+    assert history.rewards()[:4] == [0.0, None, 1.0, None]
+
+
+def test_sparklines():
+    assert sparkline([]) == sparkline([None]) == ""
+    assert sparkline([0.0, 1.0, None, 7.0]) == "▁▂ █"
+    assert sparkline([5.0, 5.0]) == "▄▄"
+    assert sparkline([5.0, 5.0], low=0.0) == "██"
+
+
+def test_text_of_agents_is_put_on_one_line():
+    assert one_line("a\r\n b\tc\x1b[0m\u202e") == "a b c\N{REPLACEMENT CHARACTER}[0m\N{REPLACEMENT CHARACTER}"

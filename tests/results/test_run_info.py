@@ -1,0 +1,123 @@
+"""What a run was started with."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from builders import run_config
+from rollout_backend.config import load_config
+from rollout_backend.core.tasks import Task, read_tasks
+from rollout_backend.results.archive import RunArchive
+from rollout_backend.results.run_info import RunStart, agent_of, git_commit, settings_yaml
+
+SECRET = "a-seal-secret-" * 4
+ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-0123456789"
+
+
+def test_the_settings_that_are_kept_give_the_same_run_without_its_secrets(tmp_path):
+    sections = {
+        "run_id": "a",
+        "runtime": {
+            "kind": "agentcore",
+            "image": "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1",
+            "role": "arn:aws:iam::000000000000:role/agent",
+            "environment": {"A": "1"},
+        },
+        "gateway": {"agent_sampling_overrides": ["temperature"], "secret": SECRET},
+        "sampling": {"temperature": 0.5},
+        "timeouts": {"heartbeat_s": None},
+        "serving": {"extra_args": ["--log-level", "info"]},
+    }
+    config = run_config(**sections)
+    text = settings_yaml(config)
+    assert SECRET not in text
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    assert load_config(file, env={"ROLLOUT__GATEWAY__SECRET": SECRET}) == config
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"serving": {"engine": "vllm"}},
+        {"router": {"policy": "random"}},
+        {"model": {"path": "model", "routed_experts": True}},
+        {"runtime": {"kind": "agentcore", "arn": ARN}},
+        {"runtime": {"kind": "agentcore", "arn": ARN.replace("us-east-1", "eu-west-1")}},
+        {"runtime": {"kind": "kubernetes", "image": "agent:1"}},
+        {"runtime": {"kind": "process", "command": "python agent.py"}},
+    ],
+)
+def test_the_stored_defaults_of_settings_are_accepted(sections, tmp_path):
+    file = tmp_path / "config.yaml"
+    config = run_config(**sections)
+    file.write_text(settings_yaml(config))
+    assert load_config(file, env={}) == config
+
+
+def test_a_start_is_killed_if_its_process_ended_without_a_word(tmp_path):
+    config = run_config(run_id="a", output_dir=tmp_path)
+    for state in ("ended", None):
+        archive = RunArchive(config.run_dir)
+        archive.write_start(config, RunStart.of(config, "python", {}, None))
+        if state is not None:
+            archive.write_end(state)
+        archive.close()
+    first, second = RunArchive(config.run_dir).read_info().starts
+    assert first.current_state() == "ended"
+    assert first.ended_at is not None
+    assert second.current_state() == "running"
+    dead = second.model_copy(update={"process": second.process.model_copy(update={"started": 1})})
+    assert dead.current_state() == "killed"
+
+
+def test_a_run_json_that_cannot_be_read_is_replaced(tmp_path, caplog):
+    config = run_config(run_id="a", output_dir=tmp_path)
+    config.run_dir.mkdir()
+    (config.run_dir / "run.json").write_text('{"schema_version": 9}')
+    archive = RunArchive(config.run_dir)
+    archive.write_start(config, RunStart.of(config, "python", {}, None))
+    archive.close()
+    assert len(archive.read_info().starts) == 1
+    assert "run.json is replaced" in caplog.text
+
+
+def test_an_agents_digest_follows_its_code_and_not_what_git_ignores(tmp_path):
+    def git(*arguments: str) -> None:
+        who = "-c", "user.name=a", "-c", "user.email=a@example.com"
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
+
+    def digest() -> str:
+        return agent_of(agent)["sha256"]
+
+    agent = tmp_path / "agent.py"
+    agent.write_text("a = 1\n")
+    (tmp_path / "data.txt").write_text("1")
+    outside = digest()
+    (tmp_path / "data.txt").write_text("2")
+    assert digest() == outside
+    assert "commit" not in agent_of(agent)
+
+    git("init", "--quiet")
+    (tmp_path / ".gitignore").write_text("ignored\n")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    inside, commit = digest(), agent_of(agent)["commit"]
+    assert commit == git_commit(tmp_path)
+    (tmp_path / "ignored").write_text("1")
+    assert digest() == inside
+    (tmp_path / "data.txt").write_text("3")
+    assert digest() != inside
+    assert agent_of(agent)["commit"] == f"{commit}-dirty"
+    assert git_commit(Path("/")) is None
+
+
+def test_the_tasks_that_are_kept_are_read_again_as_they_were(tmp_path):
+    tasks = (Task("a", {"text": "ä\u2028", "nested": {"x": [1, None, 2.5]}}), Task("b.1", {}))
+    archive = RunArchive(tmp_path)
+    archive.write_tasks(7, tasks)
+    archive.close()
+    assert read_tasks(archive.tasks_file(7)) == tasks

@@ -1,0 +1,147 @@
+"""What a run prints on a terminal, in a pipe and as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agent_wrapper.contract import Outcome
+from rollout_backend.core.ledger import Phase
+from rollout_backend.results.progress import Progress
+from rollout_backend.results.terminal.run_output import RunOutput, Style
+from rollout_backend.results.verdict import FailureCount
+from rollout_backend.serving.run_phase import RunPhase
+from rollout_backend.serving.supervisor import ServingEvent
+
+LOST = FailureCount(Outcome.INFRA_ERROR, "throttled", 2, "task-a.0", "429\n[red]\x1b[2Jslow down")
+
+
+def progress(settled: int) -> Progress:
+    phases = {**dict.fromkeys(Phase, 0), Phase.RUNNING: 1, Phase.SETTLED: settled}
+    return Progress(phases, {Outcome.COMPLETED: settled}, 1, None, failures=(LOST,))
+
+
+async def show(output: RunOutput) -> None:
+    """Watch a run until its progress was read a few times."""
+    reads = 0
+    enough = asyncio.Event()
+
+    async def read() -> Progress:
+        nonlocal reads
+        reads += 1
+        if reads == 5:
+            enough.set()
+        return progress(reads)
+
+    output.status("a status")
+    async with asyncio.timeout(120), output.watch(read):
+        output.phase(RunPhase.CHECK)
+        output.serving(ServingEvent(1.0, "engine-0", "died", "out of memory"))
+        output.phase(RunPhase.ROLLOUTS)
+        await enough.wait()
+        output.phase(RunPhase.STOP)
+
+
+@pytest.fixture
+def shown(make_screen):
+    async def shown(style: Style, terminal: bool = False) -> str:
+        screen = make_screen(terminal)
+        await show(RunOutput(screen.console, style, read_s=0.001, lines_s=0.0))
+        return screen.text
+
+    return shown
+
+
+async def test_lines_in_a_pipe(shown):
+    lines = (await shown("normal")).splitlines()
+    failure = "task-a.0: infra_error, throttled: 429 (see docs/troubleshooting.md#throttled)"
+    assert lines[:6] == [
+        "a status",
+        "checking this machine, bucket, runtime and queue",
+        "engine-0: died out of memory",
+        "running the rollouts",
+        failure,
+        "    [red]\N{REPLACEMENT CHARACTER}[2Jslow down",
+    ]
+    assert lines.count(failure) == 1
+    assert lines[6].startswith("1 of 2 ended (1 done), 1 at work, 0 waiting")
+    assert lines[-1] == "stopping what was started"
+
+
+async def test_a_terminal_shows_a_frame_and_keeps_what_matters_above_it(shown):
+    text = await shown("normal", terminal=True)
+    assert "● rollouts" in text
+    assert "✓ rollouts" in text
+    assert "1 at work" not in text
+    assert text.count("task-a.0: infra_error, throttled") == 1
+    assert "\x1b[2Jslow" not in text
+    assert "checking this machine" not in text
+    assert "checking this machine" in await shown("verbose", terminal=True)
+
+
+async def test_quiet_prints_nothing_before_the_end(shown):
+    assert await shown("quiet") == ""
+    assert await shown("quiet", terminal=True) == ""
+
+
+async def test_json_prints_one_object_per_event(shown):
+    events = [json.loads(line) for line in (await shown("json", terminal=True)).splitlines()]
+    assert all(event["time"] > 0 for event in events)
+    kinds = [event["event"] for event in events]
+    assert kinds[:5] == ["status", "phase", "serving", "phase", "failure"]
+    assert kinds.count("failure") == 1
+    assert kinds[-1] == "phase"
+    assert events[2] | {"server": "engine-0", "kind": "died", "detail": "out of memory"} == events[2]
+    assert events[4]["message"] == LOST.message
+    assert list(events[-1]["seconds"]) == ["check", "rollouts"]
+    first = events[5]
+    assert (first["planned"], first["settled"], first["at_work"]) == (2, 1, 1)
+    assert first["findings"][0]["level"] == "bad"
+
+
+async def test_a_display_that_fails_does_not_end_a_run(make_screen, caplog):
+    failed = asyncio.Event()
+
+    async def fail() -> Progress:
+        failed.set()
+        raise ValueError("a bug")
+
+    output = RunOutput(make_screen().console)
+    output.phase(RunPhase.ROLLOUTS)
+    async with output.watch(fail):
+        await failed.wait()
+    assert "the progress of the run could not be shown" in caplog.text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("why", ["No space left on device", "Broken pipe"])
+async def test_a_console_that_cannot_be_written_ends_the_output_and_not_the_run(why, terminal, monkeypatch, caplog):
+    if why == "Broken pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open("/dev/full", os.O_WRONLY)
+    with os.fdopen(writer, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)  # Rich redirects it when a pipe is closed
+        console = Console(file=file, force_terminal=terminal)
+        await show(RunOutput(console, read_s=0.001))
+        RunOutput(console).unfinished([], Path("/runs/x"), None, None)
+    assert [why in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("style", ["normal", "json"])
+def test_an_unfinished_run_says_how_to_resume(make_screen, style):
+    screen = make_screen()
+    RunOutput(screen.console, style).unfinished([], Path("/runs/x"), Path("/runs/x/report.html"), "rollout run ...")
+    if style == "json":
+        event = json.loads(screen.text)
+        assert (event["event"], event["resume"], event["results"]) == ("unfinished", "rollout run ...", 0)
+    else:
+        assert "0 of 0 rollouts have a result (none was planned)" in screen.text
+        assert "resume it with: rollout run ..." in screen.text

@@ -1,0 +1,89 @@
+"""The totals of a running step follow its ledger and its results."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_wrapper.contract import Outcome, Rollout
+from rollout_backend.core.ledger import Ledger, Phase, PlannedRollout
+from rollout_backend.results.step_totals import StepTotals
+from rollout_backend.results.verdict import FailureCount
+from rollouts import make_rollout, make_segment
+
+
+class Step:
+    """A step whose rollouts a test starts and settles; its clock advances by a second with each."""
+
+    def __init__(self, *ids: str) -> None:
+        self.now = 100.0
+        self.ledger = Ledger(0, lambda: self.now)
+        self.ledger.plan([PlannedRollout(each, each.rpartition(".")[0]) for each in ids])
+        self.results: list[Rollout] = []
+        self.totals = StepTotals(self.ledger, self.results)
+
+    def start(self, rollout_id: str) -> None:
+        self.now += 1
+        self.ledger.start_attempt(rollout_id, f"session-{rollout_id}", 1000.0)
+        self.ledger.accept(rollout_id)
+
+    def finish(self, rollout_id: str, reward: float) -> None:
+        self.now += 1
+        self.results.append(make_rollout(rollout_id, reward=reward))
+        self.ledger.record_result(rollout_id, Outcome.COMPLETED, trainable=True)
+
+
+def test_results_and_groups_are_added_once():
+    step = Step("a.0", "a.1", "b.0", "b.1")
+    for rollout_id, reward in {"a.0": 0.0, "a.1": 1.0, "b.0": 1.0}.items():
+        step.start(rollout_id)
+        step.finish(rollout_id, reward)
+        step.totals.update()
+        step.totals.update()
+    totals = step.totals
+    assert (totals.rewards, totals.reward_sum, totals.turns, totals.spread) == (3, 2.0, 3, {"a": True})
+    assert totals.seconds == [1.0, 1.0, 1.0]
+    assert totals.p95_s is None
+    step.finish("b.1", 1.0)
+    totals.update()
+    assert totals.spread == {"a": True, "b": False}
+    assert [each.rollout_id for each in totals.last()] == ["b.1", "b.0"]
+    assert totals.last()[0].seconds is None
+
+
+def test_failures_are_counted_by_reason_with_the_first_message():
+    step = Step("a.0", "a.1", "a.2")
+    for i, outcome in enumerate((Outcome.INFRA_ERROR, Outcome.INFRA_ERROR, Outcome.TIMED_OUT)):
+        step.ledger.settle(f"a.{i}", outcome, "reason", f"message {i}")
+        step.totals.update()
+    assert list(step.totals.failures.values()) == [
+        FailureCount(Outcome.INFRA_ERROR, "reason", 2, "a.0", "message 0"),
+        FailureCount(Outcome.TIMED_OUT, "reason", 1, "a.2", "message 2"),
+    ]
+
+
+def test_running_rollouts_are_kept_in_the_order_of_their_start():
+    step = Step("a.0", "a.1", "a.2")
+    for rollout_id in ("a.1", "a.0", "a.2"):
+        step.start(rollout_id)
+    assert list(step.ledger.running) == ["a.1", "a.0", "a.2"]
+    step.finish("a.1", 1.0)
+    step.ledger.abandon_attempt("a.0")
+    assert list(step.ledger.running) == ["a.2"]
+    assert step.ledger.phases()[Phase.RUNNING] == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (
+            {"segments": [make_segment().model_copy(update={"messages": ({"role": "assistant", "content": "4"},)})]},
+            "4",
+        ),
+        ({"segments": [make_segment()]}, ""),
+    ],
+)
+def test_the_last_reply_of_a_result(more, text):
+    step = Step("a.0")
+    step.start("a.0")
+    step.results.append(make_rollout("a.0", **more))
+    assert step.totals.last()[0].text == text

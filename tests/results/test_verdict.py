@@ -1,0 +1,161 @@
+"""Each sentence of a step's verdict, and when the verdict fails."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agent_wrapper.contract import Outcome, Rollout
+from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.tasks import Task
+from rollout_backend.results.records import records_of
+from rollout_backend.results.step_report import GroupResult, StepResult, failures_of, make_report
+from rollout_backend.results.verdict import Level, Verdict, judge
+from rollouts import make_rollout, make_segment
+
+FORCED = "forced "
+
+
+def cut_off(rollout_id: str) -> Rollout:
+    segment = make_segment()
+    turn = replace(segment.turns[0], finish_reason="length")
+    return make_rollout(rollout_id, segments=[segment.model_copy(update={"turns": (turn,)})])
+
+
+def result_of(rollout_id: str, what: Any) -> Rollout | None:
+    if what == "cut":
+        return cut_off(rollout_id)
+    if isinstance(what, str) and what.startswith(FORCED):
+        segment = make_segment()
+        unknown = array("f", [float("nan")] * len(segment.logprobs))
+        forced = segment.model_copy(update={"logprobs": unknown})
+        return make_rollout(rollout_id, reward=float(what.removeprefix(FORCED)), segments=[forced])
+    return make_rollout(rollout_id, reward=what) if isinstance(what, float) else None
+
+
+def step(*groups: list[Any], needed: int = 1, unclosed: int = 0) -> StepResult:
+    """Return a step with one group per list: rewards, "cut", or an outcome with its reason."""
+    ledger, arrived, made = Ledger(0), [], []
+    for number, group in enumerate(groups):
+        trained = []
+        for i, what in enumerate(group):
+            rollout_id = f"task-{number}.{i}"
+            ledger.plan([PlannedRollout(rollout_id, f"task-{number}")])
+            rollout = result_of(rollout_id, what)
+            if rollout is None:
+                ledger.settle(rollout_id, *what)
+                continue
+            ledger.record_result(rollout_id, rollout.outcome, trainable=rollout.trainable)
+            arrived.append(rollout)
+            trained.append(rollout)
+        made.append(GroupResult(Task(f"task-{number}", {}), tuple(trained), len(trained) >= needed, len(group)))
+    for i in range(unclosed):
+        ledger.session_unclosed(f"s{i}", "409")
+    report = make_report("run", ledger, made, arrived, [], [], refused=0, seconds=1.0, deadline_reached=False)
+    records = tuple(records_of(ledger, lambda entry: "", arrived))
+    return StepResult(0, tuple(arrived), tuple(made), failures_of(ledger), report, records)
+
+
+def verdict_on(result: StepResult, min_completed: int = 0) -> Verdict:
+    return judge(result.report, result.records, min_completed)
+
+
+LOST = (Outcome.INFRA_ERROR, "container_lost")
+SILENT = (Outcome.TIMED_OUT, "no_result")
+NO_CALL = (Outcome.AGENT_ERROR, "no_model_call")
+FAILED = (Outcome.AGENT_ERROR, "agent_exception")
+LATE = (Outcome.TIMED_OUT, "agent_deadline")
+SPARE = (Outcome.CANCELLED, "target_reached")
+DOOMED = (Outcome.CANCELLED, "group_doomed")
+SPREAD = [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [
+        ([[LOST, LOST]], "0 of 2 rollouts completed"),
+        ([[1.0, LOST], [LOST, LOST]], "0 of 2 groups usable (1 of 4 rollouts trainable)"),
+        ([[0.0, 0.0]] * 8, "all rewards equal (8 tasks, all 0)"),
+        ([[1.0, 1.0]], "solved, every reward is 1 (1 task)"),
+        ([[0.5, 0.5], [1.0, 1.0]], "rewards equal within each group (2 tasks)"),
+    ],
+)
+def test_with_nothing_to_train_on_the_verdict_fails_and_says_why(groups, why):
+    verdict = verdict_on(step(*groups, needed=2))
+    assert not verdict.passed
+    assert verdict.sentences[0] == f"nothing to train on: {why}"
+    first = verdict.findings[0]
+    assert (first.level, first.advice == "choose harder tasks") == (
+        (Level.WARNING, True) if "solved" in why else (Level.BAD, False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "sentences"),
+    [
+        ([SPREAD], []),
+        ([SPREAD, [1.0, 1.0], [2.0]], ["groups without spread in their rewards: 1 of 2"]),
+        ([[1.0], [1.0]], ["all rewards equal (2 tasks, all 1)"]),
+        ([[1.0], [0.0]], []),
+        ([[1.0]], []),
+        ([SPREAD, ["cut", 0.0]], ["replies cut at max_tokens or the end of the context: 1 of 4"]),
+        ([[*SPREAD, NO_CALL]], ["no model call made by 1 of 3 rollouts"]),
+        (
+            [[*SPREAD, LOST, SILENT, LOST]],
+            ["3 of 5 rollouts lost to the infrastructure, most often container_lost (2)"],
+        ),
+        ([[*SPREAD, FAILED]], ["1 of 3 rollouts failed in the agent, most often agent_exception (1)"]),
+        ([[*SPREAD, LATE]], ["1 of 3 rollouts timed out, most often agent_deadline (1)"]),
+        ([[*SPREAD, SPARE, DOOMED]], ["1 of 4 rollouts cancelled, most often group_doomed (1)"]),
+    ],
+)
+def test_a_verdict_that_passes_names_what_was_lost(groups, sentences):
+    verdict = verdict_on(step(*groups))
+    assert verdict.passed
+    assert "groups usable" in verdict.sentences[0]
+    assert list(verdict.sentences[1:]) == sentences
+
+
+def test_replies_that_all_had_a_forced_format_leave_nothing_to_train_on():
+    verdict = verdict_on(step([f"{FORCED}0", f"{FORCED}1"]))
+    assert not verdict.passed
+    assert verdict.sentences[0].startswith("nothing to train on: none of 4 sampled tokens has a logprob: every reply")
+    assert verdict_on(step([f"{FORCED}0", 1.0])).passed
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason", "cut"),
+    [
+        (Outcome.TIMED_OUT, "straggler", True),
+        (Outcome.CANCELLED, "target_reached", True),
+        (Outcome.CANCELLED, "group_doomed", False),
+        (Outcome.CANCELLED, "aborted", False),
+        (Outcome.TIMED_OUT, "no_result", False),
+    ],
+)
+def test_only_rollouts_that_took_long_are_cut_off_for_their_length(outcome, reason, cut):
+    ledger = Ledger(0)
+    ledger.plan([PlannedRollout("a.0", "a")])
+    ledger.settle("a.0", outcome, reason)
+    how = {"refused": 0, "seconds": 1.0, "deadline_reached": False, "took": {"a.0": 5.0}}
+    bias = make_report("run", ledger, [], [], [], [], **how).length_bias
+    assert (bias is not None and bias.reason == reason) is cut
+
+
+def test_too_few_completed_rollouts_fail():
+    assert verdict_on(step([*SPREAD, LOST]), min_completed=2).passed
+    verdict = verdict_on(step([*SPREAD, LOST]), min_completed=3)
+    assert not verdict.passed
+    assert verdict.sentences[:2] == (
+        "2 of 3 rollouts completed, 1 of 1 groups usable",
+        "2 of 3 rollouts completed, and at least 3 must complete",
+    )
+
+
+def test_sessions_that_could_not_be_closed_fail():
+    verdict = verdict_on(step(SPREAD, unclosed=2))
+    assert not verdict.passed
+    assert verdict.sentences[-1] == "2 sessions could not be closed"

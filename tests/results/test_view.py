@@ -1,0 +1,299 @@
+"""Printed reports and rollouts are complete, and nothing in them can break the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_wrapper.contract import Failure, Outcome, Rollout, Segment
+from rollout_backend.core.ledger import Ledger, PlannedRollout
+from rollout_backend.core.tasks import Task
+from rollout_backend.results.findings import findings_of
+from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.step_report import CallRate, GroupResult, StepResult, failures_of, make_report
+from rollout_backend.results.summary import summarize
+from rollout_backend.results.terminal.view import print_record, print_rollout, print_step
+from rollouts import make_rollout, make_segment
+
+MARKUP = "[/nothing] [red]x[/red] \\"
+
+
+def step_result(rollouts: dict[str, Rollout | str], **more: Any) -> StepResult:
+    """A step's result; `rollouts` maps rollout ids to a result or to the reason of a timeout."""
+    ledger = Ledger(3)
+    arrived: list[Rollout] = []
+    tasks: dict[str, list[Rollout]] = {}
+    for number, (rollout_id, found) in enumerate(rollouts.items()):
+        task_id = rollout_id.rpartition(".")[0]
+        ledger.plan([PlannedRollout(rollout_id, task_id)])
+        ledger.start_attempt(rollout_id, f"session-{number}", 100.0)
+        ledger.session_closed(f"session-{number}")
+        tasks.setdefault(task_id, [])
+        if isinstance(found, str):
+            ledger.settle(rollout_id, Outcome.TIMED_OUT, "no_result", found)
+            continue
+        failure = found.failure
+        reason = failure.reason if failure else ""
+        ledger.record_result(
+            rollout_id, found.outcome, reason, failure.message if failure else "", trainable=found.trainable
+        )
+        arrived.append(found)
+        tasks[task_id].append(found)
+    for session_id, why in more.pop("unclosed", {}).items():
+        ledger.session_unclosed(session_id, why)
+    groups = [
+        GroupResult(
+            Task(task_id, {}),
+            tuple(rollout for rollout in found if rollout.trainable),
+            usable=any(rollout.trainable for rollout in found),
+            planned=len(found),
+        )
+        for task_id, found in tasks.items()
+    ]
+    timing = {"refused": 0, "seconds": 2.0, "deadline_reached": False, **more}
+    report = make_report("a-run", ledger, groups, arrived, [0.01, 0.02], [0.1], **timing)
+    return StepResult(3, tuple(arrived), tuple(groups), failures_of(ledger), report)
+
+
+@pytest.fixture
+def show(screen):
+    """Print a step or a rollout, and return all that was printed."""
+
+    def show(what: StepResult | Rollout | dict[str, Rollout | str], **more: Any) -> str:
+        if isinstance(what, Rollout):
+            print_rollout(screen.console, what)
+        else:
+            result = what if isinstance(what, StepResult) else step_result(what, **more)
+            print_step(screen.console, result, Path("/where/it/is"))
+        return screen.text
+
+    return show
+
+
+def with_text(text: str) -> Segment:
+    """Return a segment with this text wherever the agent can put one."""
+    segment = make_segment()
+    turn = dataclasses.replace(segment.turns[0], finish_reason=text)
+    message = {"role": text, "content": text}
+    return segment.model_copy(update={"split_reason": text, "turns": (turn,), "messages": (message,)})
+
+
+def lines_of(text: str) -> list[str]:
+    return [re.sub(r"[│┃\s]+", " ", line).strip() for line in text.splitlines()]
+
+
+# --- a step -----------------------------------------------------------------------------------------------
+
+
+def test_a_step_shows_why_rows_opened_and_which_calls_could_not_be_read(show):
+    opened = [make_segment().model_copy(update={"split_reason": why}) for why in ("first_call", "branched", "evil\n")]
+    result = step_result({"task-a.0": make_rollout("task-a.0", segments=opened)})
+    assert result.report.split_reasons == {"branched": 1, "other": 1}
+    counts = {
+        "malformed_tool_calls": {"qwen3.5": 2},
+        "unknown_tool_calls": {"a": 1, "b": 3},
+        "undelivered_replies": 1,
+        "left_out_replies": 2,
+        "runaways": {"task-a.0": 1_000_000},
+        "heard_after_stop": {"session-1": 9, "session-2": 1},
+    }
+    report = result.report.model_copy(update=counts)
+    found = findings_of(report, (), summarize([]))
+    texts = [finding.text for finding in found]
+    assert "2 tool calls of qwen3.5 could not be read, and became text" in texts
+    assert "conversations opened 2 more rows: 1 branched, 1 other" in texts
+    assert "4 calls of tools that were not offered: b (3), a (1)" in texts
+    assert "1 call given up before the reply arrived, and not trained" in texts
+    assert "2 model calls left out of training" in texts
+    assert "task-a.0 sampled 1,000,000 tokens and was refused more" in texts
+    assert "1 session ran on after the stop, and may be billed: session-1" in texts
+
+
+def test_a_step_shows_its_ledger_rewards_and_failures(show):
+    rollouts = {
+        "task-a.0": make_rollout("task-a.0", reward=1.0),
+        "task-a.1": make_rollout("task-a.1", reward=0.0),
+        "task-b.0": "nothing was published",
+        "task-b.1": make_rollout("task-b.1", Outcome.AGENT_ERROR),
+    }
+    lines = lines_of(show(rollouts, refused=3))
+    for line in (
+        "run a-run, step 3",
+        "planned 4",
+        "completed 2",
+        "agent_error 1",
+        "infra_error 0",
+        "timed_out 1",
+        "refused 3",
+        "task-a 1 0 0.500 yes",
+        "task-b no",
+        "all 2 rollouts 0.500",
+        "task-b.0: timed_out, no_result: nothing was published (session session-2, attempts 1)",
+        "task-b.1: agent_error, agent_exception: boom (session session-3, attempts 1)",
+        "tokens: 6 sampled, 9 given; 3 sampled per second",
+        "from the agent's end to buffer: p50 0.100 s, p99 0.100 s",
+        "the step took 2.0 s",
+        "rollouts, reports and logs: /where/it/is",
+        "the ledger reconciles; 0 sessions open",
+    ):
+        assert line in lines
+
+
+def test_an_empty_step_is_shown(show):
+    text = show({"task-a.0": "lost"}, deadline_reached=True, seconds=0.0)
+    assert "the step took 0.0 s, to its deadline" in text
+    assert "rollouts carry" not in text
+
+
+def test_the_rate_that_the_runtime_granted_is_shown(show):
+    result = step_result({})
+    throttled = {
+        "invoke_rate": CallRate(refused=37, seconds=12.0, granted_per_s=7.64),
+        "stop_rate": CallRate(refused=2, seconds=0.2, granted_per_s=None),
+    }
+    text = show(dataclasses.replace(result, report=result.report.model_copy(update=throttled)))
+    invokes = "the runtime refused 37 invokes in 12 s and granted 7.6 per second; a higher"
+    assert invokes in text.replace("\n", " ")
+    assert "the runtime refused 2 stops in 0 s; they were retried" in text
+
+
+def test_an_unclosed_session_is_shown(show):
+    result = step_result({"task-a.0": make_rollout()}, unclosed={"session-x": f"409 {MARKUP}"})
+    text = show(result)
+    assert f"session session-x could not be closed: 409 {MARKUP}" in text
+    assert "the ledger reconciles; 0 sessions open" in text
+    assert not result.report.balanced
+
+
+def test_ten_failures_are_shown_and_the_others_counted(show):
+    text = show({f"task-a.{i}": "lost" for i in range(13)})
+    assert text.count("timed_out, no_result: lost") == 10
+    assert "... and 3 more" in text
+
+
+def test_results_that_could_not_be_archived_are_counted(show):
+    text = show({"task-a.0": make_rollout()}, unarchived=3)
+    assert "3 results could not be written there; they are in S3" in text
+
+
+def test_a_failure_message_is_not_markup(show):
+    failure = Failure(reason="agent_exception", message=MARKUP)
+    text = show({"task-a.0": make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure)})
+    assert f"agent_exception: {MARKUP}" in text
+
+
+# --- a rollout --------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_is_shown_completely(show):
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = (
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "four"}]},
+    )
+    more = {"extras": {"passed": 3}, "model": "the-model", "started_at": 1e9, "finished_at": 1e9 + 5}
+    text = show(make_rollout(segments=[make_segment().model_copy(update={"messages": messages})], **more))
+    for words in (
+        "task-a.0",
+        "completed, reward 1, attempt 1, session session-task-a.0",
+        "2001-09-09 01:46:40 UTC, took 5.0 s, model the-model",
+        'extras: {"passed": 3}',
+        "segment 0 (first_call): 5 tokens, 2 sampled",
+        "2 + 2?",
+        '"name": "add"',
+        "four",
+        "turn 0: 2 tokens in 0.00 s, finish stop, mean logprob -0.500, weights 7, unknown prompt tokens cached",
+    ):
+        assert words in text
+
+
+def test_a_failure_is_shown_with_its_traceback(show):
+    failure = Failure(reason="agent_exception", message=f"boom {MARKUP}", traceback=f'File "agent.py" {MARKUP}')
+    text = show(make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure))
+    for words in ("agent_error, reward none", f"boom {MARKUP}", f'File "agent.py" {MARKUP}'):
+        assert words in text
+
+
+def test_no_text_of_a_result_is_markup(show):
+    names = {"session_id": MARKUP, "model": MARKUP, "extras": {"x": "[/nothing]"}}
+    assert show(make_rollout(segments=[with_text(MARKUP)], **names)).count(MARKUP) == 6
+
+
+def test_a_missing_time_is_shown_as_unknown(show):
+    assert "start unknown, took 0" in show(make_rollout(started_at=0.0, finished_at=0.0))
+
+
+def test_agent_output_cannot_control_the_terminal(show):
+    trick = "\x1b]52;c;ZXZpbA==\x07\x9b2J\u202e\u2066"  # writes the clipboard, clears the screen, shows text reversed
+    failure = Failure(reason="agent_exception", message=trick, traceback=trick)
+    names = {"session_id": trick, "model": trick, "extras": {"x": trick}}
+    rollout = make_rollout("task-a.0", Outcome.AGENT_ERROR, failure=failure, segments=[with_text(trick)], **names)
+    show(rollout)
+    text = show({"task-a.0": rollout})
+    assert "ZXZpbA" in text
+    assert [letter for letter in text if letter in "\x1b\x07\x9b\u202e\u2066"] == []
+
+
+# --- a record ---------------------------------------------------------------------------------------------
+
+RECORD = RolloutRecord(
+    step=3,
+    rollout_id="task-a.0",
+    task_id="task-a",
+    group_usable=False,
+    is_replacement=False,
+    outcome=Outcome.TIMED_OUT,
+    reason="no_result",
+    message="nothing was published",
+    trainable=False,
+    attempts=2,
+    session_ids=("s1", "s2"),
+    log="CloudWatch, /aws/a-group, session s2",
+    planned_at=1e9,
+    invoked_at=1e9 + 1.5,
+    accepted_at=None,
+    result_at=None,
+    settled_at=1e9 + 60,
+)
+
+
+def test_a_rollout_without_a_result_is_shown_by_its_record(screen):
+    print_record(screen.console, RECORD, with_outcome=True)
+    for words in (
+        "task-a.0  step 3, task task-a",
+        "timed_out, no result was stored",
+        "no_result",
+        "nothing was published",
+        "attempts 2, group not usable",
+        "sessions: s1, s2",
+        "log: CloudWatch, /aws/a-group, session s2",
+        "planned 2001-09-09 01:46:40 UTC, invoked +1.5 s, settled +60.0 s",
+    ):
+        assert words in screen.text
+
+
+def test_a_rollout_that_was_never_invoked_is_shown(screen):
+    never = {"outcome": None, "reason": "", "message": "", "session_ids": (), "log": None, "invoked_at": None}
+    print_record(screen.console, RECORD.model_copy(update={**never, "settled_at": None}), with_outcome=True)
+    for words in ("not settled, no result was stored", "no message", "sessions: none opened"):
+        assert words in screen.text
+    assert "log:" not in screen.text
+
+
+def test_a_record_beside_its_result_shows_only_where_and_when(screen):
+    print_record(screen.console, RECORD, with_outcome=False)
+    assert "attempts 2" in screen.text
+    assert "nothing was published" not in screen.text
+
+
+def test_a_record_cannot_control_the_terminal(screen):
+    trick = f"\x1b]52;c;ZXZpbA==\x07 {MARKUP}"
+    hostile = RECORD.model_copy(update={"message": trick, "session_ids": (trick,), "log": trick})
+    print_record(screen.console, hostile, with_outcome=True)
+    assert screen.text.count(MARKUP) == 3
+    assert [letter for letter in screen.text if letter in "\x1b\x07"] == []
