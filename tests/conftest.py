@@ -22,6 +22,8 @@ from rollout_backend.testing.fault_proxy import FaultProxy
 
 pytest_plugins = ["gateway_fixtures"]  # in tests/support
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a mistyped folder must not be looked up on the model hub
+
 # Property tests play the same examples each time, so that `make test` says the same of the same code. With
 # --hypothesis-profile=explore (`make test-all`) they draw new ones; commit what they find as an `@example`.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)

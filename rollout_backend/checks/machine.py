@@ -40,11 +40,11 @@ _LOW_BYTES, _FULL_BYTES = 1 << 30, 100 << 20
 _CONNECT_S = 3.0
 
 
-def check_machine(config: RolloutConfig) -> list[CheckResult]:
+def check_machine(config: RolloutConfig, *, engines: bool = True) -> list[CheckResult]:
     """Return what was found. Takes some seconds, because it loads the tokenizer."""
     checks: tuple[Callable[[RolloutConfig], Iterator[CheckResult]], ...] = (
         check_model,
-        _check_engines,
+        *([_check_engines] if engines else []),
         _check_router,
         _check_ports,
         _check_addresses,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from rollout_backend.config import ModelConfig, RolloutConfig
+from rollout_backend.config.model import local_folder
 from rollout_backend.core.api_error import NO_TOOL_PARSER
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.routed_experts import row_bytes
@@ -37,15 +37,18 @@ def check_context(config: RolloutConfig) -> CheckResult:
 
 def check_model(config: RolloutConfig) -> Iterator[CheckResult]:
     model, here = config.model, config.gateway.kind == "process"
-    there = model.path.is_dir()
-    if here and not there:
-        hint = f": download it first, such as with `hf download {model.path} --local-dir FOLDER`"
-        yield CheckResult(
-            "problem", "model.path", f"there is no folder {model.path}{hint if _is_hub_name(model.path) else ''}"
-        )
+    engines_here = config.serving.kind == "process"
+    try:
+        folder = model.weight_folder if engines_here else local_folder(model.path, download=here)
+    except ConfigError as error:
+        yield CheckResult("problem", "model.path", str(error))
         return
-    if config.serving.kind == "process" and not (model.path / "config.json").is_file():
-        yield CheckResult("problem", "model.path", f"{model.path} is no model folder: it has no config.json")
+    there = folder.is_dir()
+    if here and not there:
+        yield CheckResult("problem", "model.path", f"there is no folder {folder}")
+        return
+    if engines_here and not (folder / "config.json").is_file():
+        yield CheckResult("problem", "model.path", f"{folder} is no model folder: it has no config.json")
         return
     yield check_context(config)
     if there and model.routed_experts:
@@ -66,10 +69,6 @@ def check_experts(model: ModelConfig) -> CheckResult:
     layers, topk, experts = shape
     text = f"{topk} of {experts} experts in {layers} layers: {row_bytes(shape)} bytes per token"
     return CheckResult("ok", setting, text)
-
-
-def _is_hub_name(path: Path) -> bool:
-    return not path.is_absolute() and len(path.parts) == 2
 
 
 def check_renderer(config: RolloutConfig) -> CheckResult:

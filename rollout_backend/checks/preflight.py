@@ -38,15 +38,18 @@ class Preflight:
         self._config = config
         self._rollouts = rollouts
 
-    async def run(self, stack: AsyncExitStack, *, machine: bool = True, queue: bool = True) -> None:
-        """Run all checks. Without `queue`, the queue is checked only if something else is wrong: the run opens it."""
+    async def run(
+        self, stack: AsyncExitStack, *, machine: bool = True, engines: bool = True, queue: bool = True
+    ) -> None:
+        """Run all checks. Without `engines`, leave out those of the engines, which start later. Without `queue`,
+        the queue is checked only if something else is wrong: the run opens it."""
         config = self._config
         connections = config.collect.max_fetches + 4
         self.store = await ResultStore.open(config.storage, config.aws, connections=connections)
         stack.push_async_callback(self.store.aclose)
         checks: list[Awaitable[list[CheckResult]]] = [self._check_bucket(), self._check_runtime(stack)]
         if machine:
-            checks.append(asyncio.to_thread(check_machine, config))
+            checks.append(asyncio.to_thread(check_machine, config, engines=engines))
         answers = await asyncio.gather(*checks, return_exceptions=True)  # none outlives what `stack` closes
         self.findings = [finding for found in answers for finding in _or_raise(found)]
         if config.uses_queue and (queue or any(finding.level == "problem" for finding in self.findings)):
@@ -137,20 +140,17 @@ async def _finding(setting: str, check: Callable[[], Awaitable[str]]) -> CheckRe
         return CheckResult("problem", setting, str(error))
 
 
-async def find(config: RolloutConfig, rollouts: int | None = None, *, machine: bool = True) -> Sequence[CheckResult]:
-    """Run all checks and close what they opened. Without `machine`, check the external services only."""
-    preflight = Preflight(config, rollouts)
-    async with AsyncExitStack() as stack:
-        await preflight.run(stack, machine=machine)
-    return preflight.findings
-
-
-async def check_services(config: RolloutConfig, rollouts: int | None = None) -> Sequence[CheckResult]:
-    """Check the external services, and the ramp of a batch. Return the findings.
+async def check_run(
+    config: RolloutConfig, rollouts: int | None = None, *, machine: bool = True, engines: bool = True
+) -> Sequence[CheckResult]:
+    """Run all checks, close what they opened, and return the findings. Without `machine`, check only the external
+    services and the ramp of a batch.
 
     Raises:
         PreflightError: what is missing or refuses us, and what to do.
     """
-    findings = await find(config, rollouts, machine=False)
-    raise_problems(findings)
-    return findings
+    preflight = Preflight(config, rollouts)
+    async with AsyncExitStack() as stack:
+        await preflight.run(stack, machine=machine, engines=engines)
+    raise_problems(preflight.findings)
+    return preflight.findings

@@ -83,7 +83,7 @@ def load_local_config(file: Path | None, overrides: Sequence[str], base: Setting
     """
     placeholder = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "http", "url": "http://127.0.0.1"}}
     config = load_config(file, overrides, base=base, top=placeholder)
-    if not config.model.path.is_dir():
+    if not config.model.folder.is_dir():
         raise ConfigError(
             f"{config.model.path} is not a folder on this machine: name a folder that has the tokenizer and "
             "config.json of the served model with -o model.path=FOLDER"

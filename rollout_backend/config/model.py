@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import functools
 import json
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from pydantic import Field, JsonValue
 from rollout_backend.config.section import Section
 from rollout_backend.errors import ConfigError
 
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.gguf")
 _MAX_DEFAULT_CONTEXT = 32_768  # fits a long agent conversation, and the cache of a single GPU
 _EXPERTS_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts")
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
@@ -28,9 +31,10 @@ class ExpertShape(NamedTuple):
 
 class ModelConfig(Section):
     path: Path
-    """Model directory with weights, config, tokenizer and chat template."""
+    """Model directory with weights, config, tokenizer and chat template; or a name on the Hugging Face hub, such as
+    `Qwen/Qwen3-4B`, which is looked up in the local cache and then downloaded."""
     name: str = ""
-    """Model name that agents request. Default: the name of the directory."""
+    """Model name that agents request. Default: the last part of `path`."""
     renderer: str = "auto"
     """Converts messages to tokens and back: a name that the `renderers` package knows, `chatml` (built in, for ChatML
     models such as SmolLM2, with Hermes-style tools), `default` (the model's own template), or the import path
@@ -57,19 +61,33 @@ class ModelConfig(Section):
         return self.name or self.path.name
 
     @property
+    def folder(self) -> Path:
+        """Return the folder with the model's configuration and tokenizer.
+
+        Raises:
+            ConfigError: `path` is a hub name that can be neither found in the local cache nor downloaded.
+        """
+        return local_folder(self.path)
+
+    @property
+    def weight_folder(self) -> Path:
+        """Return the folder with the weights, too. Raises ConfigError like `folder`."""
+        return local_folder(self.path, weights=True)
+
+    @property
     def context_tokens(self) -> int:
         """Return `context_length`, or its default.
 
         Raises:
             ConfigError: it is not set, and the model's config.json has no maximum.
         """
-        return self.context_length or min(_max_positions(self.path), _MAX_DEFAULT_CONTEXT)
+        return self.context_length or min(_max_positions(self.folder), _MAX_DEFAULT_CONTEXT)
 
     @property
     def longest_context(self) -> int | None:
         """Return the longest context that engines accept for the model; None if its config.json does not say."""
         try:
-            return _max_positions(self.path)
+            return _max_positions(self.folder)
         except ConfigError:
             return None
 
@@ -80,7 +98,51 @@ class ModelConfig(Section):
         Raises:
             ConfigError: the model's config.json describes no mixture of experts whose routing can be replayed.
         """
-        return _expert_shape(self.path) if self.routed_experts else None
+        return _expert_shape(self.folder) if self.routed_experts else None
+
+
+def local_folder(path: Path, *, weights: bool = False, download: bool = True) -> Path:
+    """Return the folder of a model: `path` itself, or where the model of that name on the Hugging Face hub is.
+
+    Without `weights`, they are not downloaded. A path that cannot be a name is returned unchanged.
+
+    Raises:
+        ConfigError: the hub and its local cache do not have the model.
+    """
+    if path.is_absolute() or len(path.parts) != 2 or ".." in path.parts or path.is_dir():
+        return path
+    return _hub_folder(path.as_posix(), weights, download)
+
+
+@functools.cache
+def _hub_folder(name: str, weights: bool, download: bool) -> Path:
+    from huggingface_hub import snapshot_download  # slow to import
+
+    with contextlib.suppress(OSError, ValueError):
+        cached = Path(snapshot_download(name, local_files_only=True))
+        if _is_complete(cached, weights):
+            return cached
+    if not download:
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, ignore_patterns=None if weights else list(_WEIGHT_FILES)))
+    except Exception as error:  # also those of the hub's HTTP client
+        raise ConfigError(
+            f"model.path: there is no folder {name}, and no such model on the hub or in its local cache "
+            f"({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}): correct the "
+            f"path, or download the model first: hf download {name}"
+        ) from None
+
+
+def _is_complete(folder: Path, weights: bool) -> bool:
+    """Return whether a folder of the hub's cache has what is needed: a download can be partial."""
+    files = {file.name for file in folder.iterdir() if file.exists()}
+    if "config.json" not in files or not files & {"tokenizer.json", "tokenizer_config.json"}:
+        return False
+    if weights and "model.safetensors.index.json" in files:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return files >= {*index["weight_map"].values()}
+    return not weights or any(fnmatch.filter(files, pattern) for pattern in _WEIGHT_FILES)
 
 
 @functools.cache

@@ -156,10 +156,10 @@ def load_renderer(model: ModelConfig) -> RendererBundle:
     name = choice.name
     log = logger.warning if choice.warns else logger.info
     log("messages are rendered for %s by %s: %s", model.path, name, choice.reason)
-    stop_ids = tuple(dict.fromkeys(int(token) for token in [*inner.get_stop_token_ids(), *_eos_ids(model.path)]))
+    stop_ids = tuple(dict.fromkeys(int(token) for token in [*inner.get_stop_token_ids(), *_eos_ids(model.folder)]))
     renderer = GuardedRenderer(inner, tokenizer, stop_ids, encodes_text=name in _ENCODES_TEXT)
     return RendererBundle(
-        name, tokenizer, renderer, stop_ids, load_vision(model.path, name, tokenizer), choice.reason
+        name, tokenizer, renderer, stop_ids, load_vision(model.folder, name, tokenizer), choice.reason
     )
 
 
@@ -169,7 +169,7 @@ def known_renderers() -> list[str]:
 
 
 def _load_tokenizer(model: ModelConfig) -> Any:
-    path = model.path
+    path = model.folder
     if not path.is_dir():
         raise ConfigError(f"model.path: there is no folder {path}")
     if not model.trust_remote_code and _has_own_code(path):
@@ -194,7 +194,7 @@ def _has_own_code(path: Path) -> bool:
 
 
 def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Choice, Any]:
-    names = _organisation_and_name(model.path)
+    names = _organisation_and_name(model.folder)
     known = KnownModels(*names).exact
     tokenizer.name_or_path = (
         known[0] if known else tokenizer.name_or_path
@@ -202,7 +202,7 @@ def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Choice, Any]:
     name = model.renderer
 
     def create(name: str, options: Mapping[str, Any]) -> Any:
-        return _create(name, tokenizer, model.path, options)
+        return _create(name, tokenizer, model.folder, options)
 
     try:
         if name == "auto":

@@ -86,7 +86,7 @@ class AdapterStore:
             ConfigError: one of them is gone, changed or of another model, or the record of them cannot be read.
         """
         self._serving = config.serving
-        self._model = config.model.path
+        self._model = config.model
         self._file = config.run_dir / "adapters.json"
         self._last: dict[str, int] = {}  # the last version of each adapter, also of those that were unloaded
         self.loaded: dict[str, Adapter] = {}
@@ -129,7 +129,7 @@ class AdapterStore:
         self._write({other: adapter for other, adapter in self.loaded.items() if other != name})
 
     def _check(self, folder: Path) -> None:
-        AdapterFolder(folder).check(ModelFolder.at(self._model), self._serving)
+        AdapterFolder(folder).check(ModelFolder.at(self._model.weight_folder), self._serving)
 
     def _write(self, loaded: dict[str, Adapter]) -> None:
         last = {**self._last, **{name: adapter.version for name, adapter in loaded.items()}}

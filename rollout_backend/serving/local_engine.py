@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -84,17 +85,17 @@ class LocalEngine:
         return f"{self._host}:{free_port(self._host)}"
 
     async def start(self, rendezvous: str = "") -> None:
-        if not (self._model.path / "config.json").is_file():  # SGLang reports it after 15 s, in 60 lines
-            raise StartupError(
-                f"{self._name}: {self._model.path} is no model folder: it has no config.json; set model.path"
-            )
+        folder = await asyncio.to_thread(lambda: self._model.weight_folder)  # may download it
+        if not (folder / "config.json").is_file():  # SGLang reports it after 15 s, in 60 lines
+            raise StartupError(f"{self._name}: {folder} is no model folder: it has no config.json; set model.path")
         port = free_port(self._host)
         self.url = f"http://{self._host}:{port}"
         node = ServerNode(self._host, port, self._first_gpu, self._rank, rendezvous)
-        argv, env = self._command(self._model, self._serving, node)
+        model = self._model.model_copy(update={"path": folder, "name": self._model.served_name})
+        argv, env = self._command(model, self._serving, node)
         self._process = ServerProcess(self._name, argv, self._log, env, memory_advice=_MEMORY_ADVICE)
         await self._process.start()
-        timeout_s = self._serving.startup_s(weight_bytes(self._model.path))
+        timeout_s = self._serving.startup_s(weight_bytes(folder))
         await self._process.wait_healthy(lambda: is_healthy(self.url), timeout_s)
         if self._serving.engine == "vllm":
             try:

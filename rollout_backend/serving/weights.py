@@ -92,7 +92,7 @@ class WeightStore:
         Raises:
             ConfigError: they are gone, changed or of another model, or the record of them cannot be read.
         """
-        self._model = config.model.path
+        self._model = config.model
         self._dtype = config.serving.dtype
         self._in_memory = config.serving.weight_transfer == "gloo"
         shared = config.serving.weights_dir
@@ -109,7 +109,7 @@ class WeightStore:
             ServingError: the tensors could not be written.
         """
         version = self._last + 1
-        model = ModelFolder.at(self._model)
+        model = ModelFolder.at(self._model.weight_folder)
         if isinstance(source, Path):
             weights = Weights.of(version, source.absolute())
             model.check_folder(ModelFolder.at(source))
@@ -175,7 +175,7 @@ class WeightStore:
             )
         try:
             weights.check_unchanged()
-            ModelFolder.at(self._model).check_folder(ModelFolder.at(weights.folder))
+            ModelFolder.at(self._model.weight_folder).check_folder(ModelFolder.at(weights.folder))
         except (ServingError, WeightsMismatch) as error:
             raise ConfigError(f"this run cannot serve its newest weights again, use a new run_id: {error}") from None
         return version, weights

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from agent_wrapper.contract.codec import MAX_DEPTH
 from rollout_backend.core.tasks import Task, read_json, read_rows
 from rollout_backend.errors import TaskFileError
-from rollout_backend.verl import preflight
+from rollout_backend.verl import early_checks
 
 PLACEHOLDER = "(the agent makes its prompt from its payload)"
 _COPIED = ("data_source", "task_id")  # columns of verl's own dataset that go into the payload
@@ -59,7 +59,7 @@ class PayloadDataset(Dataset):  # type: ignore[misc]  # torch has no types here
         """
         from rollout_backend.verl.verl_api import copy_to_local  # late: it imports verl
 
-        preflight.check(config)
+        early_checks.check(config)
 
         prompt_key = str(config.get("prompt_key", "prompt"))
         rows: list[dict[str, Any]] = []

@@ -36,7 +36,7 @@ from rollout_backend.manager import BlockingRolloutManager
 from rollout_backend.results.page.files import try_to_write_report
 from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.serving.supervisor import ServingEvent
-from rollout_backend.verl import row_formats, verl_api
+from rollout_backend.verl import early_checks, row_formats, verl_api
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
 from rollout_backend.verl.async_batches import AsyncBatches
 from rollout_backend.verl.dataset import payload_of, private_of
@@ -91,8 +91,8 @@ class CloudAgentLoopManager:
         self._own_turns_only = takes_rows_for_rollouts(str(config.algorithm.adv_estimator))
         self._lengths = int(self._rollout.prompt_length), int(self._rollout.response_length)
         self._experts = self.settings.model.expert_shape
-        self._pad_token_id = _pad_token_id(self.settings.model.path)
-        self._vision = load_vision_inputs(self.settings.model.path, wanted=self.settings.gateway.max_images > 0)
+        self._pad_token_id = _pad_token_id(self.settings.model.folder)
+        self._vision = load_vision_inputs(self.settings.model.folder, wanted=self.settings.gateway.max_images > 0)
         self._blocking = BlockingRolloutManager(self.settings, _log_serving_event, started_by="verl")
         manager = self._blocking.manager
         self._async_batches = AsyncBatches(self._blocking, self.settings, config.trainer)
@@ -129,6 +129,7 @@ class CloudAgentLoopManager:
         """
         verl_api.check_version()
         refuse_unsupported(config)
+        early_checks.warn_if_late(config)
         return cls(config, llm_client)
 
     def close(self) -> None:

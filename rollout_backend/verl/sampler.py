@@ -38,6 +38,7 @@ from transfer_queue import KVBatchMeta
 
 from rollout_backend.core.staleness import groups_to_await
 from rollout_backend.errors import ConfigError
+from rollout_backend.verl import early_checks
 from rollout_backend.verl.metrics import TALLY, TOO_OLD, as_metrics, staleness
 from rollout_backend.verl.verl_api import (
     ReplayBuffer,
@@ -78,9 +79,10 @@ class RolloutSampler:
         """verl makes the sampler before it starts an engine.
 
         Raises:
-            ConfigError: a setting is wrong.
+            ConfigError, PreflightError: a setting is wrong, or the run cannot start.
         """
         options = _options(sampler_kwargs, trainer_mode)
+        early_checks.check(sampler_kwargs)
         self._max_staleness = options.max_staleness
         if options.max_staleness is not None:
             _check_pace(options.max_staleness, trainer_mode, verl_arguments)

@@ -58,6 +58,10 @@ _RULES = (
     _Rule("actor_rollout_ref.rollout.multi_turn.function_tool_path", _TOOLS),
     _Rule("data.tool_config_path", _TOOLS),
     _Rule("data.function_tool_path", _TOOLS),
+    *(
+        _Rule(f"actor_rollout_ref.model.{name}", "the gateway reads this from the model's folder: put it there")
+        for name in ("custom_chat_template", "hf_config_path", "tokenizer_path")
+    ),
     _Rule(
         "data.apply_chat_template_kwargs",
         "the gateway renders the agents' messages: set model.renderer_options of the backend's settings instead",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from agent_wrapper.contract import Sampling
@@ -38,7 +39,8 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
     base = {
         "run_id": run_id_of(config.trainer),
         "model": {
-            "path": str(model.path),
+            "path": _model_path(model),
+            "name": PurePath(str(model.path)).name,
             "context_length": int(length),
             "routed_experts": records_experts,
         },
@@ -70,6 +72,22 @@ def settings_of(config: Any, addresses: Sequence[str]) -> RolloutConfig:
         )
     _check_estimator(config, settings)
     return settings
+
+
+def _model_path(model: Any) -> str:
+    """Return the folder to which verl copies the model, or else its path: a folder, or a name on the model hub."""
+    path, use_shm = str(model.path), bool(model.get("use_shm"))
+    if not use_shm and not path.startswith("hdfs://"):
+        return path
+    from rollout_backend.verl.verl_api import copy_to_local  # late: it imports verl
+
+    try:
+        return str(copy_to_local(path, use_shm=use_shm))
+    except Exception as error:  # of HDFS, of the hub, or of the disk
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={path} cannot be copied to this machine ({error}): correct it"
+            f"{', or set actor_rollout_ref.model.use_shm=False' if use_shm else ''}"
+        ) from error
 
 
 def _reward_function(config: Any) -> str | None:

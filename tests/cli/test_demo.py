@@ -34,7 +34,7 @@ def test_an_endpoint_that_cannot_serve_is_refused_before_anything_starts(rollout
         ({"model_info": (200, model), "generate": (200, {"text": "7"})}, "without the logprob of a sampled token"),
         (
             {"model_info": (200, {"model_path": "Qwen/Qwen3"}), "generate": (200, sampled)},
-            "Qwen/Qwen3 is not a folder on this machine",
+            "there is no folder Qwen/Qwen3, and no such model on the hub",
         ),
     )
     for paths, words in cases:

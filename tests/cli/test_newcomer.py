@@ -85,7 +85,7 @@ MISTAKES = {
         "problem gateway.public_url: agents run at 192.0.2.1 and would call http://127.0.0.1, which",
     ),
     "model that is not there": ({"model.path": "/no/model"}, "problem model.path: there is no folder /no/model"),
-    "model of a hub": ({"model.path": "Qwen/Qwen3-4B"}, "download it first, such as with `hf download Qwen/Qwen3-4B"),
+    "model of a hub": ({"model.path": "Qwen/Qwen3-4B"}, "download the model first: hf download Qwen/Qwen3-4B"),
     "model folder without a tokenizer": ({"model.path": "/tmp"}, "problem model.path: /tmp holds no tokenizer that"),
     "renderer typo": (
         {"model.renderer": "qwen33"},

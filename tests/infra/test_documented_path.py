@@ -176,7 +176,7 @@ def parameters_of(tree: dict[str, Any]) -> dict[str, str]:
 )
 async def test_a_documented_config_passes_the_check(deploy, where):
     account = await deploy(**parameters_of(CONFIGS[where]))
-    await preflight.check_services(account.settings(CONFIGS[where]))
+    await preflight.check_run(account.settings(CONFIGS[where]), machine=False)
     assert account.proxy.denied == []
 
 
@@ -279,7 +279,7 @@ ARITHMETIC = CONFIGS["examples/arithmetic/config.yaml"]
 
 async def refused(config: RolloutConfig) -> str:
     with pytest.raises(PreflightError) as caught:
-        await preflight.check_services(config)
+        await preflight.check_run(config, machine=False)
     return str(caught.value)
 
 
@@ -304,7 +304,7 @@ async def test_a_run_that_may_not_make_its_queue_is_found(deploy):
     account = await deploy(RunQueues="false")
     assert "queue.url" in (message := await refused(account.settings(ARITHMETIC)))
     assert "RunQueues" in message
-    await preflight.check_services(account.settings(ARITHMETIC, queue={"url": account.queue_url}))
+    await preflight.check_run(account.settings(ARITHMETIC, queue={"url": account.queue_url}), machine=False)
 
 
 async def test_another_stacks_queue_is_found(deploy):

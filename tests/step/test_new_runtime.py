@@ -105,7 +105,7 @@ async def test_its_diagnosis_names_its_logs(open_toy):
 
 async def test_the_preflight_checks_it(open_toy):
     bench = await open_toy("queue.enabled=false", "model.context_length=2048")
-    said = [str(finding) for finding in await preflight.check_services(bench.config, rollouts=8)]
+    said = [str(finding) for finding in await preflight.check_run(bench.config, rollouts=8, machine=False)]
     assert "runtime: there, and ready" in said
     assert said[-1].startswith("runtime.invoke_per_s: 8 rollouts start within 1 s, at 7 sessions per second")
 

@@ -1,6 +1,7 @@
 import json
 import re
 import shlex
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,8 +10,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.verl.preflight import check_image_cache, check_model, warn_of_repeating_streams
+from rollout_backend.verl.early_checks import check_image_cache, set_streams
 from rollout_backend.verl.verl_settings import (
     max_staleness_of,
     resumes_steps,
@@ -18,10 +18,10 @@ from rollout_backend.verl.verl_settings import (
     settings_of,
     sleeps_between_batches,
 )
-from vocabularies import model_folder
 
 ROOT = Path(__file__).parents[2]
 ARN = "arn:aws:bedrock-agentcore:us-east-1:123456789012:runtime/my_agent-a1B2c3D4e5"
+STREAMS = "actor_rollout_ref.rollout.engine_kwargs.sglang.incremental_streaming_output"
 OWN = {"storage": {"bucket": "rollouts"}, "runtime": {"kind": "agentcore", "arn": ARN}}
 
 
@@ -217,18 +217,6 @@ def test_an_image_encoder_is_not_trained_while_servers_keep_its_old_output(
         check_image_cache(actor, settings, environ)
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [("{{ messages[0].content }}", "Agents that offer tools are refused"), ("", "no renderer is known for my-model")],
-)
-def test_a_model_whose_tool_calls_cannot_be_parsed_is_reported_before_any_engine(tmp_path, caplog, template, said):
-    config = verl_config()
-    config.actor_rollout_ref.model.path = str(model_folder(tmp_path / "my-model", BYTE_MODEL, template))
-    with nullcontext() if template else pytest.raises(ConfigError, match=said):
-        check_model(settings_of(config, ["a:1"]))
-        assert said in caplog.text
-
-
 def test_an_old_verl_is_refused(monkeypatch):
     from rollout_backend.verl.manager import CloudAgentLoopManager
 
@@ -309,13 +297,31 @@ def test_routed_experts_are_recorded_if_verl_asks_its_servers_for_them():
 
 
 @pytest.mark.parametrize(
-    ("rollout", "warns"),
+    ("overrides", "sent_once"),
     [
-        ({"name": "sglang"}, True),
-        ({"name": "sglang", "engine_kwargs": {"sglang": {"incremental_streaming_output": True}}}, False),
-        ({"name": "vllm", "engine_kwargs": {"sglang": {}}}, False),
+        (["actor_rollout_ref.rollout.name=sglang"], True),
+        (["actor_rollout_ref.rollout.name=sglang", f"+{STREAMS}=False"], False),
+        (["actor_rollout_ref.rollout.name=vllm"], None),
     ],
 )
-def test_streams_that_repeat_all_tokens_are_warned_of(rollout, warns, caplog):
-    warn_of_repeating_streams(rollout)
-    assert ("engine_kwargs.sglang.incremental_streaming_output=True" in caplog.text) is warns
+def test_verls_sglang_sends_each_token_of_a_stream_once(overrides, sent_once):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides)
+    set_streams(config)
+    assert OmegaConf.select(config, STREAMS) is sent_once
+
+
+def test_a_model_is_taken_from_where_verl_copies_it(tmp_path):
+    model = tmp_path / "my-model"
+    model.mkdir()
+    config = verl_config()
+    config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.use_shm = str(model), True
+    settings = settings_of(config, ["a:1"]).model
+    try:
+        assert (settings.served_name, settings.path.name) == ("my-model", "my-model")
+        assert settings.path.is_relative_to("/dev/shm/verl-cache")
+    finally:
+        shutil.rmtree(settings.path.parent)
+    config.actor_rollout_ref.model.path = str(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"model\.path=.*nowhere cannot be copied to this machine"):
+        settings_of(config, ["a:1"])

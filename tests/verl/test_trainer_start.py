@@ -16,6 +16,7 @@ from rollout_backend.errors import RolloutBackendError
 from rollout_backend.local.cloud import ARN
 from rollout_backend.serving.server_process import ServerProcess
 from rollout_backend.verl.dataset import PayloadDataset
+from rollout_backend.verl.sampler import RolloutSampler
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -39,6 +40,10 @@ WRONG: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
         ["reward.reward_model.enable=True", "computed by the agent"],
     ),
     "no such bucket": ([], {"storage": {"bucket": "not-there"}}, ["not-there"]),
+    "no public address": ([], {"runtime": {"kind": "http", "url": "http://192.0.2.1"}}, ["gateway.public_url"]),
+    "foreign address": ([], {"gateway": {"host": "192.0.2.1"}}, ["no port is free on 192.0.2.1"]),
+    "no such model": (["actor_rollout_ref.model.path=acme/none"], {}, ["there is no folder acme/none", "on the hub"]),
+    "no such renderer": ([], {"model": {"renderer": "qwen33"}}, ["there is no renderer 'qwen33'"]),
 }
 
 
@@ -55,7 +60,8 @@ def overrides_of(case: str, ready: Any, folder: Path) -> list[str]:
     more, own, _ = WRONG[case]
     tree = yaml.safe_load(ready.own.read_text())
     for key, value in own.items():
-        tree[key] = {**tree.get(key, {}), **value} if value else value
+        merged = value and "kind" not in value
+        tree[key] = {**tree.get(key, {}), **value} if merged else value
     settings = folder / "rollout_backend.yaml"
     settings.write_text(yaml.safe_dump(tree))
     return [f"++{OWN_KEY}={settings}", *(f"++{override}" for override in more)]
@@ -71,9 +77,20 @@ def test_the_dataset_reports_wrong_settings(case, ready, tmp_path, monkeypatch):
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("case", ["no such class", "no such bucket", "foreign address"])
+def test_the_sampler_reports_wrong_settings_with_any_dataset(case, ready, tmp_path, monkeypatch):
+    for name, value in ready.cloud.environ.items():
+        monkeypatch.setenv(name, value)
+    trainer = ready.config(*overrides_of(case, ready, tmp_path)).trainer.v1
+    with pytest.raises(RolloutBackendError) as caught:
+        RolloutSampler("sync", trainer.sampler.sampler_kwargs, None, trainer_config=trainer.get("sync", {}))
+    for part in WRONG[case][2]:
+        assert part in str(caught.value)
+
+
 @pytest.mark.slow
 async def test_verl_ends_before_it_starts_an_engine_and_says_why(ready: Any, tmp_path: Path) -> None:
-    """verl makes the dataset first. Each case differs from a valid run in one setting."""
+    """verl makes the sampler first, then the dataset. Each case differs from a valid run in one setting."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(ready.rows.read_text() + '{"question": "What is 3 + 4?"}\n')
     cases: dict[str, list[str]] = {"no payload": [f"data.train_files={rows}"]}
@@ -82,6 +99,9 @@ async def test_verl_ends_before_it_starts_an_engine_and_says_why(ready: Any, tmp
         folder = tmp_path / case.replace(" ", "-")
         folder.mkdir()
         cases[case], said[case] = overrides_of(case, ready, folder), WRONG[case][2]
+    verls = [f"data.custom_cls.{key}=null" for key in ("path", "name")]
+    cases["verl's own dataset"] = [*cases["no such bucket"], *verls]
+    said["verl's own dataset"] = ["not-there"]
     file = tmp_path / "cases.json"
     hydra = [f"hydra.run.dir={tmp_path}", "hydra.output_subdir=null"]
     given = {name: [*ready.settings, *more, *hydra] for name, more in cases.items()}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from rollout_backend.config.model import local_folder
 from rollout_backend.rendering.token_bytes import token_bytes
 
 
@@ -19,7 +20,7 @@ class TokenText:
     @classmethod
     def load(cls, model: str | Path) -> Self | None:
         """Read a model folder's tokenizer; None if it has none that can be read."""
-        path = Path(model) / "tokenizer.json"
+        path = local_folder(Path(model), download=False) / "tokenizer.json"
         if not path.is_file():
             return None
         from tokenizers import Tokenizer

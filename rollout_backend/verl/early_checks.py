@@ -1,6 +1,7 @@
 """Checks that run before verl starts its engines, which is before it makes our manager.
 
-`PayloadDataset` runs them, because verl makes the dataset first.
+`RolloutSampler` runs them, which the v1 trainer makes before anything else, and `PayloadDataset`, which both trainers
+make before their workers. verl gives no earlier place, and none at all if a training uses neither.
 """
 
 from __future__ import annotations
@@ -14,30 +15,34 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rollout_backend.checks import preflight
-from rollout_backend.checks.model import check_renderer
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.image_positions import prepares_images
 from rollout_backend.serving.sglang import IMAGE_CACHE
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.verl_api import check_version
-from rollout_backend.verl.verl_settings import settings_of
+from rollout_backend.verl.verl_settings import is_asynchronous, settings_of
 
 logger = logging.getLogger(__name__)
 
 MANAGER = "rollout_backend.verl.CloudAgentLoopManager"
 _KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+_STREAMS = "actor_rollout_ref.rollout.engine_kwargs.sglang.incremental_streaming_output"
 _NO_SERVER_YET = ("127.0.0.1:1",)
+_checked: Any = None  # verl's settings that passed: sampler and datasets ask in turn
 
 
 def check(section: Any) -> None:
     """Check the run that this section of verl's settings belongs to. Do nothing if it does not use this backend.
 
+    Sets what verl's engines need and verl does not set: see `set_streams`.
+
     Raises:
         ConfigError, PreflightError: the run cannot start; says what to change.
     """
+    global _checked
     root = section._get_root() if hasattr(section, "_get_root") else None
-    if root is None or "actor_rollout_ref" not in root:
+    if root is None or "actor_rollout_ref" not in root or was_checked(root):
         return
     rollout = root.actor_rollout_ref.rollout
     name = (rollout.get("agent") or {}).get("agent_loop_manager_class")
@@ -46,44 +51,53 @@ def check(section: Any) -> None:
     check_version()
     _check_class(name)
     refuse_unsupported(root)
-    warn_of_repeating_streams(rollout)
     config = settings_of(root, _NO_SERVER_YET)
     _ = config.model.expert_shape  # raises ConfigError
     check_image_cache(root.actor_rollout_ref.actor, config, os.environ)
-    check_model(config)
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
-        thread.submit(asyncio.run, preflight.check_services(config, _batch(root))).result()
+        found = thread.submit(asyncio.run, preflight.check_run(config, _batch(root), engines=False)).result()
+    for finding in found:
+        logger.log(logging.WARNING if finding.level == "warning" else logging.INFO, "%s", finding)
+    set_streams(root)
+    _checked = root
+
+
+def was_checked(root: Any) -> bool:
+    """Return whether these settings have passed `check` in this process."""
+    return root is _checked
 
 
 def _batch(root: Any) -> int | None:
     """Return how many rollouts a training step plans; None in asynchronous modes, which request them one by one."""
-    asynchronous = root.trainer.get("use_v1", True) and root.trainer.v1.trainer_mode != "sync"
-    return None if asynchronous else int(root.data.train_batch_size) * int(root.actor_rollout_ref.rollout.n)
+    if is_asynchronous(root.trainer):
+        return None
+    return int(root.data.train_batch_size) * int(root.actor_rollout_ref.rollout.n)
 
 
-def check_model(config: RolloutConfig) -> None:
-    """Check the renderer of a model on this machine. Log a warning if the model's tool calls cannot be parsed.
+def set_streams(root: Any) -> None:
+    """Let verl's SGLang send each token of a stream once; by default each event repeats all tokens before it.
 
-    Raises:
-        ConfigError: no renderer fits.
+    Without the option, a call of 16,000 tokens that streams or has stop strings takes 540 MB and 10 s of CPU time. A
+    value that the user set stays.
     """
-    if not config.model.path.is_dir():
+    from omegaconf import OmegaConf
+
+    if root.actor_rollout_ref.rollout.get("name") == "sglang" and OmegaConf.select(root, _STREAMS) is None:
+        OmegaConf.update(root, _STREAMS, True, force_add=True)
+
+
+def warn_if_late(root: Any) -> None:
+    """Log what a training misses that uses neither the sampler nor the dataset: verl's engines are up by now."""
+    if was_checked(root):
         return
-    found = check_renderer(config)
-    if found.level == "problem":
-        raise ConfigError(found.text)
-    logger.log(logging.WARNING if found.level == "warning" else logging.INFO, "%s", found)
-
-
-def warn_of_repeating_streams(rollout: Any) -> None:
-    """Log a warning if verl's SGLang repeats all tokens in each event of a stream. `rollout` is verl's section."""
-    options = (rollout.get("engine_kwargs") or {}).get("sglang") or {}
-    if rollout.get("name") == "sglang" and not options.get("incremental_streaming_output"):
-        logger.warning(
-            "verl's SGLang repeats all tokens in each event of a stream: a call of 16,000 tokens that streams or has "
-            "stop strings takes 540 MB and 10 s of CPU time. Add "
-            "+actor_rollout_ref.rollout.engine_kwargs.sglang.incremental_streaming_output=True"
-        )
+    rollout = root.actor_rollout_ref.rollout
+    streams = ((rollout.get("engine_kwargs") or {}).get("sglang") or {}).get("incremental_streaming_output")
+    logger.warning(
+        "this run is only checked now, after verl has started its engines%s: use RolloutSampler or PayloadDataset",
+        f", and a stream of tokens is slow without +{_STREAMS}=True"
+        if rollout.get("name") == "sglang" and not streams
+        else "",
+    )
 
 
 def check_image_cache(actor: Any, config: RolloutConfig, environ: Mapping[str, str]) -> None:
@@ -95,7 +109,7 @@ def check_image_cache(actor: Any, config: RolloutConfig, environ: Mapping[str, s
     Raises:
         ConfigError: the cache is enabled in this process's environment, which Ray's workers share.
     """
-    if not config.gateway.max_images or not prepares_images(config.model.path):
+    if not config.gateway.max_images or not prepares_images(config.model.folder):
         return
     if environ.get(IMAGE_CACHE) == "0" or actor.get("freeze_vision_tower"):
         return
