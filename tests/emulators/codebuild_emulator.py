@@ -304,7 +304,7 @@ class CodeBuildEmulator(HttpProxy):
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                await process.communicate()  # until the pipe is closed, which may be after the process's end
             if code:
                 raise Refusal(
                     "COMMAND_EXECUTION_ERROR", f"Error while executing command: {command}. Reason: exit status {code}"
