@@ -39,9 +39,9 @@ class Build(StrEnum):
 
 def deploy(
     folder: Annotated[
-        Path,
+        Path | None,
         typer.Argument(metavar="AGENT_DIR", help="The agent's folder, with agent.py and perhaps requirements.txt."),
-    ],
+    ] = None,
     stack: Stack = None,
     local: Annotated[
         bool, typer.Option("--local", help="Deploy to S3, SQS and AgentCore on this machine, until `rollout down`.")
@@ -65,6 +65,13 @@ def deploy(
     security_groups: Annotated[
         list[str] | None, typer.Option("--security-group", help="A security group of the agents, with --subnet.")
     ] = None,
+    adopt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARN",
+            help="Show what a runtime made elsewhere lacks to be invoked, and with --yes update that alone.",
+        ),
+    ] = None,
     tasks: Annotated[
         Path | None, typer.Option(help=f"The agent is checked on the first task. Default: {_TASKS} in its folder.")
     ] = None,
@@ -79,6 +86,13 @@ def deploy(
     written config.
     """
     with exit_codes():
+        if adopt is not None:
+            if folder is not None or stack is not None or local:
+                raise ConfigError("--adopt takes a runtime as it is: omit AGENT_DIR, --stack and --local")
+            run_async(_adopt(adopt, yes))
+            return
+        if folder is None:
+            raise ConfigError("name the agent's folder AGENT_DIR, or a runtime with --adopt")
         if local == (stack is not None):
             raise ConfigError("name the account's --stack, or deploy to this machine with --local")
         if local and build is not Build.CODE:
@@ -113,6 +127,18 @@ def deploy(
         )
 
 
+async def _adopt(arn: str, yes: bool) -> int:
+    from rollout_backend.config import AgentCoreConfig
+    from rollout_backend.deploy.adoption import adopt
+
+    try:
+        AgentCoreConfig(arn=arn)
+    except ValueError:
+        raise ConfigError(f"--adopt {arn} is no ARN of an AgentCore runtime") from None
+    await adopt(arn, echo, carry_out=yes)
+    return 0
+
+
 async def _deploy(
     folder: Path,
     stack: str | None,
@@ -127,13 +153,13 @@ async def _deploy(
     from rollout_backend.child_process import find_uv
     from rollout_backend.cli.doctor import print_finding
     from rollout_backend.deploy.contract_check import check_contract
-    from rollout_backend.deploy.deployment import Deployment, qualifier, runtime_name
+    from rollout_backend.deploy.deployment import Deployment, runtime_name, runtime_settings
     from rollout_backend.deploy.image import check_builder
     from rollout_backend.deploy.target import Target, read_stack
     from rollout_backend.local.background import start_background_cloud
 
     replaced: dict[str, Any] = {}
-    endpoint = qualifier(folder, overrides)
+    runtime = runtime_settings(folder, overrides)
     if build == Build.CODE:
         find_uv()
     else:
@@ -171,8 +197,8 @@ async def _deploy(
     if any(finding.level == "problem" for finding in findings):
         return 2
     subnets, security_groups = network
-    target = replace(target, qualifier=endpoint)
-    deployment = Deployment(folder, target, build, stack is None, tuple(subnets), tuple(security_groups))
+    target = replace(target, qualifier=runtime.qualifier)
+    deployment = Deployment(folder, target, build, stack is None, tuple(subnets), tuple(security_groups), runtime)
     _print_plan(deployment, config)
     if stack is not None and not yes:
         echo("nothing was changed; --yes carries out this plan")

@@ -38,17 +38,23 @@ from rollout_backend.config.section import (
 )
 
 _IMAGE = (
-    r"\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(?:\.cn)?/(?:[a-z0-9]+(?:[._-]+[a-z0-9]+)*/)*"
+    r"(?:\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(?:\.cn)?|public\.ecr\.aws)/(?:[a-z0-9]+(?:[._-]+[a-z0-9]+)*/)*"
     r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?(?:@sha256:[a-f0-9]{64})?"
 )
+_PUBLIC = "public.ecr.aws/"
 _IMAGE_FORM = (
-    "an image in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG. AgentCore pulls images from ECR only"
+    "an image in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG, or public.ecr.aws/REPOSITORY:TAG. "
+    "AgentCore pulls images from ECR only"
 )
 _NAME = "[a-zA-Z][a-zA-Z0-9_]{0,47}"
 _NAME_FORM = "a runtime's name: a letter, then at most 47 letters, digits and underscores"
 _ARN = rf"arn:aws[a-z-]*:bedrock-agentcore:[a-z0-9-]+:\d{{12}}:runtime/{_NAME}-[a-zA-Z0-9]{{10}}"
 _ARN_FORM = "the ARN of an AgentCore runtime: arn:aws:bedrock-agentcore:REGION:ACCOUNT:runtime/NAME-0123456789"
 _ROLE = r"arn:aws[a-z-]*:iam::\d{12}:role/.+"
+_PROVIDER = (
+    r"arn:aws[a-z-]*:bedrock-agentcore:[a-z0-9-]+:\d{12}:capacity-provider/[a-zA-Z][a-zA-Z0-9_]{0,47}-[a-zA-Z0-9]{10}"
+)
+_MICROVM_S, _INSTANCE_S = 28_800, 1_209_600  # AgentCore's limits of a session's lifetime
 _DNS_LABEL = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _TOLERATION = frozenset({"key", "operator", "value", "effect", "tolerationSeconds"})
 SMALL_REGION_SESSIONS = 2_500  # AgentCore's quota of active sessions outside the large regions
@@ -62,6 +68,11 @@ _IMAGE_ONLY = frozenset(
         "environment",
         "idle_timeout_s",
         "max_lifetime_s",
+        "platform_version",
+        "warmup_path",
+        "min_memory_mib",
+        "capacity_provider",
+        "image_region",
         "ready_timeout_s",
     }
 )
@@ -132,9 +143,10 @@ class AgentCoreConfig(RuntimeConfig):
     arn: Annotated[str, matching(_ARN, _ARN_FORM)] | None = None
     """ARN of an existing runtime, which is used unchanged. Set either this or `image`."""
     image: Annotated[str, matching(_IMAGE, _IMAGE_FORM)] | None = None
-    """The agent's container image in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG. The backend creates a
-    runtime from it before the run, or updates the existing one if these settings differ. The runtime stays after the
-    run and costs nothing while it has no session. Use a new tag for a new image; otherwise it is not noticed."""
+    """The agent's container image in ECR: ACCOUNT.dkr.ecr.REGION.amazonaws.com/REPOSITORY:TAG, or
+    public.ecr.aws/REPOSITORY:TAG with `image_region`. The backend creates a runtime from it before the run, or
+    updates the existing one if these settings differ. The runtime stays after the run and costs nothing while it has
+    no session. Use a new tag for a new image; otherwise it is not noticed."""
     role: Annotated[str, matching(_ROLE, "the ARN of a role: arn:aws:iam::ACCOUNT:role/NAME")] | None = None
     """ARN of the agents' execution role. Required with `image`."""
     name: Annotated[str, matching(_NAME, _NAME_FORM)] | None = None
@@ -146,10 +158,22 @@ class AgentCoreConfig(RuntimeConfig):
     """Security groups of the agents. Required with `subnets`, and only with them."""
     environment: dict[str, str] = Field(default={})
     """Environment variables of the container, with `image`. Never put secrets here: they can be read back."""
-    idle_timeout_s: int = Field(default=120, ge=60, le=28800)
+    idle_timeout_s: int = Field(default=120, ge=60, le=_INSTANCE_S)
     """Idle timeout of a session, with `image`. A session whose agent is working is not idle."""
-    max_lifetime_s: int = Field(default=28800, ge=60, le=28800)
-    """Maximum lifetime of a session, with `image`."""
+    max_lifetime_s: int = Field(default=_MICROVM_S, ge=60, le=_INSTANCE_S)
+    """Maximum lifetime of a session, with `image`: 8 hours, or 14 days with `capacity_provider`."""
+    platform_version: Annotated[str, matching(r"\S{1,128}", "a platform's version, such as V2")] | None = None
+    """AgentCore's platform, `V1` or `V2`, with `image`. Default: V1 for a new runtime. An update never moves a
+    runtime to another platform. See [deploy.md](deploy.md#sessions-that-start-from-a-snapshot) for V2."""
+    warmup_path: Annotated[str, matching(r"/[A-Za-z0-9._~/-]{0,31}", "a path of at most 32 characters")] | None = None
+    """Path of the agent's container to which AgentCore sends a POST before it takes the snapshot, with `image` on V2.
+    It must answer 2xx within 120 s."""
+    min_memory_mib: int | None = Field(default=None, ge=1)
+    """Minimum memory of a session in MiB, with `image`. Default: AgentCore's."""
+    capacity_provider: Annotated[str, matching(_PROVIDER, "the ARN of a capacity provider")] | None = None
+    """ARN of a capacity provider, with `image`: sessions run on its EC2 instances (x86, GPU), for up to 14 days."""
+    image_region: Annotated[str, matching("[a-z]{2,}(-[a-z0-9]+)+", "a region, such as us-east-1")] | None = None
+    """Region of the runtime, with an image of ECR Public, whose name contains none."""
     ready_timeout_s: Seconds = 600.0
     """Timeout until a runtime created from `image` is ready and its endpoint serves it."""
     qualifier: str = "DEFAULT"
@@ -170,7 +194,9 @@ class AgentCoreConfig(RuntimeConfig):
     @classmethod
     def _fit_sessions_to_region(cls, values: Any) -> Any:
         """Set `max_sessions`, so that the settings which a run stores hold the limit that it had."""
-        place = isinstance(values, Mapping) and str(values.get("arn") or values.get("image"))
+        place = (
+            isinstance(values, Mapping) and f"{values.get('arn') or values.get('image')} {values.get('image_region')}"
+        )
         if not place or "max_sessions" in values or any(region in place for region in LARGE_REGIONS):
             return values
         return {**values, "max_sessions": SMALL_REGION_SESSIONS}
@@ -213,11 +239,21 @@ class AgentCoreConfig(RuntimeConfig):
             raise ValueError("a runtime created from image has the endpoint DEFAULT only: leave qualifier out")
         if self.idle_timeout_s > self.max_lifetime_s:
             raise ValueError("idle_timeout_s must not be above max_lifetime_s")
+        if self.max_lifetime_s > _MICROVM_S and self.capacity_provider is None:
+            raise ValueError(f"max_lifetime_s above {_MICROVM_S} (8 hours) needs capacity_provider")
+        if self.warmup_path is not None and (self.platform_version in (None, "V1") or self.capacity_provider):
+            raise ValueError("warmup_path needs platform_version=V2, without capacity_provider: others have no hooks")
+        if self.image.startswith(_PUBLIC) == (self.image_region is None):
+            raise ValueError(
+                f"image_region belongs to an image of {_PUBLIC}: set it with such an image, and only then"
+            )
         return self
 
     @property
     def region(self) -> str:
-        """Return the region in the ARN or in the image name."""
+        """Return the region in the ARN or in the image name, or `image_region`."""
+        if self.image_region is not None:
+            return self.image_region
         return (self.arn.split(":") if self.arn else str(self.image).split("."))[3]
 
     @property

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from rollout_backend.atomic_file import write_file
-from rollout_backend.config import merge_overrides, read_yaml
+from rollout_backend.config import AgentCoreConfig, merge_overrides, read_yaml
 from rollout_backend.deploy.calls import Call, calls_of_deployment
 from rollout_backend.deploy.codebuild import build_image
 from rollout_backend.deploy.image import CODEBUILD, push_image
@@ -34,7 +35,21 @@ from rollout_backend.runtimes.agentcore.provision import CodeArtifact, RuntimeSp
 
 WRITTEN = "# Written by `rollout deploy`, which overwrites this file."
 _READY_S = 900.0
-_IDLE_S, _LIFE_S = 120, 28_800
+_SETTINGS = (
+    "environment",
+    "idle_timeout_s",
+    "max_lifetime_s",
+    "platform_version",
+    "warmup_path",
+    "min_memory_mib",
+    "capacity_provider",
+)
+"""The settings of the section `runtime` that describe the runtime itself, not the runs on it."""
+_UNKNOWN = {
+    "image": "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1",
+    "role": "arn:aws:iam::000000000000:role/agent",
+}  # until it is deployed
+_DEFAULTS = AgentCoreConfig.model_validate(_UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,8 @@ class Deployment:
     subnets: tuple[str, ...] = ()
     """The agents' subnets. Default: those of the target's network."""
     security_groups: tuple[str, ...] = ()
+    runtime: AgentCoreConfig = _DEFAULTS
+    """What `runtime_settings` returned."""
 
     def plan(self) -> Iterator[str]:
         """Yield what `deploy` would do, one line each."""
@@ -64,6 +81,10 @@ class Deployment:
         else:
             yield f"build the image of {self.folder} for arm64 with {self.build}, and push it to {target.repository}"
         yield f"create or update runtime {target.runtime_name} under the role {target.role}"
+        for name in _SETTINGS:
+            if (value := getattr(self.runtime, name)) != getattr(_DEFAULTS, name):
+                shown = ", ".join(value) if isinstance(value, dict) else value
+                yield f"give it {name}: {shown}"
         subnets, _ = self._network()
         yield f"run its sessions in {', '.join(subnets) or 'the public network'}"
         yield "wait until its endpoint DEFAULT serves it"
@@ -87,15 +108,13 @@ class Deployment:
         image = await self._publish(echo)
         subnets, security_groups = self._network()
         assert target.role is not None
-        spec = RuntimeSpec(
+        spec = replace(
+            RuntimeSpec.of(self.runtime),
             name=target.runtime_name,
             image=image,
             role=target.role,
             subnets=frozenset(subnets),
             security_groups=frozenset(security_groups),
-            environment={},
-            idle_timeout_s=_IDLE_S,
-            max_lifetime_s=_LIFE_S,
         )
         async with control_client(target.region, target.runtime_endpoint_url) as client:
             runtime = await RuntimeMaker(spec, client, _READY_S, made_by="deploy", on_status=echo).make()
@@ -137,22 +156,30 @@ def runtime_name(folder: Path) -> str:
     return re.sub("[^a-zA-Z0-9]+", "_", f"{PREFIX}{folder.absolute().name}")[:48]
 
 
-def qualifier(folder: Path, overrides: Sequence[str]) -> str:
-    """Return `runtime.qualifier` of the folder's config and the overrides.
+def runtime_settings(folder: Path, overrides: Sequence[str]) -> AgentCoreConfig:
+    """Return what the folder's config and the overrides say of the runtime and its endpoint.
 
     Raises:
-        ConfigError: it is no name that AgentCore accepts.
+        ConfigError: AgentCore would refuse it.
     """
     own = folder / "config.yaml"
     tree = read_yaml(own) if own.is_file() else {}
+    if (tree.get("runtime") or {}).get("kind", "agentcore") != "agentcore":
+        tree = {}
     merge_overrides(tree, overrides)
-    name = (tree.get("runtime") or {}).get("qualifier", ENDPOINT)
+    given = tree.get("runtime") or {}
+    name = given.get("qualifier", ENDPOINT)
     if not isinstance(name, str) or not re.fullmatch("[a-zA-Z][a-zA-Z0-9_]{0,47}", name):
         raise ConfigError(
             f"runtime.qualifier={name!r} is no name of an endpoint: a letter, then at most 47 letters, digits and "
             "underscores"
         )
-    return name
+    try:
+        found = AgentCoreConfig.model_validate({**_UNKNOWN, **{key: given[key] for key in _SETTINGS if key in given}})
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, ('runtime', *each['loc'])))}: {each['msg']}" for each in error.errors())
+        raise ConfigError("; ".join(problems)) from None
+    return found.model_copy(update={"qualifier": name})
 
 
 def config_text(
@@ -162,7 +189,7 @@ def config_text(
 
     It is the folder's own config, with the target's `settings` and the sections that are `replaced`, then the
     overrides. The target's settings replace their sections, except the gateway's. A section that is replaced by an
-    empty one is left out.
+    empty one is left out, and settings of the runtime itself, which runs use by its ARN.
     """
     own = folder / "config.yaml"
     tree: dict[str, Any] = {"model": {"path": "/models/yours"}, **(read_yaml(own) if own.is_file() else {})}
@@ -170,6 +197,7 @@ def config_text(
     tree |= {"queue": {}, **settings, "gateway": gateway, **replaced}
     tree = {section: value for section, value in tree.items() if value != {}}
     merge_overrides(tree, overrides)
+    tree["runtime"] = {name: value for name, value in tree["runtime"].items() if name not in _SETTINGS}
     return f"{WRITTEN}\n{yaml.safe_dump(tree, sort_keys=False)}"
 
 

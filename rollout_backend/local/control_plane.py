@@ -6,6 +6,7 @@ new runtime is not found at first, and calls are throttled, if `ControlLimits` s
 
 Invariants:
 
+- An update replaces the whole definition: what it does not name has the service's default again.
 - A version goes live at the endpoint DEFAULT once it is ready. A version that failed never goes live.
 - A named endpoint serves the version to which it was set, and no other. A runtime that has one cannot be deleted.
 """
@@ -34,7 +35,10 @@ from rollout_backend.local.session_pool import ServiceError
 from rollout_backend.local_keys import names_key
 
 _NAME = r"[a-zA-Z][a-zA-Z0-9_]{0,47}"
-_IMAGE = r"\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com/[a-z0-9._/-]+(?::[^:@]{1,300})?(?:@.+)?"
+_IMAGE = (
+    r"(?:\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com|public\.ecr\.aws)"
+    r"/[a-z0-9._/-]+(?::[^:@]{1,300})?(?:@.+)?"
+)
 _DEFINITION = (
     "description",
     "agentRuntimeArtifact",
@@ -43,8 +47,16 @@ _DEFINITION = (
     "protocolConfiguration",
     "lifecycleConfiguration",
     "environmentVariables",
-    "metadataConfiguration",
+    "authorizerConfiguration",
+    "requestHeaderConfiguration",
+    "hooksConfiguration",
+    "filesystemConfigurations",
+    "capacityProviderConfiguration",
+    "platformVersion",
+    "allowedPorts",
+    "resourceConfigurations",
 )
+_MICROVM_S, _INSTANCE_S = 28_800, 1_209_600  # the longest lifetime of a session
 _MAX_ENDPOINTS = 10
 _TRANSITIONS = ("CREATING", "UPDATING", "DELETING")
 
@@ -195,7 +207,10 @@ class ControlPlane:
         return JSONResponse(_brief(record), 202)
 
     async def _update(self, request: Request) -> Response:
-        definition = self._checked(await self._body(request))
+        asked = await self._body(request)
+        definition = self._checked(asked)
+        if "metadataConfiguration" in asked:  # which a creation ignores
+            definition["metadataConfiguration"] = asked["metadataConfiguration"]
         record = self._named(request)
         if record.status in _TRANSITIONS:
             raise ServiceError("ConflictException", f"Agent {record.id} is {record.status}")
@@ -386,11 +401,18 @@ class ControlPlane:
         network = asked.get("networkConfiguration", {})
         if (network.get("networkMode") == "VPC") != bool(network.get("networkModeConfig")):
             raise ServiceError("ValidationException", "networkModeConfig belongs to networkMode VPC")
+        on_instances = "capacityProviderConfiguration" in asked
         lifetimes = {"idleRuntimeSessionTimeout": 900, "maxLifetime": 28800} | asked.get("lifecycleConfiguration", {})
-        if any(not 60 <= seconds <= 28800 for seconds in lifetimes.values()):
-            raise ServiceError("ValidationException", f"lifecycleConfiguration {lifetimes} is out of 60 to 28800")
+        longest = _INSTANCE_S if on_instances else _MICROVM_S
+        if any(not 60 <= seconds <= longest for seconds in lifetimes.values()):
+            raise ServiceError("ValidationException", f"lifecycleConfiguration {lifetimes} is out of 60 to {longest}")
+        platform = asked.get("platformVersion", "V1")
+        if platform not in ("V1", "V2"):
+            raise ServiceError("ValidationException", f"platformVersion {platform!r} does not exist")
+        if "hooksConfiguration" in asked and (platform == "V1" or on_instances):
+            raise ServiceError("ValidationException", "hooksConfiguration needs platformVersion V2 and microVMs")
         given = {key: asked[key] for key in _DEFINITION if key in asked}
-        return given | {"lifecycleConfiguration": lifetimes}
+        return given | {"lifecycleConfiguration": lifetimes, "platformVersion": platform}
 
 
 def _brief(record: RuntimeRecord) -> dict[str, Any]:

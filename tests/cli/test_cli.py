@@ -150,7 +150,10 @@ def test_a_run_over_http_is_shown_and_read_again(rollout, settings, tasks, agent
     refused(rollout("show", "task-9", "--run", folder), "holds no task and no rollout 'task-9'")
 
 
-def test_a_deployment_without_a_folder_names_the_folder(rollout):
+def test_a_deployment_without_a_folder_names_the_folder(rollout, tmp_path):
+    refused(rollout("deploy"), "name the agent's folder AGENT_DIR, or a runtime with --adopt")
+    refused(rollout("deploy", "--adopt", "arn:no"), "--adopt arn:no is no ARN of an AgentCore runtime")
+    refused(rollout("deploy", tmp_path, "--adopt", "arn:no"), "--adopt takes a runtime as it is: omit AGENT_DIR")
     refused(rollout("deploy", "NOPE", "--local"), "there is no folder NOPE")
 
 

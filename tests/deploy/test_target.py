@@ -11,7 +11,7 @@ import yaml
 from aiohttp import web
 
 from rollout_backend.config import RolloutConfig
-from rollout_backend.deploy.deployment import Deployment, config_text, qualifier
+from rollout_backend.deploy.deployment import Deployment, config_text, runtime_settings
 from rollout_backend.deploy.target import read_stack
 from rollout_backend.errors import ConfigError, PreflightError
 
@@ -119,12 +119,12 @@ async def test_without_a_way_to_the_internet_the_gateway_stays_the_users_own():
 
 
 async def test_a_qualifier_pins_an_endpoint_and_is_written_into_the_config(tmp_path):
-    assert qualifier(tmp_path, []) == "DEFAULT"
-    assert qualifier(tmp_path, ["runtime.qualifier=training"]) == "training"
+    assert runtime_settings(tmp_path, []).qualifier == "DEFAULT"
+    assert runtime_settings(tmp_path, ["runtime.qualifier=training"]).qualifier == "training"
     (tmp_path / "config.yaml").write_text("runtime: {kind: agentcore, qualifier: nightly}")
-    assert qualifier(tmp_path, []) == "nightly"
+    assert runtime_settings(tmp_path, []).qualifier == "nightly"
     with pytest.raises(ConfigError, match=r"runtime\.qualifier='my-endpoint' is no name of an endpoint"):
-        qualifier(tmp_path, ["runtime.qualifier=my-endpoint"])
+        runtime_settings(tmp_path, ["runtime.qualifier=my-endpoint"])
     target = await read()
     plain, pinned = (Deployment(tmp_path, replace(target, qualifier=name)) for name in ("DEFAULT", "nightly"))
     assert pinned.target.settings()["runtime"]["qualifier"] == "nightly"
@@ -133,6 +133,20 @@ async def test_a_qualifier_pins_an_endpoint_and_is_written_into_the_config(tmp_p
     }
     names = {call.name for call in pinned.calls()} - {call.name for call in plain.calls()}
     assert names == {"CreateAgentRuntimeEndpoint", "UpdateAgentRuntimeEndpoint"}
+
+
+async def test_settings_of_the_runtime_are_deployed_and_not_written_into_the_config(tmp_path):
+    (tmp_path / "config.yaml").write_text("runtime: {kind: agentcore, environment: {A: b}, invoke_per_s: 3}")
+    overrides = ["runtime.platform_version=V2", "runtime.min_memory_mib=4096", "runtime.max_sessions=9"]
+    found = runtime_settings(tmp_path, overrides)
+    target = replace(await read(), arn=ARN)
+    plan = [*Deployment(tmp_path, target, runtime=found).plan()]
+    given = ["environment: A", "platform_version: V2", "min_memory_mib: 4096"]
+    assert [line for line in plan if line.startswith("give it")] == [f"give it {each}" for each in given]
+    written = yaml.safe_load(config_text(target.settings(), tmp_path, {}, overrides))
+    assert written["runtime"] == {"kind": "agentcore", "arn": ARN, "max_sessions": 9}
+    with pytest.raises(ConfigError, match=r"runtime: .*max_lifetime_s above 28800 .* needs capacity_provider"):
+        runtime_settings(tmp_path, ["runtime.max_lifetime_s=30000"])
 
 
 async def test_a_stack_for_agents_of_another_protocol_says_so_to_runs():

@@ -7,19 +7,23 @@ import dataclasses
 import json
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
+from botocore.model import ServiceModel
+from botocore.validate import ParamValidator
+from pydantic import ValidationError
 
 from bare_agent import BARE_AGENT
 from builders import eventually, skip_to_end
 from rollout_backend.config import AgentCoreConfig
-from rollout_backend.core.check_result import raise_problems
-from rollout_backend.errors import PreflightError
+from rollout_backend.core.check_result import CheckResult, raise_problems
+from rollout_backend.deploy.adoption import adopt, adoption_of
+from rollout_backend.errors import InvokeRejected, PreflightError
 from rollout_backend.local.agentcore_emulator import ROLE, AgentCoreEmulator, EmulatorSettings
 from rollout_backend.runtimes.agentcore.control import (
     ReadyRuntime,
@@ -28,7 +32,8 @@ from rollout_backend.runtimes.agentcore.control import (
     preview_runtime,
 )
 from rollout_backend.runtimes.agentcore.endpoint import pin_endpoint
-from rollout_backend.runtimes.agentcore.provision import MARK, Action, CodeArtifact, RuntimeSpec, plan
+from rollout_backend.runtimes.agentcore.permissions import needed_permissions
+from rollout_backend.runtimes.agentcore.provision import DEFINITION, MARK, Action, CodeArtifact, RuntimeSpec, plan
 from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from rollout_backend.serving.server_process import free_port
 
@@ -36,6 +41,7 @@ ECR = "000000000000.dkr.ecr.us-east-1.amazonaws.com"
 IMAGE, NEWER, MISSING = f"{ECR}/team/my-agent:1", f"{ECR}/team/my-agent:2", f"{ECR}/team/my-agent:missing"
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/first-0123456789"
 NAME = "rollout_my_agent"
+PROVIDER = "arn:aws:bedrock-agentcore:us-east-1:000000000000:capacity-provider/mine-0123456789"
 
 
 def config(**more: object) -> AgentCoreConfig:
@@ -75,6 +81,9 @@ def test_a_matching_runtime_is_left_alone():
         ("environment", {}),
         ("idle_timeout_s", 600),
         ("max_lifetime_s", 600),
+        ("min_memory_mib", 4096),
+        ("warmup_path", "/warm"),
+        ("capacity_provider", PROVIDER),
     ],
 )
 def test_each_difference_is_an_update_that_names_it(setting, value):
@@ -139,6 +148,79 @@ def test_the_default_name_is_one_that_the_service_takes():
     assert odd.runtime_name == f"rollout_{'b' * 40}"
 
 
+MODEL = json.loads(Path(__file__).with_name("agentcore_control_model.json").read_text())
+READ_ONLY = {
+    "agentRuntimeArn",
+    "agentRuntimeId",
+    "agentRuntimeName",
+    "agentRuntimeVersion",
+    "createdAt",
+    "failureReason",
+    "lastUpdatedAt",
+    "status",
+    "workloadIdentityDetails",
+}
+
+
+def test_the_newest_model_has_no_field_that_an_update_would_lose():
+    members = {name: set(shape["members"]) for name, shape in MODEL["shapes"].items() if name in MODEL["roots"]}
+    shared, mmds = set(DEFINITION), "metadataConfiguration"
+    assert members["CreateAgentRuntimeRequest"] == {*shared, "agentRuntimeName", "clientToken", "tags"}
+    assert members["UpdateAgentRuntimeRequest"] == {*shared, "agentRuntimeId", "clientToken", mmds}
+    assert members["GetAgentRuntimeResponse"] == {*shared, *READ_ONLY, mmds}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"platform_version": "V2", "warmup_path": "/warm", "min_memory_mib": 4096},
+        {"capacity_provider": PROVIDER, "max_lifetime_s": 1_209_600, "idle_timeout_s": 1_000_000},
+    ],
+)
+def test_what_is_sent_is_what_the_newest_model_has(more):
+    spec = RuntimeSpec.of(config(**more))
+    service = ServiceModel({"metadata": {}, "operations": {}, "shapes": MODEL["shapes"]})
+    sent = {
+        "CreateAgentRuntimeRequest": {"agentRuntimeName": NAME, "tags": {}, **spec.definition()},
+        "UpdateAgentRuntimeRequest": {"agentRuntimeId": f"{NAME}-0123456789", **spec.update_of(described())},
+    }
+    for name, arguments in sent.items():
+        errors = ParamValidator().validate(arguments, service.shape_for(name))
+        assert not errors.has_errors(), errors.generate_report()
+    assert RuntimeSpec.read({**spec.definition(), "agentRuntimeName": NAME}) == dataclasses.replace(
+        spec, platform_version=spec.platform_version or "V1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"max_lifetime_s": 28_801}, "needs capacity_provider"),
+        ({"warmup_path": "/warm"}, "needs platform_version=V2"),
+        (
+            {"warmup_path": "/warm", "platform_version": "V2", "capacity_provider": PROVIDER},
+            "without capacity_provider",
+        ),
+        ({"image": "public.ecr.aws/team/agent:1"}, "image_region belongs to an image of public.ecr.aws"),
+        ({"image_region": "us-east-1"}, "image_region belongs to an image of public.ecr.aws"),
+        ({"image": None, "role": None, "arn": ARN, "platform_version": "V2"}, "platform_version belong to image"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused_with_the_reason(more, says):
+    with pytest.raises(ValidationError, match=says):
+        config(**more)
+
+
+def test_an_image_of_ecr_public():
+    public = config(image="public.ecr.aws/team/agent:1", image_region="eu-central-1")
+    assert (public.region, public.max_sessions, public.runtime_name) == ("eu-central-1", 2500, "rollout_agent")
+    [invoke] = {
+        each.resources[0] for each in needed_permissions(public) if each.action.endswith("InvokeAgentRuntime")
+    }
+    assert invoke.startswith("arn:aws:bedrock-agentcore:eu-central-1:000000000000:runtime/rollout_agent-")
+
+
 # --- doing it ---------------------------------------------------------------------------------------------
 
 
@@ -147,6 +229,7 @@ class Cloud:
         self.url = url
         self.told: list[str] = []
         self.described: dict[str, str] = {}
+        self.findings: Sequence[CheckResult] = ()
 
     def config(self, **more: object) -> AgentCoreConfig:
         return config(endpoint_url=self.url, ready_timeout_s=120, **more)
@@ -174,7 +257,8 @@ class Cloud:
         config = AgentCoreConfig(arn=arn, endpoint_url=self.config().endpoint_url, qualifier=qualifier)
         runtime = await AgentCoreRuntime.open(config)
         try:
-            raise_problems(await runtime.check())
+            self.findings = await runtime.check()
+            raise_problems(self.findings)
             self.described = runtime.describe()
             return dict(json.loads(await runtime.invoke(f"rollout-{uuid.uuid4().hex}", b"{}")))
         finally:
@@ -256,6 +340,25 @@ async def test_other_settings_make_a_new_version_that_is_served_at_once(start_cl
     described = await cloud.describe(arn)
     assert described["agentRuntimeVersion"] == "2"
     assert described["networkConfiguration"]["networkModeConfig"]["subnets"] == ["subnet-01234567"]
+
+
+async def test_an_update_keeps_the_platform_and_what_no_setting_describes(start_cloud):
+    cloud = await start_cloud()
+    arn = await cloud.make(platform_version="V2", warmup_path="/warm")
+    runtime_id, headers = arn.rsplit("/", 1)[1], {"requestHeaderAllowlist": ["X-Ours"]}
+    ours = RuntimeSpec.of(cloud.config(platform_version="V2"))
+    ports = [{"portRange": {"from": 8100, "to": 8200}}]
+    async with control_client("us-east-1", cloud.url) as client:
+        by_hand = {**ours.update_of({}), "requestHeaderConfiguration": headers, "allowedPorts": ports}
+        await client.update_agent_runtime(agentRuntimeId=runtime_id, **by_hand)
+    assert await cloud.make(image=NEWER, min_memory_mib=4096) == arn
+    found = await cloud.describe(arn)
+    assert (found["platformVersion"], found["allowedPorts"]) == ("V2", ports)
+    assert found["requestHeaderConfiguration"] == headers
+    assert found["resourceConfigurations"] == [{"minimumMemoryInMiB": 4096}]
+    assert "hooksConfiguration" not in found  # no longer set
+    with pytest.raises(PreflightError, match=r"is not on platform V1, and no change moves it there"):
+        await cloud.make(platform_version="V1")
 
 
 async def test_a_runtime_whose_deletion_failed_is_never_ready(start_cloud):
@@ -382,6 +485,61 @@ async def test_a_runtime_of_another_origin_is_left_alone(start_cloud):
     with pytest.raises(PreflightError, match="not made by this backend"):
         await cloud.preview(name="first")
     assert (await cloud.describe(ARN))["agentRuntimeVersion"] == "1"
+
+
+async def by_hand(cloud: Cloud, **more: object) -> str:
+    """Create a runtime as CloudFormation does, with an endpoint pinned to its version. Return its ARN."""
+    definition = {name: value for name, value in SPEC.definition().items() if name != "description"}
+    async with control_client("us-east-1", cloud.url) as client:
+        made = await client.create_agent_runtime(agentRuntimeName="by_hand", **definition, **more)
+        arn = str(made["agentRuntimeArn"])
+        while (await cloud.describe(arn))["status"] != "READY":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await cloud.pin(arn, 1)
+    return arn
+
+
+async def test_a_runtime_of_another_origin_is_adopted_and_keeps_the_rest(start_cloud):
+    cloud = await start_cloud()
+    ports, headers = [{"port": 8100}], {"requestHeaderAllowlist": ["X-Ours"]}
+    arn = await by_hand(cloud, platformVersion="V2", allowedPorts=ports, requestHeaderConfiguration=headers)
+    before = await cloud.describe(arn)
+    with pytest.raises(InvokeRejected, match="not MMDSv2-enabled"):
+        await cloud.invoke(arn)
+    texts = {each.fields()["id"]: f"{each.level}: {each.text}" for each in cloud.findings}
+    assert texts["runtime-mmdsv2"].startswith("warning: AgentCore does not say whether it requires MMDSv2")
+    assert f"rollout deploy --adopt {arn} --yes" in texts["runtime-mmdsv2"]
+    assert "all start from one snapshot" in texts["runtime-platform"]
+    cloud.told.clear()
+    await adopt(arn, cloud.told.append, carry_out=False, endpoint_url=cloud.url)
+    assert cloud.told[-1] == "nothing was changed; --yes carries this out"
+    assert await cloud.describe(arn) == {
+        **before,
+        "ResponseMetadata": (await cloud.describe(arn))["ResponseMetadata"],
+    }
+    await adopt(arn, cloud.told.append, carry_out=True, endpoint_url=cloud.url)
+    assert (await cloud.invoke(arn))["image"] == IMAGE
+    assert "endpoint training serves version 1: point it at version 2, or use the endpoint DEFAULT" in cloud.told
+    ignored = {"ResponseMetadata", "agentRuntimeVersion", "lastUpdatedAt"}
+    after = await cloud.describe(arn)
+    changed = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)} - ignored
+    assert changed == {"metadataConfiguration"}
+    cloud.told.clear()
+    await adopt(arn, cloud.told.append, carry_out=True, endpoint_url=cloud.url)
+    assert "it requires MMDSv2 already, so nothing is changed" in cloud.told
+    assert (await cloud.describe(arn))["agentRuntimeVersion"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"fieldOfNextYear": {"a": 1}}, "has fieldOfNextYear, which this version does not know"),
+        ({"protocolConfiguration": {"serverProtocol": "MCP"}}, "serves MCP"),
+    ],
+)
+def test_a_runtime_that_an_update_would_harm_is_not_adopted(more, says):
+    with pytest.raises(PreflightError, match=says):
+        adoption_of({"status": "READY", **SPEC.definition(), **more})
 
 
 async def test_a_wait_has_an_end(start_cloud):

@@ -21,7 +21,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from rollout_backend import aws
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.errors import PreflightError
-from rollout_backend.runtimes.agentcore.provision import TAG, Action, Plan, RuntimeSpec, plan
+from rollout_backend.runtimes.agentcore.provision import DEFINITION, TAG, Action, Plan, RuntimeSpec, plan
 
 ENDPOINT = "DEFAULT"
 _PAGE = 100
@@ -29,41 +29,16 @@ _PAUSE_S = (0.2, 5.0)  # between two polls of a runtime in transition: first and
 
 _ATTEMPTS = 8  # AgentCore throttles its control plane at a few calls per second
 
-# Fields of the service that the botocore pinned by aioboto3 does not have yet.
+_JSON = {"shape": "Json"}
+# The fields of a runtime's definition in the newest model of the service. The botocore that aioboto3 pins lacks some
+# of them and parts of others, and would drop or refuse those. As JSON, they pass through it unchanged. A response
+# passes as a whole, with the fields of a model of next year.
 NEWER_FIELDS: Mapping[str, Any] = {
     "shapes": {
-        "AgentRuntimeArtifact": {"members": {"codeConfiguration": {"shape": "CodeConfiguration"}}},
-        "CodeConfiguration": {
-            "type": "structure",
-            "required": ["code", "runtime", "entryPoint"],
-            "members": {
-                "code": {"shape": "Code"},
-                "runtime": {"shape": "String"},
-                "entryPoint": {"shape": "EntryPoints"},
-            },
-        },
-        "Code": {"type": "structure", "members": {"s3": {"shape": "S3Location"}}, "union": True},
-        "S3Location": {
-            "type": "structure",
-            "required": ["bucket", "prefix"],
-            "members": {"bucket": {"shape": "String"}, "prefix": {"shape": "String"}},
-        },
-        "EntryPoints": {"type": "list", "member": {"shape": "String"}},
-        "RuntimeMetadataConfiguration": {
-            "type": "structure",
-            "required": ["requireMMDSV2"],
-            "members": {"requireMMDSV2": {"shape": "Boolean"}},
-        },
-        "Boolean": {"type": "boolean", "box": True},
-        "GetAgentRuntimeResponse": {
-            "members": {
-                "failureReason": {"shape": "String"},
-                "metadataConfiguration": {"shape": "RuntimeMetadataConfiguration"},
-            }
-        },
-        "UpdateAgentRuntimeRequest": {
-            "members": {"metadataConfiguration": {"shape": "RuntimeMetadataConfiguration"}},
-        },
+        "Json": {"type": "structure", "members": {}, "document": True},
+        "CreateAgentRuntimeRequest": {"members": dict.fromkeys(DEFINITION, _JSON)},
+        "UpdateAgentRuntimeRequest": {"members": dict.fromkeys([*DEFINITION, "metadataConfiguration"], _JSON)},
+        "GetAgentRuntimeResponse": {"document": True},
     }
 }
 
@@ -171,7 +146,8 @@ class RuntimeMaker:
             async with asyncio.timeout(self._ready_timeout_s):
                 described = await self._settle()
                 version = int(described["agentRuntimeVersion"])
-                await self._served(version)
+                with self._explained("GetAgentRuntimeEndpoint"):
+                    await wait_served(self._client, str(self._id), version)
                 return ReadyRuntime(str(described["agentRuntimeArn"]), version)
         except TimeoutError:
             raise PreflightError(
@@ -212,7 +188,7 @@ class RuntimeMaker:
                             f"({', '.join(found.differs) or 'it was deleted'}): give runs with different settings "
                             "different values of runtime.name"
                         )
-                    if await self._act(action, found):
+                    if await self._act(action, found, described):
                         self._asked.append(action)
                         continue
                     waited = True  # another process changes the runtime at the same time; its result will do
@@ -224,7 +200,7 @@ class RuntimeMaker:
         being_deleted = self._asked[-1:] == [Action.REPLACE] and described["status"] == "CREATE_FAILED"
         return being_deleted or int(described["agentRuntimeVersion"]) < self._version
 
-    async def _act(self, action: Action, found: Plan) -> bool:
+    async def _act(self, action: Action, found: Plan, described: Mapping[str, Any] | None) -> bool:
         """Apply a change. Return False if another process is changing the runtime."""
         wanted = self._wanted
         try:
@@ -236,12 +212,11 @@ class RuntimeMaker:
                             agentRuntimeName=wanted.name, tags={TAG: self._made_by}, **wanted.definition()
                         )
                 case Action.UPDATE:
+                    assert described is not None
                     self._on_status(f"updating runtime {wanted.name} ({', '.join(found.differs)})")
                     with self._explained("UpdateAgentRuntime"):
                         made = await self._client.update_agent_runtime(
-                            agentRuntimeId=self._id,
-                            metadataConfiguration={"requireMMDSV2": True},
-                            **wanted.definition(),
+                            agentRuntimeId=self._id, **wanted.update_of(described)
                         )
                 case _:
                     self._on_status(f"deleting runtime {wanted.name}, which is in a failed state")
@@ -252,22 +227,6 @@ class RuntimeMaker:
             return False
         self._id, self._version = str(made["agentRuntimeId"]), int(made["agentRuntimeVersion"])
         return True
-
-    async def _served(self, version: int) -> None:
-        """Wait until the endpoint serves that version or a newer one."""
-        for pause in pauses():
-            try:
-                with self._explained("GetAgentRuntimeEndpoint"):
-                    endpoint = await self._client.get_agent_runtime_endpoint(
-                        agentRuntimeId=self._id, endpointName=ENDPOINT
-                    )
-            except self._client.exceptions.ResourceNotFoundException:
-                endpoint = {"status": "CREATING"}  # it is created shortly after the runtime
-            if endpoint["status"] == "READY" and int(endpoint.get("liveVersion", 0)) >= version:
-                return
-            if endpoint["status"].endswith("_FAILED"):
-                raise self._failed(endpoint)
-            await asyncio.sleep(pause)
 
     # --- what is there ------------------------------------------------------------------------------------
 
@@ -338,11 +297,31 @@ class RuntimeMaker:
         )
 
     def _not_ours(self, found: Plan) -> PreflightError:
+        if "platform_version" in found.differs:
+            return PreflightError(
+                f"runtime {self._wanted.name} is not on platform {self._wanted.platform_version}, and no change "
+                "moves it there: set runtime.name to another name, or omit runtime.platform_version"
+            )
         return PreflightError(
             f"runtime {self._wanted.name} exists, and differs in {', '.join(found.differs) or 'its status'}; it was "
             "not made by this backend, which leaves it alone: set runtime.name to another name, or set runtime.arn "
             "to use it unchanged"
         )
+
+
+async def wait_served(client: Any, runtime_id: str, version: int) -> None:
+    """Wait until the endpoint DEFAULT serves that version or a newer one. Raises PreflightError if it failed."""
+    for pause in pauses():
+        try:
+            endpoint = await client.get_agent_runtime_endpoint(agentRuntimeId=runtime_id, endpointName=ENDPOINT)
+        except client.exceptions.ResourceNotFoundException:
+            endpoint = {"status": "CREATING"}  # it is created shortly after the runtime
+        if endpoint["status"] == "READY" and int(endpoint.get("liveVersion", 0)) >= version:
+            return
+        if endpoint["status"].endswith("_FAILED"):
+            why = endpoint.get("failureReason") or "AgentCore gives no reason"
+            raise PreflightError(f"endpoint {ENDPOINT} of {runtime_id} is {endpoint['status']}: {why}")
+        await asyncio.sleep(pause)
 
 
 def pauses() -> Iterator[float]:

@@ -37,5 +37,5 @@ def needed_permissions(config: AgentCoreConfig) -> Sequence[Permission]:
 
 def _arn_to_be(config: AgentCoreConfig) -> str:
     """Return the ARN of the runtime that is created from an image, with an id that is not known yet."""
-    account, partition = str(config.image).partition(".")[0], str(config.role).split(":")[1]
+    _, partition, _, _, account, _ = str(config.role).split(":", 5)
     return f"arn:{partition}:{_SERVICE}:{config.region}:{account}:runtime/{config.runtime_name}-0000000000"

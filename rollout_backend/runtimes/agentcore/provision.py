@@ -4,7 +4,8 @@ Invariants:
 
 - a runtime that matches the settings is not changed;
 - a runtime that this backend did not create is never changed: the backend's runtimes have MARK as description;
-- a runtime in transition is not changed.
+- a runtime in transition is not changed;
+- an update keeps what the settings do not describe, and never moves a runtime to another platform.
 """
 
 from __future__ import annotations
@@ -17,6 +18,26 @@ from typing import Any, Self
 from rollout_backend.config import AgentCoreConfig
 
 MARK = "made by rollout-backend"
+DEFINITION = (
+    "description",
+    "agentRuntimeArtifact",
+    "roleArn",
+    "networkConfiguration",
+    "protocolConfiguration",
+    "lifecycleConfiguration",
+    "environmentVariables",
+    "hooksConfiguration",
+    "resourceConfigurations",
+    "capacityProviderConfiguration",
+    "platformVersion",
+    "authorizerConfiguration",
+    "requestHeaderConfiguration",
+    "filesystemConfigurations",
+    "allowedPorts",
+)
+"""The fields that CreateAgentRuntime and UpdateAgentRuntime share."""
+_KEPT = ("platformVersion", *DEFINITION[-4:])  # which no setting describes, or one only at the creation
+_PLATFORM = "V1"  # the service's default
 TAG = "rollout-backend"  # the tag of what this backend creates; its value says by which command
 
 
@@ -81,6 +102,11 @@ class RuntimeSpec:
     environment: Mapping[str, str]
     idle_timeout_s: int
     max_lifetime_s: int
+    platform_version: str | None = None
+    """None: the one that it has, or else the service's default."""
+    warmup_path: str | None = None
+    min_memory_mib: int | None = None
+    capacity_provider: str | None = None
 
     @classmethod
     def of(cls, config: AgentCoreConfig) -> Self:
@@ -95,6 +121,10 @@ class RuntimeSpec:
             environment=config.environment,
             idle_timeout_s=config.idle_timeout_s,
             max_lifetime_s=config.max_lifetime_s,
+            platform_version=config.platform_version,
+            warmup_path=config.warmup_path,
+            min_memory_mib=config.min_memory_mib,
+            capacity_provider=config.capacity_provider,
         )
 
     @classmethod
@@ -105,8 +135,10 @@ class RuntimeSpec:
         artifact = described.get("agentRuntimeArtifact", {})
         code = artifact.get("codeConfiguration")
         container = artifact.get("containerConfiguration") or {}
+        [memory] = described.get("resourceConfigurations") or [{}]
+        warmup = (described.get("hooksConfiguration") or {}).get("build", {}).get("warmup", {}).get("action", {})
         return cls(
-            name=described["agentRuntimeName"],
+            name=described.get("agentRuntimeName", ""),
             image=CodeArtifact.read(code) if code else container.get("containerUri", ""),
             role=described.get("roleArn", ""),
             subnets=frozenset(network.get("subnets", ())),
@@ -114,12 +146,14 @@ class RuntimeSpec:
             environment=described.get("environmentVariables") or {},
             idle_timeout_s=lifetimes.get("idleRuntimeSessionTimeout", 0),
             max_lifetime_s=lifetimes.get("maxLifetime", 0),
+            platform_version=described.get("platformVersion", _PLATFORM),
+            warmup_path=warmup.get("httpPost", {}).get("path"),
+            min_memory_mib=memory.get("minimumMemoryInMiB"),
+            capacity_provider=(described.get("capacityProviderConfiguration") or {}).get("capacityProviderArn"),
         )
 
     def definition(self) -> dict[str, Any]:
-        """Return the arguments that CreateAgentRuntime and UpdateAgentRuntime share.
-
-        They are complete: an update replaces the whole definition."""
+        """Return the arguments of CreateAgentRuntime, except name and tags."""
         network: dict[str, Any] = {"networkMode": "PUBLIC"}
         if self.subnets:
             own = {"subnets": sorted(self.subnets), "securityGroups": sorted(self.security_groups)}
@@ -129,6 +163,15 @@ class RuntimeSpec:
             if isinstance(self.image, CodeArtifact)
             else {"containerConfiguration": {"containerUri": self.image}}
         )
+        newer: dict[str, Any] = {}
+        if self.platform_version is not None:
+            newer["platformVersion"] = self.platform_version
+        if self.warmup_path is not None:
+            newer["hooksConfiguration"] = {"build": {"warmup": {"action": {"httpPost": {"path": self.warmup_path}}}}}
+        if self.min_memory_mib is not None:
+            newer["resourceConfigurations"] = [{"minimumMemoryInMiB": self.min_memory_mib}]
+        if self.capacity_provider is not None:
+            newer["capacityProviderConfiguration"] = {"capacityProviderArn": self.capacity_provider}
         return {
             "description": MARK,
             "agentRuntimeArtifact": artifact,
@@ -140,7 +183,13 @@ class RuntimeSpec:
                 "maxLifetime": self.max_lifetime_s,
             },
             "environmentVariables": dict(self.environment),
+            **newer,
         }
+
+    def update_of(self, described: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of UpdateAgentRuntime. They are complete, because it replaces the whole definition."""
+        kept = {name: described[name] for name in _KEPT if name in described}
+        return {**self.definition(), **kept, "metadataConfiguration": {"requireMMDSV2": True}}
 
 
 def plan(wanted: RuntimeSpec, described: Mapping[str, Any] | None) -> Plan:
@@ -153,6 +202,8 @@ def plan(wanted: RuntimeSpec, described: Mapping[str, Any] | None) -> Plan:
         return Plan(Action.READY)
     if status != "READY" and not status.endswith("_FAILED"):
         return Plan(Action.WAIT)  # CREATING, UPDATING, DELETING, and any state that AgentCore adds
+    if "platform_version" in differs:
+        return Plan(Action.LEAVE, differs)
     remedy = Action.REPLACE if status in ("CREATE_FAILED", "DELETE_FAILED") else Action.UPDATE
     return Plan(remedy if ours else Action.LEAVE, differs)
 
@@ -160,6 +211,8 @@ def plan(wanted: RuntimeSpec, described: Mapping[str, Any] | None) -> Plan:
 def _differences(wanted: RuntimeSpec, described: Mapping[str, Any]) -> tuple[str, ...]:
     actual = RuntimeSpec.read(described)
     differs = [name for name in vars(wanted) if getattr(wanted, name) != getattr(actual, name)]
+    if wanted.platform_version is None:
+        differs.remove("platform_version")
     protocol = described.get("protocolConfiguration") or {}
     if protocol.get("serverProtocol", "HTTP") != "HTTP":
         differs.append("protocol")

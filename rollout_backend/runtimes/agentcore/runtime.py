@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self
 from uuid import uuid4
@@ -106,7 +106,8 @@ class AgentCoreRuntime(AgentRuntime):
         self.described, found = await self._describe(
             f"runtime {self.arn}", "runtime.arn", "get_agent_runtime", agentRuntimeId=runtime_id, **pinned
         )
-        return [found, endpoint, *_check_lifetime(self.described, session_s), *await self._try_stop()]
+        defined = [*_check_definition(self.arn, self.described), *_check_lifetime(self.described, session_s)]
+        return [found, endpoint, *defined, *await self._try_stop()]
 
     async def _try_stop(self) -> list[CheckResult]:
         try:
@@ -215,6 +216,39 @@ class AgentCoreRuntime(AgentRuntime):
 
     async def aclose(self) -> None:
         await self._stack.aclose()
+
+
+def _check_definition(arn: str, described: Mapping[str, Any]) -> Iterator[CheckResult]:
+    """Yield what follows from a runtime's definition, which its caller must know."""
+    if not described:
+        for name in ("runtime-mmdsv2", "runtime-platform"):
+            yield CheckResult("unchecked", "runtime.arn", "the runtime was not described", name)
+        return
+    required = (described.get("metadataConfiguration") or {}).get("requireMMDSV2")
+    remedy = f"AgentCore refuses to invoke it. rollout deploy --adopt {arn} --yes sets this, and keeps the rest"
+    if required:
+        yield CheckResult("ok", "runtime.arn", "it requires MMDSv2", "runtime-mmdsv2")
+    elif required is None:
+        text = f"AgentCore does not say whether it requires MMDSv2. If not, {remedy}"
+        yield CheckResult("warning", "runtime.arn", text, "runtime-mmdsv2")
+    else:
+        yield CheckResult("problem", "runtime.arn", f"it does not require MMDSv2, and {remedy}", "runtime-mmdsv2")
+    spec = RuntimeSpec.read(described)
+    text = f"sessions run on platform {spec.platform_version}"
+    if spec.platform_version != "V1":
+        text += ": all start from one snapshot (deploy.md, Sessions that start from a snapshot)"
+    yield CheckResult("ok", "runtime.platform_version", text, "runtime-platform")
+    found = {
+        "warmup_path": ("AgentCore warms a container up by POST {}", spec.warmup_path),
+        "min_memory_mib": ("a session has at least {} MiB of memory", spec.min_memory_mib),
+        "capacity_provider": ("sessions run on the EC2 instances of {}", spec.capacity_provider),
+    }
+    for setting, (words, value) in found.items():
+        if value is not None:
+            yield CheckResult("ok", f"runtime.{setting}", words.format(value), f"runtime-{setting.replace('_', '-')}")
+    if (protocol := (described.get("protocolConfiguration") or {}).get("serverProtocol", "HTTP")) != "HTTP":
+        text = f"it serves {protocol}, and runs call agents by HTTP: deploy the agent with the protocol HTTP"
+        yield CheckResult("problem", "runtime.arn", text, "runtime-protocol")
 
 
 def _check_lifetime(described: Mapping[str, Any], session_s: float) -> list[CheckResult]:
