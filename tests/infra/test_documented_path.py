@@ -295,9 +295,8 @@ async def test_a_prefix_that_the_stack_does_not_allow_is_found(deploy):
 
 async def test_the_stacks_own_prefix_passes(deploy):
     account = await deploy(ResultPrefix="team/")
-    await preflight.check_services(
-        account.settings(ARITHMETIC, storage={"bucket": account.storage.bucket, "prefix": "team/"})
-    )
+    config = account.settings(ARITHMETIC, storage={"bucket": account.storage.bucket, "prefix": "team/"})
+    await preflight.check_run(config, machine=False)
 
 
 async def test_a_run_that_may_not_make_its_queue_is_found(deploy):
