@@ -10,9 +10,11 @@ Invariants:
 - Generation that an engine aborts (for example to load new weights) resumes from the tokens sampled so far. They were
   sampled under the same prompt and keep their logprobs and weight versions. An abort without tokens is a plain retry.
   The same applies to an interrupted stream, whose tokens may already have been sent to the agent.
-- With stop strings, the engine streams and is disconnected at the token that completes one. Later tokens are dropped.
-- A stop string or a cancellation aborts the request by its id: SGLang 0.5.12 notices a closed connection only
-  after 2 s.
+- With stop strings, the engine streams, and its request is aborted at the token that completes one. Later tokens are
+  dropped.
+- A stop string or a cancellation aborts the request by its id, and the connection stays open until the engine has
+  ended it. SGLang 0.5.12 notices a closed connection only after 2 s. Its pause waits for open streams alone, so a
+  trainer would release the memory of a request that still runs, which ends the engine.
 - A reply whose end was received is complete, even if the rest of its stream is lost.
 - A call with a LoRA adapter names the newest version of it in each attempt, and its tokens carry that version. A call
   whose version was replaced resumes with the newest one, like a call that was aborted for new weights.
@@ -63,7 +65,7 @@ ROUTING_HEADER = "X-SMG-Routing-Key"
 _RETRIED = frozenset({408, 429, 499})  # and every 5xx
 _MESSAGE_CHARS = 500
 
-_ABORT_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_ABORT_S = 10.0  # until an engine has ended a request
 _exponential = wait_exponential_jitter(multiplier=0.25, max=15, jitter=0.25)
 _AFTER_ABORT_S = 1.0
 
@@ -395,16 +397,12 @@ class EngineClient:
                         if stops is not None and stop is None:
                             stop = stops.find(partial.token_ids, searched)
                         if stop is not None and attempt.finish is None:
-                            self._abort(url, body)
                             break
                         if progress is not None and stop is None and attempt.finish is None:
                             progress(partial.token_ids, partial.logprobs)
             except (aiohttp.ClientError, _Retry):
                 if stop is None and attempt.finish is None:
                     raise
-            except asyncio.CancelledError:
-                self._abort(url, body)
-                raise
             finally:
                 attempt.close(stop)
             finish = attempt.finish if stop is None else {"type": "stop", "matched": stop.string}
@@ -421,28 +419,50 @@ class EngineClient:
             raise _Retry(f"generation ended with {kind}")
         partial.finish = finish
 
-    def _abort(self, url: str, body: Mapping[str, Any]) -> None:
+    def _abort(
+        self, url: str, body: Mapping[str, Any], response: aiohttp.ClientResponse | None
+    ) -> asyncio.Task[None] | None:
         """Have the engine end a request. No router forwards this, so each engine gets it; all but one ignore it."""
-        if self._protocol.abort_path is None or self._http is None:
-            return
-        for engine in self._engines.urls if url == self._url else (url,):
-            task = asyncio.create_task(self._post_abort(engine + self._protocol.abort_path, body["rid"]))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+        engines = self._engines.urls if url == self._url else (url,)
+        if self._protocol.abort_path is None or self._http is None or not engines:
+            return None
+        urls = [engine + self._protocol.abort_path for engine in engines]
+        task = asyncio.create_task(self._end(urls, body["rid"], response))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+        return task
 
-    async def _post_abort(self, url: str, request_id: str) -> None:
+    async def _end(self, urls: Sequence[str], request_id: str, response: aiohttp.ClientResponse | None) -> None:
+        """Abort a request, and read its stream to the end."""
+        try:
+            async with asyncio.timeout(_ABORT_S):
+                accepted = await asyncio.gather(*(self._post_abort(url, request_id) for url in urls))
+                if response is not None and any(accepted):
+                    async for _ in response.content.iter_any():
+                        pass
+        except (aiohttp.ClientError, TimeoutError):
+            pass
+        finally:
+            if response is not None:
+                response.release()
+
+    async def _post_abort(self, url: str, request_id: str) -> bool:
         assert self._http is not None
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with self._http.post(url, json={"rid": request_id}, timeout=_ABORT_TIMEOUT):
-                pass
+        with contextlib.suppress(aiohttp.ClientError):
+            async with self._http.post(url, json={"rid": request_id}) as reply:
+                return reply.status == 200
+        return False
 
     async def _post(self, url: str, body: Mapping[str, Any], routing_key: str) -> AsyncGenerator[Any]:
-        """Yield the reply, or the pieces of a stream."""
+        """Yield the reply, or the pieces of a stream. Abort the request if not all of them are read."""
         assert self._http is not None, "not started"
         # Streamed, because images make it long.
         written = io.BytesIO(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
         headers = {ROUTING_HEADER: routing_key, "Content-Type": "application/json"}
-        async with self._http.post(url + self._protocol.path, data=written, headers=headers) as response:
+        response: aiohttp.ClientResponse | None = None
+        ending: asyncio.Task[None] | None = None
+        try:
+            response = await self._http.post(url + self._protocol.path, data=written, headers=headers)
             if response.status != 200:
                 message = f"HTTP {response.status}: {_error_message(await response.text())}"
                 # smg answers 404 before its first engine is added; SGLang does not use this code.
@@ -458,6 +478,13 @@ class EngineClient:
                 if "error" in reply:
                     raise _stream_error(reply["error"])
                 yield reply
+        except (GeneratorExit, asyncio.CancelledError):
+            if response is None or not response.content.at_eof():
+                ending = self._abort(url, body, response)
+            raise
+        finally:
+            if response is not None and ending is None:
+                response.release()
 
 
 @contextlib.contextmanager

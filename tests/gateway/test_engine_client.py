@@ -36,10 +36,13 @@ async def engine(monkeypatch):
         url: str
         asked = asyncio.Event()
         aborted = asyncio.Event()
+        abort_asked = asyncio.Event()
+        read_to_the_end = False
 
         async def handle(self, request: web.Request) -> web.StreamResponse:
             if request.path == "/abort_request":
                 self.ended.append((await request.json())["rid"])
+                self.abort_asked.set()
                 return web.Response()
             self.bodies.append((await request.json(), request.headers["X-SMG-Routing-Key"]))
             self.hosts.append(request.host)
@@ -72,9 +75,14 @@ async def engine(monkeypatch):
                     break
                 if event == "hang":
                     await self.hang()
+                if event == "run until aborted":
+                    await self.abort_asked.wait()
+                    event = piece([10], 4, "abort")
                 await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             else:
                 await response.write(b"data: [DONE]\n\n")
+                await response.write_eof()
+                self.read_to_the_end = True
             return response
 
         async def generate(
@@ -371,14 +379,17 @@ async def test_an_engine_is_told_by_id_which_request_has_no_reader_left(engine, 
     routing = DirectRouting()
     routing.urls = (engine.url,)
     if leaves == "at a stop string":
-        await engine.generate([[piece([7, 8, 9], 3), "hang"]], engines=routing, stops=STOPS)
+        await engine.generate([[piece([7, 8, 9], 3), "run until aborted"]], engines=routing, stops=STOPS)
     else:
-        call = asyncio.create_task(engine.generate(["hang"], engines=routing))
-        await engine.asked.wait()
+        sampled = asyncio.Event()
+        streams = [[piece([7], 1), "run until aborted"]]
+        call = asyncio.create_task(engine.generate(streams, engines=routing, progress=lambda *_: sampled.set()))
+        await sampled.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
     assert engine.ended == [engine.bodies[0][0]["rid"]]
+    assert engine.read_to_the_end  # SGLang's pause waits for requests whose connection is open
 
 
 STOPS = StopStrings(["END"], {7: b"one ", 8: b"E", 9: b"ND two", 10: b"three"})

@@ -18,10 +18,13 @@ import pytest_asyncio
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
+from rollout_backend.gateway.direct_routing import DirectRouting
+from rollout_backend.gateway.engine_client import EngineClient
 from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.manager import RolloutManager
+from rollout_backend.rendering.stop_strings import StopStrings
 from rollout_backend.verl.weight_versions import VersionLabels
 from verl_cpu.replica_server import SGLangServer
 from verl_cpu.replica_settings import ServerSettings, model_of
@@ -82,6 +85,27 @@ async def test_a_server_that_reports_its_own_version_is_left_alone(server: SGLan
 async def test_a_server_whose_version_cannot_be_set_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     await VersionLabels().set_version(["http://127.0.0.1:1"], 3)
     assert "setting weight version 3 on server" in caplog.text
+
+
+@pytest.mark.slow
+async def test_verl_may_release_memory_right_after_stop_strings(server: SGLangServer) -> None:
+    """verl's asynchronous modes pause and release; the pause waits for requests whose stream is open alone."""
+    routing = DirectRouting()
+    routing.urls = (url_of(server),)
+    client = EngineClient(url_of(server), 60, engines=routing)
+    stops = StopStrings(["x"], dict.fromkeys(range(1000), b"x"))
+    await client.start()
+    try:
+        for _ in range(4):
+            params = {"max_new_tokens": 200, "ignore_eos": True}
+            calls = [client.generate([1, 40, 41], params, str(n), stops=stops) for n in range(8)]
+            assert {call.finish_reason for call in await asyncio.gather(*calls)} == {"stop"}
+            await server.abort_all_requests()
+            await server.release_kv_cache()  # ends the server if a request runs
+            await server.resume_kv_cache()
+            await server.resume_generation()
+    finally:
+        await client.close()
 
 
 # --- asleep -----------------------------------------------------------------------------------------------
