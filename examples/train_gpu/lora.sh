@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The training of sync.sh with a LoRA adapter: verl sends its servers only that. See sync.sh for arguments.
+set -euo pipefail
+exec bash "$(dirname "$0")/sync.sh" \
+  actor_rollout_ref.model.lora_rank=32 \
+  actor_rollout_ref.model.lora_alpha=32 \
+  actor_rollout_ref.model.target_modules=all-linear \
+  actor_rollout_ref.rollout.load_format=safetensors \
+  actor_rollout_ref.actor.optim.lr=1e-5 \
+  "$@"

@@ -1,0 +1,99 @@
+"""The scripts of examples/train_gpu start verl's trainer, up to the first call that needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anyio.from_thread import start_blocking_portal
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from transformers import Qwen3MoeConfig
+from verl.single_controller.ray import ResourcePoolManager
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+from rollout_backend.local.scripted import BYTE_MODEL
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "train_gpu"
+MODES = {"asynchronous.sh": "separate_async"}
+
+
+class NeedsGpus(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory, training: Any) -> Iterator[Any]:
+    task = {"name": "task", "rewards": [0.0] * 4}
+    would_start = training(tmp_path_factory.mktemp("ready"), [dict(task) for _ in range(64)], 1)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(would_start) as run:
+        yield run
+
+
+@pytest.fixture
+def overrides(ready, tmp_path):
+    """Return what a script passes to verl, and which GPUs it needs."""
+    model = tmp_path / "model"
+    shutil.copytree(BYTE_MODEL, model)
+    Qwen3MoeConfig(
+        num_experts=8, num_experts_per_tok=2, num_hidden_layers=3, architectures=["Qwen3MoeForCausalLM"]
+    ).save_pretrained(model)
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    print_arguments = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{print_arguments}' \"$@\"\n")
+    python.chmod(0o755)
+
+    def of(script: str) -> list[str]:
+        env = {
+            "PATH": f"{python.parent}:{os.environ['PATH']}",
+            "MODEL": str(model),
+            "BACKEND": str(ready.own),
+            "TRAIN": str(ready.rows),
+            "VAL": str(ready.rows),
+        }
+        done = subprocess.run(["bash", SCRIPTS / script], env=env, capture_output=True, text=True, check=True)
+        module, *given = json.loads(done.stdout)[1:]
+        assert module == "verl.trainer.main_ppo"
+        return given
+
+    return of
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of verl and torch
+@pytest.mark.parametrize("script", sorted(file.name for file in SCRIPTS.glob("*.sh")))
+def test_verl_starts_until_it_needs_a_gpu(script, overrides, ready, monkeypatch):
+    for name, value in ready.cloud.environ.items():
+        monkeypatch.setenv(name, value)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides(script))
+    validate_config(config, need_reference_policy(config), need_critic(config))
+    for section in ("actor", "rollout"):  # verl's workers make these: an unknown key fails there
+        omega_conf_to_dataclass(config.actor_rollout_ref[section])
+    OmegaConf.resolve(config)
+    gpus: list[int] = []
+
+    def first_call_that_needs_gpus(manager: ResourcePoolManager) -> None:
+        gpus.append(manager.get_n_gpus())
+        raise NeedsGpus
+
+    monkeypatch.setattr(ResourcePoolManager, "create_resource_pool", first_call_that_needs_gpus)
+    mode = config.trainer.v1.trainer_mode
+    assert mode == MODES.get(script, "sync")
+    trainer = get_trainer_cls(mode)(config=config)
+    with pytest.raises(NeedsGpus):
+        trainer.init()
+    servers = config.actor_rollout_ref.rollout
+    assert gpus[0] + servers.nnodes * servers.n_gpus_per_node == 8
+    assert len(trainer.train_dataset) == 64
+    if servers.name == "sglang":
+        assert servers.engine_kwargs.sglang == {"incremental_streaming_output": True}
