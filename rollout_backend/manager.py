@@ -153,6 +153,8 @@ class RolloutManager:
             self._first_call = FirstCall(run.serving.gateways.public_urls[0], setting, 6 * self._gateway_poll_s)
             watching = asyncio.create_task(self._watch_gateways(self._first_call))
             stack.callback(watching.cancel)
+            writing = asyncio.create_task(self._write_running_steps(run))
+            stack.callback(writing.cancel)
             self._run = run
             self._open_traces(stack)
             await self._serve_metrics(stack)
@@ -242,6 +244,20 @@ class RolloutManager:
             first_call.observe(asyncio.get_running_loop().time(), running, stats)
             if first_call.warning and not was_silent:
                 log.warning("%s", first_call.warning)
+
+    async def _write_running_steps(self, run: RunServices) -> None:
+        """Write the records of the current steps every few seconds, for `rollout report --serve`."""
+        loop, took_s = asyncio.get_running_loop(), 0.0
+        while True:
+            await asyncio.sleep(max(self._gateway_poll_s, 100 * took_s))  # at most 1 % of this thread's time
+            took_s = 0.0
+            for number, step in [*self._steps.items()]:
+                if self._steps.get(number) is step and run.lease.lost is None:
+                    began = loop.time()
+                    lines = step.running_records()
+                    took_s += loop.time() - began
+                    if lines:
+                        await asyncio.wrap_future(self.archive.write_running(number, lines))
 
     @property
     def _started(self) -> RunServices:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,15 +19,25 @@ def report(
         str | None,
         typer.Option(metavar="RUN", help="Compare with this run, task by task.", autocompletion=complete_run),
     ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Follow the run in a browser until Ctrl-C.")] = False,
+    host: Annotated[str, typer.Option(help="Address on which to serve.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port on which to serve. 0: any free port.")] = 8642,
 ) -> None:
     """Write a run's report: one HTML file, which needs no network.
 
     It shows what to look at first, every planned rollout, where the time went, and conversations with the
     probability of each token. The report of a training run starts with a page over all steps.
+
+    With --serve, a browser shows the page and renews it as rollouts and steps end. Whoever reaches the address can
+    read it, so it is this machine's own by default.
     """
     with exit_codes():
         folder = find_run(run)
         other = find_run(against) if against is not None else None
+        if serve:
+            with contextlib.suppress(KeyboardInterrupt):
+                asyncio.run(_serve(folder, other, host, port))
+            return
         from rollout_backend.results.page.files import write_report
 
         try:
@@ -32,3 +45,11 @@ def report(
         except OSError as error:
             raise ConfigError(f"the report of {folder} cannot be written: {error}") from None
         console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+async def _serve(folder: Path, against: Path | None, host: str, port: int) -> None:
+    from rollout_backend.results.page.server import ReportServer, serve_report
+
+    async with serve_report(ReportServer(folder, against), host, port) as url:
+        console.print(f"report: {url}", markup=False, highlight=False, soft_wrap=True)
+        await asyncio.Event().wait()  # until Ctrl-C

@@ -7,6 +7,7 @@ RUN_DIR/artifacts/STEP/ROLLOUT_ID    the artifacts that a scorer was given
 RUN_DIR/steps/STEP.tasks.jsonl       the step's tasks
 RUN_DIR/steps/STEP.json              the step's report
 RUN_DIR/steps/STEP.rollouts.jsonl    one line for each planned rollout: its record
+RUN_DIR/steps/STEP.running.jsonl     the same while the step runs, with deadlines; replaced every few seconds
 RUN_DIR/rescored/NAME/               rewards that a scorer computed later: see `rescoring`
 RUN_DIR/logs/                        logs of the servers that this run starts
 
@@ -14,13 +15,15 @@ Invariants:
 
 - S3 is the source of truth, so a disk that cannot be written loses these copies and nothing else.
 - No file holds a secret, so the directory can be shared.
-- A step's records are written when it ends, even by an error. A killed process leaves none of its open steps.
+- A step's records are written when it ends, even by an error. A killed process leaves `STEP.running.jsonl` of each
+  step that was open.
 - Results are written in a thread, so that a slow disk delays no other result. If `_MAX_PENDING` of them wait, the
   caller writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -40,7 +43,7 @@ log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
 _INFO = "run.json"
-_TASKS, _REPORT, _RECORDS = ".tasks.jsonl", ".json", ".rollouts.jsonl"
+_TASKS, _REPORT, _RECORDS, _RUNNING = ".tasks.jsonl", ".json", ".rollouts.jsonl", ".running.jsonl"
 _MAX_PENDING = 256  # results that are held in memory until they are written
 
 
@@ -172,6 +175,34 @@ class RunArchive:
         if records:
             lines = "".join(f"{record.model_dump_json()}\n" for record in records)
             self.try_to_write(self._step_file(step, _RECORDS), lines.encode())
+            # In the thread, after a write of this file that may still wait there.
+            self._executor.submit(self._step_file(step, _RUNNING).unlink, missing_ok=True)
+
+    def write_running(self, step: int, lines: Sequence[str]) -> Future[bool]:
+        """Write the records of a step that runs, in place of earlier ones."""
+        data = "".join(f"{line}\n" for line in lines).encode()
+        return self._executor.submit(self.try_to_write, self._step_file(step, _RUNNING), data)
+
+    def read_running(self, step: int) -> list[RolloutRecord]:
+        """Return the records of a step that ran when they were written last.
+
+        Raises:
+            ValueError: a line is not a record.
+            FileNotFoundError: the step is over.
+        """
+        lines = self._step_file(step, _RUNNING).read_bytes().split(b"\n")
+        return [RolloutRecord.model_validate_json(line) for line in lines if line]
+
+    def running_steps(self) -> dict[int, float]:
+        """Return the steps that were running when their records were written last, and that time in Unix seconds."""
+        found = {}
+        for path in self.run_dir.glob(f"steps/*{_RUNNING}"):
+            with contextlib.suppress(FileNotFoundError):  # the step has just ended
+                step, written_at = int(path.name.removesuffix(_RUNNING)), path.stat().st_mtime
+                ended = self._step_file(step, _RECORDS)
+                if not ended.is_file() or ended.stat().st_mtime < written_at:
+                    found[step] = written_at
+        return found
 
     def find_records(self, rollout_id: str) -> list[RolloutRecord]:
         """Return the records of rollouts with that id, one per step, oldest first.

@@ -10,7 +10,7 @@ from rollout_backend.core.formats import count
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.step_report import CallRate, LengthBias, StepReport
 from rollout_backend.results.summary import TAIL, StepSummary, duration, tail_share
-from rollout_backend.results.verdict import Finding, Level, judge, show_command
+from rollout_backend.results.verdict import Finding, Level, count_failures, failure_findings, judge, show_command
 
 _SLOW_TAIL, _LONG_WAIT, _LOW_CACHE_HIT = 0.25, 0.25, 0.3
 _LONG_QUEUE = 0.25  # of the requests that run
@@ -27,10 +27,11 @@ _LENGTH_ADVICE = {  # by why rollouts were cut off
 
 
 def findings_of(
-    report: StepReport | None, records: Sequence[RolloutRecord], summary: StepSummary
+    report: StepReport | None, records: Sequence[RolloutRecord], summary: StepSummary, *, runs: bool = False
 ) -> tuple[Finding, ...]:
-    """Return the findings on a step, most important first. `report` is None if the step was interrupted."""
-    found = [*_accounts(report, records), *_records(records, summary)]
+    """Return the findings on a step, most important first. `report` is None if the step `runs` or was interrupted."""
+    accounts = failure_findings(count_failures(records), len(records)) if runs else _accounts(report, records)
+    found = [*accounts, *_records(records, summary)]
     found += _sessions(report.engine_use if report is not None else None, summary)
     return tuple(sorted(found, key=lambda finding: finding.level))
 

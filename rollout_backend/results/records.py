@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 import numpy as np
@@ -78,6 +78,7 @@ class RolloutRecord(BaseModel):
     accepted_at: float | None  # the agent of that invoke accepted the rollout
     result_at: float | None  # the result that settled the rollout arrived
     settled_at: float | None
+    deadline: float | None = None  # of an open rollout: when it ends at the latest
     result: ResultSummary | None = None  # None: no result arrived
 
     @property
@@ -109,26 +110,60 @@ def records_of(
     """
     results = {rollout.rollout_id: ResultSummary.of(rollout) for rollout in rollouts}
     return [
-        RolloutRecord(
-            step=ledger.step,
-            rollout_id=rollout_id,
-            task_id=entry.planned.task_id,
-            group_usable=ledger.groups[entry.planned.task_id].usable,
-            is_replacement=entry.planned.is_replacement,
-            outcome=entry.outcome,
-            reason=entry.reason,
-            message=entry.message,
-            trainable=entry.trainable,
-            attempts=entry.attempts,
-            session_ids=tuple(entry.session_ids),
-            log=(log_of(entry) or None) if entry.session_ids else None,
-            planned_at=entry.planned_at,
-            first_invoked_at=entry.first_invoked_at,
-            invoked_at=entry.invoked_at,
-            accepted_at=entry.accepted_at,
-            result_at=entry.arrived_at if entry.by_result else None,
-            settled_at=entry.settled_at,
-            result=results.get(rollout_id),
-        )
-        for rollout_id, entry in ledger.entries.items()
+        _record_of(ledger, entry, log_of, results.get(rollout_id)) for rollout_id, entry in ledger.entries.items()
     ]
+
+
+def _record_of(
+    ledger: Ledger,
+    entry: LedgerEntry,
+    log_of: Callable[[LedgerEntry], str],
+    result: ResultSummary | None = None,
+    deadline: float | None = None,
+) -> RolloutRecord:
+    return RolloutRecord(
+        step=ledger.step,
+        rollout_id=entry.planned.rollout_id,
+        task_id=entry.planned.task_id,
+        group_usable=ledger.groups[entry.planned.task_id].usable,
+        is_replacement=entry.planned.is_replacement,
+        outcome=entry.outcome,
+        reason=entry.reason,
+        message=entry.message,
+        trainable=entry.trainable,
+        attempts=entry.attempts,
+        session_ids=tuple(entry.session_ids),
+        log=(log_of(entry) or None) if entry.session_ids else None,
+        planned_at=entry.planned_at,
+        first_invoked_at=entry.first_invoked_at,
+        invoked_at=entry.invoked_at,
+        accepted_at=entry.accepted_at,
+        result_at=entry.arrived_at if entry.by_result else None,
+        settled_at=entry.settled_at,
+        result=result,
+        deadline=deadline,
+    )
+
+
+class RunningRecords:
+    """The records of a step that runs. Each settled rollout is encoded once."""
+
+    def __init__(self, ledger: Ledger, log_of: Callable[[LedgerEntry], str], received: Sequence[Rollout]) -> None:
+        self._ledger = ledger
+        self._log_of = log_of
+        self._received = received
+        self._settled: list[str] = []  # lines
+        self._results: dict[str, ResultSummary] = {}
+        self._summarized = 0  # of those received
+
+    def lines(self, ends_at: Callable[[LedgerEntry], float]) -> list[str]:
+        """Return the records as JSON. `ends_at`: the Unix time at which an open rollout ends at the latest."""
+        for rollout in self._received[self._summarized :]:
+            self._results[rollout.rollout_id] = ResultSummary.of(rollout)
+        self._summarized = len(self._received)
+        for entry in self._ledger.settled[len(self._settled) :]:
+            result = self._results.pop(entry.planned.rollout_id, None)
+            self._settled.append(_record_of(self._ledger, entry, self._log_of, result).model_dump_json())
+        entries = self._ledger.open_entries()
+        still_open = (_record_of(self._ledger, each, self._log_of, deadline=ends_at(each)) for each in entries)
+        return [*self._settled, *(record.model_dump_json() for record in still_open)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +18,12 @@ from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.run_info import RunStart
 from rollout_backend.results.step_report import StepReport
 
+RUNS_S = 60.0  # a running step's records are written every few seconds
+
 
 @dataclass(frozen=True)
 class StepData:
-    """One step of a run. `report` is None if the step was interrupted."""
+    """One step of a run. `report` is None if the step runs or was interrupted."""
 
     step: int
     name: str  # its number, or that of the trainer's global step
@@ -27,6 +31,13 @@ class StepData:
     records: tuple[RolloutRecord, ...]
     report: StepReport | None
     changed_at: float  # of the newest of its files
+    runs: bool = False  # its records were written within the last minute
+
+    @property
+    def open(self) -> tuple[RolloutRecord, ...]:
+        """Return the rollouts that have not ended while the step runs, those with the least time left first."""
+        found = [record for record in self.records if record.outcome is None] if self.runs else []
+        return tuple(sorted(found, key=lambda each: (each.invoked_at is None, each.deadline or 0.0)))
 
 
 @dataclass(frozen=True)
@@ -44,13 +55,24 @@ class RunData:
         return Prices.of(self.config) if self.config is not None else None
 
 
-def read_run(run_dir: Path) -> RunData:
-    """Read a run's folder.
+def read_run(run_dir: Path, known: Mapping[int, StepData] | None = None) -> RunData:
+    """Read a run's folder, with the steps that run. `known`: steps that were read before.
 
     Raises:
         ConfigError: the folder holds no step, or a file of another version.
     """
-    return RunData(run_dir, read_run_id(run_dir), tuple(read_steps(run_dir)), read_config(run_dir))
+    archive, found = RunArchive(run_dir), dict[int, StepData]()
+    running, by_verl = archive.running_steps(), _is_by_verl(archive)
+    for step in sorted({*archive.steps(), *running}):
+        before = (known or {}).get(step)
+        with contextlib.suppress(FileNotFoundError):  # a running step that has just ended, without a record
+            if before is not None and step not in running and before.changed_at == archive.changed_at(step):
+                found[step] = before
+            else:
+                found[step] = _read_step(archive, step, by_verl, running.get(step))
+    if not found:
+        raise ConfigError(f"{run_dir} holds no records of a step: steps/*.rollouts.jsonl")
+    return RunData(run_dir, read_run_id(run_dir), tuple(found.values()), read_config(run_dir))
 
 
 def read_steps(run_dir: Path, only: Sequence[int] | None = None) -> Iterator[StepData]:
@@ -100,9 +122,15 @@ def _is_by_verl(archive: RunArchive) -> bool:
     return start is not None and start.by == "verl"
 
 
-def _read_step(archive: RunArchive, step: int, by_verl: bool) -> StepData:
+def _read_step(archive: RunArchive, step: int, by_verl: bool, written_at: float | None = None) -> StepData:
+    """`written_at`: when the records of a running step were written; None for one that is over."""
     name, validates = describe_batch(step) if by_verl else (str(step), False)
     try:
+        if written_at is not None:
+            with contextlib.suppress(FileNotFoundError):  # it has ended since: its records are complete now
+                running = tuple(archive.read_running(step))
+                runs = time.time() < written_at + RUNS_S
+                return StepData(step, name, validates, running, None, written_at, runs)
         records, report = tuple(archive.read_records(step)), archive.read_report(step)
     except ValueError as error:
         raise ConfigError(f"step {step:08d} in {archive.run_dir / 'steps'} cannot be read: {error}") from None

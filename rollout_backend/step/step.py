@@ -21,13 +21,13 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 from agent_wrapper.contract import Outcome, Sampling
-from rollout_backend.core.ledger import TASK_BLOCKED, Ledger, Phase, PlannedRollout
+from rollout_backend.core.ledger import TASK_BLOCKED, Ledger, LedgerEntry, Phase, PlannedRollout
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.core.policy import GroupPolicy, StragglerRule, Stragglers
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
 from rollout_backend.logs import bind_log_fields
-from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.records import RolloutRecord, RunningRecords
 from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.results.step_totals import StepTotals
 from rollout_backend.step.absence_check import AbsenceCheck
@@ -92,6 +92,7 @@ class Step:
         )
         self._changed = self._context.changed
         self.results = StepResults(self._context, self.rollouts, self.groups)
+        self._running_records = RunningRecords(self.ledger, services.log_of, self.results.received)
         self.totals = StepTotals(self.ledger, self.results.received)
         self._absence_check = AbsenceCheck(self._context, self.results)
         self._complete: set[str] = set()  # groups
@@ -321,6 +322,15 @@ class Step:
             rollout.settle(Outcome.CANCELLED, reason, message)
 
     # --- what it reports ----------------------------------------------------------------------------------
+
+    def running_records(self) -> list[str]:
+        """Return the records of the step so far as JSON, with the deadline of each open rollout."""
+        to_wall = self._services.wall() - asyncio.get_running_loop().time()
+
+        def ends_at(entry: LedgerEntry) -> float:
+            return to_wall + (self.deadline if entry.deadline is None else entry.deadline)
+
+        return self._running_records.lines(ends_at)
 
     @property
     def latencies(self) -> list[float]:

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.manager import RolloutManager
+from rollout_backend.results.run_data import read_run
 from stub_server import Request, StubServer
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/my_agent-0123456789"
@@ -312,6 +314,11 @@ async def test_a_wrong_public_url(settings, agent_server, run_id, caplog):
 
             await eventually(warned)
             await eventually(lambda: caplog.records)
+            await eventually(manager.archive.running_steps)
+            [record] = read_run(manager.archive.run_dir).steps[0].open
+            assert record.deadline is not None
+            assert record.deadline > time.time()
             collecting.cancel()
             await asyncio.wait([collecting])
+    assert manager.archive.running_steps() == {}
     assert [said in record.message for record in caplog.records] == [True]

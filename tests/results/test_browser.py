@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import re
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from chromium import find_chromium, run_chromium
-from made_runs import MadeRun, make_run
+from made_runs import MadeRun, make_run, reopen_last_step
+from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.page.files import write_report
+from rollout_backend.results.page.server import ReportServer, serve_report
 
 pytestmark = [
     pytest.mark.slow,
@@ -198,3 +201,45 @@ def test_a_click_selects_a_chip_to_copy_it(report: Path, tmp_path: Path):
     chips = play(report, steps, tmp_path)["chips"]
     assert len(chips) == 5
     assert all(text == selected for text, selected in chips)
+
+
+class FirstPage(ReportServer):
+    """Says when a browser has the page as it was first."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir, renew_s=0, share=1)
+        self.sent = asyncio.Event()
+
+    async def page(self, request: Any) -> Any:
+        page = await super().page(request)
+        self.sent.set()
+        return page
+
+
+@pytest.mark.parametrize("size", ["1280,900", "390,844"])
+@pytest.mark.parametrize("steps", [1, 2])
+async def test_a_served_page_renews_itself_when_its_step_ends(tmp_path: Path, steps: int, size: str):
+    folder = make_run(tmp_path / "run", MadeRun(tasks=4, group=3, steps=steps))
+    step, records = reopen_last_step(folder, still_open=5)
+    server = FirstPage(folder)
+
+    async def look(budget_ms: int) -> str:
+        flags = (f"--virtual-time-budget={budget_ms}", f"--window-size={size}", "--dump-dom")
+        return await asyncio.to_thread(run_chromium, tmp_path / "profile", *flags, url)
+
+    async with serve_report(server, "127.0.0.1", 0) as url:
+        html = await look(500)
+        assert len(re.findall(r'data-until="[0-9.]+">(?:[0-9]+ s|[0-9]+ min)<', html)) == 5
+        assert "running" in html
+        wide = "result.page = [document.documentElement.scrollWidth, innerWidth];"
+        shown = await asyncio.to_thread(play, folder / "report.html", wide, tmp_path, f"--window-size={size}")
+        assert shown["page"][0] <= shown["page"][1]
+        server.sent.clear()
+        looking = asyncio.create_task(look(60_000))
+        await server.sent.wait()
+        archive = RunArchive(folder)
+        archive.write_records(step, records)
+        archive.close()
+        html = await looking
+    assert "data-until=" not in html
+    assert "Open rollouts" not in html

@@ -2,7 +2,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome, Rollout, Segment, Turn
 from rollout_backend.core.ledger import Ledger, PlannedRollout
-from rollout_backend.results.records import ResultSummary, records_of
+from rollout_backend.results.records import ResultSummary, RolloutRecord, RunningRecords, records_of
 from rollout_backend.results.summary import summarize
 from rollouts import make_rollout
 
@@ -81,3 +81,27 @@ def test_every_planned_rollout_has_one_record():
     assert (refused.attempts, refused.session_ids, refused.log, refused.invoked_at) == (0, (), None, 111)
 
     assert (waiting.outcome, waiting.log, waiting.invoked_at, waiting.settled_at) == (None, None, None, None)
+
+
+def test_the_records_of_a_running_step_follow_its_ledger():
+    ledger, received = Ledger(0, lambda: 1.0), [make_rollout("a.0", reward=0.5)]
+    ledger.plan(PlannedRollout(f"a.{i}", "a") for i in range(3))
+    running = RunningRecords(ledger, lambda entry: "log", received)
+
+    def read() -> dict[str, RolloutRecord]:
+        lines = running.lines(lambda entry: entry.deadline or 900.0)
+        return {each.rollout_id: each for each in map(RolloutRecord.model_validate_json, lines)}
+
+    assert {each.deadline for each in read().values()} == {900.0}
+    ledger.start_attempt("a.1", "s1", deadline=70.0)
+    ledger.record_result("a.0", Outcome.COMPLETED, trainable=True)
+    found = read()
+    assert (found["a.0"].reward, found["a.0"].deadline, found["a.1"].deadline) == (0.5, None, 70.0)
+    received.append(make_rollout("a.1"))
+    ledger.record_result("a.1", Outcome.COMPLETED, trainable=True)
+    ledger.settle("a.2", Outcome.CANCELLED, "target_reached")
+    found = read()
+    final = records_of(ledger, lambda entry: "log", received)
+    assert [found[each.rollout_id] for each in final] == [
+        each.model_copy(update={"group_usable": found[each.rollout_id].group_usable}) for each in final
+    ]

@@ -131,7 +131,6 @@ def test_texts_of_agents_stay_texts(tmp_path: Path):
     )
     for rollout in (done, failed):
         archive.write_rollout(rollout, rollout.encode())
-    archive.close()
     records = [
         make_record("a.0", message=HOSTILE, result=ResultSummary.of(done)),
         make_record("a.1", outcome=Outcome.AGENT_ERROR, reason=HOSTILE, message=HOSTILE, log=HOSTILE,
@@ -139,6 +138,7 @@ def test_texts_of_agents_stay_texts(tmp_path: Path):
         make_record(HOSTILE, task_id=HOSTILE, outcome=Outcome.INFRA_ERROR, reason="lost", message=HOSTILE),
     ]  # fmt: skip
     archive.write_records(0, records)
+    archive.close()
     page = Page(write_report(tmp_path / "run"))
     assert "img" not in {tag for tag, _ in page.tags}
     assert "<img" not in page.html

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from rollout_backend.core.ledger import Ledger, PlannedRollout
 from rollout_backend.core.tasks import Task
 from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.records import records_of
+from rollout_backend.results.records import RolloutRecord, records_of
 from rollout_backend.results.step_report import GroupResult, failures_of, make_report
 
 BEGAN = 1_795_350_000.0
@@ -67,6 +68,23 @@ def make_run(run_dir: Path, made: MadeRun = MadeRun()) -> Path:
     }
     (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
     return run_dir
+
+
+def reopen_last_step(run_dir: Path, still_open: int) -> tuple[int, list[RolloutRecord]]:
+    """Make the last step of a run one that runs, with some rollouts open. Return its number and its final records."""
+    archive = RunArchive(run_dir)
+    step = archive.steps()[-1]
+    records = archive.read_records(step)
+    undo = {"outcome": None, "reason": "", "result_at": None, "settled_at": None, "result": None, "trainable": False}
+    opened = [
+        each.model_copy(update={**undo, "deadline": time.time() + 100 + number})
+        for number, each in enumerate(records[:still_open])
+    ]
+    for file in (f"{step:08d}.json", f"{step:08d}.rollouts.jsonl"):
+        (run_dir / "steps" / file).unlink()
+    archive.write_running(step, [each.model_dump_json() for each in (*records[still_open:], *opened)]).result()
+    archive.close()
+    return step, records
 
 
 class _Step:

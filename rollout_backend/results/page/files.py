@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,21 +19,25 @@ log = logging.getLogger(__name__)
 
 NAME, STEPS = "report.html", "report"
 MAX_STEP_PAGES = 200
+_token_text = functools.lru_cache(1)(TokenText.load)
 
 
-def write_report(run_dir: Path, against: Path | None = None) -> Path:
+def write_report(run_dir: Path, against: Path | None = None, known: dict[int, StepData] | None = None) -> Path:
     """Write RUN_DIR/report.html and return its path. `against`: the folder of a run to compare with.
 
     A run of several steps also has a page for each of its newest steps in RUN_DIR/report/. A page that is newer than
-    its step's files and the settings is kept, unless it is to be compared.
+    its step's files and the settings is kept, unless it is to be compared. `known` keeps the steps that were read,
+    for the next call.
 
     Raises:
         ConfigError: a folder holds no step, or a file of another version.
         OSError: the disk refuses the file.
     """
-    run = read_run(run_dir)
+    run = read_run(run_dir, known)
+    if known is not None:
+        known.update((step.step, step) for step in run.steps)
     other = read_run(against) if against is not None else None
-    text = TokenText.load(run.config.model.path) if run.config is not None else None
+    text = _token_text(run.config.model.path) if run.config is not None else None
     path = run_dir / NAME
     if len(run.steps) == 1:
         _write(path, "step.html", step_context(run, run.steps[0], against=other, text=text))

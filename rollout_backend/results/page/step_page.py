@@ -68,7 +68,7 @@ def step_context(
         "steps_link": steps_link,
         "summary": summary,
         "cost": run.prices.cost_of(records) if run.prices is not None else None,
-        "findings": findings_of(step.report, records, summary),
+        "findings": findings_of(step.report, records, summary, runs=step.runs),
         "heatmap": charts.heatmap(summary.tasks, place),
         "timeline": charts.timeline(records, place),
         "phases": phase_parts(summary.spent),

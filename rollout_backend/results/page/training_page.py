@@ -176,7 +176,7 @@ def _findings(steps: Sequence[StepEntry]) -> list[tuple[StepEntry, Any]]:
     found = [
         (step, finding)
         for step in reversed(steps)
-        for finding in findings_of(step.data.report, step.data.records, step.summary)
+        for finding in findings_of(step.data.report, step.data.records, step.summary, runs=step.data.runs)
         if finding.level is not Level.NOTE
     ]
     return sorted(found, key=lambda each: each[1].level)[:_FINDINGS]

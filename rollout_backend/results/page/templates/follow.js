@@ -1,0 +1,23 @@
+(() => {
+  const ahead = NOW - Date.now() / 1000; // of the server's clock
+  const line = document.body.appendChild(document.createElement("p"));
+  line.id = "follow"; line.setAttribute("role", "status");
+  line.style.cssText = "position:fixed;bottom:10px;right:14px;margin:0;z-index:9;font-size:13px";
+  const busy = () => document.activeElement?.matches("input,select") || getSelection().toString()
+    || location.hash.startsWith("#r=") || ["search", "outcome", "reward"].some((id) => document.getElementById(id)?.value);
+  const count = () => document.querySelectorAll("[data-until]").forEach((cell) => {
+    const left = Math.max(0, cell.dataset.until - Date.now() / 1000 - ahead);
+    cell.textContent = left < 600 ? left.toFixed(0) + " s" : left < 7200 ? (left / 60).toFixed(0) + " min" : (left / 3600).toFixed(1) + " h";
+  });
+  const ask = async () => {
+    try {
+      const answer = await fetch("/version");
+      if (!answer.ok) throw new Error(answer.status);
+      if (await answer.text() === VERSION) { line.textContent = ""; return; }
+      if (!busy()) { location.reload(); return; }
+      line.innerHTML = '<button type="button">New results: renew the page</button>';
+      line.firstChild.addEventListener("click", () => location.reload());
+    } catch { line.textContent = "The report's server does not answer; this page is not renewed."; }
+  };
+  count(); setInterval(count, 1000); setInterval(ask, 2000);
+})();
