@@ -22,7 +22,7 @@ from aiohttp import web
 
 from rollout_backend.config import AgentCoreConfig, GatewayConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.serving.gateway_process import is_loopback, public_url
+from rollout_backend.serving.gateway_process import is_loopback, own_address, public_url
 from rollout_backend.serving.relay_process import public_gateway_config
 
 _TIMEOUT_S = 10.0
@@ -53,7 +53,7 @@ async def check_public_address(config: RolloutConfig) -> list[CheckResult]:
 
 
 def _own_url(gateway: GatewayConfig) -> str:
-    host = socket.getfqdn() if gateway.host in ("0.0.0.0", "::") else gateway.host  # noqa: S104  # compared
+    host = own_address() if gateway.host in ("0.0.0.0", "::") else gateway.host  # noqa: S104  # compared
     return f"{'https' if gateway.tls_certificate else 'http'}://{host}:{gateway.port}"
 
 

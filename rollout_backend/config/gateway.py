@@ -22,7 +22,8 @@ class GatewayConfig(Section):
     """Port of the first process; the others use the ports that follow. 0: any free ports."""
     public_url: str | None = None
     """URL under which agents reach the gateway, if it is not the gateway's own address (a load balancer, a tunnel).
-    With several processes it contains `{shard}`, the number of a process from 0, or `{port}`."""
+    `{host}` in it is the address of the machine on which the gateway runs, as in `http://{host}:8000`. With several
+    processes it contains `{shard}`, the number of a process from 0, or `{port}`."""
     key_in_path: bool = False
     """Put the session key into the `base_url` of agents, as /k/KEY/v1, for agents that hard-code an API key. Proxies
     between agents and gateway may log URLs: see docs/gateway.md."""

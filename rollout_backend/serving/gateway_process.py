@@ -9,12 +9,14 @@ import asyncio
 import hashlib
 import re
 import secrets
+import socket
 import ssl
 import sys
 from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -272,7 +274,20 @@ def gateway_name(config: GatewayConfig, shard: int) -> str:
 def public_url(config: GatewayConfig, shard: int, url: str) -> str:
     """Return the URL that agents use for the shard that the training side reaches at `url`."""
     template = config.public_url or url
+    if "{host}" in template:
+        host = urlsplit(url).hostname or ""
+        template = template.replace("{host}", own_address() if not host or is_loopback(host) else host)
     return template.replace("{shard}", str(shard)).replace("{port}", str(config.port + shard)).rstrip("/")
+
+
+def own_address() -> str:
+    """Return this machine's address in its network, without sending anything; the loopback address without one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # UDP only looks up the route
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
 
 
 def check_certificate(config: GatewayConfig) -> aiohttp.Fingerprint | None:

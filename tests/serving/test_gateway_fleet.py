@@ -19,7 +19,7 @@ from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
-from rollout_backend.serving.gateway_process import GatewayProcess
+from rollout_backend.serving.gateway_process import GatewayProcess, own_address
 from rollout_backend.serving.server_process import free_port
 
 
@@ -62,6 +62,7 @@ def test_inconsistent_settings_are_refused(gateway, match):
     [
         ("https://gw-{shard}.example/", ("https://gw-0.example", "https://gw-1.example")),
         ("https://gw.example/s/{shard}", ("https://gw.example/s/0", "https://gw.example/s/1")),
+        ("http://{host}:1{shard}", (f"http://{own_address()}:10", f"http://{own_address()}:11")),
         ("http://gw.example:{port}", ("http://gw.example:8000", "http://gw.example:8001")),
     ],
 )
