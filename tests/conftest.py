@@ -26,8 +26,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a mistyped folder must not be lo
 
 # Property tests play the same examples each time, so that `make test` says the same of the same code. With
 # --hypothesis-profile=explore (`make test-all`) they draw new ones; commit what they find as an `@example`.
-settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
-settings.register_profile("explore", deadline=None, print_blob=True)
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=40)
+settings.register_profile("explore", deadline=None, max_examples=400, print_blob=True)
 settings.load_profile("fixed")
 
 

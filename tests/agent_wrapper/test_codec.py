@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import codec
@@ -110,7 +110,6 @@ plain = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=3), plain, max_size=20))
-@settings(max_examples=30)
 def test_packed_fields_are_unpacked_unchanged(fields):
     assert unpack(pack(fields)) == fields
 

@@ -15,7 +15,7 @@ from urllib.parse import quote_plus
 import msgpack
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import (
@@ -37,8 +37,6 @@ from agent_wrapper.contract import (
 from agent_wrapper.contract.codec import unpack
 from rollout_backend.core.seal import digest_of
 from rollout_backend.rendering.segments import SegmentRecorder
-
-thorough = settings(max_examples=150)
 
 # --- strategies -------------------------------------------------------------------------------------------
 
@@ -172,7 +170,6 @@ BOTH_FORMS = pytest.mark.parametrize("form", [Rollout.encode, Rollout.to_json])
 # --- round trips ------------------------------------------------------------------------------------------
 
 
-@thorough
 @given(rollouts())
 def test_a_rollout_comes_back_from_either_form(rollout):
     packed = rollout.encode()
@@ -186,7 +183,6 @@ def test_a_rollout_comes_back_from_either_form(rollout):
             assert theirs.logprobs.typecode == "f"
 
 
-@thorough
 @given(st.lists(segments(), max_size=3))
 def test_a_trajectory_comes_back(found):
     trajectory = Trajectory(model="m", segments=tuple(found))
@@ -245,14 +241,12 @@ def test_a_flipped_byte_is_refused_or_read_as_a_rollout(form):
                 Rollout.decode(damaged)
 
 
-@thorough
 @given(st.binary(max_size=64), st.sampled_from([b"", b"\x28\xb5\x2f\xfd", b"{", b' {"schema_version": 1,']))
 def test_random_bytes_are_refused(tail, head):
     with pytest.raises(ContractError):
         Rollout.decode(head + tail)
 
 
-@thorough
 @given(st.binary(max_size=64))
 def test_random_bytes_in_a_sound_frame_are_refused(data):
     with pytest.raises(ContractError):
@@ -271,14 +265,12 @@ anything = st.recursive(
 )
 
 
-@thorough
 @given(st.sampled_from([*sorted(make_fields()), "failure", "extras", "model", "extra_field"]), anything)
 def test_any_value_in_any_field_is_read_or_refused(name, value):
     with contextlib.suppress(ContractError):
         Rollout.decode(pack(make_fields(**{name: value})))
 
 
-@thorough
 @given(st.sampled_from([*sorted(make_segment()), "messages", "split_reason", "extra_field"]), anything)
 def test_any_value_in_any_field_of_a_segment_is_read_or_refused(name, value):
     with contextlib.suppress(ContractError):
@@ -599,7 +591,6 @@ def test_a_request_names_the_field_at_fault():
 prefixes = st.sampled_from(["", "p/", "team.a/exp_1/"])
 
 
-@thorough
 @given(prefixes, identifiers, st.integers(0, MAX_STEP), identifiers)
 def test_a_key_contains_its_step_and_rollout(prefix, run_id, step, rollout_id):
     key = result_key(prefix, run_id, step, rollout_id)
@@ -609,7 +600,6 @@ def test_a_key_contains_its_step_and_rollout(prefix, run_id, step, rollout_id):
     assert parse_result_key(prefix, run_id, marker) == (step, rollout_id, 7)
 
 
-@thorough
 @given(prefixes, identifiers, st.text(max_size=40))
 def test_a_parsed_key_is_that_of_its_rollout(prefix, run_id, tail):
     key = f"{prefix}runs/{run_id}/steps/{tail}"
@@ -661,7 +651,6 @@ def test_a_run_id_is_no_pattern():
 # --- announcements ----------------------------------------------------------------------------------------
 
 
-@thorough
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20))
 def test_an_announcement_comes_back(key):
     announcement = Announcement(bucket="bucket", key=key)
@@ -716,7 +705,6 @@ def test_a_broken_announcement_names_its_field(body, field):
     assert caught.value.field == field
 
 
-@thorough
 @given(st.text(max_size=40))
 def test_random_text_is_no_announcement(body):
     with pytest.raises(ContractError):

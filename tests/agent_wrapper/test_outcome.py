@@ -10,7 +10,7 @@ import httpx
 import numpy
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_wrapper import AgentFailure, CommandError
@@ -125,7 +125,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100)
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=2))
 def test_accepted_extras_can_be_stored(extras):
     ending = classify(Returned({**extras, "reward": 1}), URL)

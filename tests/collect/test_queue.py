@@ -10,7 +10,7 @@ import time
 
 import pytest
 from botocore.exceptions import ClientError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_backend.collect.queue import AWS_ERRORS, AnnouncementQueue, Message, _messages, queue_name
@@ -50,13 +50,11 @@ async def reappear(sqs, queue: AnnouncementQueue, message: Message) -> None:
 # --- names ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
 @given(run_ids)
 def test_a_name_is_valid_for_sqs_with_the_dead_letter_suffix(run_id):
     assert re.fullmatch(r"[A-Za-z0-9_-]{1,80}", f"{queue_name(STORAGE, run_id)}-dlq")
 
 
-@settings(max_examples=300)
 @given(st.tuples(places, run_ids), st.tuples(places, run_ids))
 def test_two_runs_never_share_a_queue(one, other):
     assert (queue_name(*one) == queue_name(*other)) == (one == other)

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dialect_data import CALL, JSON, answer, bodies, check_read_or_refused, read_events, sampled
@@ -340,14 +340,12 @@ def compared(message: dict) -> dict:
 
 
 @given(bodies(WHOLE))
-@settings(max_examples=400)
 def test_any_body_is_read_or_refused(body):
     for parse in (DIALECT.parse, DIALECT.parse_count):
         check_read_or_refused(DIALECT, parse, body)
 
 
 @given(SAMPLED)
-@settings(max_examples=200)
 def test_an_answer_sent_back_equals_the_sampled_message(message):
     said = json.loads(json.dumps(body(message)))
     history = messages(user(text("a")), {"role": said["role"], "content": said["content"]}, user(text("b")))
@@ -356,7 +354,6 @@ def test_an_answer_sent_back_equals_the_sampled_message(message):
 
 
 @given(SAMPLED, st.integers(1, 5))
-@settings(max_examples=100)
 def test_the_events_of_a_stream_add_up_to_the_body(message, size):
     events = DIALECT.stream(parse(), "ab", 1, "m")
     stream = b"".join(events.start(11))

@@ -2,7 +2,7 @@ import json
 
 import pydantic
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import ResponseStreamEvent
 
@@ -399,13 +399,11 @@ WHOLE = {
 
 
 @given(bodies(WHOLE))
-@settings(max_examples=400)
 def test_any_body_is_read_or_refused(body):
     check_read_or_refused(DIALECT, DIALECT.parse, body)
 
 
 @given(SAMPLED)
-@settings(max_examples=200)
 def test_an_answer_sent_back_equals_the_sampled_message(message):
     items = json.loads(json.dumps(body(message)))["output"]
     history = messages(USER, *items, USER)
@@ -413,7 +411,6 @@ def test_an_answer_sent_back_equals_the_sampled_message(message):
 
 
 @given(SAMPLED, st.integers(1, 5))
-@settings(max_examples=100)
 def test_a_stream_ends_in_the_body(message, size):
     pieces = [
         Delta(kind, message[field][i : i + size])

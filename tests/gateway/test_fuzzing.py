@@ -31,10 +31,8 @@ from rollout_backend.local.scripted import ScriptedEngine
 MODEL = "scripted"
 SECRET_TEXT = "the launch code is 7401"
 MAX_BODY_BYTES = 65_536
-EXAMPLES = 120
 
 quick = settings(
-    max_examples=EXAMPLES,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
@@ -360,7 +358,7 @@ def test_almost_valid_bodies(send, path):
         answered += answer.status_code == 200
 
     run()
-    assert answered > EXAMPLES / 5, "nearly all are refused at once: this tests little"
+    assert answered > settings().max_examples / 8, "nearly all are refused at once: this tests little"
 
 
 @pytest.mark.parametrize("path", [*AGENTS_POST[:-1], "/control/revoke"])
@@ -590,7 +588,7 @@ def test_malformed_http_requests(gateway, path):
 
 
 def run_over_http(client: httpx.Client, path: str, base: dict) -> None:
-    @settings(quick, max_examples=EXAMPLES // 4)
+    @settings(quick, max_examples=settings().max_examples // 4)
     @given(body=almost(base) | anything)
     def run(body):
         check(client.post(path, content=body), path)

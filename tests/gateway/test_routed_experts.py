@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import numpy as np
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import Segment, Trajectory, VersionSpan
@@ -231,7 +231,6 @@ def test_a_segment_without_the_routing_of_some_token_has_none():
     assert segment.routed_experts is None
 
 
-@settings(max_examples=30)
 @given(st.integers(2, 400), st.integers(1, 4), st.integers(0, 5))
 def test_packed_rows_are_the_engines(experts, layers, tokens):
     shape = ExpertShape(layers, 2, experts)

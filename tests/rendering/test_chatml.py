@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from renderers import Renderer, ToolCallParseStatus
 from transformers import AutoTokenizer
@@ -133,7 +133,6 @@ def test_a_complete_call_without_its_closing_tag_is_read(bundle, renderer):
     assert parsed.content == ""
 
 
-@settings(max_examples=100)
 @given(st.lists(st.integers(min_value=0, max_value=258), max_size=60))
 def test_no_completion_breaks_the_parser(bundle, renderer, ids):
     renderer.parse_response(ids)

@@ -114,7 +114,6 @@ texts = st.lists(pieces, max_size=9).map("".join)
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
 
-@settings(max_examples=300)
 @given(
     text=texts,
     junk=st.lists(st.integers(3, 258), max_size=3),
@@ -131,7 +130,7 @@ def test_any_cut_of_a_reply_gives_the_same_message(bundle, text, junk, cut, size
     assert without_ids(streamed.reply.message) == without_ids(streamed.whole.message)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=texts, junk=st.lists(st.integers(3, 258), max_size=3), sizes=sizes)
 @example(text="<think><tool_call>", junk=[], sizes=[1])
 def test_the_streamed_parts_are_the_recorded_reply_in_every_format(any_bundle, text, junk, sizes):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from tensordict import TensorDict
@@ -47,7 +47,6 @@ values = st.sampled_from([0.0, 1.0, 0.3, -2.0])
 groups = st.lists(st.lists(values, min_size=2, max_size=5), min_size=1, max_size=4)
 
 
-@settings(max_examples=100)
 @given(groups, st.booleans(), st.randoms(use_true_random=False))
 def test_without_missing_rollouts_the_estimators_equal_verls(found, by_std, random):
     rows = [(reward, f"u{g}") for g, group in enumerate(found) for reward in group]
@@ -67,7 +66,6 @@ def test_without_missing_rollouts_the_estimators_equal_verls(found, by_std, rand
     )
 
 
-@settings(max_examples=100)
 @given(groups, st.sampled_from(["grpo_skip_missing", "rloo_skip_missing"]), st.lists(st.integers(0, 3), max_size=4))
 def test_missing_rows_change_no_advantage(found: list[list[float]], name: str, missing: list[int]) -> None:
     rewards = [reward for group in found for reward in group]

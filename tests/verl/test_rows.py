@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_gae_advantage_return
@@ -70,7 +70,6 @@ rollouts = st.lists(segments(), min_size=1, max_size=4).filter(lambda found: any
 # --- rows -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
 @given(rollouts, lengths, lengths)
 def test_every_sampled_token_is_trained_once_or_counted(found: list[Segment], p: int, r: int) -> None:
     rows = rows_of(rollout(*found), p, r)
@@ -85,7 +84,6 @@ def test_every_sampled_token_is_trained_once_or_counted(found: list[Segment], p:
     assert [row.index for row in rows] == list(range(len(rows)))
 
 
-@settings(max_examples=300)
 @given(rollouts, lengths, lengths)
 def test_a_row_is_a_prefix_of_its_segment(found: list[Segment], p: int, r: int) -> None:
     rows = iter(rows_of(rollout(*found), p, r))
@@ -252,7 +250,6 @@ def _data(slots: list[Rows | None], p: int, r: int) -> DataProto:
     return DataProto(batch=batch.tensors, non_tensor_batch=batch.non_tensors)
 
 
-@settings(max_examples=100)
 @given(st.lists(st.one_of(st.none(), rollouts), min_size=1, max_size=5), lengths, lengths)
 def test_a_legacy_batch_survives_verls_padding_and_unpadding(found, p, r):
     slots = [None if one is None else rows_of(rollout(*one), p, r) for one in found]

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
@@ -104,7 +104,6 @@ segments = st.builds(
 )
 
 
-@settings(max_examples=150)
 @given(st.lists(segments, min_size=1, max_size=4), numbers, st.data(), st.integers(1, 4), st.integers(1, 9))
 def test_every_reward_is_trained_once_and_each_that_moved_is_counted(found, reward, data, p, r) -> None:
     turns = sum(len(each.turns) for each in found)

@@ -162,7 +162,7 @@ def test_text_after_a_malformed_call_is_returned(family, bundle, tools, before, 
             assert reply.message["content"].count(part.strip()) == 1 or not part
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_sampled_tokens_are_a_well_formed_reply_that_can_be_continued(family, bundle, tools, data):
     """Control tokens, pieces of the family's format and any other tokens, in any order."""
