@@ -19,6 +19,7 @@ from rollout_backend.collect.presign import Presigner
 from rollout_backend.collect.queue import check_queue
 from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import RolloutConfig, RuntimeConfig
+from rollout_backend.config.gateway import AUTO
 from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.dispatch.ramp import check_ramp, startable_rollouts
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError
@@ -107,6 +108,17 @@ class Preflight:
             runtime = await open_runtime(config)
             stack.push_async_callback(runtime.aclose)
             lines = await runtime.check(session_s) or ()
+            if (
+                self._config.gateway.public_url == AUTO
+                and self._config.relay is None
+                and runtime.is_in_public_network
+            ):
+                text = (
+                    "auto is this machine's private address, and the runtime's agents are in the public network: "
+                    "deploy them into this network (rollout deploy --subnet, --security-group), use a relay, or set "
+                    "a public address"
+                )
+                lines = [*lines, CheckResult("problem", "gateway.public_url", text, "gateway-network")]
             self.runtime, limits = runtime, runtime.limits()
             return "runtime: there, and ready"
 

@@ -21,6 +21,7 @@ import aiohttp
 from aiohttp import web
 
 from rollout_backend.config import AgentCoreConfig, GatewayConfig, RolloutConfig
+from rollout_backend.config.gateway import AUTO
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.serving.gateway_process import is_loopback, own_address, public_url
 from rollout_backend.serving.relay_process import public_gateway_config
@@ -35,6 +36,8 @@ _SERVER = "rollout-backend"  # as our gateways' /health
 async def check_public_address(config: RolloutConfig) -> list[CheckResult]:
     """Return what was found about the gateway's, or the relay's, public address. Empty if agents run here."""
     gateway = public_gateway_config(config).gateway
+    if config.gateway.public_url == AUTO and config.relay is None and not gateway.port:
+        return []  # the port is drawn when the run starts
     if gateway.public_url is None and (gateway.kind == "ray" or is_loopback(gateway.host)):
         return []
     setting = "relay.public_url" if config.relay is not None else "gateway.public_url"

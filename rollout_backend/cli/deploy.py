@@ -243,8 +243,7 @@ def _write_config(
         return
     echo(f"wrote {config}")
     if not deployment.native:
-        network = deployment.target.network
-        missing = "model.path" if network and network.internet else "model.path and gateway.public_url"
+        missing = "model.path" if "public_url" in settings.get("gateway", {}) else "model.path and gateway.public_url"
         echo(f"set {missing} in {config}")
     name, tasks = shlex.quote(str(config)), shlex.quote(str(deployment.folder / _TASKS))
     echo(f"next: rollout doctor {name}, then rollout run {name} --tasks {tasks}, and at the end rollout down {name}")

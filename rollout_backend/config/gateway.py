@@ -10,6 +10,9 @@ from pydantic import Field, SecretStr, model_validator
 
 from rollout_backend.config.section import HttpUrl, Seconds, Section, matching
 
+AUTO = "auto"
+"""The value of `public_url` with which the run finds the address."""
+
 
 class GatewayConfig(Section):
     kind: Literal["process", "ray"] = "process"
@@ -23,7 +26,8 @@ class GatewayConfig(Section):
     public_url: str | None = None
     """URL under which agents reach the gateway, if it is not the gateway's own address (a load balancer, a tunnel).
     `{host}` in it is the address of the machine on which the gateway runs, as in `http://{host}:8000`. With several
-    processes it contains `{shard}`, the number of a process from 0, or `{port}`."""
+    processes it contains `{shard}`, the number of a process from 0, or `{port}`. `auto`: the relay's, or else
+    `http://{host}:{port}`, for agents in the same network; the gateway then listens there."""
     key_in_path: bool = False
     """Put the session key into the `base_url` of agents, as /k/KEY/v1, for agents that hard-code an API key. Proxies
     between agents and gateway may log URLs: see docs/gateway.md."""
@@ -76,8 +80,10 @@ class GatewayConfig(Section):
 
     @model_validator(mode="after")
     def _shards(self) -> Self:
-        url = self.public_url or ""
-        if self.public_url and self.processes > 1 and "{shard}" not in url and "{port}" not in url:
+        url = "" if self.public_url in (None, AUTO) else str(self.public_url)
+        if self.public_url == AUTO and self.tls_certificate is not None:
+            raise ValueError("public_url=auto is an address, for which no certificate is valid: set it to the name")
+        if url and self.processes > 1 and "{shard}" not in url and "{port}" not in url:
             raise ValueError(
                 f"public_url must distinguish {self.processes} processes: put {{shard}} or {{port}} into it, such as "
                 "https://gateway-{shard}.example.com, or set processes=1"

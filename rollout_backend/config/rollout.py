@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from agent_wrapper.contract import Sampling
 from agent_wrapper.contract.keys import ID_PATTERN
-from rollout_backend.config.gateway import GatewayConfig, RelayConfig
+from rollout_backend.config.gateway import AUTO, GatewayConfig, RelayConfig
 from rollout_backend.config.janitor import JanitorConfig
 from rollout_backend.config.model import ModelConfig
 from rollout_backend.config.observe import ObserveConfig, PriceConfig
@@ -116,7 +116,8 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _relay_or_public_url(self) -> Self:
-        if self.relay is not None and (self.gateway.public_url or self.gateway.tls_certificate):
+        gateway = self.gateway
+        if self.relay is not None and (gateway.public_url not in (None, AUTO) or gateway.tls_certificate):
             raise ValueError(
                 "with relay, agents reach the relay and not the gateway: leave out gateway.public_url and "
                 "gateway.tls_certificate, and set relay.public_url where it differs from relay.url"

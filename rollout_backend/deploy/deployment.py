@@ -120,7 +120,7 @@ class Deployment:
             runtime = await RuntimeMaker(spec, client, _READY_S, made_by="deploy", on_status=echo).make()
             if target.is_pinned:
                 await pin_endpoint(client, runtime, target.qualifier, _READY_S, echo)
-        deployed = replace(target, arn=runtime.arn)
+        deployed = replace(target, arn=runtime.arn, in_network=bool(self.subnets))
         echo(f"runtime {runtime.arn} is ready; running one rollout on it")
         echo(await run_smoke_rollout(deployed, payload))
         return deployed

@@ -15,6 +15,7 @@ import botocore.session
 from botocore.exceptions import BotoCoreError, ClientError
 
 from rollout_backend import aws
+from rollout_backend.config.gateway import AUTO
 from rollout_backend.errors import ConfigError, PreflightError
 from rollout_backend.runtimes.agentcore.control import ENDPOINT, control_client, find_runtime
 
@@ -65,6 +66,8 @@ class Target:
     stack: str | None = None
     network: Network | None = None
     """The network that the stack names; None for the public network."""
+    in_network: bool = False
+    """Whether agents are in subnets that the deployment named, so that the gateway's own address may be used."""
     endpoint_url: str | None = None
     runtime_endpoint_url: str | None = None
     session_logs: str | None = None
@@ -93,8 +96,13 @@ class Target:
             "storage": _given(storage),
             **({"queue": {"url": self.queue_url}} if self.queue_url else {}),
             "runtime": {"kind": "agentcore", **_given(runtime)},
-            **({"gateway": gateway} if (gateway := self.network and self.network.settings()) else {}),
+            **({"gateway": gateway} if (gateway := self._gateway()) else {}),
         }
+
+    def _gateway(self) -> dict[str, Any]:
+        if self.network is not None:
+            return self.network.settings()
+        return {"port": 8000, "public_url": AUTO} if self.in_network else {}
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -98,6 +98,11 @@ class AgentRuntime(ABC):
             PreflightError: nothing else can be checked.
         """
 
+    @property
+    def is_in_public_network(self) -> bool:
+        """True if agents are known to run where no private address can be reached. `check` was called before."""
+        return False
+
     @abstractmethod
     def limits(self) -> RuntimeConfig:
         """Return the settings with each unset limit adjusted to what `check` found."""

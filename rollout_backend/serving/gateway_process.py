@@ -115,7 +115,10 @@ class GatewayProcess:
             host=self._host,
             port=port,
             model=config.model,
-            gateway=config.gateway.model_copy(update={"secret": None, "previous_secret": None}),  # dumped as stars
+            # Secrets are dumped as stars, and the address of agents is of no use there.
+            gateway=config.gateway.model_copy(
+                update={"secret": None, "previous_secret": None, "public_url": None},
+            ),
             shard=self._shard,
             engine_name=config.serving.engine,
             router=config.router.kind,
@@ -277,7 +280,8 @@ def public_url(config: GatewayConfig, shard: int, url: str) -> str:
     if "{host}" in template:
         host = urlsplit(url).hostname or ""
         template = template.replace("{host}", own_address() if not host or is_loopback(host) else host)
-    return template.replace("{shard}", str(shard)).replace("{port}", str(config.port + shard)).rstrip("/")
+    port = config.port + shard if config.port else urlsplit(url).port or "PORT"  # which is free, and not drawn yet
+    return template.replace("{shard}", str(shard)).replace("{port}", str(port)).rstrip("/")
 
 
 def own_address() -> str:

@@ -11,20 +11,28 @@ from typing import NoReturn
 import aiohttp
 
 from rollout_backend.config import RelayConfig, RolloutConfig
+from rollout_backend.config.gateway import AUTO
 from rollout_backend.errors import ServingError
 from rollout_backend.relay.handshake import new_id
 from rollout_backend.relay.relay_settings import DialerSettings
+from rollout_backend.serving.gateway_process import is_loopback
 from rollout_backend.serving.server_process import ServerProcess
 
 _ASK_TIMEOUT = aiohttp.ClientTimeout(total=5)
 
 
 def public_gateway_config(config: RolloutConfig) -> RolloutConfig:
-    """Return the settings for the gateways: with a relay, their public URL is the relay's."""
-    if config.relay is None:
+    """Return the settings for the gateways: with a relay, their public URL is the relay's, and `auto` is resolved."""
+    gateway = config.gateway
+    if config.relay is not None:
+        changes = {"public_url": f"{config.relay.agents_url}/s/{{shard}}"}
+    elif gateway.public_url == AUTO:
+        changes = {"public_url": "http://{host}:{port}"}
+        if gateway.kind == "process" and is_loopback(gateway.host):
+            changes["host"] = "0.0.0.0"  # noqa: S104
+    else:
         return config
-    public_url = f"{config.relay.agents_url}/s/{{shard}}"
-    return config.model_copy(update={"gateway": config.gateway.model_copy(update={"public_url": public_url})})
+    return config.model_copy(update={"gateway": gateway.model_copy(update=changes)})
 
 
 class DialerProcess:

@@ -27,12 +27,15 @@ from rollout_backend.checks.account import describe_credentials
 from rollout_backend.checks.examination import estimate_cost, examine
 from rollout_backend.checks.installation import check_engine_version, check_open_files, check_packages
 from rollout_backend.checks.model import check_context, check_tools
+from rollout_backend.checks.preflight import check_run
 from rollout_backend.checks.public_address import _check_name, check_public_address
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.engine_use import EngineSample
+from rollout_backend.errors import PreflightError
 from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.local.scripted import Fail, ScriptedEngine
+from rollout_backend.runtimes.agentcore.runtime import AgentCoreRuntime
 from rollout_backend.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
 from rollouts import make_rollout
@@ -336,6 +339,14 @@ async def test_a_line_about_the_account(account, break_it):
     found = line(await examine(account.config(), rollouts=1000, machine=False), name)
     assert words in str(found)
     assert found.level == level
+
+
+async def test_the_runs_own_address_is_of_no_use_to_agents_in_the_public_network(account, monkeypatch):
+    account.agentcore()
+    account.sections["gateway"] = {"public_url": "auto", "port": free_port()}
+    monkeypatch.setattr(AgentCoreRuntime, "is_in_public_network", True)
+    with pytest.raises(PreflightError, match=r"gateway\.public_url: auto .* private address.*--subnet.*a relay"):
+        await check_run(account.config(), machine=False)
 
 
 async def test_every_line_is_there_whatever_the_others_found(account, repository):

@@ -112,6 +112,12 @@ async def test_a_stack_names_its_network_which_describes_the_gateway(tmp_path):
     assert written["gateway"] == {"processes": 4, "host": "0.0.0.0", "port": 9000, "public_url": NETWORK["PublicUrl"]}
 
 
+async def test_agents_in_a_network_of_the_users_call_the_runs_own_address(tmp_path):
+    target = replace(await read(), arn=ARN, in_network=True)
+    config = RolloutConfig.parse({"model": {"path": "/m"}, **target.settings()})
+    assert (config.gateway.public_url, config.gateway.port) == ("auto", 8000)
+
+
 async def test_without_a_way_to_the_internet_the_gateway_stays_the_users_own():
     target = await read(NetworkStack="my-network", internet="false")
     assert target.network is not None

@@ -7,10 +7,12 @@ import signal
 import socket
 import threading
 from collections import Counter
+from urllib.parse import urlsplit
 
 import openai
 import pytest
 
+from agent_wrapper.endpoint_probe import probe_endpoint
 from agent_wrapper.heartbeat import send_heartbeats
 from agent_wrapper.trajectory import TrajectoryUnavailable, fetch_trajectory
 from builders import complete, eventually, listens, run_config, session_of
@@ -19,7 +21,8 @@ from rollout_backend.gateway.sharding import shard_of
 from rollout_backend.gateway.stats import GatewayStats
 from rollout_backend.local.scripted import ScriptedEngine
 from rollout_backend.serving.gateway_fleet import GatewayFleet
-from rollout_backend.serving.gateway_process import GatewayProcess, own_address
+from rollout_backend.serving.gateway_process import GatewayProcess, is_loopback, own_address
+from rollout_backend.serving.relay_process import public_gateway_config
 from rollout_backend.serving.server_process import free_port
 
 
@@ -70,6 +73,25 @@ def test_the_public_url_names_the_shard(template, urls, tmp_path):
     settings = run_config(gateway={"processes": 2, "port": 8000, "public_url": template})
     shards = [GatewayProcess(settings, "http://e", tmp_path / "log", shard=i) for i in range(2)]
     assert tuple(shard.public_url for shard in shards) == urls
+
+
+@pytest.mark.parametrize("port", [0, 1])
+async def test_agents_reach_a_gateway_at_the_address_that_the_run_found(port, tmp_path, claims):
+    settings = run_config(gateway={"public_url": "auto", "port": port and free_port()})
+    gateway = GatewayProcess(public_gateway_config(settings), "http://e", tmp_path / "log")
+    await gateway.start()
+    try:
+        endpoint = gateway.endpoint(claims())
+        assert not is_loopback(urlsplit(endpoint.base_url).hostname or "")
+        assert await probe_endpoint(endpoint) is None
+    finally:
+        await gateway.stop()
+
+
+def test_behind_a_relay_the_address_is_the_relays():
+    relay = {"url": "wss://relay.example.com", "key": "k" * 32}
+    behind = public_gateway_config(run_config(gateway={"public_url": "auto"}, relay=relay)).gateway
+    assert behind.public_url == "https://relay.example.com/s/{shard}"
 
 
 async def test_two_processes_serve_as_one_gateway(fleet, claims):

@@ -139,6 +139,11 @@ class AgentCoreRuntime(AgentRuntime):
         why = described.get("failureReason", "")
         return {}, CheckResult("problem", setting, f"{name} is {described['status']}, not READY. {why}".rstrip())
 
+    @property
+    def is_in_public_network(self) -> bool:
+        network = self.described.get("networkConfiguration") or {}
+        return network.get("networkMode") == "PUBLIC" and self._config.endpoint_url is None  # emulators run here
+
     def limits(self) -> AgentCoreConfig:
         return self._config
 
