@@ -151,7 +151,7 @@ def _shake_hands(gateway: GatewayConfig, client_context: ssl.SSLContext, host: s
 
 async def _stand_in(stack: AsyncExitStack, config: RolloutConfig) -> str | None:
     """Answer at the gateways' ports until `stack` closes. Return what the answer holds; None if that cannot be."""
-    gateway = config.gateway
+    gateway = public_gateway_config(config).gateway
     if gateway.kind != "process" or not gateway.port or config.relay is not None:
         return None
     token = secrets.token_hex(8)

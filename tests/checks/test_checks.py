@@ -341,6 +341,12 @@ async def test_a_line_about_the_account(account, break_it):
     assert found.level == level
 
 
+async def test_the_address_that_a_run_would_find_leads_to_this_machine():
+    config = run_config(gateway={"public_url": "auto", "port": free_port()})
+    found = line(await check_public_address(config), "gateway-answer")
+    assert (found.level, "leads to this machine" in found.text) == ("ok", True)
+
+
 async def test_the_runs_own_address_is_of_no_use_to_agents_in_the_public_network(account, monkeypatch):
     account.agentcore()
     account.sections["gateway"] = {"public_url": "auto", "port": free_port()}
