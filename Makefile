@@ -174,6 +174,8 @@ constraints: setup  ## pin anew what the extras install
 	done
 	$(RUN)/uv pip compile --group docs --constraint constraints/dev.txt --python-version 3.11 --universal --upgrade \
 	  --no-annotate --no-header --quiet -o constraints/docs.txt
+	$(RUN)/uv pip compile pyproject.toml --extra agent --group agentcore --constraint constraints/agent.txt \
+	  --python-version 3.11 --universal --upgrade --no-annotate --no-header --quiet -o constraints/agentcore.txt
 	# verl and SGLang on GPUs: see infra/trainer.Dockerfile.
 	$(RUN)/uv pip compile pyproject.toml infra/trainer-requirements.in --extra verl \
 	  --override infra/trainer-overrides.txt --python-version 3.12 --python-platform x86_64-manylinux_2_39 --upgrade \

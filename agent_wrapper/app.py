@@ -8,6 +8,8 @@
   stopped.
 - With $ROLLOUT_AGENT_TOKEN, invokes and stops need the header `Authorization: Bearer TOKEN`.
 - An invoke without the block calls the same function directly and returns its return value.
+
+`bedrock_agentcore` serves the same rollouts beside the app of AWS's SDK.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("agent_wrapper")
 
 SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
+LOCAL_PORT = "ROLLOUT_LOCAL_PORT"
+"""Environment variable that replaces AgentCore's port 8080 where several containers share a machine."""
 _TOKEN = "ROLLOUT_AGENT_TOKEN"  # noqa: S105  # the environment variable that holds it; unset: anyone may call
 _UNAUTHORIZED = {"error": "Unauthorized", "message": f"the Authorization header is not `Bearer ${_TOKEN}`"}
 _REMEMBERED = 10_000  # finished attempts that a repeated invoke is answered for
@@ -68,6 +72,7 @@ _UNWIND_SHARE, _FETCH_SHARE, _PUBLISH_SHARE = 0.1, 0.25, 0.5
 _LAST_UNWIND_S, _LAST_FETCH_S, _LAST_PUBLISH_S = 0.5, 2.0, 4.0
 _LAST_REQUESTS_S = 2  # before that, time to finish writing open responses
 _SHUTDOWN_S = 8.0
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _KEEP_ALIVE_S = 4200  # above any load balancer's, so that none reuses a closing connection
 
 _Function = TypeVar("_Function", bound=Callable[[RolloutContext], Any])
@@ -160,7 +165,7 @@ class RolloutApp:
         If $ROLLOUT_PAYLOAD_FILE is set, run the one rollout that this file requests, and exit.
         """
         asgi = self.asgi  # first, so that a missing entrypoint is reported before anything else
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(format=LOG_FORMAT)
         logger.setLevel(logging.INFO)
         if (path := payload_file()) is not None:
             run_and_exit(self, path)
@@ -176,10 +181,14 @@ class RolloutApp:
                 timeout_graceful_shutdown=_LAST_REQUESTS_S,
             )
         finally:
-            # An abandoned agent may hold threads that the interpreter would wait for.
-            if self._stopping.is_set():
-                logging.shutdown()
-                os._exit(0)
+            self.exit_if_stopped()
+
+    def exit_if_stopped(self) -> None:
+        """End the process after `shutdown`, if rollouts have run: an abandoned agent may hold threads that the
+        interpreter would wait for."""
+        if self._stopping.is_set() and self._jobs:
+            logging.shutdown()
+            os._exit(0)
 
     @cached_property
     def asgi(self) -> Starlette:
@@ -201,11 +210,16 @@ class RolloutApp:
         return Starlette(
             routes=[
                 Route("/ping", self._ping, methods=["GET"]),
-                Route("/invocations", self._invocations, methods=["POST"]),
-                Route("/stop", self._stop, methods=["POST"]),
+                Route("/invocations", self.invocations, methods=["POST"]),
+                Route("/stop", self.stop, methods=["POST"]),
             ],
             lifespan=lifespan,
         )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a rollout is running or being published."""
+        return bool(self._tasks)
 
     async def run_payload(self, payload: dict[str, Any]) -> bool:
         """Run the rollout of an invoke with this payload to its end. Return whether its result was published.
@@ -240,7 +254,7 @@ class RolloutApp:
         # The time of the last change, never of this ping: a runtime takes it for the start of idleness.
         return JSONResponse({"status": "HealthyBusy" if busy else "Healthy", "time_of_last_update": since})
 
-    async def _invocations(self, request: Request) -> JSONResponse:
+    async def invocations(self, request: Request) -> JSONResponse:
         from pydantic_core import from_json
         from starlette.responses import JSONResponse
 
@@ -267,7 +281,7 @@ class RolloutApp:
         self._accept(wanted, payload)
         return JSONResponse({"status": "accepted", "rollout_id": wanted.rollout_id})
 
-    async def _stop(self, request: Request) -> JSONResponse:
+    async def stop(self, request: Request) -> JSONResponse:
         """Stop the session that the header names, like a runtime with one container per session."""
         from starlette.responses import JSONResponse
 
@@ -317,9 +331,8 @@ class RolloutApp:
         self._update_busy()
 
     def _update_busy(self) -> None:
-        busy = bool(self._tasks)
-        if busy != self._busy_since_change[0]:
-            self._busy_since_change = (busy, int(time.time()))
+        if self.is_busy != self._busy_since_change[0]:
+            self._busy_since_change = (self.is_busy, int(time.time()))
 
     def _forget_oldest(self) -> None:
         over = len(self._jobs) - _REMEMBERED
@@ -431,7 +444,7 @@ class RolloutApp:
 
     async def _publish_artifacts(self, job: _Job, rollout: Rollout, context: RolloutContext) -> Rollout:
         """Publish the agent's artifacts before the result that lists them. Return that result."""
-        if rollout.reward is None or not context.artifacts:
+        if not rollout.can_be_scored or not context.artifacts:
             return rollout
         request = job.request
         url = request.result.urls.artifacts if request.result.urls is not None else None
@@ -465,7 +478,7 @@ class RolloutApp:
 def _fetch_s(result: AgentResult, left_s: float, least_s: float) -> float:
     """Return how long to retry fetching the trajectory. A completed rollout is worth waiting for until the agent's
     deadline. A failed agent may have failed because the gateway is down, so it gets only `least_s`."""
-    return max(least_s, left_s) if result.failure is None else least_s
+    return max(least_s, left_s) if result.finished else least_s
 
 
 def _is_authorized(request: Request) -> bool:

@@ -13,6 +13,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +44,10 @@ _IN_HOME = {
     "XDG_DATA_HOME": ".local/share",
     "XDG_STATE_HOME": ".local/state",
 }
+
+
+CURRENT: ContextVar[RolloutContext | None] = ContextVar("rollout_context")
+"""The rollout to which the running code belongs: None outside a rollout, unset where that is not known."""
 
 
 def home_variables(folder: Path) -> dict[str, str]:
@@ -145,6 +150,12 @@ class RolloutContext:
             traceparent=traceparent(request.run_id, request.step, request.rollout_id),
             _ends_at=time.monotonic() + remaining_s,
         )
+
+    @classmethod
+    def current(cls) -> RolloutContext:
+        """Return the context of the rollout that this code runs in, for an agent in a `BedrockAgentCoreApp`. In
+        deployment it has no payload, and the endpoint of the environment."""
+        return CURRENT.get(None) or cls.from_environment({})
 
     @classmethod
     def from_environment(cls, payload: dict[str, Any], env: Mapping[str, str] | None = None) -> RolloutContext:

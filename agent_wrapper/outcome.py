@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 import msgpack
 
 from agent_wrapper.contract import (
+    NO_REWARD,
     Failure,
     Images,
     Outcome,
@@ -62,7 +63,7 @@ _OF_COMMANDS: dict[type[Exception], tuple[Outcome, str]] = {
     VerifierError: (Outcome.INFRA_ERROR, "verifier_failed"),
 }
 # Here no exception says so.
-_MODEL_COULD_CAUSE = frozenset({"bad_reward", "command_failed", "invocation_error", "status_code"})
+_MODEL_COULD_CAUSE = frozenset({"bad_reward", "command_failed", "invocation_error", NO_REWARD, "status_code"})
 
 SDK_ERRORS = frozenset(
     {
@@ -98,6 +99,18 @@ class AgentResult:
     extras: dict[str, Any] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
     failure: Failure | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the agent has done its work: it returned a reward, or leaves that to a scorer."""
+        return self.failure is None or self.failure.reason == NO_REWARD
+
+
+@dataclass(frozen=True)
+class Unscored:
+    """What an agent returned that leaves the reward to a scorer."""
+
+    values: Mapping[str, object]
 
 
 def failed(
@@ -146,10 +159,10 @@ def build_rollout(
                 f"the model endpoint left {trajectory.unanswered_calls} calls unanswered: {result.failure.message}"
             )
             result = failed(Outcome.INFRA_ERROR, "model_unavailable", message)
-        elif result.outcome is Outcome.COMPLETED and not any(segment.sampled_tokens for segment in segments):
+        elif result.finished and not any(segment.sampled_tokens for segment in segments):
             message = (
-                "the agent returned a reward, yet nothing was sampled for it: call the model at the context's "
-                "base_url with its api_key"
+                "the agent returned, yet nothing was sampled for it: call the model at the context's base_url with "
+                "its api_key"
             )
             result = failed(Outcome.AGENT_ERROR, "no_model_call", message)
         if result.turn_rewards and len(result.turn_rewards) != (
@@ -157,9 +170,9 @@ def build_rollout(
         ):
             message = f"the agent returned {len(result.turn_rewards)} turn_rewards, and {turns} model calls were made"
             result = failed(Outcome.AGENT_ERROR, "bad_reward", message)
-    elif result.failure is None and isinstance(trajectory, TrajectoryTooLarge):
+    elif result.finished and isinstance(trajectory, TrajectoryTooLarge):
         result = failed(Outcome.AGENT_ERROR, "trajectory_too_large", str(trajectory))
-    elif result.failure is None:
+    elif result.finished:
         result = failed(Outcome.INFRA_ERROR, "trajectory_unavailable", str(trajectory))
     elif trajectory is not None:
         message = f"{result.failure.message} (besides, {trajectory})"
@@ -204,6 +217,13 @@ def describe(error: BaseException) -> str:
 
 
 def _classify_value(value: object) -> AgentResult:
+    if isinstance(value, Unscored):
+        message = "the agent returned no `reward`, and no scorer has computed one: see docs/rewards.md"
+        result = failed(Outcome.AGENT_ERROR, NO_REWARD, message)
+        try:
+            return replace(result, extras=read_extras(value.values))
+        except ValueError as error:
+            return failed(Outcome.AGENT_ERROR, "bad_reward", f"{error}; return JSON values")
     extras: dict[str, Any] = {}
     turn_rewards: tuple[float, ...] = ()
     try:

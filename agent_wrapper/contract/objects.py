@@ -45,6 +45,7 @@ else:  # arrays take no parameter at run time before Python 3.12
     IntArray = FloatArray = array
 
 SCHEMA_VERSION = 1
+NO_REWARD = "no_reward"  # the failure of a rollout whose agent leaves the reward to a scorer
 MAX_REWARD = float.fromhex("0x1.fffffep127")  # the largest float32, in which trainers add up rewards
 _LAST_SECOND = 253402300799  # of the year 9999, where datetime ends
 MAX_MESSAGES = 10_000  # of one conversation
@@ -435,7 +436,7 @@ class ScoredBy(ContractObject):
 
     scorer: str
     sha256: Sha256  # of the scorer's file or command
-    agent_reward: float
+    agent_reward: float | None  # None: the agent returned none
 
 
 class Rollout(_OmitsEmpty):
@@ -491,6 +492,12 @@ class Rollout(_OmitsEmpty):
     def trainable(self) -> bool:
         """Return True if the rollout has a reward and sampled tokens."""
         return self.reward is not None and self.sampled_tokens > 0
+
+    @property
+    def can_be_scored(self) -> bool:
+        """Return True if a scorer may compute the reward."""
+        left_to_scorer = self.failure is not None and self.failure.reason == NO_REWARD and self.sampled_tokens > 0
+        return self.reward is not None or left_to_scorer
 
     @property
     def sampled_tokens(self) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from rollout_backend.child_process import find_uv
 from rollout_backend.serving.install import cache_dir
 
 NAMES = ("agentcore-rl-toolkit", "agentlightning", "rllm-model-gateway")
@@ -38,7 +39,7 @@ def python_of(name: str, pins: Path | None = None) -> Path:
     `pins` is a file of requirements with the versions of all packages. Default: those of the rival `name`.
 
     Raises:
-        RivalFailed: pip failed.
+        RivalFailed: uv failed.
     """
     pins = pins or _pins(name)
     folder = cache_dir() / "rivals" / f"{name}-{hashlib.sha256(pins.read_bytes()).hexdigest()[:8]}"
@@ -49,9 +50,8 @@ def python_of(name: str, pins: Path | None = None) -> Path:
             return python
         print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
         shutil.rmtree(folder, ignore_errors=True)
-        _run([sys.executable, "-m", "venv", str(folder)])
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        _run([*pip, "-r", str(pins)])
+        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+        _run([find_uv(), "pip", "install", "--quiet", "--python", str(python), "--no-deps", "-r", str(pins)])
         (folder / _MARKER).touch()
     return python
 
@@ -80,7 +80,7 @@ def _pins(name: str) -> Path:
 def _run(argv: list[str]) -> None:
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RivalFailed(f"{argv[3:]} ended with {done.returncode}: {tail(done.stdout + done.stderr)}")
+        raise RivalFailed(f"{argv[1:]} ended with {done.returncode}: {tail(done.stdout + done.stderr)}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ WHAT_TO_DO = {
     "command_not_started": "check the command's name, and that the image has it",
     "verifier_failed": "read the end of the verifier's output in the message",
     "bad_reward": "fix the reward",
+    "no_reward": "return `reward`, or set `scoring.function`: see rewards.md",
     "no_model_call": "use the context's `base_url` and `api_key`",
     "status_code": "read the message; see wrap-your-agent.md",
     "invocation_error": "read the message, and the agent's log",

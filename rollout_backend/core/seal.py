@@ -81,7 +81,7 @@ class Sealer:
         return trajectory.model_copy(update={"seal": signed_claims.sign(self._keys[0], seal)})
 
     def check(self, rollout: Rollout) -> None:
-        """Verify the seal of a trainable rollout. Other rollouts need none.
+        """Verify the seal of a rollout that is trainable, or will be with a scorer's reward. Others need none.
 
         Raises:
             ContractError: for the field `seal`; says how the rollout differs from what the gateway returned.
@@ -90,7 +90,7 @@ class Sealer:
 
 
 def check_without_secret(rollout: Rollout) -> None:
-    """Check a trainable rollout against what its seal says, without the signature: finds damage, but no forgery.
+    """Check a rollout against what its seal says, without the signature: finds damage, but no forgery.
 
     Raises:
         ContractError: as `Sealer.check`.
@@ -99,7 +99,7 @@ def check_without_secret(rollout: Rollout) -> None:
 
 
 def _check(rollout: Rollout, read: Callable[[str], SealClaims]) -> None:
-    if not rollout.trainable:
+    if not rollout.can_be_scored or not rollout.sampled_tokens:
         return
     if rollout.seal is None:
         raise ContractError(

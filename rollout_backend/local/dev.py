@@ -21,22 +21,25 @@ from rich.console import Console
 from rich.text import Text
 
 from agent_wrapper.contract import Outcome, Rollout, readable
-from agent_wrapper.daemon_thread import in_thread
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.formats import count
 from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.model_call import Message, ModelCall
 from rollout_backend.core.tasks import Task
+from rollout_backend.errors import ConfigError
 from rollout_backend.gateway.conversations import RecordedTurn
 from rollout_backend.local.harness import AgentHarness, AgentRunError, Watcher
-from rollout_backend.scoring.rollout_scorer import scored
-from rollout_backend.scoring.scorer import ScoreInput, ScoringError, load_scorer
+from rollout_backend.scoring.scorer import ScoringError, configured_scorer, load_scorer
 
 SOURCES = (".py", ".js", ".mjs", ".ts", ".sh", ".go", ".rs", ".yaml", ".yml", ".toml")
 """Suffixes of source files. An agent may write other files into its folder."""
 _ROLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _ROLE_WIDTH = 10
-_WRAPPER_LINE = re.compile(r"INFO:     |\S+ \S+ [A-Z]+ agent_wrapper: ")
+_SERVER_LINE = re.compile(
+    r"^INFO:     .*|\d{4}-\d\d-\d\d \S+ [A-Z]+ agent_wrapper: .*"
+    r'|\{"timestamp": "[^"]*", "level": "INFO", .*"logger": "bedrock_agentcore\.app".*'
+)
+"""What the app's server writes, perhaps behind an agent's unfinished line."""
 _RAISED = "agent_wrapper: the agent raised"  # then follows the traceback, which the result has too
 _FRAME = re.compile(r'  File "(?P<file>.+?)", line \d+')
 _TRACEBACK = "Traceback (most recent call last):"
@@ -122,11 +125,15 @@ class DevRunner:
         finally:
             waiting.cancel()
         took_s = time.monotonic() - began
-        if rollout.reward is not None and "harbor" in (task.private or {}):
+        is_harbor = "harbor" in (task.private or {})
+        if is_harbor or self._config.scoring.enabled:
             try:
-                rollout = await self._score(task, rollout)
-            except ScoringError as error:
-                self._print(Text(f"the task's tests failed: {readable(str(error))}", "red"))
+                settings = self._config.scoring.model_dump()
+                scorer = load_scorer(VERIFIER) if is_harbor else configured_scorer(settings)
+                rollout = await self._harness.score(rollout, scorer, task.payload, task.private)
+            except (ConfigError, ScoringError) as error:
+                what = "the task's tests" if is_harbor else "the scorer"
+                self._print(Text(f"{what} failed: {readable(str(error))}", "red"))
                 return
         self._print_result(rollout, took_s)
 
@@ -138,12 +145,6 @@ class DevRunner:
                 took_s = time.monotonic() - began
                 text = f"{took_s:.0f} s: {printer.waits_for()}; its limit is {limit_s:g} s (timeouts.agent_s)"
                 printer.print(Text(text, "yellow"))
-
-    async def _score(self, task: Task, rollout: Rollout) -> Rollout:
-        """Return the rollout of a Harbor task with the reward of the task's tests. Raises ScoringError."""
-        artifacts = await self._harness.artifacts(rollout)
-        given = ScoreInput(task.task_id, dict(task.payload), dict(task.private or {}), rollout, artifacts)
-        return scored(rollout, await in_thread(lambda: load_scorer(VERIFIER).score(given), "verifier"))
 
     def _print_result(self, rollout: Rollout, seconds: float) -> None:
         turns = sum(len(segment.turns) for segment in rollout.segments)
@@ -199,7 +200,8 @@ class CallPrinter:
 
     def _output(self, line: str) -> None:
         self._raised |= _RAISED in line
-        if line and not self._raised and not _WRAPPER_LINE.match(line):
+        line = _SERVER_LINE.sub("", line)
+        if line and not self._raised:
             self.print(Text.assemble((f"{'output':{_ROLE_WIDTH}}", "magenta"), readable(line)))
 
     def _started(self, call: ModelCall) -> None:

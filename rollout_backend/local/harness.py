@@ -37,6 +37,7 @@ from agent_wrapper.contract import (
     artifacts_key,
     unpack_artifacts,
 )
+from agent_wrapper.daemon_thread import in_thread
 from rollout_backend import aws
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.model_call import ModelCall
@@ -49,10 +50,13 @@ from rollout_backend.gateway.journal import read_session
 from rollout_backend.local.call_proxy import CallProxy
 from rollout_backend.local.cloud import ARN, LocalRuntime, LocalStorage
 from rollout_backend.local.scripted import BYTE_MODEL, Script, ScriptedEngine
+from rollout_backend.scoring.rollout_scorer import scored
+from rollout_backend.scoring.scorer import ScoreInput, Scorer
 from rollout_backend.serving.gateway_process import GatewayProcess
 
 if TYPE_CHECKING:
     from agent_wrapper import RolloutApp
+    from agent_wrapper.bedrock_agentcore import BedrockAgentCoreApp
 
 _RUN_ID = "test"
 _POLL_S, _MAX_POLL_S = 0.02, 0.5
@@ -134,7 +138,7 @@ class AgentHarness:
 
     async def run(
         self,
-        agent: RolloutApp | Path | str,
+        agent: RolloutApp | BedrockAgentCoreApp | Path | str,
         task: Mapping[str, Any],
         replies: Script | None,
         *,
@@ -145,7 +149,7 @@ class AgentHarness:
     ) -> Rollout:
         """Run one rollout of `agent` on `task`; return its result from S3.
 
-        A `RolloutApp` runs in this process. A path to a Python file runs in a separate process, as in its container.
+        An app object runs in this process. A path to a Python file runs in a separate process, as in its container.
         `replies` are the model's answers, in order. `timeout_s` limits the agent's time. If the agent fails or takes
         longer, the rollout's `outcome` and `failure` report it. `watcher` is told of each model call. `before_stop`
         is called with the session's id once the result is in S3.
@@ -163,7 +167,7 @@ class AgentHarness:
 
     async def _run(
         self,
-        agent: RolloutApp | Path | str,
+        agent: RolloutApp | BedrockAgentCoreApp | Path | str,
         task: Mapping[str, Any],
         claims: SessionClaims,
         endpoint: ModelEndpoint,
@@ -194,6 +198,21 @@ class AgentHarness:
                 if before_stop is not None:
                     await before_stop(request.session_id)
                 return rollout
+
+    async def score(
+        self, rollout: Rollout, scorer: Scorer, task: Mapping[str, Any], private: Mapping[str, Any] | None = None
+    ) -> Rollout:
+        """Return the rollout of `task` with the scorer's reward, if it can be scored.
+
+        Raises:
+            ScoringError: the scorer failed.
+        """
+        if not rollout.can_be_scored:
+            return rollout
+        given = ScoreInput("task", dict(task), dict(private or {}), rollout, await self.artifacts(rollout))
+        if scorer.is_async:
+            return scored(rollout, await scorer.score_async(given))
+        return scored(rollout, await in_thread(lambda: scorer.score(given), "scorer"))
 
     async def artifacts(self, rollout: Rollout) -> dict[str, bytes]:
         """Return the files that a rollout has published."""
@@ -284,7 +303,7 @@ class AgentHarness:
 
     @asynccontextmanager
     async def _in_this_process(
-        self, app: RolloutApp, payload: dict[str, Any]
+        self, app: RolloutApp | BedrockAgentCoreApp, payload: dict[str, Any]
     ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
         transport = httpx.ASGITransport(app.asgi)
         async with httpx.AsyncClient(transport=transport, base_url="http://agent", timeout=None) as http:  # noqa: S113

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent_wrapper import RolloutApp
+    from agent_wrapper.bedrock_agentcore import BedrockAgentCoreApp
     from agent_wrapper.contract import ModelEndpoint, Rollout, Sampling
     from rollout_backend.local.cloud import LocalCloud
     from rollout_backend.local.scripted import Script
@@ -31,20 +32,28 @@ class _Blocking:
 
     def run_agent(
         self,
-        agent: RolloutApp | Path | str,
+        agent: RolloutApp | BedrockAgentCoreApp | Path | str,
         task: Mapping[str, Any],
         replies: Script,
         *,
         sampling: Sampling | None = None,
         timeout_s: float = 240.0,
         outcome: str | None = "completed",
+        scorer: str | None = None,
+        private: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """See `AgentHarness.run`. Fail the test if the rollout has another outcome, unless `outcome` is None."""
+        """See `AgentHarness.run`. Fail the test if the rollout has another outcome, unless `outcome` is None.
+
+        `scorer` computes the reward, named as in `scoring.function`; it gets the task's `private` part.
+        """
         __tracebackhide__ = True
         from rollout_backend.errors import RolloutBackendError
+        from rollout_backend.scoring.scorer import load_scorer
 
         async def run() -> Rollout:
             rollout: Rollout = await self._harness.run(agent, task, replies, sampling=sampling, timeout_s=timeout_s)
+            if scorer is not None:
+                rollout = await self._harness.score(rollout, load_scorer(scorer), task, private)
             return rollout
 
         try:

@@ -23,6 +23,7 @@ from typing import Any
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field
 
+from agent_wrapper.app import LOCAL_PORT
 from rollout_backend.dispatch.token_bucket import TokenBucket
 from rollout_backend.errors import StartupError
 from rollout_backend.local.spawner import Spawner
@@ -266,7 +267,7 @@ class SessionPool:
 
     async def _start(self, session: RuntimeSession) -> None:
         session.port = free_port(among=_PORTS)
-        env = {"PORT": str(session.port), "HOST": "127.0.0.1"}
+        env = {"PORT": str(session.port), LOCAL_PORT: str(session.port), "HOST": "127.0.0.1"}
         session.process = await self._spawners[-1].spawn(f"session {session.id}", env, session.log)
         deadline = self._clock() + self._limits.startup_timeout_s
         while not await self._ping(session):

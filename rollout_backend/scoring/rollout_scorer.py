@@ -123,14 +123,15 @@ class RolloutScorer:
 
 
 def scored(rollout: Rollout, score: Score) -> Rollout:
-    """Return a rollout with the scorer's reward in place of the agent's."""
-    assert rollout.reward is not None
+    """Return a rollout with the scorer's reward, in place of the agent's if it returned one."""
+    completed = {} if rollout.reward is not None else {"outcome": Outcome.COMPLETED, "failure": None}
     return rollout.model_copy(
         update={
             "reward": score.reward,
             "turn_rewards": score.turn_rewards,
             "extras": rollout.extras | score.extras,
             "score": ScoredBy(scorer=score.scorer, sha256=score.sha256, agent_reward=rollout.reward),
+            **completed,
         }
     )
 

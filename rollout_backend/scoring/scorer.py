@@ -170,6 +170,13 @@ class Scorer:
         return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
 
 
+def configured_scorer(settings: Mapping[str, Any]) -> Scorer:
+    """Return the scorer of the section `scoring`. Raises ConfigError as `load_scorer` does."""
+    if settings["function"] is not None:
+        return load_scorer(settings["function"])
+    return command_scorer(settings["command"], settings["timeout_s"])
+
+
 def load_scorer(where: str) -> Scorer:
     """Import a scorer, named as `FILE.py:function` or `module:function`. It may be async.
 

@@ -27,7 +27,7 @@ import msgpack
 
 from agent_wrapper.contract import ContractError
 from rollout_backend.errors import ConfigError
-from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, command_scorer, load_scorer
+from rollout_backend.scoring.scorer import ScoreInput, Scorer, ScoringError, configured_scorer
 
 HEADER = struct.Struct(">QI")  # number of the call, length
 _Requests = queue.SimpleQueue[tuple[int, bytes]]
@@ -41,7 +41,7 @@ def main(settings: str) -> None:
     requests: _Requests = queue.SimpleQueue()
     threading.Thread(target=_read_all, args=(frames, requests), daemon=True).start()
     try:
-        scorer = _load(json.loads(settings))
+        scorer = configured_scorer(json.loads(settings))
     except ConfigError as error:
         _answer(answers, 0, {"error": str(error)})
         return
@@ -52,12 +52,6 @@ def main(settings: str) -> None:
         number, body = requests.get()
         if body:
             _answer(answers, number, _score(scorer, body))
-
-
-def _load(settings: dict[str, Any]) -> Scorer:
-    if settings["function"] is not None:
-        return load_scorer(settings["function"])
-    return command_scorer(settings["command"], settings["timeout_s"])
 
 
 async def _serve(scorer: Scorer, requests: _Requests, answers: BinaryIO, timeout_s: float) -> None:

@@ -3,7 +3,7 @@
 Invariants:
 
 - a result settles its rollout once; a later result of the same rollout is counted, and changes nothing;
-- with a scorer, a result that has a reward settles its rollout once it is scored: see `scoring`;
+- with a scorer, a result that can be scored settles its rollout once it is: see `scoring`;
 - a failure marker of an attempt that an earlier trainer started does not settle its rollout: its gateway may have
   been unreachable during the restart, so the rollout has another attempt;
 - nor does that of a container that the runtime stopped while its agent ran, if an attempt is left.
@@ -86,7 +86,7 @@ class StepResults:
             self.latencies.append(max(0.0, now - announced_at))
         if rollout.finished_at:
             self._lags.append(max(0.0, now - rollout.finished_at))
-        if services.scorer is None or rollout.reward is None:
+        if services.scorer is None or not rollout.can_be_scored:
             self._settle(task, rollout, data)
         else:
             self.scoring.start(services.scorer, task, rollout, data)

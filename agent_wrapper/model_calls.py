@@ -1,0 +1,145 @@
+"""Send the model calls of a rollout to the model being trained, whichever endpoint the agent's client was made for.
+
+Clients are often made when the agent's module is imported, before any rollout is known. So what is changed is each
+request, when it is sent:
+
+- of httpx, which the SDKs of OpenAI and Anthropic use: a POST of a JSON object with `model` to a path of their APIs
+  gets the endpoint, the key and the model's name of its rollout;
+- of Strands: a call of `BedrockModel`, whose API only Bedrock has, is made through `OpenAIModel`.
+
+Invariants:
+
+- Outside a rollout, requests are sent unchanged.
+- A request belongs to the rollout in whose context (`contextvars`) it is sent. In a thread without that context it
+  belongs to the only rollout of this process; if there are several, it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+import math
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from agent_wrapper.context import CURRENT, RolloutContext
+
+_HTTP_CLIENTS = ("httpx", "httpx2")  # openai 3 uses httpx2
+_PATHS = ("/chat/completions", "/completions", "/messages/count_tokens", "/messages", "/responses")
+_REPLACED = frozenset({"authorization", "x-api-key", "api-key", "host", "content-length"})
+# Clients refuse to be made without a key. Each request gets the key of its rollout.
+_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
+
+_installing = threading.Lock()
+_installed: set[str] = set()
+_running: list[RolloutContext] = []
+
+
+def leave_unchanged() -> None:
+    """Send later requests in this context unchanged."""
+    CURRENT.set(None)
+
+
+@contextlib.contextmanager
+def redirected(context: RolloutContext) -> Iterator[None]:
+    """Send the model calls that are made in this context to the endpoint of a rollout."""
+    _install()
+    token = CURRENT.set(context)
+    _running.append(context)
+    try:
+        yield
+    finally:
+        _running.remove(context)
+        CURRENT.reset(token)
+
+
+def _rollout() -> RolloutContext | None:
+    try:
+        return CURRENT.get()
+    except LookupError:
+        pass
+    if len(running := [*_running]) > 1:
+        raise RuntimeError(
+            f"{len(running)} rollouts run in this process, and nothing says to which one this model call belongs: "
+            "start the thread with contextvars.copy_context().run"
+        )
+    return running[0] if running else None
+
+
+def _install() -> None:
+    with _installing:
+        for name in _KEYS:
+            os.environ.setdefault(name, "rollout")
+        for name in _HTTP_CLIENTS:
+            if name not in _installed and importlib.util.find_spec(name) is not None:
+                _redirect_http(importlib.import_module(name))
+                _installed.add(name)
+        if "strands" not in _installed and all(map(importlib.util.find_spec, ("strands", "openai"))):
+            _redirect_strands()
+            _installed.add("strands")
+
+
+def _redirect_http(module: Any) -> None:
+    send, async_send = module.Client.send, module.AsyncClient.send
+
+    @functools.wraps(send)
+    def redirected_send(client: Any, request: Any, *args: Any, **more: Any) -> Any:
+        return send(client, _redirect(request), *args, **more)
+
+    @functools.wraps(async_send)
+    async def redirected_async_send(client: Any, request: Any, *args: Any, **more: Any) -> Any:
+        return await async_send(client, _redirect(request), *args, **more)
+
+    module.Client.send, module.AsyncClient.send = redirected_send, redirected_async_send
+
+
+def _redirect(request: Any) -> Any:
+    """Return the request to send instead."""
+    path = next((path for path in _PATHS if request.url.path.endswith(path)), None)
+    if request.method != "POST" or path is None or (context := _rollout()) is None:
+        return request
+    try:
+        body = json.loads(request.content)
+    except (ValueError, RuntimeError):  # no JSON, or a stream, which no SDK sends
+        return request
+    if not isinstance(body, dict) or not isinstance(body.get("model"), str):
+        return request
+    headers = [(name, value) for name, value in request.headers.multi_items() if name.lower() not in _REPLACED]
+    # A call that the client gives up and repeats is sampled twice.
+    left_s = None if math.isinf(context.remaining_s) else max(1.0, context.remaining_s)
+    timeout = {**request.extensions.get("timeout", {}), "read": left_s}
+    return type(request)(
+        "POST",
+        context.base_url + path,
+        headers=[*headers, ("Authorization", f"Bearer {context.api_key}")],
+        content=json.dumps({**body, "model": context.model}).encode(),
+        extensions={**request.extensions, "timeout": timeout},
+    )
+
+
+def _redirect_strands() -> None:
+    from strands.models.bedrock import BedrockModel
+    from strands.models.openai import OpenAIModel
+
+    stream, structured_output = BedrockModel.stream, BedrockModel.structured_output
+
+    def substitute() -> Any:
+        context = _rollout()
+        return context and OpenAIModel(client_args=context.openai_kwargs(), model_id=context.model)
+
+    @functools.wraps(stream)
+    def redirected_stream(model: Any, *args: Any, **more: Any) -> Any:
+        other = substitute()
+        return stream(model, *args, **more) if other is None else other.stream(*args, **more)
+
+    @functools.wraps(structured_output)
+    def redirected_output(model: Any, *args: Any, **more: Any) -> Any:
+        other = substitute()
+        return structured_output(model, *args, **more) if other is None else other.structured_output(*args, **more)
+
+    BedrockModel.stream, BedrockModel.structured_output = redirected_stream, redirected_output

@@ -1,0 +1,153 @@
+"""Run as a script: an agent as users of the bedrock-agentcore SDK write it. $ROLLOUTS: its import line is changed."""
+
+import asyncio
+import functools
+import os
+import sys
+import threading
+import time
+
+import anthropic
+import openai
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from strands import Agent
+
+if "ROLLOUTS" in os.environ:
+    from agent_wrapper.bedrock_agentcore import BedrockAgentCoreApp
+else:
+    from bedrock_agentcore import BedrockAgentCoreApp
+from bedrock_agentcore.runtime import BedrockAgentCoreContext, PingStatus
+
+app = BedrockAgentCoreApp(debug=True)
+OPENAI = openai.OpenAI(max_retries=0)  # made before any invoke
+ANTHROPIC = anthropic.AsyncAnthropic(max_retries=0)
+STRANDS = Agent(callback_handler=None)  # of Bedrock
+MESSAGES = [{"role": "user", "content": "Hi"}]
+tasks = []
+
+
+def ask():
+    return OPENAI.chat.completions.create(model="gpt-5", messages=MESSAGES).choices[0].message.content
+
+
+def ask_in_thread():
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(ask()))  # without the context of its starter
+    thread.start()
+    thread.join()
+    return replies[0]
+
+
+async def ask_anthropic():
+    reply = await ANTHROPIC.messages.create(model="claude", max_tokens=9, messages=MESSAGES)
+    return reply.content[0].text
+
+
+@app.async_task
+async def work(payload):
+    while not os.path.exists(payload["go"]):
+        await asyncio.sleep(0.01)
+    ask()
+
+
+def work_in_thread(payload, task_id):
+    while not os.path.exists(payload["go"]):
+        time.sleep(0.01)
+    ask()
+    app.complete_async_task(task_id)
+
+
+def act(payload, context):
+    """Do what the payload says, and return what an entrypoint would."""
+    match payload.get("do") if isinstance(payload, dict) else None:
+        case "fail":
+            raise ValueError("no such tool: ü")
+        case "refuse":
+            raise HTTPException(422, "no prompt")
+        case "respond":
+            return JSONResponse({"error": "not found"}, 404, {"X-Mine": "1"})
+        case "return":
+            return payload["value"]
+        case "object":
+            return {"made": {1, 2}, "other": object}
+        case "begin":
+            tasks.append(app.add_async_task("job", {"n": 1}))
+            return app.get_current_ping_status().value
+        case "complete":
+            return app.complete_async_task(tasks.pop() if tasks else 0)
+        case "background":
+            task_id = app.add_async_task("job")
+            threading.Thread(target=work_in_thread, args=(payload, task_id)).start()
+            return {"status": "processing"}
+        case "ask":
+            replies = [ask() for _ in range(payload.get("times", 1))]
+            return {"reward": 0.5, "replies": replies}
+        case "thread":
+            return {"reward": 0.5, "replies": [ask_in_thread()]}
+        case "strands":
+            return {"result": STRANDS("Hi").message}
+        case "wait":
+            with open(payload["started"], "w") as pipe:
+                pipe.write("!")
+            time.sleep(600)
+    headers = {name: value for name, value in (context.request_headers or {}).items() if name.startswith("x-")}
+    return {
+        "payload": payload,
+        "session": [context.session_id, BedrockAgentCoreContext.get_session_id()],
+        "token": BedrockAgentCoreContext.get_workload_access_token(),
+        "headers": headers,
+    }
+
+
+def sync_agent(payload, context):
+    return act(payload, context)
+
+
+async def async_agent(payload, context):
+    match payload.get("do") if isinstance(payload, dict) else None:
+        case "anthropic":
+            return {"reward": 0.5, "replies": [await ask_anthropic()]}
+        case "background":
+            asyncio.create_task(work(payload))
+            return {"status": "processing"}
+        case "wait":
+            with open(payload["started"], "w") as pipe:
+                pipe.write("!")
+            await asyncio.Event().wait()
+    return act(payload, context)
+
+
+def sync_generator(payload, context):
+    yield "ü"
+    yield {"n": 1}
+    yield act(payload, context)
+
+
+async def async_generator(payload, context):
+    yield "ü"
+    yield {"n": 1}
+    yield act(payload, context)
+
+
+def payload_only(payload):
+    return {"given": payload}
+
+
+async def partial_agent(extra, payload):
+    return {"given": payload, "extra": extra}
+
+
+@app.websocket
+async def websocket(connection, context):
+    await connection.accept()
+    await connection.send_json({"got": await connection.receive_json(), "session": context.session_id})
+    await connection.close()
+
+
+if __name__ == "__main__":
+    agents = {each.__name__: each for each in (sync_agent, async_agent, sync_generator, async_generator, payload_only)}
+    app.entrypoint(agents.get(sys.argv[1]) or functools.partial(partial_agent, 7))
+    if "IDLE" in os.environ:
+        app.ping(lambda: PingStatus.HEALTHY)
+    app.run(int(os.environ["PORT"]), "127.0.0.1")
