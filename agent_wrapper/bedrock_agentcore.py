@@ -133,7 +133,8 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
 
         async def async_agent(context: RolloutContext) -> Any:
             with model_calls.redirected(context):
-                _background_tasks.set(tasks := set())
+                tasks: set[int] = set()
+                _background_tasks.set(tasks)
                 value = await _last_value(call(context))
                 await asyncio.sleep(0)  # a task that the agent has created begins and registers itself
                 while is_active(tasks):  # noqa: ASYNC110  # the app has no event for their end
@@ -142,7 +143,8 @@ class BedrockAgentCoreApp(_BedrockAgentCoreApp):
 
         def sync_agent(context: RolloutContext) -> Any:
             with model_calls.redirected(context):
-                _background_tasks.set(tasks := set())
+                tasks: set[int] = set()
+                _background_tasks.set(tasks)
                 value = call(context)
                 if inspect.isawaitable(value) or inspect.isasyncgen(value):
                     value = asyncio.run(_last_value(value))

@@ -174,7 +174,7 @@ def build_rollout(
         result = failed(Outcome.AGENT_ERROR, "trajectory_too_large", str(trajectory))
     elif result.finished:
         result = failed(Outcome.INFRA_ERROR, "trajectory_unavailable", str(trajectory))
-    elif trajectory is not None:
+    elif trajectory is not None and result.failure is not None:
         message = f"{result.failure.message} (besides, {trajectory})"
         result = replace(result, failure=result.failure.model_copy(update={"message": message}))
     failure = result.failure

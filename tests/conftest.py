@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -118,6 +119,16 @@ def make_rollout(run_id: str) -> Callable[..., Rollout]:
 @pytest.fixture
 def claims() -> Callable[..., SessionClaims]:
     return rollouts.make_claims
+
+
+@pytest.fixture(scope="session")
+def agentcore_python(repository: Path) -> Path:
+    """The interpreter of an environment with AWS's SDK, which is made once: its boto3 is not that of this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(repository / "benchmarks")
+        environments = importlib.import_module("rivals.environments")
+    python: Path = environments.python_of("agentcore", repository / "constraints" / "agentcore.txt")
+    return python
 
 
 @pytest.fixture(scope="session")

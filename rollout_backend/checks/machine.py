@@ -70,11 +70,12 @@ RolloutApp.run = served
 script = sys.argv[1]
 sys.path.insert(0, str(Path(script).parent))
 for value in runpy.run_path(script, run_name="agent").values():
-    if isinstance(value, RolloutApp):
+    if isinstance(value, RolloutApp) or hasattr(value, "add_async_task") and hasattr(value, "asgi"):
         served(value)
 print("no app")
 """
 _IMPORT_S = 120.0
+_APPS = "and no BedrockAgentCoreApp of agent_wrapper.bedrock_agentcore"
 
 
 def check_agent(script: Path) -> CheckResult:
@@ -92,7 +93,7 @@ def check_agent(script: Path) -> CheckResult:
     if done.returncode == 0 and done.stdout.endswith("imported\n"):
         return CheckResult("ok", "agent", f"{script} can be imported")
     if done.returncode == 0 and done.stdout.endswith("no app\n"):
-        return CheckResult("warning", "agent", f"{script} makes no RolloutApp when it is imported")
+        return CheckResult("warning", "agent", f"{script} makes no RolloutApp when it is imported, {_APPS}")
     silent = f"it exits with code {done.returncode} while it is imported"
     last = (done.stderr.strip().splitlines() or [silent])[-1]
     lines = re.findall(rf'File "{re.escape(str(script.absolute()))}", line (\d+)', done.stderr)

@@ -3,26 +3,27 @@
 import asyncio
 import functools
 import os
-import sys
 import threading
 import time
 
-import anthropic
-import openai
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from strands import Agent
 
-if "ROLLOUTS" in os.environ:
+if os.environ.get("ROLLOUTS"):
     from agent_wrapper.bedrock_agentcore import BedrockAgentCoreApp
 else:
     from bedrock_agentcore import BedrockAgentCoreApp
 from bedrock_agentcore.runtime import BedrockAgentCoreContext, PingStatus
 
 app = BedrockAgentCoreApp(debug=True)
-OPENAI = openai.OpenAI(max_retries=0)  # made before any invoke
-ANTHROPIC = anthropic.AsyncAnthropic(max_retries=0)
-STRANDS = Agent(callback_handler=None)  # of Bedrock
+if os.environ.get("CLIENTS"):  # made before any invoke
+    import anthropic
+    import openai
+    from strands import Agent
+
+    OPENAI = openai.OpenAI(max_retries=0)
+    ANTHROPIC = anthropic.AsyncAnthropic(max_retries=0)
+    STRANDS = Agent(callback_handler=None)  # of Bedrock
 MESSAGES = [{"role": "user", "content": "Hi"}]
 tasks = []
 
@@ -46,14 +47,19 @@ async def ask_anthropic():
 
 @app.async_task
 async def work(payload):
-    while not os.path.exists(payload["go"]):
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(wait, payload)
     ask()
 
 
-def work_in_thread(payload, task_id):
-    while not os.path.exists(payload["go"]):
+def wait(payload):
+    with open(payload["started"], "w") as pipe:
+        pipe.write("!")
+    while not os.path.exists(payload.get("go", "/never")):
         time.sleep(0.01)
+
+
+def work_in_thread(payload, task_id):
+    wait(payload)
     ask()
     app.complete_async_task(task_id)
 
@@ -88,9 +94,7 @@ def act(payload, context):
         case "strands":
             return {"result": STRANDS("Hi").message}
         case "wait":
-            with open(payload["started"], "w") as pipe:
-                pipe.write("!")
-            time.sleep(600)
+            wait(payload)
     headers = {name: value for name, value in (context.request_headers or {}).items() if name.startswith("x-")}
     return {
         "payload": payload,
@@ -109,12 +113,10 @@ async def async_agent(payload, context):
         case "anthropic":
             return {"reward": 0.5, "replies": [await ask_anthropic()]}
         case "background":
-            asyncio.create_task(work(payload))
+            tasks.append(asyncio.create_task(work(payload)))
             return {"status": "processing"}
         case "wait":
-            with open(payload["started"], "w") as pipe:
-                pipe.write("!")
-            await asyncio.Event().wait()
+            await asyncio.to_thread(wait, payload)
     return act(payload, context)
 
 
@@ -145,9 +147,17 @@ async def websocket(connection, context):
     await connection.close()
 
 
+async def use(request):
+    app.entrypoint(ENTRYPOINTS[request.path_params["name"]])
+    return JSONResponse({})
+
+
+FUNCTIONS = (sync_agent, async_agent, sync_generator, async_generator, payload_only)
+ENTRYPOINTS = {each.__name__: each for each in FUNCTIONS} | {"partial": functools.partial(partial_agent, 7)}
+app.entrypoint(sync_agent)
+app.add_route("/use/{name}", use)
+if "IDLE" in os.environ:
+    app.ping(lambda: PingStatus.HEALTHY)
+
 if __name__ == "__main__":
-    agents = {each.__name__: each for each in (sync_agent, async_agent, sync_generator, async_generator, payload_only)}
-    app.entrypoint(agents.get(sys.argv[1]) or functools.partial(partial_agent, 7))
-    if "IDLE" in os.environ:
-        app.ping(lambda: PingStatus.HEALTHY)
     app.run(int(os.environ["PORT"]), "127.0.0.1")

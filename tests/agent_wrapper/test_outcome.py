@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agent_wrapper import AgentFailure, CommandError
 from agent_wrapper.contract import ModelEndpoint, Outcome, ResultTarget, Rollout, RolloutRequest, Sampling, Trajectory
-from agent_wrapper.outcome import build_rollout, classify, failed
+from agent_wrapper.outcome import Unscored, build_rollout, classify, failed
 from agent_wrapper.runner import Raised, Returned
 from agent_wrapper.trajectory import TrajectoryTooLarge, TrajectoryUnavailable
 from rollouts import make_rollout, make_segment
@@ -289,6 +289,27 @@ def test_returned_messages_are_extras():
     rollout = rollout_of({"reward": 1, "messages": MESSAGES}, SAMPLED)
     assert rollout.trainable
     assert rollout.extras == {"messages": MESSAGES}
+
+
+def test_an_agent_may_leave_its_reward_to_a_scorer():
+    rollout = rollout_of(Unscored({"result": "4"}), SAMPLED)
+    assert ended(rollout) == (Outcome.AGENT_ERROR, None, "no_reward")
+    assert (rollout.can_be_scored, rollout.trainable, rollout.extras) == (True, False, {"result": "4"})
+
+
+@pytest.mark.parametrize(
+    ("values", "trajectory", "reason"),
+    [
+        ({}, NOTHING, "no_model_call"),
+        ({}, SAMPLED.model_copy(update={"unanswered_calls": 1}), "model_unavailable"),
+        ({}, TrajectoryUnavailable("no answer"), "trajectory_unavailable"),
+        ({}, TrajectoryTooLarge("it has 300 segments"), "trajectory_too_large"),
+        ({"result": math.nan}, SAMPLED, "bad_reward"),
+    ],
+)
+def test_an_unscored_rollout_without_what_a_scorer_needs_cannot_be_scored(values, trajectory, reason):
+    rollout = rollout_of(Unscored(values), trajectory)
+    assert (rollout.failure.reason, rollout.can_be_scored) == (reason, False)
 
 
 @pytest.mark.parametrize("returned", [{}, {"messages": MESSAGES}])

@@ -248,7 +248,7 @@ def test_a_rate_that_is_too_low_for_the_batch(rollout, config, tasks):
             "@app.entrypoint\ndef agent(context): ...\napp.run()\n",
             "ok agent: {} can be imported",
         ),
-        ("print('hello')\n", "warning agent: {} makes no RolloutApp when it is imported"),
+        ("print('hello')\n", "warning agent: {} makes no RolloutApp when it is imported, and no BedrockAgentCoreApp"),
     ],
     ids=["import error", "exits at once", "exits with 0", "no entrypoint", "serves at once", "no app"],
 )

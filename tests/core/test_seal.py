@@ -161,9 +161,10 @@ def test_the_number_of_lost_calls_cannot_be_hidden():
     assert "counts 2 model calls" in refusal(seal=sealed(lost))
 
 
-def test_a_scored_agent_error_needs_a_seal():
-    failure = Failure(reason="agent_failure", message="gave up")
-    assert "is missing" in refusal(outcome=Outcome.AGENT_ERROR, failure=failure, reward=-1.0, seal=None)
+@pytest.mark.parametrize(("reason", "reward"), [("agent_failure", -1.0), ("no_reward", None)])
+def test_an_agent_error_that_is_or_can_be_scored_needs_a_seal(reason, reward):
+    failure = Failure(reason=reason, message="gave up")
+    assert "is missing" in refusal(outcome=Outcome.AGENT_ERROR, failure=failure, reward=reward, seal=None)
 
 
 def test_a_rollout_that_is_not_trained_needs_no_seal():

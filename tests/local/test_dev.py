@@ -278,8 +278,11 @@ async def test_the_tests_of_a_harbor_task_score_what_the_agent_left(tmp_path):
     (left / "answer.txt").write_text("42")
     (tests / "test.sh").write_text("cp answer.txt /logs/verifier/reward.txt")
 
-    class Harness:
+    class Harness(AgentHarness):
         published = True
+
+        def __init__(self) -> None:
+            pass
 
         async def run(self, *_: object, **__: object) -> Rollout:
             return make_rollout("t.0", reward=0.0)
