@@ -395,7 +395,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     if message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": _SIGNATURE})
     if message.get("content"):
-        blocks.append({"type": "text", "text": message["content"], "citations": None})
+        blocks.append({"type": "text", "text": message["content"]})
     return blocks + [
         {**_tool_use(call), "input": _input(call["function"]["arguments"])}
         for call in message.get("tool_calls") or ()
@@ -467,7 +467,7 @@ class _Events:
             yield from self._switch("reasoning", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._piece("thinking_delta", thinking=delta.text)
         else:
-            yield from self._switch("text", {"type": "text", "text": "", "citations": None})
+            yield from self._switch("text", {"type": "text", "text": ""})
             yield self._piece("text_delta", text=delta.text)
 
     def end(self, answer: Answer) -> Iterator[bytes]:
