@@ -159,7 +159,7 @@ $(CLIENTS_READY): $(UV) pyproject.toml constraints/clients.txt
 	$(call install,$(CLIENTS),-c constraints/clients.txt -e '.[clients]')
 
 docs: setup $(DOCS_READY)  ## the pages that are made from the code, and the site in build/site; a broken link fails
-	for page in settings api cli calls contract_schema performance results; do $(RUN)/python docs/make_$$page.py || exit; done
+	for page in settings api cli calls clients contract_schema performance results; do $(RUN)/python docs/make_$$page.py || exit; done
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "open build/site/index.html; to search the pages, serve them: python -m http.server -d build/site"
 
@@ -176,6 +176,7 @@ constraints: setup  ## pin anew what the extras install
 	  --no-annotate --no-header --quiet -o constraints/docs.txt
 	$(RUN)/uv pip compile pyproject.toml --extra agent --group agentcore --constraint constraints/agent.txt \
 	  --python-version 3.11 --universal --upgrade --no-annotate --no-header --quiet -o constraints/agentcore.txt
+	$(RUN)/python tests/support/harnesses.py
 	# verl and SGLang on GPUs: see infra/trainer.Dockerfile.
 	$(RUN)/uv pip compile pyproject.toml infra/trainer-requirements.in --extra verl \
 	  --override infra/trainer-overrides.txt --python-version 3.12 --python-platform x86_64-manylinux_2_39 --upgrade \

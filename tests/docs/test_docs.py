@@ -188,7 +188,7 @@ def generator(name: str) -> ModuleType:
 
 
 def test_the_generated_pages_are_up_to_date() -> None:
-    for name in ("settings", "cli", "calls", "api", "contract_schema"):
+    for name in ("settings", "cli", "calls", "clients", "api", "contract_schema"):
         module = generator(f"make_{name}")
         assert module.PAGE.read_text() == module.page(), f"run `python docs/make_{name}.py`"
 

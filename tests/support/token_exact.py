@@ -1,10 +1,14 @@
-"""Compare the tokens of rollouts with those that a scripted engine sampled."""
+"""Compare recorded tokens with those that an engine sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 
-from agent_wrapper.contract import Rollout
+import pytest
+
+from agent_wrapper.contract import Rollout, Trajectory
+from gateway_server import Sampled
 from rollout_backend.local.scripted import Reply, ScriptedEngine
 
 Call = tuple[tuple[int, ...], tuple[int, ...]]  # the prompt, and what was sampled for it
@@ -33,3 +37,29 @@ def is_token_exact(rollouts: Iterable[Rollout], engine: ScriptedEngine, reply: C
     for call in recorded:
         assert call in answered
         answered.remove(call)
+
+
+def is_as_sampled(trajectory: Trajectory, sampled: Sequence[Sampled]) -> None:
+    """Assert that the trajectory has exactly what the engine sampled, each token once."""
+    turns = {}
+    for segment in trajectory.segments:
+        ids, logprobs, mask = (getattr(segment, name).tolist() for name in ("token_ids", "logprobs", "response_mask"))
+        at = 0
+        for turn in segment.turns:
+            assert mask[at : turn.end] == [0] * (turn.start - at) + [1] * (turn.end - turn.start)
+            assert all(map(math.isnan, logprobs[at : turn.start]))
+            assert turn.weight_versions[0].start == turn.start
+            assert turn.weight_versions[-1].end == turn.end
+            turns[tuple(ids[: turn.start]), tuple(ids[turn.start : turn.end])] = logprobs[turn.start : turn.end]
+            at = turn.end
+        assert at == len(ids)
+    assert turns.keys() == {(tuple(call.prompt), tuple(call.ids)) for call in sampled}
+    for call in sampled:
+        logprobs = turns[tuple(call.prompt), tuple(call.ids)]
+        if call.constrained:
+            assert all(map(math.isnan, logprobs))
+        else:
+            assert logprobs == pytest.approx(call.logprobs, abs=1e-6)
+    assert sum(sum(segment.response_mask) for segment in trajectory.segments) == sum(
+        len(call.ids) for call in sampled
+    )

@@ -6,7 +6,6 @@ that the client knows, and that the recorded tokens are the sampled ones, not wh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from agent_wrapper.contract import Trajectory
 from gateway_server import Witness
 from rollout_backend.rendering.renderer import RendererBundle, load_renderer
+from token_exact import is_as_sampled
 
 
 @pytest.fixture(scope="session")
@@ -38,30 +38,7 @@ def recorded(gateway, witness) -> Callable[[], Trajectory]:
 
     def check(session: str = "s1") -> Trajectory:
         trajectory = gateway.trajectory(session)
-        turns = {}
-        for segment in trajectory.segments:
-            ids, logprobs, mask = (
-                getattr(segment, name).tolist() for name in ("token_ids", "logprobs", "response_mask")
-            )
-            at = 0
-            for turn in segment.turns:
-                assert mask[at : turn.end] == [0] * (turn.start - at) + [1] * (turn.end - turn.start)
-                assert all(map(math.isnan, logprobs[at : turn.start]))
-                assert turn.weight_versions[0].start == turn.start
-                assert turn.weight_versions[-1].end == turn.end
-                turns[tuple(ids[: turn.start]), tuple(ids[turn.start : turn.end])] = logprobs[turn.start : turn.end]
-                at = turn.end
-            assert at == len(ids)
-        assert turns.keys() == {(tuple(call.prompt), tuple(call.ids)) for call in witness.sampled}
-        for call in witness.sampled:
-            logprobs = turns[tuple(call.prompt), tuple(call.ids)]
-            if call.constrained:
-                assert all(map(math.isnan, logprobs))
-            else:
-                assert logprobs == pytest.approx(call.logprobs, abs=1e-6)
-        assert sum(sum(segment.response_mask) for segment in trajectory.segments) == sum(
-            len(call.ids) for call in witness.sampled
-        )
+        is_as_sampled(trajectory, witness.sampled)
         return trajectory
 
     return check

@@ -1,0 +1,134 @@
+"""Real harnesses, unmodified and pinned, in environments of their own, against the gateway and a scripted engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from uv import find_uv_bin
+
+from gateway_server import Witness
+from harnesses import FOLDER, HARNESSES, NEW, OLD, TASK
+from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.serving.install import cache_dir
+from token_exact import is_as_sampled
+
+OFFLINE = {
+    **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
+    **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
+}
+
+
+def installed(pins: Path) -> Path:
+    """Install the pinned packages once, in a folder of the cache; return the folder."""
+    digest = hashlib.sha256(pins.read_bytes()).hexdigest()[:8]
+    folder = cache_dir() / "harnesses" / f"{pins.stem}-{digest}"
+    ready = folder / ".ready"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if ready.exists():
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        if pins.suffix == ".txt":
+            subprocess.run([find_uv_bin(), "venv", "--quiet", folder], check=True)
+            subprocess.run(
+                [find_uv_bin(), "pip", "install", "--quiet", "--python", folder / "bin/python", "-r", pins],
+                check=True,
+            )
+        else:
+            folder.mkdir()
+            shutil.copy(pins, folder / "package-lock.json")
+            (folder / "package.json").write_text(json.dumps(json.loads(pins.read_text())["packages"][""]))
+            subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--silent"], cwd=folder, check=True)
+        ready.touch()
+    return folder
+
+
+def reply(replies: Sequence[str], prompt: str) -> str:
+    """Return the reply after the replies that the prompt has; a side conversation, without tools, gets another."""
+    if "<tool_call>" in replies[0] and "<tools>" not in prompt:
+        return "A title."
+    said = prompt.count("<|im_start|>assistant\n") - 1
+    return replies[min(said, len(replies) - 1)]
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    (folder / "double.py").write_text(f"def double(n):\n    {OLD}\n")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com"]
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "start"]):
+        subprocess.run([*git, *arguments], cwd=folder, check=True)
+    return folder
+
+
+QUICK = "Claude Code-messages", "Vercel AI SDK-messages"
+CASES = [
+    pytest.param(each, api, id=name, marks=() if name in QUICK else pytest.mark.release)
+    for each in HARNESSES
+    for api in each.apis
+    for name in [f"{each.name}-{api}"]
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("npm") is None, reason="half of the harnesses need Node.js")
+@pytest.mark.parametrize(("harness", "api"), CASES)
+def test_a_conversation_has_the_rows_that_the_page_states(serve, byte_model, repository, tmp_path, harness, api):
+    packages = installed(FOLDER / "pins" / harness.pins)
+    replies = [text.replace("REPOSITORY", str(repository)) for text in harness.replies]
+    with ScriptedEngine(lambda prompt: reply(replies, prompt)) as engine, Witness(engine.url) as witness:
+        model = byte_model.model_copy(update={"context_length": 1_000_000})
+        gateway = serve(witness.url, model=model)
+        given = {
+            "BASE_URL": f"{gateway.url}/v1",
+            "API_KEY": gateway.key(),
+            "MODEL": model.name,
+            "CONTEXT_LENGTH": str(model.context_length),
+            "TASK": TASK,
+        }
+
+        def filled(text: str) -> str:
+            return re.sub(rf"\b({'|'.join(given)})\b", lambda word: given[word[0]], text)
+
+        for name, text in harness.files.items():
+            file = tmp_path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(filled(text))
+        folder = repository
+        if harness.script:
+            folder = shutil.copytree(FOLDER / "scripts", tmp_path / "scripts")
+            (folder / "node_modules").symlink_to(packages / "node_modules")
+        env = {
+            **OFFLINE,
+            **given,
+            "API": api,
+            "HOME": str(tmp_path),
+            "PATH": os.pathsep.join([f"{packages}/bin", f"{packages}/node_modules/.bin", os.environ["PATH"]]),
+            **{name: filled(value) for name, value in harness.env.items()},
+        }
+        argv = ["timeout", "--kill-after", "9", "240", "bash", "-c", filled(harness.command)]
+        done = subprocess.run(
+            argv, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        trajectory, stats = gateway.trajectory(), gateway.stats()
+    printed = done.stdout[-3000:] + done.stderr[-3000:]
+    if harness.script:
+        assert "10" in done.stdout, printed
+    else:
+        assert (repository / "double.py").read_text() == f"def double(n):\n    {NEW}\n", printed
+    assert [segment.split_reason for segment in trajectory.segments] == list(harness.reasons)
+    for call in witness.sampled if harness.stop else ():  # what follows the stop string is dropped
+        kept = len(engine.tokenizer.decode(call.ids).partition(harness.stop)[0] + harness.stop)
+        del call.ids[kept:], call.logprobs[kept:]
+    is_as_sampled(trajectory, witness.sampled)
+    assert stats.errors == {}

@@ -1,0 +1,398 @@
+"""Agent frameworks and command-line agents that run unmodified against the gateway, and the rows of a conversation.
+
+`docs/make_clients.py` makes a page of this table, and test_harnesses.py runs its entries. `pins/` has the versions,
+which `python tests/support/harnesses.py codex.json` renews.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from subprocess import check_output, run
+from tempfile import TemporaryDirectory
+
+from uv import find_uv_bin
+
+from rollout_backend.local.scripted import ToolCall
+
+FOLDER = Path(__file__).parents[1] / "dialects" / "harnesses"
+ONE_ROW = ("first_call",)
+
+
+def said(name: str, **arguments: object) -> str:
+    return str(ToolCall(name, arguments))
+
+
+SUMS = (
+    f"I add first.\n{said('add', a=2, b=3)}",
+    said("add", a=5, b=4),
+    "It is 9.",
+    said("add", a=9, b=1),
+    "It is 10.",
+)
+OLD, NEW = "return n + n + 1", "return n + n"
+TASK = "The function double in double.py returns the wrong number. Fix it."
+
+
+@dataclass(frozen=True)
+class Harness:
+    """A client, and what it does with a conversation.
+
+    `command` runs in bash with `env`, after `files` were written into its home. All three can name BASE_URL, API_KEY,
+    CONTEXT_LENGTH, MODEL and TASK.
+    """
+
+    name: str
+    install: str  # packages; the page names the first one's version
+    pins: str  # a file of pins/ with the exact versions of these and all that they need
+    command: str
+    apis: Sequence[str] = ("chat",)
+    replies: Sequence[str] = SUMS
+    reasons: Sequence[str] = ONE_ROW  # why each row was opened
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    stop: str = ""  # the stop string that ends its replies
+    note: str = ""  # for the page
+
+    @property
+    def version(self) -> str:
+        pins, package = (FOLDER / "pins" / self.pins).read_text(), re.split(r"\[| ", self.install)[0]
+        if self.pins.endswith(".json"):
+            return str(json.loads(pins)["packages"][f"node_modules/{package}"]["version"])
+        return re.findall(rf"^{package}==(\S+)", pins, re.MULTILINE)[0]
+
+    @property
+    def script(self) -> Path | None:
+        """The file in scripts/ that the command runs; None: the command is the agent's own."""
+        runner, file, *_ = self.command.split()
+        return FOLDER / "scripts" / file if runner in ("python", "node") else None
+
+
+FIX = (
+    f"I look first.\n{said('read_file', file_path='REPOSITORY/double.py')}",
+    said("edit", file_path="REPOSITORY/double.py", old_string=OLD, new_string=NEW),
+    said("run_shell_command", command="python -c 'import double; print(double.double(4))'", is_background=False),
+    "It is fixed.",
+)
+
+
+def renamed(replies: Sequence[str], **names: str) -> tuple[str, ...]:
+    """Return the replies with other names of tools and arguments."""
+    return tuple(
+        re.sub(r'(?<=")\w+(?=": )|(?<="name": ")\w+', lambda word: names.get(word[0], word[0]), text)
+        for text in replies
+    )
+
+
+ALL = ("chat", "responses", "messages")
+COPILOT = Harness(
+    name="Copilot CLI",
+    install="@github/copilot",
+    pins="copilot.json",
+    command='copilot -p "TASK" --allow-all-tools --no-custom-instructions',
+    apis=("responses",),
+    replies=(
+        f"I look first.\n{said('bash', command='cat double.py', description='look')}",
+        said("bash", command="sed -i 's/ + 1//' double.py", description="fix"),
+        "It is fixed.",
+    ),
+    env={
+        "COPILOT_PROVIDER_TYPE": "openai",
+        "COPILOT_PROVIDER_WIRE_API": "responses",
+        "COPILOT_PROVIDER_BASE_URL": "BASE_URL",
+        "COPILOT_PROVIDER_API_KEY": "API_KEY",
+        "COPILOT_MODEL": "MODEL",
+        "COPILOT_OFFLINE": "true",
+    },
+)
+HARNESSES = (
+    Harness(
+        name="Claude Code",
+        install="@anthropic-ai/claude-code",
+        pins="claude-code.json",
+        command='claude -p "TASK" --allowedTools Read,Edit,Bash --output-format json',
+        apis=("messages",),
+        replies=renamed(FIX, read_file="Read", edit="Edit", run_shell_command="Bash"),
+        env={
+            "ANTHROPIC_BASE_URL": "BASE_URL",
+            "ANTHROPIC_API_KEY": "API_KEY",
+            "ANTHROPIC_MODEL": "MODEL",
+            "ANTHROPIC_SMALL_FAST_MODEL": "MODEL",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "MODEL",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "ENABLE_TOOL_SEARCH": "false",
+        },
+        note="""\
+The first prompt has 50,000 characters of system prompt and tools: set a `context_length` of at least 32,000 tokens.
+Claude Code fills in the defaults of a tool's schema when it returns a call; the gateway recognises the call. It also
+adds an accounting line to its system prompt that changes with each call; the gateway removes it. A sub-agent (the
+tool `Agent`) is a separate conversation, and therefore a separate row. A compaction opens a new row too.""",
+    ),
+    Harness(
+        name="Codex",
+        install="@openai/codex",
+        pins="codex.json",
+        command='codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox "TASK"',
+        apis=("responses",),
+        replies=(
+            f"I look first.\n{said('exec_command', cmd='cat double.py')}",
+            said("exec_command", cmd="sed -i 's/ + 1//' double.py"),
+            "It is fixed.",
+        ),
+        env={"OPENAI_API_KEY": "API_KEY"},
+        files={
+            ".codex/config.toml": """\
+model = "MODEL"
+model_provider = "rollout"
+web_search = "disabled"
+
+[model_providers.rollout]
+name = "rollout"
+base_url = "BASE_URL"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+
+[agents]
+enabled = false
+"""
+        },
+        note="""\
+The container is the sandbox: do not use the flag that bypasses Codex's sandbox anywhere else.""",
+    ),
+    Harness(
+        name="opencode",
+        install="opencode-ai",
+        pins="opencode.json",
+        command='opencode run "TASK"',
+        replies=renamed(
+            FIX,
+            read_file="read",
+            file_path="filePath",
+            old_string="oldString",
+            new_string="newString",
+            run_shell_command="bash",
+        ),
+        env={"OPENAI_BASE_URL": "BASE_URL", "OPENAI_API_KEY": "API_KEY", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
+        files={
+            ".config/opencode/opencode.json": """\
+{
+  "model": "rollout/MODEL",
+  "small_model": "rollout/MODEL",
+  "autoupdate": false,
+  "share": "disabled",
+  "permission": "allow",
+  "agent": {"title": {"disable": true}},
+  "provider": {
+    "rollout": {
+      "npm": "@ai-sdk/openai-compatible",
+      "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
+      "models": {"MODEL": {"name": "MODEL", "tool_call": true, "limit": {"context": CONTEXT_LENGTH, "output": 4096}}}
+    }
+  }
+}
+"""
+        },
+        note="""\
+An image must save the file anywhere and name it in `OPENCODE_CONFIG`: [a command's
+home](commands.md#let-it-find-the-model) is empty. If you enable titles, the title of each conversation is a separate
+row that is trained like the others; [`training.leave_out`](settings.md) leaves it out.""",
+    ),
+    Harness(
+        name="Qwen Code",
+        install="@qwen-code/qwen-code",
+        pins="qwen-code.json",
+        command='qwen -p "TASK" --yolo --auth-type openai',
+        replies=FIX,
+        env={"OPENAI_BASE_URL": "BASE_URL", "OPENAI_API_KEY": "API_KEY", "OPENAI_MODEL": "MODEL"},
+    ),
+    Harness(
+        name="mini-swe-agent",
+        install="mini-swe-agent",
+        pins="mini-swe-agent.txt",
+        command='mini -m openai/MODEL -t "TASK" --yolo --exit-immediately --cost-limit 0 -o notes.json',
+        replies=(
+            f"I look first.\n{said('bash', command='cat double.py && git log --oneline')}",
+            said("bash", command="sed -i 's/ + 1//' double.py"),
+            said("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+        ),
+        env={
+            "OPENAI_BASE_URL": "BASE_URL",
+            "OPENAI_API_KEY": "API_KEY",
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        },
+        note="""\
+You can also use `anthropic/MODEL` with `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. The agent omits a reply without
+a usable call from the history, so the next call opens a new row. Limit the steps with `-c mini.yaml -c
+agent.step_limit=50`, or a weak model continues until the rollout's deadline.""",
+    ),
+    Harness(
+        name="aider",
+        install="aider-chat",
+        pins="aider.txt",
+        command="""\
+aider --model openai/MODEL --message "TASK" --edit-format whole --no-auto-commits --yes-always --no-check-update \\
+  --no-show-model-warnings --analytics-disable double.py""",
+        replies=(f"I fix it.\n\ndouble.py\n```python\ndef double(n):\n    {NEW}\n```",),
+        env={"OPENAI_API_BASE": "BASE_URL", "OPENAI_API_KEY": "API_KEY", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        note="""\
+Without `--no-auto-commits`, aider asks the model for a commit message, which is a separate row.""",
+    ),
+    COPILOT,
+    replace(COPILOT, apis=("chat",), env={**COPILOT.env, "COPILOT_PROVIDER_WIRE_API": "completions"}),
+    Harness(
+        "LangChain",
+        "langchain langchain-openai langchain-anthropic",
+        "langchain.txt",
+        "python langchain_agents.py LangChain",
+        ALL,
+    ),
+    Harness(
+        "LangGraph",
+        "langgraph langchain-openai langchain-anthropic",
+        "langchain.txt",
+        "python langchain_agents.py LangGraph",
+        ALL,
+        note="""Its `create_react_agent` and graphs of your own take the same model.""",
+    ),
+    Harness(
+        "deepagents",
+        "deepagents langchain-openai langchain-anthropic",
+        "langchain.txt",
+        "python langchain_agents.py deepagents",
+        ALL,
+    ),
+    Harness(
+        "LangChain.js",
+        "langchain @langchain/core @langchain/openai zod",
+        "langchain-js.json",
+        "node langchain.mjs",
+        ("chat", "responses"),
+    ),
+    Harness(
+        "OpenAI Agents SDK", "openai-agents", "openai-agents.txt", "python openai_agents.py", ("chat", "responses")
+    ),
+    Harness(
+        "pydantic-ai",
+        "pydantic-ai-slim[anthropic,openai]",
+        "pydantic-ai.txt",
+        "python pydantic_ai_agent.py",
+        ALL,
+        note="""\
+pydantic-ai omits an empty reply from the history and asks again, which opens a new row (`branched`). With an
+`output_type` other than `str`, the answer is a forced tool call, which is not trained.""",
+    ),
+    Harness(
+        "strands-agents",
+        "strands-agents[anthropic,openai]",
+        "strands.txt",
+        "python strands_agent.py",
+        ("chat", "messages"),
+        note="""\
+The default conversation manager drops old messages, and the client already retries. A reply that is cut raises
+`MaxTokensReachedException`, and a full context raises `ContextWindowOverflowException`: [the
+example](../examples/tool_agent/agent.py) scores both.""",
+    ),
+    Harness(
+        "smolagents",
+        "smolagents[openai]",
+        "smolagents.txt",
+        "python smolagents_code.py",
+        stop="</code>",
+        replies=(
+            "Thought: I add.\n<code>\nprint(add(2, 3))\n</code>",
+            "Thought: I add again.\n<code>\nfinal_answer(add(5, 4))\n</code>",
+            "\nThought: Once more.\n<code>\nfinal_answer(add(9, 1))\n</code>\n",
+        ),
+        note="""\
+`ToolCallingAgent` forces a tool call in each step, which is trained only with
+[`gateway.forced_tools: as_auto`](settings.md).""",
+    ),
+    Harness("AutoGen", "autogen-agentchat autogen-ext[openai]", "autogen.txt", "python autogen.py"),
+    Harness(
+        "Semantic Kernel",
+        "semantic-kernel",
+        "semantic-kernel.txt",
+        "python semantic_kernel_agent.py",
+        reasons=("first_call", "history_rewritten"),
+        note="It drops the text of a reply that also calls a tool, and the next call opens a new row.",
+    ),
+    Harness(
+        "agent-framework",
+        "agent-framework-core agent-framework-openai",
+        "agent-framework.txt",
+        "python agent_framework_agent.py",
+        ("chat", "responses"),
+        note="Without `store: False`, it sends `previous_response_id` to the responses API, which is answered 400.",
+    ),
+    Harness("google-adk", "google-adk litellm", "google-adk.txt", "python adk.py"),
+    Harness(
+        "CrewAI",
+        "crewai[litellm]",
+        "crewai.txt",
+        "python crew.py",
+        replies=(*SUMS[:2], "It is 9, then 10."),
+        reasons=("first_call", "history_rewritten"),
+        env={"CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false", "OTEL_SDK_DISABLED": "true"},
+        note="It drops the text of a reply that also calls a tool, and the next call opens a new row.",
+    ),
+    Harness(
+        "LiteLLM",
+        "litellm",
+        "litellm.txt",
+        "python litellm_loop.py",
+        ("chat", "messages"),
+        env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # otherwise it fetches its prices at each start
+    ),
+    Harness(
+        "Vercel AI SDK",
+        "ai @ai-sdk/openai @ai-sdk/openai-compatible @ai-sdk/anthropic zod",
+        "ai-sdk.json",
+        "node ai_sdk.mjs",
+        ALL,
+        note="Without `store: false`, it refers to stored items in the responses API, which is answered 400.",
+    ),
+    Harness("Haystack", "haystack-ai", "haystack.txt", "python haystack_agent.py", ("chat", "responses")),
+    Harness(
+        "LlamaIndex",
+        "llama-index-core llama-index-llms-openai-like",
+        "llama-index.txt",
+        "python llama_index_agent.py",
+    ),
+    Harness(
+        "Inspect",
+        "inspect-ai openai",
+        "inspect-ai.txt",
+        "python inspect_agent.py",
+        replies=(*SUMS[:2], said("submit", answer="9 and 10")),
+    ),
+)
+
+
+def pin() -> None:
+    """Write the newest versions into these files of pins/, by default into all."""
+    for file in sys.argv[1:] or sorted({harness.pins for harness in HARNESSES}):
+        path = FOLDER / "pins" / file
+        packages = sorted({word for each in HARNESSES if each.pins == file for word in each.install.split()})
+        if path.suffix == ".txt":
+            options = ["--python-version", "3.11", "--upgrade", "--no-annotate", "--no-header", "--quiet", "-o", path]
+            run([find_uv_bin(), "pip", "compile", "-", *options], input="\n".join(packages), text=True, check=True)
+            continue
+        with TemporaryDirectory() as folder:
+            # By itself, npm takes the newest version for its own Node.js, which agents with a binary do not need.
+            newest = [
+                f"{name}@{check_output(['npm', 'view', name, 'version'], text=True).strip()}" for name in packages
+            ]
+            options = ["--package-lock-only", "--omit-lockfile-registry-resolved", "--save-exact", "--silent"]
+            run(["npm", "install", *options, *newest], cwd=folder, check=True)
+            shutil.copy(Path(folder, "package-lock.json"), path)
+
+
+if __name__ == "__main__":
+    pin()
