@@ -110,7 +110,7 @@ def estimate_cost(config: RolloutConfig, rollouts: int | None) -> CheckResult:
     most = prices.at_most(batch, times.agent_s, times.collection_s)
     text = (
         f"a step of {batch:,} rollouts costs at most {dollars(most.total)} ({most.parts}), if every agent takes all "
-        "of timeouts.agent_s without waiting for the model (estimate)"
+        f"of timeouts.agent_s without waiting for the model (estimate, without {prices.left_out})"
     )
     return CheckResult("ok", "prices", text, "cost")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -30,10 +30,14 @@ class PriceConfig(Section):
     """Prices in dollars, for an estimate of what a run costs. The estimate is shown once `session_vcpus` and
     `session_gb`, or `gpu_hour`, are set. Defaults are AWS prices of November 2026 in us-east-1; check yours."""
 
-    vcpu_hour: Dollars = 0.0895
-    """Price of a vCPU-hour of agents. AgentCore Runtime bills the CPU time used; waiting for the model is free."""
-    gb_hour: Dollars = 0.00945
-    """Price of a GB-hour of agents, for the whole time of a session."""
+    platform: Literal["V1", "V2"] | None = None
+    """AgentCore's platform, whose prices are the defaults of `vcpu_hour` and `gb_hour`. Default:
+    `runtime.platform_version`, or else V1."""
+    vcpu_hour: Dollars | None = None
+    """Price of a vCPU-hour of agents. Default: 0.0895 on V1, 0.1276 on V2. AgentCore Runtime bills the CPU time used;
+    waiting for the model is free."""
+    gb_hour: Dollars | None = None
+    """Price of a GB-hour of agents, for the whole time of a session. Default: 0.00945 on V1, 0.0169 on V2."""
     session_vcpus: Dollars | None = None
     """vCPUs that a session uses on average while it does not wait for the model: measure your agent. Set it with
     `session_gb`. Default: the estimate leaves sessions out, with their S3 and SQS requests."""

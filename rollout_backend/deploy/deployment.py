@@ -197,6 +197,9 @@ def config_text(
     tree |= {"queue": {}, **settings, "gateway": gateway, **replaced}
     tree = {section: value for section, value in tree.items() if value != {}}
     merge_overrides(tree, overrides)
+    platform = runtime_settings(folder, overrides).platform_version
+    if platform in ("V1", "V2"):
+        tree["prices"] = {"platform": platform, **tree.get("prices", {})}
     tree["runtime"] = {name: value for name, value in tree["runtime"].items() if name not in _SETTINGS}
     return f"{WRITTEN}\n{yaml.safe_dump(tree, sort_keys=False)}"
 

@@ -1,6 +1,6 @@
 """Estimate what a step costs in dollars, and the part that is wasted. Pure.
 
-Only the last attempt of each rollout is known, and of a session only its times, so this is an estimate.
+Of a session only its times are known, and of earlier attempts only when the first began, so this is an estimate.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rollout_backend.config import RolloutConfig
+from rollout_backend.config import AgentCoreConfig, RolloutConfig
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.summary import seconds_of, span
 
@@ -27,6 +27,8 @@ class Usage:
 
 
 NO_USAGE = Usage()
+_RATES = {"V1": (0.0895, 0.00945), "V2": (0.1276, 0.0169)}  # per vCPU-hour and GB-hour, by AgentCore's platform
+LEFT_OUT = "storage, logs, data transfer, NAT and load balancers"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class Prices:
     own_s: float  # a second in which it does not wait for the model
     result: float  # the requests of a result
     step_s: float  # a second of a step
+    left_out: str = LEFT_OUT
+    """What the estimate does not contain."""
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Self | None:
@@ -83,12 +87,26 @@ class Prices:
         prices = config.prices
         if prices.session_gb is None and prices.gpu_hour is None:
             return None
+        runtime = config.runtime if isinstance(config.runtime, AgentCoreConfig) else None
+        platform = prices.platform or (runtime and runtime.platform_version) or "V1"
+        vcpu_hour, gb_hour = _RATES.get(platform, _RATES["V2"])  # of a later one, the newest that are known
+        on_instances = runtime is not None and runtime.capacity_provider is not None
+        if on_instances:
+            vcpu_hour = gb_hour = 0.0
+        missing = {
+            "sessions with their requests": prices.session_gb is None,
+            "EC2 instances": on_instances and prices.gb_hour is None,
+            "GPUs": prices.gpu_hour is None,
+        }
         requests = prices.s3_put_million + prices.s3_get_million + 3 * prices.sqs_million
         return cls(
-            session_s=prices.gb_hour * (prices.session_gb or 0.0) / 3600,
-            own_s=prices.vcpu_hour * (prices.session_vcpus or 0.0) / 3600,
+            session_s=(gb_hour if prices.gb_hour is None else prices.gb_hour) * (prices.session_gb or 0.0) / 3600,
+            own_s=(vcpu_hour if prices.vcpu_hour is None else prices.vcpu_hour)
+            * (prices.session_vcpus or 0.0)
+            / 3600,
             result=requests / 1e6 if prices.session_gb is not None else 0.0,
             step_s=(prices.gpu_hour or 0.0) * (config.gpus or 0) / 3600,
+            left_out=", ".join([*(name for name, is_missing in missing.items() if is_missing), LEFT_OUT]),
         )
 
     def cost(self, trained: Usage, wasted: Usage, seconds: float) -> Cost:
@@ -115,11 +133,13 @@ class Prices:
         trained = wasted = NO_USAGE
         for record in records:
             spent = seconds_of(record)
-            usage = Usage(spent.session, spent.model, int(record.result is not None))
+            lost = spent.lost if record.result is not None else 0.0
+            usage = Usage(spent.session - lost, spent.model, int(record.result is not None))
             if record.trained:
                 trained += usage
             else:
                 wasted += usage
+            wasted += Usage(lost)  # of attempts before the one that brought the result
         began, ended = span(records)
         return self.cost(trained, wasted, ended - began)
 

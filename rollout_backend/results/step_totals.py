@@ -75,6 +75,8 @@ class StepTotals:
             self.trainable += usage
         else:
             self.wasted += usage
+        if entry.invoked_at is not None and entry.first_invoked_at is not None:
+            self.wasted += Usage(max(0.0, entry.invoked_at - entry.first_invoked_at))  # of earlier attempts
 
     def _add_settled(self, entry: LedgerEntry) -> None:
         if not entry.by_result:

@@ -151,6 +151,7 @@ async def test_settings_of_the_runtime_are_deployed_and_not_written_into_the_con
     assert [line for line in plan if line.startswith("give it")] == [f"give it {each}" for each in given]
     written = yaml.safe_load(config_text(target.settings(), tmp_path, {}, overrides))
     assert written["runtime"] == {"kind": "agentcore", "arn": ARN, "max_sessions": 9}
+    assert written["prices"] == {"platform": "V2"}
     with pytest.raises(ConfigError, match=r"runtime: .*max_lifetime_s above 28800 .* needs capacity_provider"):
         runtime_settings(tmp_path, ["runtime.max_lifetime_s=30000"])
 

@@ -42,14 +42,47 @@ def test_gpus_are_paid_by_the_steps_time_and_wasted_by_session_time():
     assert found.cost(Usage(30, 10, 1), Usage(10, 0, 0), 100) == Cost(0, 0, pytest.approx(4), pytest.approx(1))
     assert found.cost(Usage(), Usage(), 100) == Cost(0, 0, pytest.approx(4), 0)
     serving = {"servers": 2, "tensor_parallel": 4}
-    assert Prices.of(run_config(prices={"gpu_hour": 450}, serving=serving)) == Prices(0, 0, 0, 1)
+    found = Prices.of(run_config(prices={"gpu_hour": 450}, serving=serving))
+    assert found is not None
+    assert (found.session_s, found.own_s, found.result, found.step_s) == (0, 0, 0, 1)
+
+
+IMAGE = "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1"
+ROLE = "arn:aws:iam::000000000000:role/agent"
+PROVIDER = "arn:aws:bedrock-agentcore:us-east-1:000000000000:capacity-provider/mine-0123456789"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "section", "rates"),
+    [
+        ({}, {}, (0.0895, 0.00945)),
+        ({}, {"platform": "V2"}, (0.1276, 0.0169)),
+        ({"platform_version": "V2"}, {}, (0.1276, 0.0169)),
+        ({"platform_version": "V2"}, {"vcpu_hour": 1}, (1, 0.0169)),
+        ({"capacity_provider": PROVIDER}, {}, (0, 0)),
+    ],
+)
+def test_prices_follow_the_runtimes_platform(runtime, section, rates):
+    runtime = {"kind": "agentcore", "image": IMAGE, "role": ROLE, **runtime}
+    found = Prices.of(run_config(runtime=runtime, prices={"session_vcpus": 1, "session_gb": 1, **section}))
+    assert found is not None
+    assert (found.own_s * 3600, found.session_s * 3600) == pytest.approx(rates)
+    assert ("EC2 instances" in found.left_out) is ("capacity_provider" in runtime)
+
+
+def test_an_estimate_says_what_it_leaves_out():
+    assert prices(gpu_hour=1, gpus=1).left_out.startswith("sessions with their requests, storage")
+    assert prices(session_vcpus=1, session_gb=1).left_out.startswith("GPUs, storage")
 
 
 def test_a_step_costs_the_same_in_a_display_and_by_its_records():
-    clock = Clock(100.0)
+    clock = Clock(90.0)
     ledger, results = Ledger(0, clock), []
     ledger.plan([PlannedRollout(f"task-a.{i}", "task-a") for i in range(3)])
     totals = StepTotals(ledger, results)
+    ledger.start_attempt("task-a.0", "lost", deadline=900)
+    clock.now = 100.0
+    ledger.abandon_attempt("task-a.0")
     for i in range(3):
         ledger.start_attempt(f"task-a.{i}", f"session-{i}", deadline=900)
         ledger.accept(f"task-a.{i}")
@@ -66,13 +99,13 @@ def test_a_step_costs_the_same_in_a_display_and_by_its_records():
     ledger.settle("task-a.1", Outcome.INFRA_ERROR, "container_lost", "")
     ledger.settle("task-a.2", Outcome.CANCELLED, "step_over", "")
     totals.update()
-    assert (totals.trainable, totals.wasted) == (Usage(10, 4, 1), Usage(40, 0, 0))
+    assert (totals.trainable, totals.wasted) == (Usage(10, 4, 1), Usage(50, 0, 0))
     records = records_of(ledger, lambda entry: "", results)
     usable = [record.model_copy(update={"group_usable": True}) for record in records]
     found = prices(**AGENTS, **FREE)
-    assert found.cost(totals.trainable, totals.wasted, 20) == found.cost_of(usable)
+    assert found.cost(totals.trainable, totals.wasted, 30) == found.cost_of(usable)
     # 0.2 dollars a second for memory, and 0.5 outside model calls
-    assert found.cost_of(usable) == Cost(pytest.approx(10 + 23), 0, 0, pytest.approx(8 + 20))
+    assert found.cost_of(usable) == Cost(pytest.approx(12 + 28), 0, 0, pytest.approx(10 + 25))
     rejected = [record.model_copy(update={"group_usable": False}) for record in records]
     assert found.cost_of(rejected).wasted == found.cost_of(rejected).total
 
