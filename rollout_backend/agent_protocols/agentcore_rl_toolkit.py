@@ -1,7 +1,8 @@
 """Agents that are wrapped in `AgentCoreRLApp` of agentcore-rl-toolkit 0.2.0.
 
-The invoke's `_rollout` block has `exp_id`, `input_id`, `s3_bucket`, `base_url` and `model_id`. The agent answers
-`{"status": "processing"}` at once, and writes one JSON object:
+The invoke's `_rollout` block has `exp_id`, `input_id`, `s3_bucket`, `base_url`, `api_key` and `model_id`. Agents made
+for the toolkit's main branch send the key; older ones send a fixed text, and need it in the path of `base_url`. The
+agent answers `{"status": "processing"}` at once, and writes one JSON object:
 
     EXP_ID/INPUT_ID/SESSION_ID.json
     {"rewards": [1.0], "status_code": 200, "stop_reason": "end_turn", "input_id": ..., "payload": ..., ...}
@@ -47,6 +48,7 @@ class AgentCoreRlToolkit(WrittenResults):
             "input_id": request.rollout_id,
             "s3_bucket": request.result.bucket,
             "base_url": request.endpoint.base_url,
+            "api_key": request.endpoint.api_key,
             "model_id": request.endpoint.name,
             "sampling_params": params,
         }

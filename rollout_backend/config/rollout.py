@@ -139,7 +139,7 @@ class RolloutConfig(Section):
             if self.storage.presigned:
                 raise ValueError(f"{where}: such agents write nothing to S3: set storage.presigned=false")
             return self
-        if not self.gateway.key_in_path:
+        if protocol == "verl-4216" and not self.gateway.key_in_path:
             raise ValueError(f"{where}: such agents send no API key of ours: set gateway.key_in_path=true")
         if self.storage.presigned:
             raise ValueError(f"{where}: such agents write to S3 with credentials: set storage.presigned=false")

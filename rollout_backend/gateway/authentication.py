@@ -53,9 +53,8 @@ class Authenticator:
         try:
             claims = verify(self._settings.secret, key, now, self._settings.previous_secret)
         except KeyRefused as error:
-            raise ApiError(
-                401, f"{error}; use the api_key of this rollout's request", code="invalid_api_key"
-            ) from None
+            advice = "use the api_key of this rollout's request, or set gateway.key_in_path for agents that cannot"
+            raise ApiError(401, f"{error}; {advice}", code="invalid_api_key") from None
         check_shard(claims.session_id, self._settings.shard, self._settings.gateway.processes)
         check_journal(claims, self._journal_id)
         if len(self._verified) >= _MAX_VERIFIED:

@@ -42,6 +42,7 @@ def test_the_payload_is_that_of_the_toolkits_client():
             "input_id": "t.0",
             "s3_bucket": "bucket",
             "base_url": f"https://gateway/k/{KEY}/v1",
+            "api_key": KEY,
             "model_id": "m",
             "sampling_params": {"temperature": 0.5, "top_p": 1.0, "max_completion_tokens": 99},
         },

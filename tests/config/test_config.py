@@ -225,7 +225,6 @@ KEYED = {"key_in_path": True}
 @pytest.mark.parametrize("protocol", ["agentcore-rl-toolkit", "verl-4216"])
 def test_what_agents_of_another_protocol_cannot_do_is_refused(protocol):
     agents = {"agent_protocol": protocol}
-    refused("key_in_path=true", runtime={**HTTP, **agents})
     refused(
         "presigned=false", runtime={**HTTP, **agents}, gateway=KEYED, storage={"bucket": "b-1", "presigned": True}
     )
@@ -233,6 +232,11 @@ def test_what_agents_of_another_protocol_cannot_do_is_refused(protocol):
     refused("agentcore or http", runtime={"kind": "kubernetes", "image": "agent", **agents}, gateway=KEYED)
     config = load_config(base={**MINIMAL, "runtime": {**HTTP, **agents}, "gateway": KEYED}, env={})
     assert config.uses_queue == (protocol == "verl-4216")
+
+
+def test_only_agents_that_are_sent_no_key_need_one_in_the_path():
+    refused("key_in_path=true", runtime={**HTTP, "agent_protocol": "verl-4216"})
+    load_config(base={**MINIMAL, "runtime": {**HTTP, "agent_protocol": "agentcore-rl-toolkit"}}, env={})
 
 
 def test_polled_agents_need_neither_a_queue_nor_a_key_in_the_path():

@@ -39,12 +39,16 @@ def answer(prompt: str) -> str:
     return "It is 4." if "2 + 2" in prompt else "It is 7."
 
 
-async def test_an_agent_of_the_toolkit_is_trained_token_exact(open_run, script):
-    run = await open_run(*SETTINGS, "group.size=1", replies=answer, script=script)
+@pytest.mark.parametrize(
+    ("release", "settings"), [("0.2.0", SETTINGS), ("newest", (SETTINGS[0], *SETTINGS[2:]))], ids=["0.2.0", "newest"]
+)
+async def test_an_agent_of_the_toolkit_is_trained_token_exact(open_run, script, release, settings):
+    """The examples of release 0.2.0 send a fixed key; those of the main branch send that of the payload."""
+    run = await open_run(*settings, "group.size=1", replies=answer, script=script)
     tasks = [
-        Task("right", {"question": "2 + 2?", "answer": "4"}),
-        Task("wrong", {"question": "3 + 3?", "answer": "4"}),
-        Task("fails", {"question": "2 + 2?", "answer": "4", "fail": "no such tool"}),
+        Task("right", {"question": "2 + 2?", "answer": "4", "release": release}),
+        Task("wrong", {"question": "3 + 3?", "answer": "4", "release": release}),
+        Task("fails", {"question": "2 + 2?", "answer": "4", "release": release, "fail": "no such tool"}),
     ]
     result = await run.manager.collect(tasks)
     assert result.report.balanced, result.failures

@@ -13,7 +13,7 @@ app = AgentCoreRLApp()
 
 def ask(config, question):
     body = {"model": config["model_id"], "messages": [{"role": "user", "content": question}]}
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer EMPTY"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {config.get('api_key') or 'EMPTY'}"}
     request = urllib.request.Request(f"{config['base_url']}/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request) as reply:
         return json.load(reply)["choices"][0]["message"]["content"]
@@ -30,7 +30,10 @@ async def use_slow_tool(folder):
 async def invoke_agent(payload: dict):
     if "hang" in payload:
         await asyncio.Event().wait()
-    answer = await asyncio.to_thread(ask, payload["_rollout"], payload["question"])
+    config = {**payload["_rollout"]}
+    if payload.get("release") == "0.2.0":  # its examples send a fixed key
+        del config["api_key"]
+    answer = await asyncio.to_thread(ask, config, payload["question"])
     if "fail" in payload:
         raise ValueError(payload["fail"])
     if "folder" in payload:
